@@ -1,0 +1,134 @@
+"""llama.cpp, measured by its own `llama-bench` and `llama-batched-bench`, built for this machine.
+
+Both time bare decoding without sampling, which is the engine's best face. Every case runs with flash
+attention on and off, since on a CPU either can win; the report takes the faster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from cpu_peers.cases import Case, Job, Sample
+from cpu_peers.host_load import ForeignLoad, wait_until_quiet
+
+GGUF_NAME = "bf16.gguf"
+TARGETS = ("llama-bench", "llama-batched-bench")
+CMAKE_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_LLAMAFILE=ON",
+    "-DGGML_OPENMP=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_TOOLS=ON",
+)
+_PADDING = 256
+"""llama.cpp rounds the context of every sequence up to a multiple of this."""
+
+
+def build(folder: Path, jobs: int) -> None:
+    """Downloads the source package of llama-cpp-python and compiles the llama.cpp inside it into
+    `folder`/build/bin; some minutes. Raises CalledProcessError when a step fails."""
+    sdist, source = folder / "sdist", folder / "source"
+    if not any(sdist.glob("*.tar.gz")):
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(sdist)]
+        subprocess.run([*pip, "--no-binary", "llama-cpp-python", "llama-cpp-python"], check=True)
+    if not source.exists():
+        unpacked = folder / "unpacked"
+        with tarfile.open(next(sdist.glob("*.tar.gz"))) as archive:
+            archive.extractall(unpacked, filter="data")
+        shutil.move(next(unpacked.iterdir()), source)
+        unpacked.rmdir()
+    llama, output = str(source / "vendor" / "llama.cpp"), str(folder / "build")
+    subprocess.run(["cmake", "-S", llama, "-B", output, *CMAKE_FLAGS], check=True)
+    compile_ = ["cmake", "--build", output, f"-j{jobs}", "--target", *TARGETS]
+    # Long and not urgent: leave the cores to whoever needs them.
+    subprocess.run(compile_, check=True, preexec_fn=lambda: os.nice(10))
+
+
+class LlamaCpp:
+    """Runs the built programs, one short process for each sample."""
+
+    name = "llama.cpp"
+
+    def __init__(self, folder: Path) -> None:
+        self._bin = folder / "build" / "bin"
+
+    def missing(self, model: Path) -> str | None:
+        if not all((self._bin / target).exists() for target in TARGETS):
+            return f"{self._bin} holds no llama-bench: run with --setup-llama"
+        if not (model / GGUF_NAME).exists():
+            return f"{model / GGUF_NAME} is missing: write the model with random_model.py --gguf"
+        return None
+
+    def measure(self, job: Job) -> list[Sample]:
+        singles = [case for case in job.cases if case.batch == 1]
+        batched: dict[int, list[Case]] = {}
+        for case in job.cases:
+            if case.batch > 1:
+                batched.setdefault(case.context, []).append(case)
+        samples: list[Sample] = []
+        for flash in ("on", "off"):
+            for case in singles:
+                samples += self._single(job, case, flash)
+            for cases in batched.values():
+                samples += self._batched(job, cases, flash)
+        return samples
+
+    def _single(self, job: Job, case: Case, flash: str) -> list[Sample]:
+        if case.kind == "prefill":
+            sizes = ["-p", str(case.context), "-n", "0"]
+        else:
+            sizes = ["-p", "0", "-n", str(case.num_steps), "-d", str(case.num_prompt_tokens)]
+        command = [*self._command("llama-bench", job, flash), *sizes, "-r", "1", "-o", "json"]
+        output, foreign = _run(command, job)
+        speed = json.loads(output)[0]["avg_ts"]
+        return [Sample(case.label, speed, foreign, f"fa {flash}")]
+
+    def _batched(self, job: Job, cases: list[Case], flash: str) -> list[Sample]:
+        """All batch sizes at one context. The prompt is computed once and copied for every row
+        (`-pps` with one KV buffer a row), so that a long context does not cost minutes."""
+        first, widest = cases[0], max(case.batch for case in cases)
+        row_tokens = first.num_prompt_tokens + first.num_steps
+        row_tokens += -row_tokens % _PADDING
+        sizes = ["-npp", str(first.num_prompt_tokens), "-ntg", str(first.num_steps), "-pps"]
+        sizes += ["-npl", ",".join(str(case.batch) for case in cases)]
+        sizes += ["-c", str(widest * row_tokens), "-b", "2048", "-ub", "512"]
+        command = [*self._command("llama-batched-bench", job, flash), *sizes]
+        output, foreign = _run([*command, "--output-format", "jsonl"], job)
+        rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        speeds = {int(row["pl"]): float(row["speed_tg"]) for row in rows}
+        return [Sample(c.label, speeds[c.batch], foreign, f"fa {flash}") for c in cases]
+
+    def _command(self, program: str, job: Job, flash: str) -> list[str]:
+        model = str(Path(job.model) / GGUF_NAME)
+        return [str(self._bin / program), "-m", model, "-t", str(job.threads), "-fa", flash]
+
+    def environment(self) -> dict[str, Any]:
+        """The version that was built, for the record."""
+        info = self._bin.parent.parent / "source" / "PKG-INFO"
+        lines = info.read_text().splitlines() if info.exists() else []
+        version = next((x.split()[1] for x in lines if x.startswith("Version:")), "unknown")
+        return {"llama-cpp-python": version, "cmake": " ".join(CMAKE_FLAGS)}
+
+
+def _run(command: list[str], job: Job) -> tuple[str, float | None]:
+    """Standard output, and the cores that others used. Raises RuntimeError with the end of the
+    program's messages when it fails."""
+    wait_until_quiet(job.quiet_wait_s, job.busy_pid)
+    with ForeignLoad(job.busy_pid) as load:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout, load.cores

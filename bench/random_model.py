@@ -1,0 +1,249 @@
+"""Write a model of a known shape with random weights: a Hugging Face folder and, if asked, a GGUF file beside it.
+
+Speed does not depend on what the weights say, so a benchmark needs no download. The same seed and shape give the
+same bytes on every machine.
+
+    python bench/random_model.py OUT --shape qwen3-0.6b --gguf
+"""
+
+import argparse
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from synthetic_vocab import Vocabulary, make_vocabulary, tokenizer_config, tokenizer_json
+
+WEIGHT_STD = 0.02
+NORM_STD = 0.05
+GGUF_NAME = "bf16.gguf"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Qwen3 decoder; the fields carry the names of its config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 128
+    vocab_size: int = 151936
+    max_position_embeddings: int = 40960
+    tie_word_embeddings: bool = True
+
+
+SHAPES = {
+    "qwen3-tiny": Shape(64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
+    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8),
+    "qwen3-8b": Shape(4096, 12288, 36, 32, 8, tie_word_embeddings=False),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One weight: its names in either format and its shape; the last letter of a norm's GGUF type is F32."""
+
+    name: str
+    gguf_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_norm(self) -> bool:
+        return len(self.shape) == 1
+
+    @property
+    def num_elements(self) -> int:
+        return int(np.prod(self.shape))
+
+
+def tensors_of(shape: Shape) -> Iterator[Tensor]:
+    """Every weight of the model in the order of the file."""
+    hidden, inner, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    query, key = shape.num_attention_heads * head, shape.num_key_value_heads * head
+    layer_weights: list[tuple[str, str, tuple[int, ...]]] = [
+        ("input_layernorm", "attn_norm", (hidden,)),
+        ("self_attn.q_proj", "attn_q", (query, hidden)),
+        ("self_attn.k_proj", "attn_k", (key, hidden)),
+        ("self_attn.v_proj", "attn_v", (key, hidden)),
+        ("self_attn.q_norm", "attn_q_norm", (head,)),
+        ("self_attn.k_norm", "attn_k_norm", (head,)),
+        ("self_attn.o_proj", "attn_output", (hidden, query)),
+        ("post_attention_layernorm", "ffn_norm", (hidden,)),
+        ("mlp.gate_proj", "ffn_gate", (inner, hidden)),
+        ("mlp.up_proj", "ffn_up", (inner, hidden)),
+        ("mlp.down_proj", "ffn_down", (hidden, inner)),
+    ]
+    yield Tensor("model.embed_tokens.weight", "token_embd.weight", (shape.vocab_size, hidden))
+    for i in range(shape.num_hidden_layers):
+        for name, gguf_name, size in layer_weights:
+            yield Tensor(f"model.layers.{i}.{name}.weight", f"blk.{i}.{gguf_name}.weight", size)
+    yield Tensor("model.norm.weight", "output_norm.weight", (hidden,))
+    if not shape.tie_word_embeddings:
+        yield Tensor("lm_head.weight", "output.weight", (shape.vocab_size, hidden))
+
+
+def random_bf16(tensor: Tensor, seed: int) -> NDArray[np.uint16]:
+    """The tensor's bfloat16 bits; they depend on the seed and the name alone, not on the order of the calls."""
+    generator = np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
+    values = generator.standard_normal(tensor.shape, dtype=np.float32)
+    values *= NORM_STD if tensor.is_norm else WEIGHT_STD
+    if tensor.is_norm:
+        values += 1.0
+    return to_bf16(values)
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Rounds finite float32 to the nearest bfloat16, ties to even, in place of `values`."""
+    bits = values.view(np.uint32)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    bits >>= 16
+    return bits.astype(np.uint16)
+
+
+def write_safetensors(path: Path, shape: Shape, seed: int, progress: Progress) -> None:
+    """Writes tensor after tensor, so that memory holds one of them at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors_of(shape):
+        end = offset + 2 * tensor.num_elements
+        header[tensor.name] = {
+            "dtype": "BF16",
+            "shape": tensor.shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    task = progress.add_task(path.name, total=offset)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors_of(shape):
+            file.write(random_bf16(tensor, seed).data)
+            progress.advance(task, 2 * tensor.num_elements)
+
+
+def write_gguf(
+    path: Path, shape: Shape, vocabulary: Vocabulary, seed: int, progress: Progress
+) -> None:
+    """The same weights as a BF16 GGUF of architecture qwen3 (norms in F32, as llama.cpp wants them)."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "qwen3", use_temp_file=False)
+    writer.add_name("random")
+    writer.add_context_length(shape.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_hidden_layers)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_attention_heads)
+    writer.add_head_count_kv(shape.num_key_value_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    add_vocabulary(writer, vocabulary)
+    for tensor in tensors_of(shape):
+        kind = gguf.GGMLQuantizationType.F32 if tensor.is_norm else gguf.GGMLQuantizationType.BF16
+        num_bytes = tensor.num_elements * (4 if tensor.is_norm else 2)
+        writer.add_tensor_info(
+            tensor.gguf_name, tensor.shape, np.dtype(np.float32), num_bytes, raw_dtype=kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    task = progress.add_task(path.name, total=sum(t.num_elements for t in tensors_of(shape)))
+    for tensor in tensors_of(shape):
+        bits = random_bf16(tensor, seed)
+        if tensor.is_norm:
+            writer.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.write_tensor_data(bits)
+        progress.advance(task, tensor.num_elements)
+    writer.close()
+
+
+def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    """Adds the tokenizer's fields to a GGUFWriter."""
+    import gguf
+
+    num_plain = vocabulary.bos_id
+    num_special = len(vocabulary.tokens) - num_plain
+    types = [gguf.TokenType.NORMAL] * num_plain + [gguf.TokenType.CONTROL] * num_special
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
+    writer.add_bos_token_id(vocabulary.bos_id)
+    writer.add_eos_token_id(vocabulary.eos_id)
+    writer.add_add_bos_token(False)
+
+
+def config_json(shape: Shape, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The content of config.json in the style that both old and new transformers read."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **vars(shape),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": vocabulary.eos_id,
+        "hidden_act": "silu",
+        "initializer_range": WEIGHT_STD,
+        "max_window_layers": shape.num_hidden_layers,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+
+
+def write_model(
+    folder: Path, shape: Shape, seed: int, with_gguf: bool, progress: Progress
+) -> None:
+    """Writes config.json, generation_config.json, the tokenizer, model.safetensors and perhaps bf16.gguf."""
+    vocabulary = make_vocabulary(shape.vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "config.json": config_json(shape, vocabulary),
+        "generation_config.json": {
+            "bos_token_id": vocabulary.bos_id,
+            "eos_token_id": vocabulary.eos_id,
+        },
+        "tokenizer.json": tokenizer_json(vocabulary),
+        "tokenizer_config.json": tokenizer_config(),
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_safetensors(folder / "model.safetensors", shape, seed, progress)
+    if with_gguf:
+        write_gguf(folder / GGUF_NAME, shape, vocabulary, seed, progress)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", action="store_true", help=f"write {GGUF_NAME} too (needs gguf)")
+    args = parser.parse_args()
+    with Progress() as progress:
+        write_model(args.out, SHAPES[args.shape], args.seed, args.gguf, progress)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The face of a backend: all that the engine knows of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllmx_core.model import Model
+from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load a model. None always means: the backend decides and reports it in LoadedInfo."""
+
+    dtype: str = "auto"
+    """auto (the checkpoint's), bf16, f16 or f32."""
+    kv_cache_dtype: str = "auto"
+    max_model_len: int = 4096
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    memory_fraction: float = 0.9
+    num_threads: int | None = None
+    enforce_eager: bool = False
+    """Run op by op without the recorded step; same bits, for debugging."""
+    progress: bool = False
+    """Show a progress bar on standard error while weights load."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedInfo:
+    """What loading came to."""
+
+    backend: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    num_kv_blocks: int
+    """Blocks that the engine may use, numbered 0 ... num_kv_blocks - 1."""
+    max_num_batched_tokens: int
+    """Greatest T of a step."""
+    max_logit_rows: int
+    """Greatest L of a step."""
+    weight_bytes: int
+    kv_cache_bytes: int
+    details: dict[str, Any]
+    """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
+
+
+class StepHandle(Protocol):
+    """A step that was enqueued."""
+
+    def result(self) -> StepResult:
+        """Waits for the step. Call once, in the order of the steps."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """A model on a device, with its KV cache. Not thread-safe: one thread owns it."""
+
+    @property
+    def info(self) -> LoadedInfo: ...
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
+        """Enqueues one step and returns without waiting for it. At most two steps are in flight;
+        the second may refer to the first one's ids by negative tokens."""
+        ...
+
+    def close(self) -> None:
+        """Waits for steps in flight, then frees everything. May be called twice."""
+        ...
+
+
+class Communicator(Protocol):
+    """Ranks of one tensor-parallel group, as a backend sees them (vllmx-tp)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+class Backend(Protocol):
+    """Constructed without arguments when it was chosen; cheap until `load`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def load(
+        self,
+        model: Model,
+        source: WeightSource,
+        options: LoadOptions,
+        comm: Communicator | None = None,
+    ) -> LoadedModel:
+        """Raises CapacityError when weights or one sequence of max_model_len do not fit,
+        WeightFormatError when the checkpoint does not match the model's weight map."""
+        ...
+
+    def environment(self) -> dict[str, str]:
+        """Versions and device facts for `vllmx env`."""
+        ...

@@ -1,0 +1,91 @@
+"""From a model name to an opened checkpoint and a constructed architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError
+from vllmx_core.registry import Registry
+from vllmx_core.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
+
+if TYPE_CHECKING:  # numpy is not worth importing to resolve a name
+    from vllmx_core.model import Model
+    from vllmx_core.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened model, as a weight format returns it."""
+
+    path: Path
+    """The folder (or single file) that holds everything."""
+    config: dict[str, Any]
+    """In the terms of a Hugging Face config.json, whatever the format."""
+    weights: WeightSource
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+    """What the format itself knows of the tokenizer (GGUF); None: files in `path`."""
+
+
+def resolve_path(
+    registry: Registry, model: str, *, revision: str | None = None, progress: bool = False
+) -> Path:
+    """Asks the model sources in turn. Raises ModelNotFoundError that says where was looked."""
+    sources = sorted(registry.all(ModelSourceSpec), key=lambda spec: (-spec.priority, spec.name))
+    for spec in sources:
+        path: Path | None = spec.load()(model, revision, progress)
+        if path is not None:
+            return path
+    looked = ", ".join(spec.name for spec in sources) or "no model source is installed"
+    raise ModelNotFoundError(
+        f"model {model!r} was not found (looked at: {looked}); give a folder with config.json and"
+        " *.safetensors, or a Hugging Face id such as Qwen/Qwen3-0.6B",
+        param="model",
+    )
+
+
+def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -> Checkpoint:
+    """Opens a folder or file with the format that fits it. Raises ModelNotFoundError,
+    UnsupportedModelError or WeightFormatError."""
+    checkpoint: Checkpoint = _format_of(registry, path, load_format)(path)
+    quantization = checkpoint.config.get("quantization_config")
+    if not quantization:
+        return checkpoint
+    method = str(quantization.get("quant_method", "unknown"))
+    known = {spec.name: spec for spec in registry.all(QuantizationSpec)}
+    if method not in known:
+        raise UnsupportedModelError(
+            f"{path} is quantised with {method!r}, which no installed plugin reads; known:"
+            f" {', '.join(known) or 'none'}"
+        )
+    weights = known[method].load()(checkpoint.weights, quantization)
+    return Checkpoint(
+        path, checkpoint.config, weights, checkpoint.generation_config, checkpoint.tokenizer
+    )
+
+
+def _format_of(registry: Registry, path: Path, load_format: str) -> Any:
+    if load_format != "auto":
+        return registry.get(WeightFormatSpec, load_format).load()
+    if not path.exists():
+        raise ModelNotFoundError(f"{path} does not exist: check the path", param="model")
+    formats = sorted(registry.all(WeightFormatSpec), key=lambda spec: -spec.priority)
+    for spec in formats:
+        if path.is_dir() and any(next(path.glob(pattern), None) for pattern in spec.patterns):
+            return spec.load()
+        if path.is_file() and any(path.match(pattern) for pattern in spec.patterns):
+            return spec.load()
+    patterns = ", ".join(pattern for spec in formats for pattern in spec.patterns)
+    raise ModelNotFoundError(
+        f"{path} holds no weights that an installed format reads (looked for: {patterns})",
+        param="model",
+    )
+
+
+def build_model(registry: Registry, checkpoint: Checkpoint) -> Model:
+    """Constructs the architecture that the checkpoint's config names."""
+    model: Model = registry.model_for(checkpoint.config).load()(checkpoint.config)
+    return model

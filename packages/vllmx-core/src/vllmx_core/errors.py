@@ -1,0 +1,122 @@
+"""Every error that vllmx raises on purpose.
+
+Messages name the value, the limit and the remedy, because they are shown to users as they are: by
+the CLI (exit code 2) and by the server (an OpenAI-shaped error with `http_status`). Anything that
+is not a `VllmxError` is a bug of ours; its text never leaves the process.
+"""
+
+from __future__ import annotations
+
+
+class VllmxError(Exception):
+    """Base of all errors with a message that a user may read.
+
+    Args:
+        message: one sentence with the value, the limit and the remedy.
+        param: the request field, flag or option at fault, where there is one.
+    """
+
+    http_status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequestError(VllmxError, ValueError):
+    """A request that can never be served as it stands."""
+
+    http_status = 400
+    code = "invalid_request"
+
+
+class TemplateError(InvalidRequestError):
+    """The chat template refused the conversation or broke its bounds."""
+
+    code = "chat_template_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and wanted output do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ConfigError(VllmxError, ValueError):
+    """A flag, environment variable, config file or option with a value that cannot be used."""
+
+    http_status = 400
+    code = "invalid_config"
+
+
+class ModelNotFoundError(VllmxError):
+    """The named model is not where it was looked for, or not served here."""
+
+    http_status = 404
+    code = "model_not_found"
+
+
+class UnsupportedModelError(VllmxError):
+    """No installed plugin knows this architecture, weight format or quantisation."""
+
+    http_status = 400
+    code = "unsupported_model"
+
+
+class WeightFormatError(VllmxError):
+    """A weight file that is damaged, truncated or does not match the model's config."""
+
+    http_status = 400
+    code = "invalid_weights"
+
+
+class CapacityError(VllmxError):
+    """Something does not fit into the memory that is there."""
+
+    http_status = 400
+    code = "out_of_capacity"
+
+
+class BackendUnavailableError(VllmxError):
+    """The wanted backend cannot run here."""
+
+    http_status = 503
+    code = "backend_unavailable"
+
+
+class PluginError(VllmxError):
+    """A plugin that cannot be loaded, or two that claim the same name."""
+
+    code = "plugin_error"
+
+
+class QueueFullError(VllmxError):
+    """More requests wait than `max_queue` allows.
+
+    `retry_after_s` is what the server sends as `Retry-After`.
+    """
+
+    http_status = 429
+    code = "queue_full"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(VllmxError):
+    """The engine core went away while the request was in flight; it is being restarted."""
+
+    http_status = 503
+    code = "engine_unavailable"
+
+
+class NonFiniteLogitsError(VllmxError):
+    """The model produced NaN or infinite logits for this request alone."""
+
+    http_status = 500
+    code = "non_finite_logits"

@@ -1,0 +1,150 @@
+"""What the engine hands to a backend for one step, and what comes back.
+
+All arrays are C-contiguous numpy arrays that the engine owns and reuses: a backend that needs them
+after `LoadedModel.step` has returned must have copied them by then.
+
+Alphabet of shapes: T tokens, R rows (sequences of this step), B blocks of the widest row, L logit
+rows, V vocabulary, W = ceil(V / 32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+F32 = npt.NDArray[np.float32]
+AnyArray = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, flattened and without padding: decode rows and prefill chunks side by side.
+
+    Row r owns tokens `query_start[r] : query_start[r + 1]`. Its attention context is
+    `context_len[r]` tokens long *including* the tokens of this step, and its KV entry for position
+    p lies in block `block_table[r, p // P]` at offset `p % P`.
+    """
+
+    tokens: I32
+    """(T,) token ids. A negative value -(i + 1) stands for the id that logit row i of the step
+    before this one sampled, which the backend still holds (overlapped scheduling)."""
+    positions: I32
+    """(T,) position of each token in its sequence."""
+    slots: I32
+    """(T,) where this token's K/V go: block * P + offset."""
+    query_start: I32
+    """(R + 1,) first token of each row; the last entry is T."""
+    context_len: I32
+    """(R,) tokens in the KV cache after this step's writes."""
+    block_table: I32
+    """(R, B) physical blocks of each row; entries beyond the row's context are undefined. May be a
+    view whose rows are further apart than B (see `strides`)."""
+    logit_rows: I32
+    """(L,) indices into the T tokens whose next-token logits are wanted, ascending."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.context_len.shape[0])
+
+    @property
+    def num_logit_rows(self) -> int:
+        return int(self.logit_rows.shape[0])
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """Sparse additions to the logits before everything else (logit_bias, bans by -inf).
+
+    Logit row i is edited by entries `start[i] : start[i + 1]`; ids are unique within a row.
+    """
+
+    start: I32  # (L + 1,)
+    ids: I32  # (N,)
+    values: F32  # (N,)
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Token occurrences for the penalties, sparse.
+
+    Row i: entries `start[i] : start[i + 1]`, ids unique within a row. `output_counts` counts
+    generated tokens only (presence and frequency penalty); an entry with count 0 appeared in the
+    prompt only. The repetition penalty covers every listed id. When `pending[i]` is set, the token
+    that row i feeds at its logit row is a generated one that the host has not seen yet; the backend
+    adds it to the counts.
+    """
+
+    start: I32  # (L + 1,)
+    ids: I32  # (N,)
+    output_counts: I32  # (N,)
+    pending: npt.NDArray[np.bool_]  # (L,)
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """Sampling parameters, one entry for each logit row. Order of work, on the device:
+
+    1. logits as computed -> `logprobs` (log-softmax, when asked for);
+    2. allowed-token mask, edits, then penalties (repetition, frequency, presence);
+    3. temperature 0: argmax (lowest id wins a tie). Otherwise divide by the temperature, then keep
+       min_p, top_k, top_p in this order, then draw by Gumbel-max with Philox noise
+       (`vllmx_core.sampling.gumbel_noise`), keyed by (`seed`, `position`), so that a draw depends
+       on nothing but the row.
+
+    A row with `target >= 0` is scored, not sampled: its result id is `target` itself.
+    """
+
+    temperature: F32  # (L,) 0 = greedy
+    top_k: I32  # (L,) 0 = off
+    top_p: F32  # (L,) 1 = off
+    min_p: F32  # (L,) 0 = off
+    repetition_penalty: F32  # (L,) 1 = off
+    frequency_penalty: F32  # (L,) 0 = off
+    presence_penalty: F32  # (L,) 0 = off
+    seed: U64  # (L,)
+    position: I32  # (L,) position in the sequence of the token that is drawn
+    target: I32  # (L,) -1 = sample
+    num_logprobs: I32  # (L,) -1 = none, 0 = the chosen token only, k = and the k likeliest
+    max_logprobs: int = -1
+    """Greatest entry of `num_logprobs`."""
+    all_greedy: bool = True
+    """Every sampled row has temperature 0 (penalties, edits and masks may still apply)."""
+    edits: LogitEdits | None = None
+    counts: TokenCounts | None = None
+    mask_index: I32 | None = None  # (L,) row of `masks`, -1 = everything is allowed
+    masks: U32 | None = None  # (N, W) bit (id & 31) of word id >> 5 set = allowed
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.temperature.shape[0])
+
+
+@dataclass(slots=True)
+class LogprobRows:
+    """Log-probabilities of a step, filled for rows that asked; natural logarithm."""
+
+    chosen: F32  # (L,) of the sampled or target id
+    rank: I32  # (L,) 1 = the likeliest; ties count ids with a strictly greater logit
+    top_ids: I32  # (L, K) likeliest first, K = SamplingRows.max_logprobs; -1 beyond a row's own k
+    top: F32  # (L, K)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Arrays of a finished step; owned by the caller."""
+
+    ids: I32  # (L,) sampled or target id; -1 = the row's logits held NaN or nothing was allowed
+    logprobs: LogprobRows | None = None
+    elapsed_s: float = 0.0
+    """Device time of the step, for the scheduler's cost model."""

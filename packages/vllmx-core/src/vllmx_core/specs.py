@@ -1,0 +1,129 @@
+"""What plugins return: frozen descriptions whose implementation is named, not imported.
+
+`implementation` is "package.module:attribute"; it is imported when the thing is used for the first
+time, so that registering a plugin costs nothing. `api` is the protocol version it was written for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from vllmx_core.errors import PluginError
+
+API_VERSION = 1
+"""Version of the protocols between core and plugins; a spec names the one it was made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    name: str
+    implementation: str
+
+    def load(self) -> Any:
+        """Imports and returns the implementation; raises PluginError that names it."""
+        module_name, _, attribute = self.implementation.partition(":")
+        try:
+            return getattr(import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise PluginError(
+                f"{type(self).__name__} {self.name!r}: cannot import {self.implementation!r}"
+                f" ({error}); reinstall the package that provides it"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec(_Spec):
+    """A device backend.
+
+    `probe` is "package.module:attribute" of a cheap function without heavy imports that returns
+    None when the backend can run here, or else one sentence that says why not and what to do.
+    `priority`: the greatest among those that can run wins under `--backend auto`.
+    """
+
+    probe: str
+    priority: int
+    summary: str = ""
+    api: int = API_VERSION
+
+    def unavailable_reason(self) -> str | None:
+        """None when it can run here."""
+        reason: str | None = _Spec(self.name, self.probe).load()()
+        return reason
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec(_Spec):
+    """A model architecture: a class constructed with the parsed config.json."""
+
+    architectures: tuple[str, ...]
+    """Values of config.json's `architectures` that it serves."""
+    model_types: tuple[str, ...] = ()
+    """Values of `model_type`, for configs without architectures."""
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormatSpec(_Spec):
+    """A checkpoint format: a callable `open(path: Path) -> Checkpoint`.
+
+    `patterns` are globs of file names; a folder that holds a match, or a file that is one, is
+    opened by this format. `priority` decides when several match.
+    """
+
+    patterns: tuple[str, ...]
+    priority: int = 0
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec(_Spec):
+    """A quantisation scheme of config.json's `quantization_config.quant_method`: a callable
+    `(source: WeightSource, config: Mapping) -> WeightSource` whose parts carry its layout."""
+
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class ParserSpec(_Spec):
+    """A tool-call or reasoning parser (`kind` "tool" or "reasoning")."""
+
+    kind: str = "tool"
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSpec(_Spec):
+    """How a step is spread over devices or ranks."""
+
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec(_Spec):
+    """A sub-command of `vllmx`: a click.Command."""
+
+    help: str = ""
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSourceSpec(_Spec):
+    """Where a model name leads: a callable `(model: str, revision: str | None, progress: bool) ->
+    Path | None`, None when the name is not its own. Asked in the order of falling `priority`."""
+
+    priority: int = 0
+    api: int = API_VERSION
+
+
+Spec = (
+    BackendSpec
+    | ModelSpec
+    | WeightFormatSpec
+    | QuantizationSpec
+    | ParserSpec
+    | ExecutorSpec
+    | CommandSpec
+    | ModelSourceSpec
+)

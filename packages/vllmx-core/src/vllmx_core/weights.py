@@ -1,0 +1,144 @@
+"""Weights on their way from a file to a backend.
+
+A *weight format* opens files and gives raw tensors without copying. A *quantisation* says how
+several raw tensors make one logical matrix (`QuantLayout`). A *backend* takes `WeightPart`s: it
+multiplies the layouts that it knows natively and calls `dequantize` for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core.plan import F32
+
+DType = Literal["f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u8", "bool", "f8e4m3"]
+ITEM_BYTES: Mapping[str, int] = {
+    "f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1,
+    "bool": 1, "f8e4m3": 1,
+}  # fmt: skip
+
+
+def bf16_to_f32(words: npt.NDArray[np.uint16]) -> F32:
+    """Exact: bfloat16 is the upper half of a float32."""
+    return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def f32_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Rounds to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    nan = np.isnan(values)
+    return np.where(nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor as it lies in the file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+    """(bytes,) flat, read-only view into the mapped file; little-endian, row-major."""
+
+    def view(self) -> npt.NDArray[np.generic]:
+        """The tensor in its own dtype without a copy; bf16 as uint16, fp8 as uint8."""
+        numpy_dtype = {
+            "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i64": "<i8", "i32": "<i4",
+            "i16": "<i2", "i8": "i1", "u8": "u1", "bool": "?", "f8e4m3": "u1",
+        }[self.dtype]  # fmt: skip
+        return self.data.view(numpy_dtype).reshape(self.shape)
+
+    def to_f32(self) -> F32:
+        """A float32 array of the same values (a view where the file holds float32)."""
+        array = self.view()
+        if self.dtype == "bf16":
+            return bf16_to_f32(array)  # type: ignore[arg-type]
+        return array.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantLayout:
+    """How the buffers of a part encode its matrix. `DENSE` has one buffer named "weight"."""
+
+    kind: str
+    bits: float
+    group_size: int | None = None
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+
+DENSE = QuantLayout("dense", 16)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """One logical tensor: a matrix (rows = output features, cols = input features) or a vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: QuantLayout
+    buffers: Mapping[str, RawTensor]
+    decode: Callable[[WeightPart], F32] | None = None
+    """Turns a layout other than `DENSE` into float32; the format or quantisation sets it."""
+
+    def dequantize(self) -> F32:
+        """The part as float32 of `shape`."""
+        if self.decode is not None:
+            return self.decode(self)
+        return self.buffers["weight"].to_f32().reshape(self.shape)
+
+
+class WeightSource(Protocol):
+    """An opened checkpoint. Reading is thread-safe and copies nothing."""
+
+    def names(self) -> Collection[str]:
+        """All tensor names."""
+        ...
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError, with the nearest names, when `name` is missing."""
+        ...
+
+    def close(self) -> None:
+        """Unmaps the files; parts must not be used any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """A checkpoint tensor that becomes `rows` consecutive rows of a logical weight."""
+
+    name: str
+    rows: int
+    bias: str | None = None
+    """Checkpoint name of the (rows,) bias that belongs to this part."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One line of a model's weight map: logical name, where it comes from, how it may be split.
+
+    kind "linear": a (rows, cols) matrix for `Ops.linear` or `Ops.logits`; "embedding": a
+    (rows, cols) table for `Ops.embedding`; "vector": (rows,) float values for norms and sinks.
+    A table that is tied to the LM head is named by two specs with the same part; a backend may
+    hold it once.
+    """
+
+    name: str
+    kind: Literal["linear", "embedding", "vector"]
+    parts: tuple[PartSpec, ...]
+    cols: int = 0
+    shard: Literal["none", "column", "row", "vocab"] = "none"
+    """How tensor parallelism splits it: columns = output features of each part, rows = input
+    features followed by an all-reduce, vocab = output features of table and head."""
+    offset: float = 0.0
+    """Added to a vector at load (Gemma stores norm weights minus one)."""
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)

@@ -1,0 +1,1 @@
+"""CPU backend of vllmx: numpy arrays and native C++ kernels, no torch."""

@@ -1,0 +1,63 @@
+// The contract between the kernels, the thread team and the tape.
+//
+// Every op is one function that all threads of the team call with the same arguments; `ctx->tid` of
+// `ctx->nth` says which share to take. The tape puts a barrier after each op; an op with phases of its
+// own calls vx_barrier between them. Arguments are plain structs whose pointers are fixed when the
+// step is recorded (buffers are sized for the largest step); only VxStep changes from step to step.
+//
+// Each kernel source is compiled once per instruction set with VX_ISA set to a name (portable, avx2,
+// avx512, avx512bf16, neon); all of its symbols live in namespace vx::VX_ISA, and runtime dispatch
+// picks one table of function pointers at start.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#ifndef VX_ISA
+#define VX_ISA portable
+#endif
+
+enum VxDType : int32_t { VX_F32 = 0, VX_F16 = 1, VX_BF16 = 2 };
+
+// One step: vllmx_core.plan.StepPlan, with tokens already resolved (no negative references).
+struct VxStep {
+  int32_t T, R, L, B;
+  int32_t block_stride;          // int32 entries from one row of block_table to the next
+  const int32_t* tokens;         // (T)
+  const int32_t* positions;      // (T)
+  const int32_t* slots;          // (T)  block * P + offset
+  const int32_t* query_start;    // (R + 1)
+  const int32_t* context_len;    // (R)
+  const int32_t* block_table;    // (R, B)
+  const int32_t* logit_rows;     // (L)
+};
+
+struct VxTeam;
+struct VxCtx {
+  int32_t tid, nth;
+  VxTeam* team;
+  uint8_t* scratch;              // 64-byte aligned, this thread's own
+  size_t scratch_bytes;
+};
+
+void vx_barrier(VxCtx* ctx);     // spins briefly, then sleeps
+
+typedef void (*VxOp)(const void* args, const VxStep* step, VxCtx* ctx);
+
+// Attention of one layer: optional per-head q/k RMS norm, RoPE, K/V write, paged attention.
+struct VxAttention {
+  const float* qkv;              // (T, (H + 2K) * D)
+  void* out;                     // (T, H * D), dtype out_dtype
+  int32_t out_dtype;
+  int32_t num_heads, num_kv_heads, head_size, rotary_dim, interleaved;
+  int32_t block_size;            // P tokens in a page
+  int32_t kv_dtype;              // VxDType of the pages
+  int32_t window;                // 0 = all
+  int32_t causal;
+  float scale, softcap, norm_eps; // softcap 0 = none
+  const float* rope;             // (positions, rotary_dim) cos | sin, or null
+  const float* q_norm;           // (D) or null
+  const float* k_norm;           // (D) or null
+  const float* sinks;            // (H) or null
+  void* k_pages;                 // layout is the attention kernel's own; sizes by vx_kv_page_bytes
+  void* v_pages;
+};

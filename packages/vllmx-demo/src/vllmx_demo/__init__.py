@@ -1,0 +1,1 @@
+"""The small trained model that vllmx serves when none is named."""

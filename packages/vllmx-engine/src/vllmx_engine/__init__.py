@@ -1,0 +1,1 @@
+"""Scheduler, paged KV cache, text processing and frontends of vllmx."""

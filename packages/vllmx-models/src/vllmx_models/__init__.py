@@ -1,0 +1,1 @@
+"""Weight formats, model architectures and model sources of vllmx."""

@@ -1,0 +1,1 @@
+"""Serving engine for large language models: CLI, LLM, AsyncLLM and Engine."""
