@@ -1,1 +1,3 @@
 """Scheduler, paged KV cache, text processing and frontends of vllmx."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,91 @@
+"""What a frontend and the engine core say to each other.
+
+The same records serve the inline engine (passed as objects) and the engine core process (msgpack on
+a unix socket, see `vllmx_engine.ipc`). Nothing else crosses, and never a pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from vllmx_core.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue. `n` and `best_of` are the frontend's business: it sends each choice
+    as a request of its own."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    """Stop strings in it are the frontend's; `bad_words_ids` below replaces `bad_words`."""
+    stop_ids: list[int] = []
+    """End-of-sequence ids of the model (empty when ignore_eos) and `params.stop_token_ids`."""
+    bad_words_ids: list[list[int]] = []
+    max_tokens: int
+    """Resolved: never more than the context holds."""
+    seed: int
+    """Resolved: 0 <= seed < 2**64, drawn by the frontend when the user named none."""
+    priority: int = 0
+    """Smaller is served first."""
+    client: str = ""
+    """Whom the request belongs to, for fair share; the API key's digest on the server."""
+    cache_salt: str = ""
+    """Part of the prefix-cache hash: only requests of one salt share blocks."""
+    leader: str | None = None
+    """Request whose prompt is the same (another choice of one call): wait with the prefill until its
+    blocks can be shared."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class CoreOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
+    """News of one request after a step."""
+
+    request_id: str
+    ids: list[int]
+    """Newly generated token ids, the end-of-sequence id included."""
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    """The id of `stop_ids` that ended it."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `ids`, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Sent once, with the first token: one for each prompt token but the first."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; sent with the first token."""
+    error: str | None = None
+    """With finish_reason "error": what a user may read."""
+    error_code: str | None = None
+    """`VllmxError.code` of it."""
+
+
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of the core, for /metrics; counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    """Of the free ones: hold a prefix that can be hit."""
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    step_seconds: float = 0.0
