@@ -1,7 +1,7 @@
-"""Write a model of a known shape with random weights: a Hugging Face folder and, if asked, a GGUF file beside it.
+"""Write a model of a known shape with random weights: a Hugging Face folder, and a GGUF beside it.
 
-Speed does not depend on what the weights say, so a benchmark needs no download. The same seed and shape give the
-same bytes on every machine.
+Speed does not depend on what the weights say, so a benchmark needs no download. The same seed and
+shape give the same weights on every machine.
 
     python bench/random_model.py OUT --shape qwen3-0.6b --gguf
 """
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
-
 from synthetic_vocab import Vocabulary, make_vocabulary, tokenizer_config, tokenizer_json
 
 WEIGHT_STD = 0.02
@@ -41,7 +40,9 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3-tiny": Shape(64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096),
+    "qwen3-tiny": Shape(
+        64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096
+    ),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8),
@@ -51,7 +52,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One weight: its names in either format and its shape; the last letter of a norm's GGUF type is F32."""
+    """One weight, with its name in either format."""
 
     name: str
     gguf_name: str
@@ -93,7 +94,7 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
 
 
 def random_bf16(tensor: Tensor, seed: int) -> NDArray[np.uint16]:
-    """The tensor's bfloat16 bits; they depend on the seed and the name alone, not on the order of the calls."""
+    """The tensor's bfloat16 bits; they depend on the seed and the name, not on other tensors."""
     generator = np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
     values = generator.standard_normal(tensor.shape, dtype=np.float32)
     values *= NORM_STD if tensor.is_norm else WEIGHT_STD
@@ -135,7 +136,7 @@ def write_safetensors(path: Path, shape: Shape, seed: int, progress: Progress) -
 def write_gguf(
     path: Path, shape: Shape, vocabulary: Vocabulary, seed: int, progress: Progress
 ) -> None:
-    """The same weights as a BF16 GGUF of architecture qwen3 (norms in F32, as llama.cpp wants them)."""
+    """The same weights as a BF16 GGUF; norms in F32, as llama.cpp wants them."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "qwen3", use_temp_file=False)
@@ -212,10 +213,8 @@ def config_json(shape: Shape, vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def write_model(
-    folder: Path, shape: Shape, seed: int, with_gguf: bool, progress: Progress
-) -> None:
-    """Writes config.json, generation_config.json, the tokenizer, model.safetensors and perhaps bf16.gguf."""
+def write_model(folder: Path, shape: Shape, seed: int, with_gguf: bool, progress: Progress) -> None:
+    """Writes the configuration, the tokenizer, model.safetensors and perhaps bf16.gguf."""
     vocabulary = make_vocabulary(shape.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     files = {

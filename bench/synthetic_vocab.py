@@ -1,8 +1,9 @@
 """A byte-level BPE vocabulary of any size, made of syllables instead of learned from text.
 
-Random weights need a tokenizer that engines accept: the right number of tokens, every byte covered, merges that
-are consistent. Tokens are the 256 byte symbols of GPT-2, then words built from consonant-vowel syllables, so that
-generated text has lengths like real text; the last three ids are the special tokens of ChatML.
+Random weights need a tokenizer that engines accept: the right number of tokens, every byte covered,
+merges that are consistent. Tokens are the 256 byte symbols of GPT-2, then words built from
+consonant-vowel syllables, so that generated text has lengths like real text; the last three ids are
+the special tokens of ChatML.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[i]` is the text of id i in GPT-2's byte alphabet; each merge is a pair of earlier tokens."""
+    """`tokens[i]` is id i in GPT-2's byte alphabet; each merge is a pair of earlier tokens."""
 
     tokens: list[str]
     merges: list[tuple[str, str]]
@@ -35,30 +36,34 @@ class Vocabulary:
 
 
 def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's byte-level BPE, in order of the byte."""
+    """The printable character that stands for each byte in GPT-2's byte-level BPE."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 def make_vocabulary(size: int) -> Vocabulary:
-    """A vocabulary of exactly `size` tokens, specials included; at least 256 bytes and the three specials."""
+    """A vocabulary of exactly `size` tokens, the bytes and the specials included."""
     num_words = size - 256 - len(SPECIAL_TOKENS)
     if num_words < 0:
-        raise ValueError(f"vocabulary of {size} tokens is too small: at least {size - num_words} are needed")
+        raise ValueError(
+            f"vocabulary of {size} tokens is too small: at least {size - num_words} are needed"
+        )
     merges = list(islice(_merges(), num_words))
     if len(merges) < num_words:
-        raise ValueError(f"vocabulary of {size} tokens is too large: the syllables give {len(merges)} words")
+        raise ValueError(
+            f"vocabulary of {size} tokens is too large: the syllables give {len(merges)} words"
+        )
     words = [left + right for left, right in merges]
     return Vocabulary([*byte_alphabet(), *words, *SPECIAL_TOKENS], merges)
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs in order of priority: a syllable, a word of two, either with a leading space, a word of three."""
+    """In order of priority: syllables, words of two, both with a leading space, words of three."""
     space = byte_alphabet()[ord(" ")]
-    letters = list(product("bcdfghjklmnpqrstvwxyz", "aeiou"))
+    letters = [(c, v) for c in "bcdfghjklmnpqrstvwxyz" for v in "aeiou"]
     syllables = [consonant + vowel for consonant, vowel in letters]
-    pairs = list(product(syllables, repeat=2))
+    pairs = list(product(syllables, syllables))
     words = [first + second for first, second in pairs]
     with_space = ((space, word) for word in chain(syllables, words))
     long_words = ((space + word, last) for word, last in product(words, syllables))
@@ -67,8 +72,18 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
     """The vocabulary as the content of a Hugging Face `tokenizer.json`."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": SPLIT_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     plain = vocabulary.tokens[: vocabulary.bos_id]
     specials = [
         {

@@ -78,7 +78,7 @@ class ForeignLoad:
 
 
 def wait_until_quiet(limit_s: float, busy_pid: int | None = None) -> None:
-    """Returns as soon as others use next to nothing of the machine, at the latest after `limit_s`."""
+    """Returns once others use next to nothing of the machine, at the latest after `limit_s`."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         with ForeignLoad(busy_pid) as load:

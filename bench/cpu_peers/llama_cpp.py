@@ -1,7 +1,7 @@
 """llama.cpp, measured by its own `llama-bench` and `llama-batched-bench`, built for this machine.
 
-Both time bare decoding without sampling, which is the engine's best face. Every case runs with flash
-attention on and off, since on a CPU either can win; the report takes the faster.
+Both time bare decoding without sampling, which is the engine's best face. Every case runs with
+flash attention on and off, since on a CPU either can win; the report takes the faster.
 """
 
 from __future__ import annotations

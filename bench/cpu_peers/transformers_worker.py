@@ -6,6 +6,7 @@ A batch at a long context takes one prefill, whose cache is then copied for ever
 from __future__ import annotations
 
 import os
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -43,11 +44,11 @@ def measure(model: PreTrainedModel, case: Case) -> float:
 def main() -> None:
     job = job_from_argv()
     torch.set_num_threads(job.threads)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
     with torch.inference_mode():
         prefill(model, 64)
         for case in job.cases:
-            record(job, case, lambda case=case: measure(model, case))
+            record(job, case, partial(measure, model, case))
 
 
 if __name__ == "__main__":

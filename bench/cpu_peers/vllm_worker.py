@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 
 from cpu_peers.cases import Case
 from cpu_peers.worker import job_from_argv, rate, record
@@ -51,7 +52,7 @@ def main() -> None:
 
     for case in job.cases:
         if case.batch * case.num_prompt_tokens <= MAX_PROMPT_TOKENS:
-            record(job, case, lambda case=case: speed(case))
+            record(job, case, partial(speed, case))
 
 
 if __name__ == "__main__":

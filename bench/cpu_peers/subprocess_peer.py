@@ -1,0 +1,60 @@
+"""An engine that is measured by one of our worker modules, in its own Python process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cpu_peers.cases import Job, Sample
+
+BENCH = Path(__file__).resolve().parent.parent
+
+
+class SubprocessPeer:
+    """`python -m cpu_peers.<module>` under the interpreter that has the engine's package."""
+
+    def __init__(self, name: str, module: str, python: str, package: str) -> None:
+        self.name = name
+        self._module = module
+        self._python = python
+        self._package = package
+
+    def missing(self, model: Path) -> str | None:
+        if not Path(self._python).exists():
+            return f"{self._python} does not exist: see bench/README.md"
+        if self._call(
+            "-c", f"import importlib.util as u; {_FIND.format(self._package)}"
+        ).returncode:
+            return f"{self._python} has no package {self._package!r}"
+        if not (model / "model.safetensors").exists():
+            return f"{model / 'model.safetensors'} is missing: write it with random_model.py"
+        return None
+
+    def measure(self, job: Job) -> list[Sample]:
+        with tempfile.TemporaryDirectory() as folder:
+            request, out = Path(folder, "job.json"), Path(folder, "samples.jsonl")
+            out.touch()
+            replace(job, out=str(out)).write(request)
+            done = self._call("-m", f"cpu_peers.{self._module}", str(request), threads=job.threads)
+            samples = [Sample(**json.loads(line)) for line in out.read_text().splitlines()]
+        if done.returncode:
+            raise RuntimeError(f"{self.name} exited {done.returncode}: {done.stderr[-2000:]}")
+        return samples
+
+    def _call(self, *arguments: str, threads: int = 1) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": str(threads)}
+        command = [self._python, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    def environment(self) -> dict[str, Any]:
+        """The version of the engine's package, for the record."""
+        ask = f"import importlib.metadata as m; print(m.version({self._package!r}))"
+        return {self._package: self._call("-c", ask).stdout.strip()}
+
+
+_FIND = "raise SystemExit(u.find_spec({!r}) is None)"

@@ -1,0 +1,171 @@
+"""Measures vllmx's backend below the engine: step plans made by hand, greedy sampling included.
+
+Steps follow each other as in the engine's overlapped loop: the next one is enqueued, taking its
+tokens from the device, before the ids of the last one are read. Rows start at their context without
+a prefill: what the KV cache holds does not change the work, as long as its pages are real memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from vllmx_core.backend import LoadedModel, LoadOptions, StepHandle
+from vllmx_core.checkpoint import build_model, open_checkpoint
+from vllmx_core.plan import I32, SamplingRows, StepPlan
+from vllmx_core.registry import load_registry
+
+from cpu_peers.cases import Case, Job
+from cpu_peers.worker import job_from_argv, rate, record
+
+BLOCK_SIZE = 16
+_NUM_IDS = 1000
+_WARM_UP_STEPS = 2
+_PREFILL_REPEATS = 2
+
+
+def row_blocks(case: Case) -> int:
+    """Blocks that one row needs up to the last timed step."""
+    num_tokens = case.num_prompt_tokens
+    if case.kind == "decode":
+        num_tokens += _WARM_UP_STEPS + case.num_steps
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def load(job: Job) -> LoadedModel:
+    registry = load_registry()
+    checkpoint = open_checkpoint(registry, Path(job.model))
+    spec, _ = registry.choose_backend("cpu")
+    options = LoadOptions(
+        max_model_len=max(row_blocks(case) for case in job.cases) * BLOCK_SIZE,
+        max_num_seqs=max(case.batch for case in job.cases),
+        max_num_batched_tokens=max(2048, *(case.context for case in job.cases)),
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=max(case.batch * row_blocks(case) for case in job.cases),
+        num_threads=job.threads,
+    )
+    loaded: LoadedModel = spec.load()().load(
+        build_model(registry, checkpoint), checkpoint.weights, options
+    )
+    return loaded
+
+
+def require_resident(kv_cache_bytes: int) -> None:
+    """Untouched pages are all the same page of zeros and read faster than memory can be; a figure
+    over them would flatter."""
+    status = Path("/proc/self/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+    resident_bytes = int(resident.split()[1]) * 1024
+    if resident_bytes < kv_cache_bytes:
+        raise RuntimeError(
+            f"{kv_cache_bytes} bytes of KV cache were asked for, but only {resident_bytes} bytes of"
+            " the process are in memory: the backend must touch its pages when it loads"
+        )
+
+
+def prefill_plan(case: Case) -> StepPlan:
+    positions = np.arange(case.context, dtype=np.int32)
+    return StepPlan(
+        tokens=np.random.default_rng(0).integers(_NUM_IDS, size=case.context, dtype=np.int32),
+        positions=positions,
+        slots=positions.copy(),
+        query_start=np.array([0, case.context], np.int32),
+        context_len=np.array([case.context], np.int32),
+        block_table=np.arange(row_blocks(case), dtype=np.int32)[None],
+        logit_rows=np.array([case.context - 1], np.int32),
+    )
+
+
+class DecodePlan:
+    """The plan of a batch whose rows all stand at the same position, moved on step by step."""
+
+    def __init__(self, case: Case) -> None:
+        rows = np.arange(case.batch, dtype=np.int32)
+        blocks = np.arange(case.batch * row_blocks(case), dtype=np.int32)
+        self._table: I32 = blocks.reshape(case.batch, -1)  # (R, B)
+        self.plan = StepPlan(
+            tokens=rows.copy(),
+            positions=np.full(case.batch, case.num_prompt_tokens - 1, np.int32),
+            slots=np.empty(case.batch, np.int32),
+            query_start=np.arange(case.batch + 1, dtype=np.int32),
+            context_len=np.full(case.batch, case.num_prompt_tokens, np.int32),
+            block_table=self._table,
+            logit_rows=rows.copy(),
+        )
+
+    def advance(self) -> StepPlan:
+        """The plan of the next token of every row; its input is what the step before sampled."""
+        plan = self.plan
+        plan.positions += 1
+        plan.context_len += 1
+        position = int(plan.positions[0])
+        blocks = self._table[:, position // BLOCK_SIZE]
+        plan.slots[:] = blocks * BLOCK_SIZE + position % BLOCK_SIZE
+        return plan
+
+    def take_tokens_from_device(self) -> None:
+        self.plan.tokens[:] = -1 - np.arange(self.plan.num_rows, dtype=np.int32)
+
+
+def greedy_rows(num_rows: int) -> SamplingRows:
+    def full(value: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        return np.full(num_rows, value, np.float32)
+
+    return SamplingRows(
+        temperature=full(0),
+        top_k=np.zeros(num_rows, np.int32),
+        top_p=full(1),
+        min_p=full(0),
+        repetition_penalty=full(1),
+        frequency_penalty=full(0),
+        presence_penalty=full(0),
+        seed=np.zeros(num_rows, np.uint64),
+        position=np.zeros(num_rows, np.int32),
+        target=np.full(num_rows, -1, np.int32),
+        num_logprobs=np.full(num_rows, -1, np.int32),
+    )
+
+
+def measure_prefill(model: LoadedModel, case: Case) -> float:
+    plan, rows = prefill_plan(case), greedy_rows(1)
+    model.step(plan, rows).result()
+
+    def run() -> None:
+        for _ in range(_PREFILL_REPEATS):
+            model.step(plan, rows).result()
+
+    return rate(case.context * _PREFILL_REPEATS, run)
+
+
+def measure_decode(model: LoadedModel, case: Case) -> float:
+    decode, rows = DecodePlan(case), greedy_rows(case.batch)
+
+    def run(num_steps: int, before: StepHandle) -> StepHandle:
+        for _ in range(num_steps):
+            after = model.step(decode.advance(), rows)
+            before.result()
+            before = after
+        return before
+
+    first = model.step(decode.advance(), rows)
+    decode.take_tokens_from_device()
+    warm = run(_WARM_UP_STEPS - 1, first)
+    last: list[StepHandle] = []
+    speed = rate(case.batch * case.num_steps, lambda: last.append(run(case.num_steps, warm)))
+    last[0].result()
+    return speed
+
+
+def main() -> None:
+    job = job_from_argv()
+    model = load(job)
+    require_resident(model.info.kv_cache_bytes)
+    for case in job.cases:
+        measure = measure_prefill if case.kind == "prefill" else measure_decode
+        record(job, case, partial(measure, model, case))
+    model.close()
+
+
+if __name__ == "__main__":
+    main()

