@@ -21,7 +21,7 @@ from cpu_peers.worker import job_from_argv, rate, record
 
 BLOCK_SIZE = 16
 _NUM_IDS = 1000
-_WARM_UP_STEPS = 2
+WARM_UP_STEPS = 2
 _PREFILL_REPEATS = 2
 
 
@@ -29,7 +29,7 @@ def row_blocks(case: Case) -> int:
     """Blocks that one row needs up to the last timed step."""
     num_tokens = case.num_prompt_tokens
     if case.kind == "decode":
-        num_tokens += _WARM_UP_STEPS + case.num_steps
+        num_tokens += case.num_steps
     return -(-num_tokens // BLOCK_SIZE)
 
 
@@ -81,15 +81,16 @@ class DecodePlan:
     """The plan of a batch whose rows all stand at the same position, moved on step by step."""
 
     def __init__(self, case: Case) -> None:
+        start = case.num_prompt_tokens - WARM_UP_STEPS
         rows = np.arange(case.batch, dtype=np.int32)
         blocks = np.arange(case.batch * row_blocks(case), dtype=np.int32)
         self._table: I32 = blocks.reshape(case.batch, -1)  # (R, B)
         self.plan = StepPlan(
             tokens=rows.copy(),
-            positions=np.full(case.batch, case.num_prompt_tokens - 1, np.int32),
+            positions=np.full(case.batch, start - 1, np.int32),
             slots=np.empty(case.batch, np.int32),
             query_start=np.arange(case.batch + 1, dtype=np.int32),
-            context_len=np.full(case.batch, case.num_prompt_tokens, np.int32),
+            context_len=np.full(case.batch, start, np.int32),
             block_table=self._table,
             logit_rows=rows.copy(),
         )
@@ -150,7 +151,7 @@ def measure_decode(model: LoadedModel, case: Case) -> float:
 
     first = model.step(decode.advance(), rows)
     decode.take_tokens_from_device()
-    warm = run(_WARM_UP_STEPS - 1, first)
+    warm = run(WARM_UP_STEPS - 1, first)
     last: list[StepHandle] = []
     speed = rate(case.batch * case.num_steps, lambda: last.append(run(case.num_steps, warm)))
     last[0].result()

@@ -1,0 +1,136 @@
+"""The parts of the CPU peer benchmark that can be wrong without anybody noticing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports modules of bench/, which is a folder of scripts and no installed package."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    known = set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        return __import__(name, fromlist=["_"])
+
+    yield load
+    for name in set(sys.modules) - known:
+        if name.split(".")[0] in ("cpu_peers", "random_model", "synthetic_vocab"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("size", [259, 300, 2048, 30_000])
+def test_vocabulary_has_the_size_asked_for_and_loses_no_text(bench: Any, size: int) -> None:
+    vocab = bench("synthetic_vocab")
+    made = vocab.make_vocabulary(size)
+    tokenizer = Tokenizer.from_str(json.dumps(vocab.tokenizer_json(made)))
+    assert len(set(made.tokens)) == tokenizer.get_vocab_size() == size
+    for text in ("kavo mibe  banana\n", "wörld 你好 \U0001f642", "<|im_start|>user\nhi<|im_end|>"):
+        ids = tokenizer.encode(text).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.encode("<|im_end|>").ids == [made.eos_id]
+
+
+def test_every_word_of_the_vocabulary_is_reached_by_its_merges(bench: Any) -> None:
+    vocab = bench("synthetic_vocab")
+    made = vocab.make_vocabulary(30_000)
+    tokenizer = Tokenizer.from_str(json.dumps(vocab.tokenizer_json(made)))
+    for token_id in range(300, made.bos_id, 997):
+        text = tokenizer.decode([token_id])
+        assert tokenizer.encode(text).ids == [token_id]
+
+
+def test_vocabulary_of_an_impossible_size_is_refused(bench: Any) -> None:
+    vocab = bench("synthetic_vocab")
+    with pytest.raises(ValueError, match="at least 259"):
+        vocab.make_vocabulary(258)
+    with pytest.raises(ValueError, match="too large"):
+        vocab.make_vocabulary(10_000_000)
+
+
+def test_bf16_rounds_to_nearest_even(bench: Any) -> None:
+    model = bench("random_model")
+    values = np.array([1.0, -2.5, 1.00390625, 1.01171875, 3e-40], np.float32)
+    assert model.to_bf16(values.copy()).tolist() == [0x3F80, 0xC020, 0x3F80, 0x3F82, 0x0003]
+
+
+def test_written_weights_are_those_of_the_seed(bench: Any, tmp_path: Path) -> None:
+    from rich.progress import Progress
+    from safetensors import safe_open
+
+    model = bench("random_model")
+    shape = model.SHAPES["qwen3-tiny"]
+    with Progress(disable=True) as progress:
+        model.write_model(tmp_path, shape, seed=3, with_gguf=False, progress=progress)
+    tensors = list(model.tensors_of(shape))
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert set(file.keys()) == {tensor.name for tensor in tensors}
+        sizes = {tensor.name: file.get_slice(tensor.name).get_shape() for tensor in tensors}
+    assert all(sizes[tensor.name] == list(tensor.shape) for tensor in tensors)
+    last = tensors[-1]
+    expected = model.random_bf16(last, 3)
+    assert (tmp_path / "model.safetensors").read_bytes().endswith(expected.tobytes())
+    assert not np.array_equal(expected, model.random_bf16(last, 4))
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 40), (8, 40), (32, 2000)])
+def test_decode_plans_walk_through_blocks_of_their_own(
+    bench: Any, batch: int, context: int
+) -> None:
+    case = bench("cpu_peers.cases").Case("decode", batch, context)
+    worker = bench("cpu_peers.vllmx_step_worker")
+    decode = worker.DecodePlan(case)
+    written: list[int] = []
+    contexts: list[int] = []
+    for _ in range(worker.WARM_UP_STEPS + case.num_steps):
+        plan = decode.advance()
+        assert (plan.context_len == plan.positions + 1).all()
+        for row, position in enumerate(plan.positions):
+            block = plan.block_table[row, position // worker.BLOCK_SIZE]
+            assert plan.slots[row] == block * worker.BLOCK_SIZE + position % worker.BLOCK_SIZE
+        written += plan.slots.tolist()
+        contexts.append(int(plan.context_len[0]))
+    assert len(set(written)) == len(written)
+    assert max(written) < batch * worker.row_blocks(case) * worker.BLOCK_SIZE
+    assert abs(np.mean(contexts[worker.WARM_UP_STEPS :]) - context) <= 1
+
+
+def test_report_takes_the_best_variant_and_leaves_disturbed_samples_out(bench: Any) -> None:
+    report = bench("cpu_peers.report")
+    cases = bench("cpu_peers.cases")
+    case = cases.Case("decode", 1, 40)
+
+    def taken(peer: str, speed: float, foreign: float, variant: str = "") -> Any:
+        return report.Taken(peer, 1, False, cases.Sample(case.label, speed, foreign, variant))
+
+    figures = report.summarise(
+        [
+            taken("llama.cpp", 10.0, 0.0, "fa on"),
+            taken("llama.cpp", 20.0, 0.0, "fa off"),
+            taken("llama.cpp", 22.0, 0.0, "fa off"),
+            taken("llama.cpp", 5.0, 0.9, "fa off"),
+            taken("vllmx", 42.0, 0.9),
+        ]
+    )
+    llama, ours = figures
+    assert (llama.variant, llama.median, llama.num_samples, llama.quiet) == ("fa off", 21, 2, True)
+    assert not ours.quiet
+    table = report.speed_table(figures, [case], ["vllmx", "llama.cpp"], busy_core=False)
+    row = table.splitlines()[-1].split("|")
+    assert [cell.strip() for cell in row[1:-1]] == [
+        "decode b1 ctx 40",
+        "~42.0 (42.0-42.0)",
+        "21.0 (20.0-22.0)",
+        "2.00",
+    ]
