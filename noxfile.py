@@ -1,0 +1,77 @@
+"""Everything a developer or a release runs: `nox -l` lists it, `nox -s tests` is the usual one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "tests"]
+ROOT = Path(__file__).parent
+PACKAGES = sorted((ROOT / "packages").iterdir())
+DIST = ROOT / "dist"
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole suite on editable installs; arguments go to pytest."""
+    session.install("-r", "requirements-dev.txt")
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff check, ruff format and mypy --strict."""
+    session.install("-r", "requirements-dev.txt")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Builds a wheel of every package into dist/."""
+    session.install("build", "hatchling")
+    shutil.rmtree(DIST, ignore_errors=True)
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(DIST), str(package))
+
+
+@nox.session
+def installed(session: nox.Session) -> None:
+    """The tests against installed wheels: what a user gets, nothing from the source tree."""
+    wheels(session)
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    tools = [line for line in lines if line and not line.startswith(("#", "-r"))]
+    session.install(*tools)
+    session.install("--no-index", "--no-deps", *map(str, sorted(DIST.glob("*.whl"))))
+    session.install(*(f"{wheel}" for wheel in map(str, sorted(DIST.glob("*.whl")))))
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """One benchmark: `nox -s bench -- host`, `-- serve`, `-- startup`, `-- peers_cpu`."""
+    session.install("-r", "requirements-dev.txt")
+    name, *arguments = session.posargs or ["host"]
+    session.run("python", f"bench/{name}.py", *arguments)
+
+
+@nox.session(venv_backend="none")
+def bump(session: nox.Session) -> None:
+    """Sets one version everywhere: `nox -s bump -- 0.2.0`."""
+    if len(session.posargs) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+\S*", session.posargs[0]):
+        session.error("give the new version: nox -s bump -- 0.2.0")
+    new = session.posargs[0]
+    old = re.search(r'^version = "(.+)"', (PACKAGES[0] / "pyproject.toml").read_text(), re.M)
+    assert old is not None
+    for package in PACKAGES:
+        name = package.name.replace("-", "_")
+        for path in (package / "pyproject.toml", package / "src" / name / "__init__.py"):
+            text = path.read_text()
+            text = text.replace(f'version = "{old[1]}"', f'version = "{new}"')
+            text = text.replace(f'__version__ = "{old[1]}"', f'__version__ = "{new}"')
+            path.write_text(re.sub(rf"(vllmx[a-z-]*=={re.escape(old[1])})\b",
+                                   lambda match: match[0].split("==")[0] + f"=={new}", text))  # fmt: skip

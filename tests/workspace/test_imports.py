@@ -1,0 +1,99 @@
+"""Who may import whom: the table of docs/architecture.md, enforced on the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ALLOWED = {
+    "vllmx_core": {"numpy", "pluggy", "msgspec", "pytest"},
+    "vllmx_engine": {"vllmx_core", "numpy", "msgspec", "tokenizers", "jinja2", "markupsafe"},
+    "vllmx_models": {"vllmx_core", "numpy"},
+    "vllmx_cpu": {"vllmx_core", "numpy"},
+    "vllmx_server": {
+        "vllmx_core",
+        "vllmx_engine",
+        "msgspec",
+        "starlette",
+        "hypercorn",
+        "prometheus_client",
+    },
+    "vllmx_demo": {"vllmx_core"},
+    "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_server", "click", "rich", "yaml"},
+}
+IN_FUNCTIONS = {
+    "vllmx_core": {"numpy", "torch", "transformers", "ml_dtypes"},
+    "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
+    "vllmx": {"numpy", "msgspec", "prompt_toolkit"},
+}
+HEAVY = (
+    "numpy", "torch", "tokenizers", "jinja2", "starlette", "hypercorn", "rich", "yaml", "asyncio",
+    "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client",
+)  # fmt: skip
+
+
+def sources(root: Path) -> Iterator[tuple[str, Path]]:
+    for package in sorted((root / "packages").iterdir()):
+        module = package.name.replace("-", "_")
+        for path in sorted((package / "src" / module).rglob("*.py")):
+            yield module, path
+
+
+def imports(tree: ast.AST, *, top: bool = True) -> Iterator[tuple[str, bool]]:
+    """(first part of the module's name, whether it is at the top level of the file)."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.split(".")[0], top
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0], top
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports(node, top=top and not inside)
+
+
+def test_imports_follow_the_table(root: Path) -> None:
+    wrong = []
+    for module, path in sources(root):
+        for name, top in imports(ast.parse(path.read_text())):
+            allowed = ALLOWED[module] | {module} | set(sys.stdlib_module_names)
+            if not top:
+                allowed = allowed | IN_FUNCTIONS.get(module, set())
+            if name not in allowed:
+                wrong.append(f"{path.relative_to(root)} imports {name}{'' if top else ' (inside)'}")
+    assert not wrong, "\n".join(wrong)
+
+
+def loaded_after(code: str) -> set[str]:
+    """Heavy modules in sys.modules after `code` ran in a fresh interpreter."""
+    script = f"{code}\nimport sys; print(','.join(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return (
+        set(filter(None, done.stdout.strip().splitlines()[-1].split(",")))
+        if done.stdout.strip()
+        else set()
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import vllmx",
+        "import vllmx_core.registry as r; r.load_registry()",
+        "import vllmx_cpu.plugin, vllmx_models.plugin, vllmx_demo.plugin",
+        "import vllmx_core.config, vllmx_core.errors",
+        "import sys; sys.argv = ['vllmx', '--help']\n"
+        "import vllmx.cli\n"
+        "try: vllmx.cli.main()\n"
+        "except SystemExit: pass",
+    ],
+)
+def test_nothing_heavy_is_imported_early(code: str) -> None:
+    assert loaded_after(code) == set()

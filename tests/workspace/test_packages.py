@@ -1,0 +1,71 @@
+"""The distributions agree with each other, and with what the README and CI say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+EXPECTED = {
+    "vllmx",
+    "vllmx-core",
+    "vllmx-cpu",
+    "vllmx-demo",
+    "vllmx-engine",
+    "vllmx-models",
+    "vllmx-server",
+}
+
+
+def test_the_list_of_packages_is_the_one_that_the_design_names(
+    projects: dict[str, dict[str, Any]],
+) -> None:
+    assert set(projects) == EXPECTED
+    assert all(data["project"]["name"] == name for name, data in projects.items())
+
+
+def test_all_versions_are_equal_and_siblings_are_pinned_exactly(
+    root: Path, projects: dict[str, dict[str, Any]]
+) -> None:
+    versions = {data["project"]["version"] for data in projects.values()}
+    assert len(versions) == 1
+    version = versions.pop()
+    for name, data in projects.items():
+        extras = data["project"].get("optional-dependencies", {})
+        for requirement in (
+            *data["project"]["dependencies"],
+            *(r for v in extras.values() for r in v),
+        ):
+            if requirement.startswith("vllmx"):
+                assert requirement.split("==")[0] in EXPECTED
+                assert requirement.endswith(f"=={version}")
+        module = name.replace("-", "_")
+        init = (root / "packages" / name / "src" / module / "__init__.py").read_text()
+        assert re.search(rf'^__version__ = "{re.escape(version)}"$', init, re.M), name
+        assert (root / "packages" / name / "src" / module / "py.typed").exists(), name
+
+
+def test_every_package_is_built_the_same_way(projects: dict[str, dict[str, Any]]) -> None:
+    for name, data in projects.items():
+        assert data["build-system"]["build-backend"] == "hatchling.build", name
+        wheel = data["tool"]["hatch"]["build"]["targets"]["wheel"]
+        assert wheel["core-metadata-version"] == "2.4", name
+        assert data["project"]["license"] == "Apache-2.0", name
+        assert data["project"]["requires-python"] == ">=3.11,<3.14", name
+
+
+def test_requirements_list_every_package(root: Path) -> None:
+    lines = set((root / "requirements.txt").read_text().splitlines())
+    assert {f"-e packages/{name}" for name in EXPECTED} <= lines
+
+
+def test_the_readme_shows_the_commands_that_ci_runs(root: Path) -> None:
+    readme = (root / "README.md").read_text()
+    ci = (root / ".ci" / "run").read_text()
+    for command in (
+        "python3 -m venv .venv",
+        ".venv/bin/pip install -r requirements-dev.txt",
+        ".venv/bin/python -m pytest",
+    ):
+        assert command in readme
+        assert command in ci
