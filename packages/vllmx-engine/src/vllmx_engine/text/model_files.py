@@ -1,0 +1,121 @@
+"""Bounded readers for the small JSON and template files of a model folder.
+
+A model folder is data from somebody else: every file has a size limit, malformed JSON is a typed
+error that names the file, and nothing in it is executed here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.errors import ConfigError
+
+MIB = 1 << 20
+MAX_TOKENIZER_BYTES = 256 * MIB
+MAX_CONFIG_BYTES = 32 * MIB
+MAX_TEMPLATE_BYTES = 1 * MIB
+
+
+def read_bytes(path: Path, limit_bytes: int) -> bytes | None:
+    """The file's content, or None where there is none.
+
+    Raises:
+        ConfigError: the file cannot be read or is larger than `limit_bytes`.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = error.strerror or "unknown reason"
+        raise ConfigError(f"{path} cannot be read: {reason}; check the model folder") from error
+    if len(data) > limit_bytes:
+        raise ConfigError(
+            f"{path} is larger than the {limit_bytes // MIB} MiB allowed for this file; "
+            "use the file of the original model"
+        )
+    return data
+
+
+def read_text(path: Path, limit_bytes: int) -> str | None:
+    """Like `read_bytes`, decoded as UTF-8."""
+    data = read_bytes(path, limit_bytes)
+    if data is None:
+        return None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start}); download the file again"
+        ) from error
+
+
+def read_json_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in the file; an absent file is an empty one.
+
+    Raises:
+        ConfigError: unreadable, too large, malformed, or JSON that is not an object.
+    """
+    text = read_text(path, limit_bytes)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        raise ConfigError(f"{path} is not valid JSON ({where}); download the file again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, an object is needed")
+    return value
+
+
+def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """All chat templates of a model folder by name; the unnamed one is `default`.
+
+    Separate files win over the entry in tokenizer_config.json, as in Hugging Face transformers:
+    `chat_template.jinja` over `chat_template.json`, and `additional_chat_templates/NAME.jinja`
+    adds or replaces NAME.
+    """
+    templates = _templates_of_config(tokenizer_config, folder / "tokenizer_config.json")
+    path = folder / "chat_template.json"
+    legacy = read_json_object(path, MAX_CONFIG_BYTES)
+    templates.update(_templates_of_config(legacy, path))
+    single = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
+    if single is not None:
+        templates["default"] = single
+    extra = folder / "additional_chat_templates"
+    if extra.is_dir():
+        for path in sorted(extra.glob("*.jinja")):
+            source = read_text(path, MAX_TEMPLATE_BYTES)
+            if source is not None:
+                templates[path.stem] = source
+    return templates
+
+
+def _templates_of_config(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """`chat_template` of a config: absent, one string, or a list of {name, template}."""
+    value = config.get("chat_template")
+    if value is None:
+        return {}
+    entries: dict[str, str] = {}
+    if isinstance(value, str):
+        entries = {"default": value}
+    elif isinstance(value, dict):
+        entries = value
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        entries = {item.get("name"): item.get("template") for item in value}
+    for name, source in entries.items():
+        if not isinstance(name, str) or not isinstance(source, str):
+            entries = {}
+            break
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"chat template {name!r} in {path} is larger than 1 MiB")
+    if not entries and value != []:
+        raise ConfigError(
+            f"chat_template in {path} must be a string or a list of objects with name and template"
+        )
+    return dict(entries)

@@ -1,0 +1,287 @@
+"""Tokenizer of a model folder: text to ids and back, special tokens, chat templates.
+
+The algorithm is the `tokenizers` library's, built from tokenizer.json. Around it: what the other
+files of the folder say about special tokens and end-of-sequence ids, and tables of bytes per token
+for detokenizing (see `pieces`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+
+from vllmx_engine.text.model_files import (
+    MAX_TOKENIZER_BYTES,
+    read_bytes,
+    read_chat_templates,
+    read_json_object,
+)
+from vllmx_engine.text.pieces import PiecePlan, PieceTable, TextTable, plan_pieces
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        backend: the tokenizer itself; owned by this object from here on (truncation and padding
+            that it may carry are switched off, missing special tokens are added).
+        config: what tokenizer_config.json would hold; `bos_token`, `eos_token`, `pad_token`,
+            `add_bos_token`, `add_eos_token`, `added_tokens_decoder` are used.
+        eos_token_ids: further ids that end a sequence (generation_config.json).
+        chat_templates: Jinja sources by name; `default` is the usual one.
+
+    Raises:
+        ConfigError: an entry of `config` has the wrong type.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any] | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.config: Mapping[str, Any] = dict(config or {})
+        self.chat_templates: Mapping[str, str] = dict(chat_templates or {})
+        self.named_tokens = _named_tokens(self.config)
+        _add_missing_tokens(backend, self.config, self.named_tokens)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        last_id = backend.get_vocab_size(with_added_tokens=True) - 1
+        self.vocab_size = 1 + max(last_id, *added) if added else 1 + last_id
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.pad_token_id = self._named_id("pad_token")
+        own_eos = () if self.eos_token_id is None else (self.eos_token_id,)
+        self.eos_token_ids = frozenset((*own_eos, *eos_token_ids))
+        self._prefix, self._suffix = self._missing_sequence_marks()
+        self._plan = plan_pieces(backend)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Load tokenizer.json and its companions.
+
+        Raises:
+            ModelNotFoundError: there is no such folder or no tokenizer.json in it.
+            ConfigError: a file is malformed or larger than its limit.
+        """
+        folder = Path(folder)
+        backend = _load_backend(folder)
+        config: dict[str, Any] = {}
+        special = read_json_object(folder / "special_tokens_map.json")
+        config.update({name: special[name] for name in _NAMED_TOKENS if name in special})
+        config.update(read_json_object(folder / "tokenizer_config.json"))
+        if "added_tokens_decoder" not in config:
+            config["added_tokens_decoder"] = _added_tokens_file(folder / "added_tokens.json")
+        return cls(
+            backend,
+            config,
+            eos_token_ids=_generation_eos_ids(folder),
+            chat_templates=read_chat_templates(folder, config),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens spelt in the text become their ids.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode (a lone surrogate).
+        """
+        return self.encode_batch((text,), add_special_tokens)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` of each text; runs outside the interpreter lock."""
+        try:
+            encodings = self.backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except TypeError as error:
+            raise InvalidRequestError(
+                "the text holds a lone surrogate, which is no Unicode character; remove it"
+            ) from error
+        if not add_special_tokens or not (self._prefix or self._suffix):
+            return [encoding.ids for encoding in encodings]
+        return [[*self._prefix, *encoding.ids, *self._suffix] for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The whole text of `ids`, exactly as the `tokenizers` library gives it.
+
+        Raises:
+            InvalidRequestError: an id is outside [0, 2**32).
+        """
+        try:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequestError(
+                f"token ids must be integers from 0 to {self.vocab_size - 1}", param="tokens"
+            ) from error
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token (`Ġthe`, `▁the`, `<0x0A>`), None if unknown."""
+        return self.backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a vocabulary entry, None if there is none."""
+        return self.backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for, leading space and special tokens included.
+
+        What a logprobs entry shows as `bytes`. An id without a token gives none.
+        """
+        if self.all_pieces is not None:
+            return self.all_pieces[token_id]
+        return self.backend.decode([token_id], skip_special_tokens=False).encode("utf-8")
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text for a logprobs entry; U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def plan(self) -> PiecePlan | None:
+        """How bytes per token make a text (`pieces.PiecePlan`), None if they do not."""
+        return self._plan
+
+    @cached_property
+    def all_pieces(self) -> PieceTable | None:
+        """Bytes per token, special tokens as their text."""
+        return None if self._plan is None else PieceTable(self.backend, self._plan, frozenset())
+
+    @cached_property
+    def visible_pieces(self) -> PieceTable | None:
+        """Bytes per token, special tokens as nothing."""
+        if self._plan is None:
+            return None
+        return PieceTable(self.backend, self._plan, self.special_ids)
+
+    @cached_property
+    def all_texts(self) -> TextTable | None:
+        """Text per token of `all_pieces`."""
+        return None if self.all_pieces is None else TextTable(self.all_pieces)
+
+    @cached_property
+    def visible_texts(self) -> TextTable | None:
+        """Text per token of `visible_pieces`."""
+        return None if self.visible_pieces is None else TextTable(self.visible_pieces)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _missing_sequence_marks(self) -> tuple[list[int], list[int]]:
+        """BOS and EOS that the config asks for and tokenizer.json's post-processor does not add."""
+        marks = self.backend.encode("").ids
+        prefix: list[int] = []
+        suffix: list[int] = []
+        bos, eos = self.bos_token_id, self.eos_token_id
+        if self.config.get("add_bos_token") is True and bos is not None and bos not in marks:
+            prefix = [bos]
+        if self.config.get("add_eos_token") is True and eos is not None and eos not in marks:
+            suffix = [eos]
+        return prefix, suffix
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    if data is None:
+        what = "no tokenizer.json" if folder.is_dir() else "no such folder"
+        raise ModelNotFoundError(
+            f"no tokenizer for {folder}: {what}; point to a folder with tokenizer.json, or convert "
+            "the model's tokenizer once with transformers' AutoTokenizer(...).save_pretrained"
+        )
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except ValueError as error:
+        raise ConfigError(
+            f"{folder / 'tokenizer.json'} is not a tokenizer that can be loaded "
+            f"({_first_line(error)}); download the file again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (
+        str(error).splitlines()[0].removeprefix("Cannot instantiate Tokenizer from buffer: ")[:200]
+    )
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on as strings; a config writes them as a string or as an object."""
+    named: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} in tokenizer_config.json must be a string, not {value!r}")
+        named[name] = value
+    return named
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+) -> None:
+    """Add what the config declares and tokenizer.json lacks, where the ids agree.
+
+    A token whose declared id is not the next free one cannot be added faithfully: it is left out,
+    since a wrong id would be worse than none.
+    """
+    for token_id, token in _declared_tokens(config):
+        known = backend.token_to_id(token.content)
+        free = backend.get_vocab_size(with_added_tokens=True)
+        if known == token_id or (known is None and token_id == free):
+            backend.add_tokens([token])
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for content in named.values():
+        if content not in added and backend.token_to_id(content) is not None:
+            backend.add_special_tokens([content])
+
+
+def _declared_tokens(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken]]:
+    declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict):
+        raise ConfigError("added_tokens_decoder in tokenizer_config.json must be an object")
+    tokens = []
+    for key, entry in declared.items():
+        if not str(key).isdecimal() or not isinstance(entry, dict) or "content" not in entry:
+            raise ConfigError(
+                f"added_tokens_decoder in tokenizer_config.json has the malformed entry {key!r}"
+            )
+        flags = {
+            name: bool(entry.get(name, False))
+            for name in ("special", "lstrip", "rstrip", "single_word", "normalized")
+        }
+        tokens.append((int(key), tokenizers.AddedToken(str(entry["content"]), **flags)))
+    return sorted(tokens, key=lambda item: item[0])
+
+
+def _added_tokens_file(path: Path) -> dict[str, Any]:
+    """added_tokens.json (token -> id) in the shape of `added_tokens_decoder`."""
+    entries = read_json_object(path)
+    return {str(token_id): {"content": token} for token, token_id in entries.items()}
+
+
+def _generation_eos_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, or of config.json where there is none."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json_object(folder / name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ConfigError(f"eos_token_id in {folder / name} must be one id or a list of ids")
+        return tuple(ids)
+    return ()
