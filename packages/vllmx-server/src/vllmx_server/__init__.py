@@ -1,1 +1,3 @@
-"""OpenAI-compatible HTTP server of vllmx."""
+"""OpenAI-compatible HTTP server of vllmx: starlette on hypercorn."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,100 @@
+"""Errors on the wire: OpenAI's shape, our words, never the internals of an exception."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.errors import QueueFullError, VllmxError
+
+logger = logging.getLogger("vllmx.server")
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_encode = msgspec.json.Encoder().encode
+
+
+class BodyTooLargeError(VllmxError):
+    """The request body is over `max_body_bytes`."""
+
+    http_status = 413
+    code = "body_too_large"
+
+
+class AuthenticationError(VllmxError):
+    """No API key, or a wrong one."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class OverloadedError(VllmxError):
+    """Too many requests in flight, or the server is shutting down."""
+
+    http_status = 503
+    code = "overloaded"
+
+
+def error_body(error: VllmxError) -> bytes:
+    """JSON of one error."""
+    return _encode(
+        {
+            "error": {
+                "message": error.message,
+                "type": _TYPES.get(error.http_status, "internal_error"),
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+    )
+
+
+def error_response(error: VllmxError) -> Response:
+    headers = {}
+    if error.http_status in (429, 503):
+        wait = error.retry_after_s if isinstance(error, QueueFullError) else 1.0
+        headers["retry-after"] = str(max(1, round(wait)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        error_body(error), error.http_status, headers=headers, media_type="application/json"
+    )
+
+
+def internal_error() -> VllmxError:
+    """What a client learns of a bug of ours."""
+    return VllmxError("internal error: the server's log has the details under this request's id")
+
+
+async def on_vllmx_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, VllmxError)
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in the same shape."""
+    assert isinstance(error, HTTPException)
+    plain = VllmxError(
+        f"{request.method} {request.url.path[:200]}: {error.detail.lower()}; docs/serving.md lists"
+        " the routes"
+    )
+    plain.http_status, plain.code = error.status_code, "not_found"
+    response = error_response(plain)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    logger.error("unhandled error in %s", request.url.path, exc_info=error)
+    return error_response(internal_error())

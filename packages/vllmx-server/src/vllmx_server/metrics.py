@@ -1,0 +1,132 @@
+"""Prometheus metrics under vLLM's names with the prefix `vllmx:`.
+
+Latencies are observed once a streamed token, so histograms are plain lists here and become
+Prometheus families only when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from vllmx_engine.messages import CoreStats
+
+FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+BETWEEN_TOKENS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    """Counts in buckets with inclusive upper bounds."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        names = [*map(str, map(float, self.bounds)), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
+
+
+class Metrics(Collector):
+    """All metrics of one server. `stats` gives the engine's newest counters."""
+
+    def __init__(self, model: str, stats: Callable[[], CoreStats]) -> None:
+        self._model = model
+        self._stats = stats
+        self.first_token = Histogram(FIRST_TOKEN_S)
+        self.between_tokens = Histogram(BETWEEN_TOKENS_S)
+        self.request_time = Histogram(REQUEST_S)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generation_tokens = Histogram(TOKENS)
+        self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.http: dict[tuple[str, int], int] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def finish(self, reason: str, prompt: int, generated: int, seconds: float) -> None:
+        """Counts one ended choice."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+        self.prompt_tokens.observe(prompt)
+        self.generation_tokens.observe(generated)
+        self.request_time.observe(seconds)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Time to first token", self.first_token),
+            ("inter_token_latency_seconds", "Time between two tokens", self.between_tokens),
+            ("e2e_request_latency_seconds", "Time of a whole request", self.request_time),
+            ("request_prompt_tokens", "Prompt tokens of a request", self.prompt_tokens),
+            ("request_generation_tokens", "Generated tokens", self.generation_tokens),
+        ):
+            family = HistogramMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], histogram.buckets(), histogram.total)
+            yield family
+
+    def _gauges(self) -> Iterator[Metric]:
+        now = self._stats()
+        used = 1 - now.num_free_blocks / now.num_blocks if now.num_blocks else 0.0
+        for name, text, value in (
+            ("num_requests_running", "Requests in the running batch", now.num_running),
+            ("num_requests_waiting", "Requests that wait", now.num_waiting),
+            ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all", used),
+        ):
+            family = GaugeMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+
+    def _counters(self) -> Iterator[Metric]:
+        now = self._stats()
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens processed", now.prompt_tokens),
+            ("generation_tokens", "Tokens generated", now.generation_tokens),
+            ("num_preemptions", "Preemptions", now.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up", now.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the cache", now.prefix_cache_hits),
+            ("engine_steps", "Steps of the engine", now.num_steps),
+        ):
+            family = CounterMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+        done = CounterMetricFamily(
+            "vllmx:request_success",
+            "Ended choices by reason",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in self.finished.items():
+            done.add_metric([self._model, reason], count)
+        yield done

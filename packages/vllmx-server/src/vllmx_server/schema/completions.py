@@ -1,0 +1,56 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.schema.sampling import SamplingFields
+
+MAX_PROMPTS = 256
+"""Prompts in one call."""
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's text completion with vLLM's extensions."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, a list of token ids, or a list of either."""
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids. Raises InvalidRequestError."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequestError("prompt is an empty list: give a text", param="prompt")
+        if all(isinstance(item, int) for item in prompt):
+            return [[item for item in prompt if isinstance(item, int)]]
+        if any(isinstance(item, int) for item in prompt):
+            raise InvalidRequestError(
+                "prompt mixes token ids with other items: give one list of ids, or a list of texts"
+                " or lists of ids",
+                param="prompt",
+            )
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt has {len(prompt)} entries, at most {MAX_PROMPTS} are served in one call:"
+                " split it",
+                param="prompt",
+            )
+        return [item for item in prompt if not isinstance(item, int)]
+
+    def check(self) -> None:
+        SamplingFields.check(self)
+        if self.suffix:
+            raise InvalidRequestError(
+                "suffix (fill in the middle) is not served: leave it out", param="suffix"
+            )
+
+
+DECODER = msgspec.json.Decoder(CompletionRequest)

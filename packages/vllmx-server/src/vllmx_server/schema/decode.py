@@ -1,0 +1,62 @@
+"""JSON bodies to structs, with errors that name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError
+
+T = TypeVar("T")
+MAX_DEPTH = 32
+"""Nesting of the free-form parts of a request (tool schemas, template arguments)."""
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_PATH = re.compile(r" - at `\$\.?([^`]*)`")
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Parses a request body. Raises InvalidRequestError whose `param` is the field at fault."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequestError(
+            "the body is nested too deeply: flatten it to at most"
+            f" {MAX_DEPTH} levels of objects and lists"
+        ) from None
+
+
+def _explain(text: str) -> InvalidRequestError:
+    path = _PATH.search(text)
+    field = path[1] if path else ""
+    plain = _PATH.sub("", text)
+    unknown = _UNKNOWN.search(plain)
+    if unknown:
+        name = f"{field}.{unknown[1]}" if field else unknown[1]
+        return InvalidRequestError(
+            f"unknown field {name!r}: remove it, or see docs/serving.md for the fields that are"
+            " served and the ones that are accepted and ignored",
+            param=name,
+        )
+    where = f"{field}: " if field else ""
+    return InvalidRequestError(f"{where}{plain[:1].lower()}{plain[1:]}", param=field or None)
+
+
+def check_depth(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
+    """Raises InvalidRequestError when free-form JSON is nested deeper than `limit`."""
+    level = [value]
+    for _ in range(limit + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        if not inner:
+            return
+        level = inner
+    raise InvalidRequestError(f"{name} is nested more than {limit} levels deep", param=name)

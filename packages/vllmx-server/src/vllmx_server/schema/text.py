@@ -1,0 +1,39 @@
+"""POST /tokenize and POST /detokenize (vLLM's shapes)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.schema.chat import ChatMessage, Tool
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    """None: true for a prompt, false for messages, whose template writes its own."""
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
