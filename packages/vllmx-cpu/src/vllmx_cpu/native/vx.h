@@ -8,6 +8,11 @@
 // Each kernel source is compiled once per instruction set with VX_ISA set to a name (portable, avx2,
 // avx512, avx512bf16, neon); all of its symbols live in namespace vx::VX_ISA, and runtime dispatch
 // picks one table of function pointers at start.
+//
+// For the authors of kernels: `simd.h` has the vectors (F32x16, exp, dot_bf16, 16-bit loads and
+// stores); every src/vllmx_cpu/native/*.cpp whose first line is `// VX: per instruction set` is
+// compiled once for each, the others once. All of an op's state lies in its args, in `ctx->scratch`
+// (1 MiB or more) or in buffers that the backend allocates and passes in; kernels never allocate.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -40,6 +45,13 @@ struct VxCtx {
 };
 
 void vx_barrier(VxCtx* ctx);     // spins briefly, then sleeps
+
+// Dynamic shares: the next index 0, 1, 2 ... of a counter that all threads of the team draw from. Every
+// barrier (those that the tape puts after each op too) sets it back to 0, so one phase is
+//     for (int32_t i; (i = vx_next(ctx)) < count;) work(i);
+// Prefer it to a static split by tid: a thread that loses its core then holds up one piece of work,
+// not half of the op. Results must not depend on who computed what.
+int32_t vx_next(VxCtx* ctx);
 
 typedef void (*VxOp)(const void* args, const VxStep* step, VxCtx* ctx);
 

@@ -1,0 +1,412 @@
+// Sixteen lanes of float as one type, for every instruction set that we compile for.
+//
+// F32x16, I32x16 and U32x16 are one AVX-512 register, two AVX2 registers or four SSE2 / NEON ones: a
+// `Twice` of halves, down to the native vector (a GCC / Clang vector extension). The operators
+// + - * / & | ^ ~ << >> and the comparisons (lanes of 0 or -1) work on all of them, so that a kernel
+// is written once and compiled once per instruction set. What pays for an intrinsic has one: fma, min,
+// max, conversions, the bf16 dot product.
+//
+// Bits: nothing here depends on how many rows or threads there are. Reductions add lanes i and i + 8,
+// then i + 4, i + 2, i + 1, on every instruction set. Compile with -ffp-contract=off: a multiply-add
+// is fused where `fma` is written and nowhere else.
+#pragma once
+#include "vx.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VX_NATIVE_BYTES 64
+#elif defined(__AVX2__)
+#define VX_NATIVE_BYTES 32
+#else
+#define VX_NATIVE_BYTES 16
+#endif
+
+#define VX_INLINE static inline __attribute__((always_inline))
+
+namespace vx {
+namespace VX_ISA {
+
+typedef float NativeF __attribute__((vector_size(VX_NATIVE_BYTES)));
+typedef int32_t NativeI __attribute__((vector_size(VX_NATIVE_BYTES)));
+typedef uint32_t NativeU __attribute__((vector_size(VX_NATIVE_BYTES)));
+typedef uint16_t NativeHalfWords __attribute__((vector_size(VX_NATIVE_BYTES / 2)));
+
+template <class H>
+struct Twice {
+  H lo, hi;
+};
+
+template <class Native, int bytes>
+struct Widen {
+  typedef Twice<typename Widen<Native, bytes / 2>::type> type;
+};
+template <class Native>
+struct Widen<Native, VX_NATIVE_BYTES> {
+  typedef Native type;
+};
+
+typedef Widen<NativeF, 64>::type F32x16;
+typedef Widen<NativeI, 64>::type I32x16;
+typedef Widen<NativeU, 64>::type U32x16;
+
+#define VX_BINARY(op)                                                                    \
+  template <class H>                                                                     \
+  VX_INLINE auto operator op(Twice<H> a, Twice<H> b)->Twice<decltype(a.lo op b.lo)> {    \
+    return {a.lo op b.lo, a.hi op b.hi};                                                 \
+  }
+VX_BINARY(+)
+VX_BINARY(-)
+VX_BINARY(*)
+VX_BINARY(/)
+VX_BINARY(&)
+VX_BINARY(|)
+VX_BINARY(^)
+VX_BINARY(<)
+VX_BINARY(>)
+VX_BINARY(<=)
+VX_BINARY(>=)
+VX_BINARY(==)
+VX_BINARY(!=)
+#undef VX_BINARY
+template <class H>
+VX_INLINE Twice<H> operator-(Twice<H> a) { return {-a.lo, -a.hi}; }
+template <class H>
+VX_INLINE Twice<H> operator~(Twice<H> a) { return {~a.lo, ~a.hi}; }
+template <class H>
+VX_INLINE Twice<H> operator<<(Twice<H> a, int n) { return {a.lo << n, a.hi << n}; }
+template <class H>
+VX_INLINE Twice<H> operator>>(Twice<H> a, int n) { return {a.lo >> n, a.hi >> n}; }
+
+// --- making vectors: a tag argument picks the overload, `splat` and `load` hide it --------------
+template <class V>
+struct Tag {};
+
+VX_INLINE NativeF splat_as(Tag<NativeF>, float x) {
+#if VX_NATIVE_BYTES == 64
+  return (NativeF)_mm512_set1_ps(x);
+#elif VX_NATIVE_BYTES == 32
+  return (NativeF)_mm256_set1_ps(x);
+#else
+  return NativeF{x, x, x, x};
+#endif
+}
+VX_INLINE NativeI splat_as(Tag<NativeI>, int32_t x) {
+#if VX_NATIVE_BYTES == 64
+  return (NativeI)_mm512_set1_epi32(x);
+#elif VX_NATIVE_BYTES == 32
+  return (NativeI)_mm256_set1_epi32(x);
+#else
+  return NativeI{x, x, x, x};
+#endif
+}
+VX_INLINE NativeU splat_as(Tag<NativeU>, uint32_t x) {
+  return (NativeU)splat_as(Tag<NativeI>(), (int32_t)x);
+}
+template <class H, class S>
+VX_INLINE Twice<H> splat_as(Tag<Twice<H>>, S x) {
+  return {splat_as(Tag<H>(), x), splat_as(Tag<H>(), x)};
+}
+VX_INLINE F32x16 splat(float x) { return splat_as(Tag<F32x16>(), x); }
+VX_INLINE I32x16 splat_i32(int32_t x) { return splat_as(Tag<I32x16>(), x); }
+VX_INLINE U32x16 splat_u32(uint32_t x) { return splat_as(Tag<U32x16>(), x); }
+VX_INLINE F32x16 zero() { return splat(0.0f); }
+
+template <class V>
+VX_INLINE V load_as(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+VX_INLINE F32x16 load(const float* p) { return load_as<F32x16>(p); }
+VX_INLINE I32x16 load_i32(const void* p) { return load_as<I32x16>(p); }
+VX_INLINE U32x16 load_u32(const void* p) { return load_as<U32x16>(p); }
+VX_INLINE void store(float* p, F32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
+VX_INLINE void store_i32(void* p, I32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
+VX_INLINE void store_u32(void* p, U32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
+
+// The first n (0 ... 16) lanes; the others read as 0 and are not written.
+VX_INLINE F32x16 load_n(const float* p, int n) {
+#if VX_NATIVE_BYTES == 64
+  return (F32x16)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+  float lanes[16] = {0};
+  __builtin_memcpy(lanes, p, (size_t)n * 4);
+  return load(lanes);
+#endif
+}
+VX_INLINE void store_n(float* p, F32x16 v, int n) {
+#if VX_NATIVE_BYTES == 64
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+  float lanes[16];
+  store(lanes, v);
+  __builtin_memcpy(p, lanes, (size_t)n * 4);
+#endif
+}
+
+// Lane numbers 0 ... 15, and the mask of the first n lanes.
+VX_INLINE I32x16 lane_index() {
+  static const int32_t index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_i32(index);
+}
+VX_INLINE I32x16 first_lanes(int n) { return lane_index() < splat_i32(n); }
+
+// --- reinterpreting and converting ---------------------------------------------------------------
+VX_INLINE NativeU as_u32(NativeF v) { return (NativeU)v; }
+VX_INLINE NativeU as_u32(NativeI v) { return (NativeU)v; }
+VX_INLINE NativeI as_i32(NativeF v) { return (NativeI)v; }
+VX_INLINE NativeI as_i32(NativeU v) { return (NativeI)v; }
+VX_INLINE NativeF as_f32(NativeI v) { return (NativeF)v; }
+VX_INLINE NativeF as_f32(NativeU v) { return (NativeF)v; }
+template <class H>
+VX_INLINE auto as_u32(Twice<H> v) -> Twice<decltype(as_u32(v.lo))> { return {as_u32(v.lo), as_u32(v.hi)}; }
+template <class H>
+VX_INLINE auto as_i32(Twice<H> v) -> Twice<decltype(as_i32(v.lo))> { return {as_i32(v.lo), as_i32(v.hi)}; }
+template <class H>
+VX_INLINE auto as_f32(Twice<H> v) -> Twice<decltype(as_f32(v.lo))> { return {as_f32(v.lo), as_f32(v.hi)}; }
+
+// To the nearest integer, ties to even.
+VX_INLINE NativeI to_i32(NativeF v) {
+#if VX_NATIVE_BYTES == 64
+  return (NativeI)_mm512_cvtps_epi32((__m512)v);
+#elif VX_NATIVE_BYTES == 32
+  return (NativeI)_mm256_cvtps_epi32((__m256)v);
+#elif defined(__x86_64__)
+  return (NativeI)_mm_cvtps_epi32((__m128)v);
+#else
+  return (NativeI)vcvtnq_s32_f32((float32x4_t)v);
+#endif
+}
+VX_INLINE NativeF to_f32(NativeI v) { return __builtin_convertvector(v, NativeF); }
+template <class H>
+VX_INLINE auto to_i32(Twice<H> v) -> Twice<decltype(to_i32(v.lo))> { return {to_i32(v.lo), to_i32(v.hi)}; }
+template <class H>
+VX_INLINE auto to_f32(Twice<H> v) -> Twice<decltype(to_f32(v.lo))> { return {to_f32(v.lo), to_f32(v.hi)}; }
+
+// mask lanes are 0 or -1: a where set, b elsewhere.
+VX_INLINE NativeF select(NativeI mask, NativeF a, NativeF b) { return mask ? a : b; }
+VX_INLINE NativeI select(NativeI mask, NativeI a, NativeI b) { return mask ? a : b; }
+VX_INLINE NativeU select(NativeI mask, NativeU a, NativeU b) { return mask ? a : b; }
+template <class M, class H>
+VX_INLINE Twice<H> select(Twice<M> mask, Twice<H> a, Twice<H> b) {
+  return {select(mask.lo, a.lo, b.lo), select(mask.hi, a.hi, b.hi)};
+}
+
+// --- arithmetic ----------------------------------------------------------------------------------
+// a * b + c, rounded once where the machine has it (portable x86 rounds twice).
+VX_INLINE NativeF fma(NativeF a, NativeF b, NativeF c) {
+#if VX_NATIVE_BYTES == 64
+  return (NativeF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VX_NATIVE_BYTES == 32
+  return (NativeF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (NativeF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+// The greater (lesser) of two; when either is NaN, b.
+VX_INLINE NativeF max(NativeF a, NativeF b) {
+#if VX_NATIVE_BYTES == 64
+  return (NativeF)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VX_NATIVE_BYTES == 32
+  return (NativeF)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__x86_64__)
+  return (NativeF)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+VX_INLINE NativeF min(NativeF a, NativeF b) {
+#if VX_NATIVE_BYTES == 64
+  return (NativeF)_mm512_min_ps((__m512)a, (__m512)b);
+#elif VX_NATIVE_BYTES == 32
+  return (NativeF)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__x86_64__)
+  return (NativeF)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+template <class H>
+VX_INLINE Twice<H> fma(Twice<H> a, Twice<H> b, Twice<H> c) {
+  return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+template <class H>
+VX_INLINE Twice<H> max(Twice<H> a, Twice<H> b) { return {max(a.lo, b.lo), max(a.hi, b.hi)}; }
+template <class H>
+VX_INLINE Twice<H> min(Twice<H> a, Twice<H> b) { return {min(a.lo, b.lo), min(a.hi, b.hi)}; }
+VX_INLINE F32x16 abs(F32x16 v) { return as_f32(as_u32(v) & splat_u32(0x7fffffffu)); }
+// |magnitude| with the sign of `sign`.
+VX_INLINE F32x16 copysign(F32x16 magnitude, F32x16 sign) {
+  U32x16 top = splat_u32(0x80000000u);
+  return as_f32((as_u32(magnitude) & ~top) | (as_u32(sign) & top));
+}
+
+// --- reductions over the 16 lanes, in a fixed tree -------------------------------------------------
+typedef float Quad __attribute__((vector_size(16)));
+VX_INLINE float reduce_add(Quad v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+VX_INLINE float reduce_max(Quad v) {
+  float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+  return a > b ? a : b;
+}
+#if VX_NATIVE_BYTES > 16
+VX_INLINE float reduce_add(NativeF v) {
+  float lanes[VX_NATIVE_BYTES / 4];
+  __builtin_memcpy(lanes, &v, sizeof v);
+  Quad q[VX_NATIVE_BYTES / 16];
+  __builtin_memcpy(q, lanes, sizeof v);
+#if VX_NATIVE_BYTES == 64
+  return reduce_add((q[0] + q[2]) + (q[1] + q[3]));
+#else
+  return reduce_add(q[0] + q[1]);
+#endif
+}
+VX_INLINE float reduce_max(NativeF v) {
+#if VX_NATIVE_BYTES == 64
+  __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)v),
+                              _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1)));
+#else
+  __m256 half = (__m256)v;
+#endif
+  return reduce_max((Quad)_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#endif
+template <class H>
+VX_INLINE float reduce_add(Twice<H> v) { return reduce_add(v.lo + v.hi); }
+// NaN lanes may be lost: check for them elsewhere where it matters.
+template <class H>
+VX_INLINE float reduce_max(Twice<H> v) { return reduce_max(max(v.lo, v.hi)); }
+// True when any lane of a comparison's result is set.
+VX_INLINE bool any(I32x16 mask) {
+  int32_t lanes[16], found = 0;
+  store_i32(lanes, mask);
+  for (int i = 0; i < 16; ++i) found |= lanes[i];
+  return found != 0;
+}
+
+// --- 16-bit floats ---------------------------------------------------------------------------------
+VX_INLINE NativeU load_words_as(Tag<NativeU>, const uint16_t* p) {
+  return __builtin_convertvector(load_as<NativeHalfWords>(p), NativeU);
+}
+VX_INLINE void store_words(uint16_t* p, NativeU v) {
+  NativeHalfWords words = __builtin_convertvector(v, NativeHalfWords);
+  __builtin_memcpy(p, &words, sizeof words);
+}
+template <class H>
+VX_INLINE Twice<H> load_words_as(Tag<Twice<H>>, const uint16_t* p) {
+  return {load_words_as(Tag<H>(), p), load_words_as(Tag<H>(), p + sizeof(H) / 4)};
+}
+template <class H>
+VX_INLINE void store_words(uint16_t* p, Twice<H> v) {
+  store_words(p, v.lo);
+  store_words(p + sizeof(H) / 4, v.hi);
+}
+// Sixteen 16-bit words, zero-extended; and the low halves of 16 lanes.
+VX_INLINE U32x16 load_u16(const uint16_t* p) { return load_words_as(Tag<U32x16>(), p); }
+VX_INLINE void store_u16(uint16_t* p, U32x16 v) { store_words(p, v); }
+
+VX_INLINE F32x16 load_bf16(const uint16_t* p) { return as_f32(load_u16(p) << 16); }
+// Nearest, ties to even; NaN stays NaN. The low 16 bits of each lane are the bf16. (The AVX512-BF16
+// instruction flushes denormals; this does not.)
+VX_INLINE U32x16 bf16_bits(F32x16 v) {
+  U32x16 bits = as_u32(v);
+  U32x16 rounded = (bits + splat_u32(0x7fff) + ((bits >> 16) & splat_u32(1))) >> 16;
+  return select(v == v, rounded, splat_u32(0x7fc0));
+}
+VX_INLINE void store_bf16(uint16_t* p, F32x16 v) { store_u16(p, bf16_bits(v)); }
+VX_INLINE float bf16_to_float(uint16_t word) {
+  uint32_t bits = (uint32_t)word << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+VX_INLINE uint16_t float_to_bf16(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return value == value ? (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+
+VX_INLINE F32x16 load_f16(const uint16_t* p) {
+#if VX_NATIVE_BYTES == 64
+  return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif VX_NATIVE_BYTES == 32
+  return {(NativeF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          (NativeF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+#else
+  // Shift the exponent into place and let a multiplication by 2^112 correct its bias: exact, and
+  // right for denormals too. An exponent of all ones (inf, NaN) is set by hand.
+  U32x16 words = load_u16(p), magnitude = (words & splat_u32(0x7fff)) << 13;
+  F32x16 scaled = as_f32(magnitude) * splat(0x1p112f);
+  I32x16 special = as_i32(magnitude) >= splat_i32(0x7c00 << 13);
+  U32x16 bits = select(special, magnitude | splat_u32(0x7f800000u), as_u32(scaled));
+  return as_f32(bits | ((words & splat_u32(0x8000)) << 16));
+#endif
+}
+// Nearest, ties to even; beyond 65504 infinity.
+VX_INLINE void store_f16(uint16_t* p, F32x16 v) {
+#if VX_NATIVE_BYTES == 64
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif VX_NATIVE_BYTES == 32
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph((__m256)v.hi, _MM_FROUND_TO_NEAREST_INT));
+#else
+  U32x16 bits = as_u32(v), sign = (bits >> 16) & splat_u32(0x8000);
+  I32x16 magnitude = as_i32(bits & splat_u32(0x7fffffffu));
+  // Denormal results: adding 0.5 leaves the rounded value in the low mantissa bits.
+  U32x16 small = as_u32(as_f32(magnitude) + splat(0.5f)) - splat_u32(0x3f000000u);
+  U32x16 normal = as_u32(magnitude);
+  normal = (normal + splat_u32(0xfff) + ((normal >> 13) & splat_u32(1)) - splat_u32(112u << 23)) >> 13;
+  U32x16 half = select(magnitude < splat_i32(113 << 23), small, normal);
+  half = select(magnitude >= splat_i32(0x477ff000), splat_u32(0x7c00), half);
+  half = select(magnitude > splat_i32(0x7f800000), splat_u32(0x7e00), half);
+  store_u16(p, half | sign);
+#endif
+}
+
+// One lane = two bf16 (low half first). acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]; products are
+// exact in float32, sums are rounded as the instruction set does it.
+VX_INLINE F32x16 dot_bf16(F32x16 acc, U32x16 a, U32x16 b) {
+#if defined(__AVX512BF16__)
+  return (F32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+#else
+  U32x16 high = splat_u32(0xffff0000u);
+  acc = fma(as_f32(a << 16), as_f32(b << 16), acc);
+  return fma(as_f32(a & high), as_f32(b & high), acc);
+#endif
+}
+
+// --- transcendental functions ----------------------------------------------------------------------
+// Relative error under 2e-7 for results that are normal floats; 0 below about -87.3, inf above 88.7.
+VX_INLINE F32x16 exp(F32x16 x) {
+  F32x16 bounded = min(max(x, splat(-87.33654f)), splat(88.72283f));
+  I32x16 n = to_i32(bounded * splat(1.44269504f));
+  F32x16 whole = to_f32(n);
+  F32x16 r = fma(whole, splat(-0.693359375f), bounded);  // ln 2 in two parts
+  r = fma(whole, splat(2.12194440e-4f), r);
+  F32x16 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  F32x16 value = fma(p * r, r, r + splat(1.0f));
+  // 2^n in two factors: n = 128 alone would overflow.
+  I32x16 half = n >> 1;
+  F32x16 scale_a = as_f32((half + splat_i32(127)) << 23);
+  F32x16 scale_b = as_f32((n - half + splat_i32(127)) << 23);
+  value = value * scale_a * scale_b;
+  value = select(x < splat(-87.33654f), zero(), value);
+  value = select(x > splat(88.72283f), splat(__builtin_inff()), value);
+  return select(x == x, value, x);
+}
+
+VX_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace VX_ISA
+}  // namespace vx
