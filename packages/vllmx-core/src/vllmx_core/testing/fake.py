@@ -1,0 +1,360 @@
+"""A backend without model math whose sampled ids prove that the schedule was right.
+
+Its KV "cache" is one 64-bit word for each slot, written through `StepPlan.slots` and read back
+through `block_table` and `context_len`. Each id is a hash of what the row's pages hold, so a wrong
+slot, a stale or stolen block, a bad prefix hit, a lost chunk or a mixed-up row changes the output,
+and `expected_tokens` says what it should have been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+
+import numpy as np
+
+from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.errors import CapacityError
+from vllmx_core.model import Model
+from vllmx_core.plan import I32, U64, AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.testing.fake_rules import (
+    EOS_SALT,
+    POSITION_FACTOR,
+    FakeRules,
+    count_digest,
+    entries,
+    expected_rank,
+    expected_tokens,
+    mix,
+    position_weights,
+    restrict,
+)
+from vllmx_core.testing.plan_check import check_plan
+from vllmx_core.weights import WeightSource
+
+__all__ = [
+    "FakeBackend",
+    "FakeError",
+    "FakeLoadedModel",
+    "FakeRules",
+    "FakeStep",
+    "expected_rank",
+    "expected_tokens",
+]
+
+_POISON = np.uint64(0xDEADBEEFDEADBEEF)
+_CHUNK_WORDS = 1 << 20
+
+
+class FakeError(RuntimeError):
+    """The failure that a test ordered: not a VllmxError, as a device's would not be."""
+
+
+class FakeStep:
+    """A `StepHandle`: the ids are known at once, `result` waits for the simulated device."""
+
+    def __init__(self, owner: FakeLoadedModel, result: StepResult, done_at: float) -> None:
+        self._owner = owner
+        self._result = result
+        self._done_at = done_at
+        self.failure: FakeError | None = None
+
+    def result(self) -> StepResult:
+        """Call once, in the order of the steps. Raises FakeError where the test ordered it."""
+        self._owner.finish(self)
+        remaining = self._done_at - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
+        if self.failure is not None:
+            raise self.failure
+        return self._result
+
+
+class FakeLoadedModel:
+    """A `LoadedModel`; see the module's docstring.
+
+    Args:
+        rules: which ids come out.
+        num_blocks, block_size: of the KV cache.
+        max_tokens, max_logit_rows: limits of a step, as in `LoadedInfo`.
+        step_s, token_s: simulated device time of a step and of each of its tokens.
+        fail_steps: numbers of steps (from 0) whose `result` raises FakeError.
+        verify_pages: read every page of every row; False reads the newest one alone, which is
+            cheaper, finds less and gives the same ids.
+        strict: also check that each plan keeps the rules of `vllmx_core.plan`.
+    """
+
+    def __init__(
+        self,
+        rules: FakeRules | None = None,
+        *,
+        num_blocks: int = 1024,
+        block_size: int = 16,
+        max_tokens: int = 2048,
+        max_logit_rows: int = 2048,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
+        fail_steps: Collection[int] = (),
+        verify_pages: bool = True,
+        strict: bool = True,
+    ) -> None:
+        self.rules = rules or FakeRules()
+        self.fail_steps = frozenset(fail_steps)
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._step_s, self._token_s = step_s, token_s
+        self._verify_pages, self._strict = verify_pages, strict
+        self._pages = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
+        self._prefix = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
+        self._weights = position_weights(1024)
+        self._last_ids: I32 = np.zeros(0, np.int32)
+        self._in_flight: deque[FakeStep] = deque()
+        self._busy_until = 0.0
+        self._closed = False
+        self._info = LoadedInfo(
+            backend="fake",
+            device="none",
+            dtype="f32",
+            kv_cache_dtype="u64",
+            block_size=block_size,
+            num_kv_blocks=num_blocks,
+            max_num_batched_tokens=max_tokens,
+            max_logit_rows=max_logit_rows,
+            weight_bytes=0,
+            kv_cache_bytes=self._pages.nbytes,
+            details={"verify_pages": verify_pages, "strict": strict},
+        )
+
+    @property
+    def info(self) -> LoadedInfo:
+        return self._info
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
+        """Raises AssertionError for a third step in flight or a plan that breaks the contract."""
+        assert not self._closed, "step after close"
+        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
+        assert rows.num_rows == plan.num_logit_rows, (rows.num_rows, plan.num_logit_rows)
+        if self._strict:
+            check_plan(plan, self._info, self.rules.vocab_size, self._last_ids.shape[0])
+        tokens = self._resolve(plan.tokens)
+        self._write(plan, tokens)
+        history = self._read(plan)  # (L,)
+        result = StepResult(self._sample(plan, rows, tokens, history))
+        result.logprobs = self._logprobs(rows, history, result.ids)
+        self._last_ids = result.ids.copy()
+        return self._enqueue(result, plan.num_tokens)
+
+    def close(self) -> None:
+        """Frees the cache."""
+        self._closed = True
+        self._in_flight.clear()
+
+    def finish(self, step: FakeStep) -> None:
+        """Takes `step` off the queue, where it must be the oldest."""
+        assert self._in_flight, "result() was called twice"
+        assert self._in_flight[0] is step, "result() out of the order of the steps"
+        self._in_flight.popleft()
+
+    def _enqueue(self, result: StepResult, num_tokens: int) -> FakeStep:
+        result.elapsed_s = self._step_s + num_tokens * self._token_s
+        self._busy_until = max(time.perf_counter(), self._busy_until) + result.elapsed_s
+        handle = FakeStep(self, result, self._busy_until)
+        if self.num_steps in self.fail_steps:
+            handle.failure = FakeError(f"step {self.num_steps} fails as the test ordered")
+        self._in_flight.append(handle)
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        return handle
+
+    def _resolve(self, tokens: I32) -> I32:
+        """Replaces references to the step before; one to a broken row (-1) becomes id 0."""
+        if not (tokens < 0).any():
+            return tokens.copy()
+        index = np.where(tokens < 0, -tokens - 1, 0)
+        return np.where(tokens < 0, np.maximum(self._last_ids[index], 0), tokens)
+
+    def _write(self, plan: StepPlan, tokens: I32) -> None:
+        """Entries into both caches; the running sum continues from the row's token before."""
+        fresh = entries(tokens, plan.positions)  # (T,)
+        self._pages.reshape(-1)[plan.slots] = fresh
+        terms = fresh * self._weights_to(int(plan.positions.max(initial=-1)) + 1)[plan.positions]
+        sums = np.cumsum(terms, dtype=np.uint64)  # (T,)
+        first = plan.query_start[:-1]
+        lengths = np.diff(plan.query_start)
+        before = plan.positions[first] - 1  # (R,)
+        block = plan.block_table[np.arange(plan.num_rows), np.maximum(before, 0) // self._size]
+        start = np.where(before >= 0, self._prefix[block, before % self._size], np.uint64(0))
+        start += terms[first] - sums[first]
+        self._prefix.reshape(-1)[plan.slots] = sums + np.repeat(start, lengths)
+
+    def _read(self, plan: StepPlan) -> U64:
+        """(L,) history up to each logit row's token, as the pages hold it."""
+        row = np.searchsorted(plan.query_start, plan.logit_rows, side="right") - 1  # (L,)
+        length = plan.positions[plan.logit_rows] + 1  # (L,)
+        if not self._verify_pages:
+            block = plan.block_table[row, (length - 1) // self._size]
+            return self._prefix[block, (length - 1) % self._size]
+        history = np.zeros(row.shape[0], np.uint64)
+        widest = int(length.max(initial=0)) + self._size
+        at_once = max(1, _CHUNK_WORDS // widest)
+        for start in range(0, row.shape[0], at_once):
+            part = slice(start, start + at_once)
+            history[part] = self._read_pages(plan.block_table[row[part]], length[part])
+        return history
+
+    def _read_pages(self, table: I32, length: I32) -> U64:
+        """table (N, B), length (N,) -> (N,) sums over whole pages and the part of the last."""
+        blocks = -(-int(length.max()) // self._size)
+        weights = self._weights_to(blocks * self._size)[: blocks * self._size]
+        used = np.arange(blocks) * self._size < length[:, None]  # (N, blocks)
+        held = self._pages[np.where(used, table[:, :blocks], 0)]  # (N, blocks, P)
+        held = held.reshape(length.shape[0], -1) * weights
+        held[np.arange(held.shape[1]) >= length[:, None]] = 0
+        total: U64 = held.sum(axis=1, dtype=np.uint64)
+        return total
+
+    def _sample(self, plan: StepPlan, rows: SamplingRows, tokens: I32, history: U64) -> I32:
+        fed = tokens[plan.logit_rows]  # (L,)
+        value = mix(history + _count_digests(rows, fed))
+        position = rows.position.astype(np.uint64)
+        draws = _draw_digests(rows)
+        drawn = mix((value ^ draws) + position * np.uint64(POSITION_FACTOR))
+        rules = self.rules
+        ids = (np.where(draws != 0, drawn, value) % np.uint64(rules.vocab_size)).astype(np.int32)
+        if rules.eos_id is not None and rules.eos_every is not None:
+            ids[rows.position % rules.eos_every == 0] = rules.eos_id
+        if rules.eos_id is not None and rules.eos_rate is not None:
+            ids[mix(history ^ np.uint64(EOS_SALT)) % np.uint64(rules.eos_rate) == 0] = rules.eos_id
+        if rows.mask_index is not None or rows.edits is not None:
+            for i in range(rows.num_rows):
+                ids[i] = restrict(int(ids[i]), rules.vocab_size, _allowed(rows, i), _bias(rows, i))
+        ids = np.where(rows.target >= 0, rows.target, ids)
+        if rules.nan_token is not None:
+            ids[fed == rules.nan_token] = -1
+        return ids
+
+    def _logprobs(self, rows: SamplingRows, history: U64, ids: I32) -> LogprobRows | None:
+        """Rank 1 is the greedy id, the others follow cyclically, rank r has -r / 4."""
+        if rows.max_logprobs < 0:
+            return None
+        vocab_size, width = self.rules.vocab_size, rows.max_logprobs
+        first = (mix(history) % np.uint64(vocab_size)).astype(np.int64)  # (L,)
+        rank = (ids - first) % vocab_size + 1
+        offsets = np.arange(width)
+        wanted = offsets < rows.num_logprobs[:, None]  # (L, K)
+        top_ids = np.where(wanted, (first[:, None] + offsets) % vocab_size, -1)
+        top = np.where(wanted, -(offsets + 1) / 4, 0.0)
+        return LogprobRows(
+            (rank / -4).astype(np.float32),
+            rank.astype(np.int32),
+            top_ids.astype(np.int32),
+            top.astype(np.float32),
+        )
+
+    def _weights_to(self, length: int) -> U64:
+        if length > self._weights.shape[0]:
+            self._weights = position_weights(2 * length)
+        return self._weights
+
+    @property
+    def _size(self) -> int:
+        return self._info.block_size
+
+
+def _draw_digests(rows: SamplingRows) -> U64:
+    """`fake_rules.draw_digest` of every row."""
+    digest = mix(rows.seed)
+    columns: tuple[AnyArray, ...] = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    for column in columns:
+        digest = mix(digest ^ np.ascontiguousarray(column).view(np.uint32).astype(np.uint64))
+    return np.where(rows.temperature == 0.0, np.uint64(0), digest | np.uint64(1))
+
+
+def _count_digests(rows: SamplingRows, fed: I32) -> U64:
+    """`fake_rules.count_digest` of every row, the pending token counted in."""
+    digests = np.zeros(rows.num_rows, np.uint64)
+    penalised = (
+        (rows.repetition_penalty != 1)
+        | (rows.frequency_penalty != 0)
+        | (rows.presence_penalty != 0)
+    )
+    for i in np.flatnonzero(penalised):
+        seen: dict[int, int] = {}
+        if rows.counts is not None:
+            part = slice(int(rows.counts.start[i]), int(rows.counts.start[i + 1]))
+            ids, counts = rows.counts.ids[part].tolist(), rows.counts.output_counts[part].tolist()
+            seen = dict(zip(ids, counts, strict=True))
+            assert len(seen) == len(ids), f"ids of counts row {i} are not unique"
+            if rows.counts.pending[i]:
+                seen[int(fed[i])] = seen.get(int(fed[i]), 0) + 1
+        digests[i] = count_digest(
+            list(seen),
+            list(seen.values()),
+            float(rows.repetition_penalty[i]),
+            float(rows.frequency_penalty[i]),
+            float(rows.presence_penalty[i]),
+        )
+    return digests
+
+
+def _allowed(rows: SamplingRows, i: int) -> frozenset[int] | None:
+    if rows.mask_index is None or rows.masks is None or rows.mask_index[i] < 0:
+        return None
+    bits = np.unpackbits(rows.masks[rows.mask_index[i]].view(np.uint8), bitorder="little")
+    return frozenset(np.flatnonzero(bits).tolist())
+
+
+def _bias(rows: SamplingRows, i: int) -> list[tuple[int, float]]:
+    if rows.edits is None:
+        return []
+    part = slice(int(rows.edits.start[i]), int(rows.edits.start[i + 1]))
+    return list(zip(rows.edits.ids[part].tolist(), rows.edits.values[part].tolist(), strict=True))
+
+
+class FakeBackend:
+    """The backend "fake": loads any model without reading a weight. Rules and simulated times come
+    from the model when it is a `FakeModel` (`vllmx_core.testing.fake_checkpoint`)."""
+
+    @property
+    def name(self) -> str:
+        return "fake"
+
+    def load(
+        self,
+        model: Model,
+        source: WeightSource,
+        options: LoadOptions,
+        comm: Communicator | None = None,
+    ) -> FakeLoadedModel:
+        """Raises CapacityError when one sequence of max_model_len does not fit."""
+        size = options.block_size
+        needed = -(-options.max_model_len // size)
+        blocks = options.num_kv_blocks
+        if blocks is None and options.kv_cache_memory_bytes is not None:
+            blocks = options.kv_cache_memory_bytes // (8 * size)
+        if blocks is None:
+            blocks = min(needed * options.max_num_seqs, max(needed, 1 << 14))
+        if blocks < needed:
+            raise CapacityError(
+                f"{blocks} KV blocks of {size} tokens hold {blocks * size} tokens, but"
+                f" max_model_len is {options.max_model_len}: lower --max-model-len to"
+                f" {blocks * size} or raise --num-kv-blocks to {needed}",
+                param="num_kv_blocks",
+            )
+        return FakeLoadedModel(
+            getattr(model, "rules", FakeRules(vocab_size=model.shape.vocab_size)),
+            num_blocks=blocks,
+            block_size=size,
+            max_tokens=options.max_num_batched_tokens,
+            max_logit_rows=options.max_num_batched_tokens,
+            **getattr(model, "behaviour", {}),
+        )
+
+    def environment(self) -> dict[str, str]:
+        return {"fake": "no model math"}

@@ -1,0 +1,199 @@
+"""What `FakeBackend` answers: a pure function of a sequence's tokens and its sampling parameters.
+
+Two implementations stand side by side on purpose: numpy over whole steps for the backend, and
+`expected_tokens` over plain Python integers, one token at a time, for the test that judges it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllmx_core.plan import I32, U64
+from vllmx_core.sampling import SamplingParams
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_TOKEN, POSITION_FACTOR, _WEIGHT, EOS_SALT = (
+    0xD1342543DE82EF95,
+    0xAF251AF3B0F025B5,
+    0x2545F491,
+    0x5851F42D,
+)
+FORCING_BIAS = 50.0
+"""A logit bias of at least this much beats the fake logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRules:
+    """Which ids come out, and when."""
+
+    vocab_size: int = 1000
+    eos_id: int | None = None
+    eos_every: int | None = None
+    """The token at every position that this divides is `eos_id`."""
+    eos_rate: int | None = None
+    """About one token in this many is `eos_id`, by the history's hash."""
+    nan_token: int | None = None
+    """A row that is fed this token "has NaN logits" and answers -1."""
+
+
+# --- numpy, for whole steps ---------------------------------------------------------------------
+def mix(values: U64) -> U64:
+    """The finaliser of splitmix64, over an array."""
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def entries(tokens: I32, positions: I32) -> U64:
+    """(T,) what the fake KV cache keeps for each token."""
+    product = tokens.astype(np.uint64) * np.uint64(_TOKEN)
+    return mix(product + positions.astype(np.uint64) * np.uint64(POSITION_FACTOR))
+
+
+def position_weights(length: int) -> U64:
+    """(length,) odd factors: the history is the sum of entry * weight, so that neither a missing
+    nor a misplaced page goes unseen."""
+    return mix(np.arange(length, dtype=np.uint64) + np.uint64(_WEIGHT)) | np.uint64(1)
+
+
+# --- plain Python, one token at a time ----------------------------------------------------------
+def mix_int(value: int) -> int:
+    """`mix` of one integer."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def history_hash(tokens: Sequence[int]) -> int:
+    """What the pages of a sequence that holds `tokens` add up to."""
+    total = 0
+    for position, token in enumerate(tokens):
+        entry = mix_int((token * _TOKEN + position * POSITION_FACTOR) & _MASK)
+        total += entry * (mix_int((position + _WEIGHT) & _MASK) | 1)
+    return total & _MASK
+
+
+def draw_digest(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> int:
+    """Of all that a draw depends on besides history and position; 0 for a greedy row."""
+    if temperature == 0.0:
+        return 0
+    words = struct.unpack("<IiII", struct.pack("<fiff", temperature, top_k, top_p, min_p))
+    digest = mix_int(seed & _MASK)
+    for word in words:
+        digest = mix_int((digest ^ word) & _MASK)
+    return digest | 1
+
+
+def count_digest(
+    ids: Sequence[int], counts: Sequence[int], repetition: float, frequency: float, presence: float
+) -> int:
+    """Of the penalties and the counts that they see; 0 when no penalty is on."""
+    if repetition == 1.0 and frequency == 0.0 and presence == 0.0:
+        return 0
+    digest = mix_int(
+        int.from_bytes(struct.pack("<fff", repetition, frequency, presence), "little") & _MASK
+    )
+    for token, count in zip(ids, counts, strict=True):
+        if count > 0 or repetition != 1.0:
+            seen = count if frequency != 0.0 or presence != 0.0 else 0
+            digest += mix_int((token << 32) ^ seen)
+    return digest & _MASK
+
+
+def choose(history: int, draw: int, counts: int, position: int, rules: FakeRules) -> int:
+    """The id before masks and biases."""
+    if rules.eos_id is not None:
+        if rules.eos_every is not None and position % rules.eos_every == 0:
+            return rules.eos_id
+        if rules.eos_rate is not None and mix_int(history ^ EOS_SALT) % rules.eos_rate == 0:
+            return rules.eos_id
+    return likeliest(history, draw, counts, position, rules.vocab_size)
+
+
+def likeliest(history: int, draw: int, counts: int, position: int, vocab_size: int) -> int:
+    """`choose` without the end of sequence."""
+    value = mix_int((history + counts) & _MASK)
+    if draw:
+        value = mix_int((value ^ draw) + position * POSITION_FACTOR & _MASK)
+    return value % vocab_size
+
+
+def restrict(
+    token: int,
+    vocab_size: int,
+    allowed: Collection[int] | None,
+    bias: Sequence[tuple[int, float]],
+) -> int:
+    """Bans move on to the next id that may be used (cyclically), a great bias wins; -1 when
+    nothing is allowed."""
+    banned = {i for i, value in bias if value == -np.inf}
+    forced = [
+        (value, -i)
+        for i, value in bias
+        if value >= FORCING_BIAS and (allowed is None or i in allowed)
+    ]
+    if forced:
+        return -max(forced)[1]
+    for step in range(vocab_size):
+        candidate = (token + step) % vocab_size
+        if candidate not in banned and (allowed is None or candidate in allowed):
+            return candidate
+    return -1
+
+
+def expected_tokens(
+    prompt_ids: Sequence[int],
+    n: int,
+    *,
+    rules: FakeRules,
+    params: SamplingParams | None = None,
+    seed: int = 0,
+    stop_ids: Collection[int] = (),
+    bad_words_ids: Sequence[Sequence[int]] = (),
+) -> list[int]:
+    """The ids that any correct engine must generate over `FakeBackend`: `n`, or fewer when one of
+    `stop_ids` comes (it is included; before `min_tokens` it is banned) or a row breaks (-1, not
+    included). `params` default to greedy; `seed` is the resolved one."""
+    params = params or SamplingParams(temperature=0.0)
+    draw = draw_digest(params.temperature, params.top_k, params.top_p, params.min_p, seed)
+    tokens = list(prompt_ids)
+    for _ in range(n):
+        output = tokens[len(prompt_ids) :]
+        if tokens[-1] == rules.nan_token:
+            break
+        seen = sorted(set(tokens))
+        counts = count_digest(
+            seen,
+            [output.count(token) for token in seen],
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        bias = dict(params.logit_bias)
+        if len(output) < params.min_tokens:
+            bias |= dict.fromkeys(stop_ids, -np.inf)
+        for word in bad_words_ids:
+            if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1]):
+                bias[word[-1]] = -np.inf
+        token = choose(history_hash(tokens), draw, counts, len(tokens), rules)
+        token = restrict(token, rules.vocab_size, params.allowed_token_ids, list(bias.items()))
+        if token < 0:
+            break
+        tokens.append(token)
+        if token in stop_ids:
+            break
+    return tokens[len(prompt_ids) :]
+
+
+def expected_rank(tokens: Sequence[int], token: int, rules: FakeRules) -> int:
+    """Rank of `token` after `tokens`: the fake order of likelihood starts at the greedy id and
+    goes on cyclically; the log-probability of rank r is -r / 4."""
+    first = likeliest(history_hash(tokens), 0, 0, len(tokens), rules.vocab_size)
+    return (token - first) % rules.vocab_size + 1

@@ -1,0 +1,183 @@
+"""Steps written by hand: the smallest scheduler that drives a `LoadedModel`, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from vllmx_core.backend import LoadedModel, StepHandle
+from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
+
+Wanted = Literal["none", "last", "all"]
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of a step: `tokens` go to positions from `start` on of the sequence that owns
+    `blocks`; `logits` says which of them are logit rows."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    logits: Wanted = "last"
+
+
+def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
+    """The plan of one step. Unused entries of the block table are -1, table rows are strided."""
+    lengths = [len(row.tokens) for row in rows]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    widest = max((len(row.blocks) for row in rows), default=1)
+    table = np.full((len(rows), widest + 3), -1, np.int32)
+    positions, slots, logit_rows = [], [], []
+    for index, row in enumerate(rows):
+        table[index, : len(row.blocks)] = row.blocks
+        for offset in range(len(row.tokens)):
+            position = row.start + offset
+            positions.append(position)
+            slots.append(row.blocks[position // block_size] * block_size + position % block_size)
+            last = offset == len(row.tokens) - 1
+            if row.logits == "all" or (row.logits == "last" and last):
+                logit_rows.append(int(starts[index]) + offset)
+    return StepPlan(
+        tokens=_int32(token for row in rows for token in row.tokens),
+        positions=_int32(positions),
+        slots=_int32(slots),
+        query_start=starts,
+        context_len=_int32(row.start + len(row.tokens) for row in rows),
+        block_table=table[:, :widest],
+        logit_rows=_int32(logit_rows),
+    )
+
+
+def sampling_rows(count: int, **columns: Any) -> SamplingRows:
+    """Greedy rows without logprobs; `columns` replaces fields, by one value or one a row."""
+    rows = SamplingRows(
+        temperature=np.zeros(count, np.float32),
+        top_k=np.zeros(count, np.int32),
+        top_p=np.ones(count, np.float32),
+        min_p=np.zeros(count, np.float32),
+        repetition_penalty=np.ones(count, np.float32),
+        frequency_penalty=np.zeros(count, np.float32),
+        presence_penalty=np.zeros(count, np.float32),
+        seed=np.zeros(count, np.uint64),
+        position=np.zeros(count, np.int32),
+        target=np.full(count, -1, np.int32),
+        num_logprobs=np.full(count, -1, np.int32),
+    )
+    changes: dict[str, Any] = {}
+    for name, value in columns.items():
+        old = getattr(rows, name)
+        if isinstance(old, np.ndarray):
+            value = np.ascontiguousarray(np.broadcast_to(np.asarray(value, old.dtype), old.shape))
+        changes[name] = value
+    assert changes.keys() <= {field.name for field in fields(rows)}, "an unknown column"
+    rows = replace(rows, **changes)
+    rows.max_logprobs = int(rows.num_logprobs.max(initial=-1))
+    rows.all_greedy = bool((rows.temperature == 0).all())
+    return rows
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int]
+    """Prompt and, where they are known, outputs; a placeholder stands for one in flight."""
+    prompt_length: int
+    blocks: list[int]
+    seed: int
+    temperature: float
+    computed: int = 0
+
+
+@dataclass(slots=True)
+class Driver:
+    """Runs prompts to a fixed length, chunked and batched as told.
+
+    Args:
+        chunk: most prompt tokens of one row in a step.
+        overlap: launch each step before the ids of the one before are known.
+        first_block: blocks are handed out from here on, in a scrambled order.
+    """
+
+    model: LoadedModel
+    chunk: int = 1 << 20
+    overlap: bool = False
+    first_block: int = 0
+    on_step: Callable[[StepPlan, SamplingRows, StepResult], None] | None = None
+    _launched: list[tuple[StepPlan, SamplingRows, StepHandle, list[_Sequence]]] = field(
+        default_factory=list
+    )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        *,
+        seeds: Sequence[int] | None = None,
+        temperature: float | Sequence[float] = 0.0,
+    ) -> list[list[int]]:
+        """`n` ids after each prompt. Raises what the model raises."""
+        temperatures = np.broadcast_to(np.asarray(temperature, np.float64), (len(prompts),))
+        size = self.model.info.block_size
+        needed = [-(-(len(prompt) + n) // size) for prompt in prompts]
+        order = np.random.default_rng(7).permutation(sum(needed)) + self.first_block
+        taken = iter(order.tolist())
+        sequences = [
+            _Sequence(
+                list(prompt),
+                len(prompt),
+                [next(taken) for _ in range(count)],
+                seeds[i] if seeds else i,
+                float(temperatures[i]),
+            )
+            for i, (prompt, count) in enumerate(zip(prompts, needed, strict=True))
+        ]
+        while any(self._unfinished(sequence, n) for sequence in sequences):
+            self._launch([s for s in sequences if self._unfinished(s, n)])
+            if not self.overlap or len(self._launched) == 2:
+                self._collect()
+        while self._launched:
+            self._collect()
+        return [sequence.tokens[sequence.prompt_length :] for sequence in sequences]
+
+    @staticmethod
+    def _unfinished(sequence: _Sequence, n: int) -> bool:
+        return len(sequence.tokens) < sequence.prompt_length + n
+
+    def _launch(self, sequences: list[_Sequence]) -> None:
+        rows, sampled = [], []
+        for sequence in sequences:
+            known = sequence.tokens[sequence.computed :][: self.chunk]
+            complete = sequence.computed + len(known) == len(sequence.tokens)
+            wanted: Wanted = "last" if complete else "none"
+            rows.append(Row(known, sequence.computed, sequence.blocks, wanted))
+            if complete:
+                sampled.append(sequence)
+        plan = make_plan(rows, self.model.info.block_size)
+        columns = sampling_rows(
+            len(sampled),
+            temperature=[sequence.temperature for sequence in sampled],
+            seed=[sequence.seed for sequence in sampled],
+            position=[len(sequence.tokens) for sequence in sampled],
+        )
+        handle = self.model.step(plan, columns)
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.computed += len(row.tokens)
+        for index, sequence in enumerate(sampled):
+            sequence.tokens.append(-(index + 1))
+        self._launched.append((plan, columns, handle, sampled))
+
+    def _collect(self) -> None:
+        plan, columns, handle, sampled = self._launched.pop(0)
+        result = handle.result()
+        for sequence, token in zip(sampled, result.ids.tolist(), strict=True):
+            at = next(i for i, value in enumerate(sequence.tokens) if value < 0)
+            sequence.tokens[at] = token
+        if self.on_step is not None:
+            self.on_step(plan, columns, result)
+
+
+def _int32(values: Iterable[int]) -> I32:
+    return np.array(list(values), np.int32)
