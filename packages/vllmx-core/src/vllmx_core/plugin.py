@@ -1,0 +1,23 @@
+"""Core's own plugin: the numpy reference as a backend that is asked for by name."""
+
+from __future__ import annotations
+
+from vllmx_core.hooks import hookimpl
+from vllmx_core.specs import BackendSpec
+
+
+@hookimpl
+def vllmx_backends() -> tuple[BackendSpec, ...]:
+    return (
+        BackendSpec(
+            "numpy",
+            "vllmx_core.reference_backend:ReferenceBackend",
+            probe="vllmx_core.plugin:probe",
+            priority=-1,
+            summary="numpy reference, for tests and tiny models",
+        ),
+    )
+
+
+def probe() -> None:
+    """numpy is a dependency of core: it runs everywhere."""
