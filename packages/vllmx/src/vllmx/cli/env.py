@@ -1,0 +1,76 @@
+"""`vllmx env`: what a bug report needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+
+import click
+from vllmx_core.errors import VllmxError
+from vllmx_core.registry import load_registry
+from vllmx_core.specs import BackendSpec
+
+LIBRARIES = (
+    "numpy", "tokenizers", "jinja2", "msgspec", "pluggy", "starlette", "hypercorn",
+    "huggingface_hub", "torch", "mlx", "cupy",
+)  # fmt: skip
+
+
+def collect() -> dict[str, dict[str, str]]:
+    """Sections of facts; nothing in it is secret (environment variables are named, keys are not
+    shown)."""
+    registry = load_registry()
+    backends: dict[str, str] = {}
+    sections: dict[str, dict[str, str]] = {}
+    for spec in sorted(registry.all(BackendSpec), key=lambda spec: -spec.priority):
+        reason = spec.unavailable_reason()
+        backends[spec.name] = "available" if reason is None else reason
+        if reason is None:
+            sections[f"backend {spec.name}"] = spec.load()().environment()
+    try:
+        chosen, why = registry.choose_backend()
+        backends["auto"] = f"{chosen.name} ({why})"
+    except VllmxError as error:
+        backends["auto"] = f"none: {error.message}"
+    return {
+        "versions": {"python": sys.version.split()[0], **_versions()},
+        "machine": {"system": platform.platform(), "processor": platform.machine()},
+        "backends": backends,
+        **sections,
+        "environment": {
+            name: "set" if "KEY" in name or "TOKEN" in name else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("VLLMX_", "HF_", "OMP_"))
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    names = {d.metadata["Name"] for d in metadata.distributions()}
+    ours = sorted(name for name in names if name and name.startswith("vllmx"))
+    for name in (*ours, *LIBRARIES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def env(as_json: bool) -> None:
+    """Print what a bug report needs: versions, processor features, backends with reasons."""
+    sections = collect()
+    if as_json:
+        click.echo(json.dumps(sections, indent=1))
+        return
+    for title, facts in sections.items():
+        if facts:
+            click.echo(title)
+            width = max(map(len, facts))
+            for name, value in facts.items():
+                click.echo(f"  {name:<{width}}  {value}")
