@@ -40,21 +40,25 @@ _PADDING = 256
 def build(folder: Path, jobs: int) -> None:
     """Downloads the source package of llama-cpp-python and compiles the llama.cpp inside it into
     `folder`/build/bin; some minutes. Raises CalledProcessError when a step fails."""
-    sdist, source = folder / "sdist", folder / "source"
-    if not any(sdist.glob("*.tar.gz")):
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(sdist)]
-        subprocess.run([*pip, "--no-binary", "llama-cpp-python", "llama-cpp-python"], check=True)
+    source, output = folder / "source", folder / "build"
     if not source.exists():
-        unpacked = folder / "unpacked"
-        with tarfile.open(next(sdist.glob("*.tar.gz"))) as archive:
-            archive.extractall(unpacked, filter="data")
-        shutil.move(next(unpacked.iterdir()), source)
-        unpacked.rmdir()
-    llama, output = str(source / "vendor" / "llama.cpp"), str(folder / "build")
-    subprocess.run(["cmake", "-S", llama, "-B", output, *CMAKE_FLAGS], check=True)
-    compile_ = ["cmake", "--build", output, f"-j{jobs}", "--target", *TARGETS]
+        _download(folder / "sdist", source)
+    llama = source / "vendor" / "llama.cpp"
+    subprocess.run(["cmake", "-S", str(llama), "-B", str(output), *CMAKE_FLAGS], check=True)
+    compile_all = ["cmake", "--build", str(output), f"-j{jobs}", "--target", *TARGETS]
     # Long and not urgent: leave the cores to whoever needs them.
-    subprocess.run(compile_, check=True, preexec_fn=lambda: os.nice(10))
+    subprocess.run(compile_all, check=True, preexec_fn=lambda: os.nice(10))
+
+
+def _download(sdist: Path, source: Path) -> None:
+    """Unpacks the newest source package into `source`."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(sdist)]
+    subprocess.run([*pip, "--no-binary", "llama-cpp-python", "llama-cpp-python"], check=True)
+    unpacked = sdist / "unpacked"
+    with tarfile.open(next(sdist.glob("*.tar.gz"))) as archive:
+        archive.extractall(unpacked, filter="data")
+    shutil.move(next(unpacked.iterdir()), source)
+    shutil.rmtree(sdist)
 
 
 class LlamaCpp:
