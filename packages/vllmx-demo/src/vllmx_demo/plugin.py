@@ -1,0 +1,12 @@
+"""What this distribution brings; see `vllmx_core.hooks`."""
+
+from __future__ import annotations
+
+from vllmx_core.hooks import hookimpl
+from vllmx_core.specs import ModelSourceSpec
+
+
+@hookimpl
+def vllmx_model_sources() -> tuple[ModelSourceSpec, ...]:
+    # asked before local paths, so that a folder named "demo" never takes the place of the default
+    return (ModelSourceSpec("demo", "vllmx_demo.source:demo_model", 200),)

@@ -1,0 +1,154 @@
+"""Typed, checked access to a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.model import Activation
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "half": "f16",
+    "float32": "f32",
+    "float": "f32",
+    "float64": "f32",
+}
+_ABSENT = object()
+
+# Keys of related architectures that change the result, with the values that do not. A config that
+# sets one of them to anything else is refused rather than served wrongly. `pretraining_tp` is not
+# here: it names a way to compute the same sums. An architecture that honours a key lists it in
+# `ConfigReader.refuse_quirks`.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "alibi": (False,),
+    "attention_bias": (False,),
+    "attention_multiplier": (),
+    "attention_sink": (False,),
+    "attn_logit_softcapping": (0, 0.0),
+    "attn_temperature_tuning": (False, 0),
+    "block_configs": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1, 1.0),
+    "final_logit_softcapping": (0, 0.0),
+    "is_causal": (True,),
+    "layer_types": (),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "mlp_bias": (False,),
+    "no_rope_layers": (),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "partial_rotary_factor": (1, 1.0),
+    "position_embedding_type": ("rope", "rotary"),
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1, 1.0),
+    "rope_interleaved": (False,),
+    "scale_depth": (),
+    "scale_emb": (1, 1.0),
+    "sliding_window": (),
+    "use_alibi": (False,),
+    "use_bidirectional_attention": (False,),
+    "use_mup": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+
+
+class ConfigReader:
+    """Reads values of one config.json; every error is an UnsupportedModelError with the key, the
+    value and what is allowed. A key that is null counts as absent."""
+
+    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+        self.config = config
+        self.architecture = architecture
+
+    def has(self, key: str) -> bool:
+        return self.config.get(key) is not None
+
+    def integer(
+        self, key: str, default: Any = _ABSENT, *, low: int = 1, high: int = 1 << 24
+    ) -> int:
+        value = self._value(key, default)
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(key, f"must be an integer between {low} and {high}")
+        return value
+
+    def number(self, key: str, default: Any = _ABSENT) -> float:
+        """A finite number above zero."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, "must be a number above 0")
+        if not math.isfinite(value) or value <= 0:
+            raise self.error(key, "must be a finite number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self.error(key, "must be true or false")
+        return value
+
+    def integers(self, key: str, length: int) -> list[int]:
+        """The first `length` entries of a list of integers."""
+        value = self._value(key, _ABSENT)
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise self.error(key, "must be a list of integers")
+        if len(value) < length:
+            raise self.error(key, f"must have an entry for each of the {length} layers")
+        return value[:length]
+
+    def activation(self, key: str = "hidden_act") -> Activation:
+        value = self._value(key, "silu")
+        if value not in _ACTIVATIONS:
+            raise self.error(key, f"is not known here; known: {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[value]
+
+    def dtype(self) -> str:
+        """bf16, f16 or f32, from `dtype` (new) or `torch_dtype` (old); f32 where neither is set,
+        as in transformers."""
+        key = "dtype" if self.has("dtype") else "torch_dtype"
+        value = self._value(key, "float32")
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if name not in _DTYPES:
+            raise self.error(key, f"is not known here; known: {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+
+    def refuse_quirks(self, *honoured: str) -> None:
+        """Refuses every set key of `_NEUTRAL` whose value changes the result, except `honoured`
+        ones."""
+        for key, neutral in _NEUTRAL.items():
+            value = self.config.get(key)
+            if key in honoured or value is None or value in neutral:
+                continue
+            if key == "layer_types" and set(value) == {"full_attention"}:
+                continue
+            raise self.error(key, "changes the model in a way that this architecture does not have")
+
+    def error(self, key: str, problem: str) -> UnsupportedModelError:
+        """`config.json: KEY = VALUE PROBLEM`, to be raised."""
+        value = str(self.config.get(key, "(absent)"))[:80]
+        return UnsupportedModelError(
+            f"config.json of a {self.architecture}: {key} = {value} {problem}"
+        )
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.config.get(key)
+        if value is not None:
+            return value
+        if default is _ABSENT:
+            raise self.error(key, "is needed")
+        return default

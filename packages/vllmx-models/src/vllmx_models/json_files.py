@@ -1,0 +1,69 @@
+"""Bounded readers for the JSON files beside the weights. A model folder is data from somebody
+else: sizes are limited, duplicate keys and malformed text are typed errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+
+MIB = 1 << 20
+MAX_CONFIG_BYTES = 8 * MIB
+MAX_INDEX_BYTES = 128 * MIB
+
+
+def parse_json_object(text: bytes, source: str) -> dict[str, Any]:
+    """A JSON object from UTF-8 bytes.
+
+    Raises:
+        WeightFormatError: not UTF-8, not JSON, too deep, a key twice, or not an object.
+    """
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise WeightFormatError(
+            f"{source} is not valid JSON ({reason[:200]}): the file is damaged, download it again"
+        ) from error
+    if not isinstance(value, dict):
+        raise WeightFormatError(
+            f"{source} holds a JSON {type(value).__name__} where an object is needed: the file is"
+            " damaged, download it again"
+        )
+    return value
+
+
+def read_json_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+    """The JSON object in a file, None where there is no such file.
+
+    Raises:
+        WeightFormatError: as `parse_json_object`, or the file is larger than `limit_bytes`.
+        ModelNotFoundError: it is there but cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path} cannot be read ({error.strerror}): check its permissions", param="model"
+        ) from error
+    if len(text) > limit_bytes:
+        raise WeightFormatError(
+            f"{path} is larger than the {limit_bytes // MIB} MiB allowed for it: use the file of"
+            " the original model"
+        )
+    return parse_json_object(text, str(path))
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice[:100]!r} occurs twice")
+    return found

@@ -1,0 +1,42 @@
+"""Mistral 7B, Nemo, Small, Large (MistralForCausalLM): every layer attends through one window, if
+there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder
+from vllmx_models.decoder_config import (
+    decoder_spec,
+    head_size,
+    layer_ropes,
+    layer_specs,
+    num_layers,
+)
+
+DEFAULT_POSITIONS = 4096 * 32
+DEFAULT_WINDOW = 4096
+"""transformers' value for a config without the key; null turns the window off."""
+
+
+def mistral(config: Mapping[str, Any]) -> Decoder:
+    """Llama's layout with a sliding window and its own defaults."""
+    read = ConfigReader(config, "MistralForCausalLM")
+    read.refuse_quirks("sliding_window")
+    window = None
+    if read.has("sliding_window") or "sliding_window" not in config:
+        window = read.integer("sliding_window", DEFAULT_WINDOW, high=1 << 31)
+    head, sliding = head_size(read), [window is not None] * num_layers(read)
+    # one rotation for all layers: the window is no layer type here
+    ropes = layer_ropes(read, head, [False] * len(sliding), default_positions=DEFAULT_POSITIONS)
+    return Decoder(
+        decoder_spec(
+            read,
+            head,
+            layer_specs(read, ropes, sliding, window),
+            default_positions=DEFAULT_POSITIONS,
+            default_kv_heads=8,
+        )
+    )

@@ -1,0 +1,49 @@
+"""Qwen2 and Qwen2.5 (Qwen2ForCausalLM): biases on q, k and v, a window in upper layers if
+wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder, LayerSpec
+from vllmx_models.decoder_config import (
+    decoder_spec,
+    head_size,
+    layer_ropes,
+    layer_specs,
+    num_layers,
+    sliding_layers,
+    switched_window,
+)
+
+DEFAULT_POSITIONS = 32768
+WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
+
+
+def qwen2(config: Mapping[str, Any]) -> Decoder:
+    """q, k, v always have a bias, o never."""
+    read = ConfigReader(config, "Qwen2ForCausalLM")
+    # transformers pays no heed to attention_bias here: the biases are part of the architecture
+    read.refuse_quirks("attention_bias", *WINDOW_KEYS)
+    head = head_size(read)
+    return Decoder(
+        decoder_spec(
+            read,
+            head,
+            qwen_layers(read, head),
+            default_positions=DEFAULT_POSITIONS,
+            qkv_bias=True,
+        )
+    )
+
+
+def qwen_layers(read: ConfigReader, head: int) -> tuple[LayerSpec, ...]:
+    """`layer_types`, or a window from layer `max_window_layers` on."""
+    window = switched_window(read, 4096)
+    first = read.integer("max_window_layers", 28, low=0)
+    upper = [window is not None and layer >= first for layer in range(num_layers(read))]
+    sliding = sliding_layers(read, upper)
+    ropes = layer_ropes(read, head, sliding, default_positions=DEFAULT_POSITIONS)
+    return layer_specs(read, ropes, sliding, window)

@@ -1,0 +1,31 @@
+"""Qwen3, dense (Qwen3ForCausalLM): Qwen2's layers with norms on the query and key heads instead of
+biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder
+from vllmx_models.decoder_config import decoder_spec, head_size
+from vllmx_models.qwen2 import DEFAULT_POSITIONS, WINDOW_KEYS, qwen_layers
+
+
+def qwen3(config: Mapping[str, Any]) -> Decoder:
+    """The head size is a value of its own: 128 where config.json has none."""
+    read = ConfigReader(config, "Qwen3ForCausalLM")
+    read.refuse_quirks("attention_bias", *WINDOW_KEYS)
+    bias = read.flag("attention_bias", False)
+    head = head_size(read, 128)
+    return Decoder(
+        decoder_spec(
+            read,
+            head,
+            qwen_layers(read, head),
+            default_positions=DEFAULT_POSITIONS,
+            qk_norm=True,
+            qkv_bias=bias,
+            o_bias=bias,
+        )
+    )

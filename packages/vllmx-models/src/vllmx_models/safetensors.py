@@ -1,0 +1,154 @@
+"""The weight format "safetensors": a folder with config.json and one or more *.safetensors files,
+or a single such file beside its config.json."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.checkpoint import Checkpoint
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.weights import DENSE, WeightPart
+
+from vllmx_models.json_files import MAX_INDEX_BYTES, read_json_object
+from vllmx_models.safetensors_file import SafetensorsFile
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_CONFIG_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class SafetensorsSource:
+    """A `WeightSource` over one or several files; every part is dense."""
+
+    def __init__(self, files: Collection[SafetensorsFile], folder: Path) -> None:
+        self._files = tuple(files)
+        self._folder = folder
+        self._owner: dict[str, SafetensorsFile] = {}
+        for file in self._files:
+            for name in file.entries:
+                if name in self._owner:
+                    raise WeightFormatError(
+                        f"tensor {name!r} is in both {self._owner[name].path} and {file.path}:"
+                        " remove the file that does not belong to the model"
+                    )
+                self._owner[name] = file
+
+    def names(self) -> Collection[str]:
+        """All tensor names."""
+        return self._owner.keys()
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError, with the nearest names, when `name` is missing."""
+        file = self._owner.get(name)
+        if file is None:
+            near = difflib.get_close_matches(name, self._owner, n=3)
+            hint = f"nearest: {', '.join(near)}" if near else f"it has {len(self._owner)} others"
+            raise WeightFormatError(
+                f"{self._folder} has no tensor {name!r} ({hint}): the weights do not belong to"
+                " this config.json or are incomplete, download the model again"
+            )
+        tensor = file.tensor(name)
+        return WeightPart(name, tensor.shape, DENSE, {"weight": tensor})
+
+    def close(self) -> None:
+        """Unmaps the files; parts must not be used any more."""
+        for file in self._files:
+            file.close()
+
+    def main_dtype(self) -> str | None:
+        """The float dtype that most tensors have, in config.json's words."""
+        found = Counter(file.entries[name][0] for name, file in self._owner.items())
+        floats = [dtype for dtype, _ in found.most_common() if dtype in _CONFIG_DTYPES]
+        return _CONFIG_DTYPES[floats[0]] if floats else None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a folder, or one file of it.
+
+    Raises:
+        ModelNotFoundError: config.json or the weights are missing.
+        WeightFormatError: a file is damaged, truncated, missing from its index or too large.
+    """
+    folder = path.parent if path.is_file() else path
+    config = read_json_object(folder / "config.json")
+    if config is None:
+        raise ModelNotFoundError(
+            f"{folder} has no config.json: give the folder of a complete Hugging Face model",
+            param="model",
+        )
+    generation_config = read_json_object(folder / "generation_config.json") or {}
+    source = open_weights(path)
+    if not config.get("dtype") and not config.get("torch_dtype"):
+        config["dtype"] = source.main_dtype()
+    return Checkpoint(folder, config, source, generation_config)
+
+
+def open_weights(path: Path) -> SafetensorsSource:
+    """The tensors of a folder or file; raises as `open_checkpoint`."""
+    index = None
+    if path.is_file():
+        folder, names = path.parent, [path.name]
+    else:
+        folder, names = path, _plain_names(path)
+        if names != [SINGLE_NAME]:
+            index = read_json_object(path / INDEX_NAME, MAX_INDEX_BYTES)
+    weight_map = {} if index is None else _weight_map(folder / INDEX_NAME, index)
+    if index is not None:
+        names = sorted(set(weight_map.values()))
+    if not names:
+        raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
+    files: dict[str, SafetensorsFile] = {}
+    try:
+        for name in names:
+            if index is not None and not (folder / name).is_file():
+                raise WeightFormatError(
+                    f"{folder / name} is missing, but {INDEX_NAME} names it: download the model"
+                    " again"
+                )
+            files[name] = SafetensorsFile(folder / name)
+        _check_index(weight_map, files)
+        return SafetensorsSource(files.values(), folder)
+    except Exception:
+        for file in files.values():
+            file.close()
+        raise
+
+
+def _plain_names(folder: Path) -> list[str]:
+    """As transformers looks: model.safetensors first. Mistral's repositories hold a second copy in
+    another naming, consolidated*.safetensors, which is left alone."""
+    if (folder / SINGLE_NAME).is_file():
+        return [SINGLE_NAME]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    return [name for name in found if not name.startswith("consolidated")]
+
+
+def _weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
+    """Tensor name -> file name; a file name must stay inside the folder."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightFormatError(f"{path} has no weight_map: download the file again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or _leaves(file):
+            raise WeightFormatError(
+                f"{path} places tensor {name[:100]!r} in {str(file)[:100]!r}, which is not a"
+                " *.safetensors file of the same folder: download the file again"
+            )
+    return weight_map
+
+
+def _leaves(name: str) -> bool:
+    return any(character in name for character in "/\\\0") or name.startswith("..")
+
+
+def _check_index(weight_map: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
+    for tensor, file in weight_map.items():
+        if tensor not in files[file].entries:
+            raise WeightFormatError(
+                f"{files[file].path} lacks tensor {tensor!r}, which {INDEX_NAME} places there:"
+                " download the model again"
+            )

@@ -1,0 +1,58 @@
+"""SmolLM3 (SmolLM3ForCausalLM): every fourth layer has no position embedding (NoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder
+from vllmx_models.decoder_config import (
+    decoder_spec,
+    head_size,
+    layer_ropes,
+    layer_specs,
+    num_layers,
+    sliding_layers,
+    switched_window,
+)
+
+DEFAULT_POSITIONS = 32768
+DEFAULT_THETA = 2_000_000.0
+
+
+def smollm3(config: Mapping[str, Any]) -> Decoder:
+    """`no_rope_layers` has a 1 for each layer that rotates; a window, where one is in use, belongs
+    to the layers that do not."""
+    read = ConfigReader(config, "SmolLM3ForCausalLM")
+    read.refuse_quirks(
+        "attention_bias", "mlp_bias", "no_rope_layers", "sliding_window", "use_sliding_window",
+        "layer_types",
+    )  # fmt: skip
+    rotates, window = _rotating_layers(read), switched_window(read, None)
+    sliding = sliding_layers(read, [window is not None and not turns for turns in rotates])
+    head, bias = head_size(read), read.flag("attention_bias", False)
+    ropes = layer_ropes(
+        read, head, sliding, default_positions=DEFAULT_POSITIONS, default_theta=DEFAULT_THETA
+    )
+    used = [rope if turns else None for rope, turns in zip(ropes, rotates, strict=True)]
+    return Decoder(
+        decoder_spec(
+            read,
+            head,
+            layer_specs(read, used, sliding, window),
+            default_positions=DEFAULT_POSITIONS,
+            default_tied=True,
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=read.flag("mlp_bias", False),
+        )
+    )
+
+
+def _rotating_layers(read: ConfigReader) -> list[bool]:
+    layers = num_layers(read)
+    if read.has("no_rope_layers"):
+        return [bool(entry) for entry in read.integers("no_rope_layers", layers)]
+    interval = read.integer("no_rope_layer_interval", 4)
+    return [(layer + 1) % interval != 0 for layer in range(layers)]

@@ -1,0 +1,111 @@
+"""Model sources: local folders and files, and the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.errors import ModelNotFoundError
+
+# A snapshot takes what serving needs and nothing else: no second copies of the weights in other
+# formats or namings, no folders of other runtimes.
+ALLOW = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "model*.safetensors")
+IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensors")
+MAX_ID_LENGTH = 128
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKEN_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
+
+
+def local_path(model: str, revision: str | None, progress: bool) -> Path | None:
+    """An existing folder or file; `~` is the home folder."""
+    path = Path(model).expanduser()
+    return path if path.exists() else None
+
+
+def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | None:
+    """The folder of a Hugging Face model, downloaded unless the cache holds it. Honours HF_TOKEN,
+    HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE; without a network the cache alone is asked.
+
+    Raises:
+        ModelNotFoundError: no such model or revision, no access, or no network and not cached.
+    """
+    if not _REPO_ID.fullmatch(model) or len(model) > MAX_ID_LENGTH:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(ALLOW),
+            ignore_patterns=list(IGNORE),
+            tqdm_class=None if progress else _silent_bar(),
+        )
+    except HFValidationError:
+        return None
+    except Exception as error:  # the errors of its HTTP client share no base with its own
+        label = repr(model) if revision is None else f"{model!r} at revision {revision!r}"
+        raise ModelNotFoundError(f"model {label} {_reason(error)}", param="model") from error
+    return Path(folder)
+
+
+def _silent_bar() -> type[Any]:
+    """A progress bar that shows nothing: the switch of huggingface_hub itself is a global."""
+    from huggingface_hub import utils
+
+    shown: Any = utils.tqdm  # untyped
+
+    class SilentBar(shown):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    return SilentBar
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong and what to do, without the internals of the hub's client."""
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.GatedRepoError):
+        return (
+            "is gated on the Hugging Face hub: accept its terms on the model's page, then"
+            f" {_TOKEN_REMEDY}"
+        )
+    if isinstance(error, hub.RevisionNotFoundError):
+        return "has no such revision on the Hugging Face hub: check --revision"
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return (
+            "is neither a local path nor a public model of the Hugging Face hub: check the name;"
+            f" if the model is private, {_TOKEN_REMEDY}"
+        )
+    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return _unreachable(error.__cause__)
+    return _unreachable(error)
+
+
+def _unreachable(error: Exception) -> str:
+    """The hub did not answer, or with an error of its own, and the cache did not help."""
+    from huggingface_hub import errors as hub
+
+    remedy = "give the path of a local copy, or download it once where there is a network"
+    if isinstance(error, hub.OfflineModeIsEnabled | hub.LocalEntryNotFoundError):
+        return (
+            "is not (wholly) in the Hugging Face cache, and HF_HUB_OFFLINE forbids to download"
+            f" it: unset HF_HUB_OFFLINE, {remedy}"
+        )
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return f"is refused by the Hugging Face hub (HTTP {status}): {_TOKEN_REMEDY}"
+    if status is not None:
+        return f"cannot be downloaded: the Hugging Face hub answers HTTP {status}; try again later"
+    if isinstance(error, OSError) and error.errno is not None:
+        return (
+            f"cannot be stored in the Hugging Face cache ({error.strerror}): check HF_HOME and the"
+            " free disk space"
+        )
+    return (
+        "is not (wholly) in the Hugging Face cache, and the hub cannot be reached, this machine"
+        f" seems to be offline: check the network, HF_ENDPOINT and the proxy settings, {remedy}"
+    )
