@@ -1,0 +1,227 @@
+"""Compiles the native kernels with the system's C++ compiler: `python -m vllmx_cpu.build`.
+
+A source whose first line is `// VX: per instruction set` is compiled once for each instruction set
+of this architecture with its flags and `-DVX_ISA=<name>`; the others are compiled once. Everything
+is linked into one shared library beside this file, and the library carries a marker with the hash
+of its sources, so that a stale one is recognised. Standard library only: the hatch build hook runs
+this file before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("vllmx.cpu.build")
+
+PACKAGE = Path(__file__).resolve().parent
+NATIVE = PACKAGE / "native"
+LIBRARY = PACKAGE / ("libvllmx_cpu.dylib" if sys.platform == "darwin" else "libvllmx_cpu.so")
+PER_ISA = "// VX: per instruction set"
+MARKER = b"vllmx-cpu-sources:"
+
+COMMON_FLAGS = (
+    "-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread",
+    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-unknown-warning-option",
+    "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12 warns inside its own intrinsics
+)  # fmt: skip
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "portable": ("-march=x86-64",),
+        "avx2": _AVX2,
+        "avx512": (*_AVX512, "-mprefer-vector-width=512"),
+        "avx512bf16": (*_AVX512, "-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vnni"),
+    },
+    "aarch64": {"neon": ()},
+}
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """A C++ compiler and what it can compile for."""
+
+    command: tuple[str, ...]
+    version: str
+    isas: dict[str, tuple[str, ...]]
+
+
+def architecture() -> str:
+    """x86_64 or aarch64, as the tables of this module name it."""
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+def source_hash() -> str:
+    """Hash of everything that decides what the library does."""
+    digest = hashlib.sha256(repr((COMMON_FLAGS, ISA_FLAGS)).encode())
+    for path in sorted([*NATIVE.glob("*.cpp"), *NATIVE.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def built_hash(library: Path = LIBRARY) -> str | None:
+    """The source hash that a built library carries; None without a library. Reads the file instead
+    of loading it, because a loaded library could not be replaced in this process."""
+    if not library.exists():
+        return None
+    found = re.search(re.escape(MARKER) + rb"([0-9a-f]{32})", library.read_bytes())
+    return found.group(1).decode() if found else "unknown"
+
+
+def find_toolchain() -> Toolchain:
+    """The compiler named by CXX, or the first of c++, g++, clang++. Raises BuildError."""
+    named = os.environ.get("CXX")
+    candidates = [named] if named else ["c++", "g++", "clang++"]
+    for candidate in candidates:
+        command = tuple(shlex.split(candidate))
+        if not command or shutil.which(command[0]) is None:
+            continue
+        version = _run([*command, "--version"]).splitlines()[0]
+        table = ISA_FLAGS.get(architecture())
+        if table is None:
+            raise BuildError(
+                f"no kernels for the processor architecture {platform.machine()!r}: x86-64 and"
+                " 64-bit ARM are supported"
+            )
+        isas = {name: flags for name, flags in table.items() if _accepts(command, flags)}
+        if not isas:
+            raise BuildError(f"{version} cannot compile C++17: use GCC 10 or Clang 12 or newer")
+        return Toolchain(command, version, isas)
+    if named:
+        raise BuildError(f"CXX names {named!r}, which is not on the PATH")
+    raise BuildError(
+        "no C++ compiler was found: install one (Debian and Ubuntu: apt install g++; Fedora: dnf"
+        " install gcc-c++; macOS: xcode-select --install), then run: python -m vllmx_cpu.build"
+    )
+
+
+def build(output: Path = LIBRARY, objects: Path | None = None) -> Toolchain:
+    """Compiles and links the library, replacing it atomically. Objects that are still good in
+    `objects` are taken from there. Raises BuildError with the compiler's message."""
+    toolchain = find_toolchain()
+    keep = objects or _object_folder()
+    if keep is not None:
+        return _build(toolchain, output, keep)
+    with tempfile.TemporaryDirectory(prefix="vllmx-cpu-") as folder:
+        return _build(toolchain, output, Path(folder))
+
+
+def ensure_built() -> bool:
+    """Builds when the library is missing or stale; True when it did."""
+    if built_hash() == source_hash():
+        return False
+    build()
+    return True
+
+
+def _build(toolchain: Toolchain, output: Path, objects: Path) -> Toolchain:
+    objects.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+        built = list(pool.map(lambda job: _compile(toolchain, objects, *job), _jobs(toolchain)))
+    for stale in set(objects.glob("*.o")) - set(built):
+        stale.unlink(missing_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    shared = "-dynamiclib" if sys.platform == "darwin" else "-shared"
+    # Objects for the baseline come first: of a function that several define (a template of the
+    # standard library), the linker keeps the first.
+    _run([*toolchain.command, shared, "-pthread", "-o", str(partial), *map(str, built)])
+    os.replace(partial, output)
+    return toolchain
+
+
+def _jobs(toolchain: Toolchain) -> list[tuple[Path, str, tuple[str, ...]]]:
+    """(source, object stem, flags), the baseline first."""
+    sources = sorted(NATIVE.glob("*.cpp"))
+    per_isa = [path for path in sources if path.read_text().startswith(PER_ISA)]
+    listed = "".join(f"VX_X({name})" for name in toolchain.isas)
+    compiler = re.sub(r"[^\w .()+-]", "", toolchain.version)
+    once = (
+        f"-DVX_ISA_LIST={listed}",
+        f'-DVX_SOURCE_MARKER="{MARKER.decode()}{source_hash()}"',
+        f'-DVX_COMPILER="{compiler}"',
+    )
+    jobs = [(path, path.stem, once) for path in sources if path not in per_isa]
+    for name, flags in toolchain.isas.items():
+        jobs += [(path, f"{path.stem}.{name}", (*flags, f"-DVX_ISA={name}")) for path in per_isa]
+    return jobs
+
+
+def _compile(
+    toolchain: Toolchain, objects: Path, source: Path, stem: str, flags: tuple[str, ...]
+) -> Path:
+    command = [*toolchain.command, *COMMON_FLAGS, *flags]
+    digest = hashlib.sha256(repr((command, toolchain.version)).encode() + source.read_bytes())
+    for header in sorted(NATIVE.glob("*.h")):
+        digest.update(header.read_bytes())
+    target = objects / f"{stem}.{digest.hexdigest()[:16]}.o"
+    if not target.exists():
+        partial = target.with_suffix(f".{os.getpid()}.part")
+        _run([*command, "-c", str(source), "-o", str(partial)])
+        os.replace(partial, target)
+    return target
+
+
+def _object_folder() -> Path | None:
+    """In a source tree: a folder (ignored by git) that makes the next build incremental."""
+    root = PACKAGE.parent.parent
+    return root / "build" / "native" if (root / "pyproject.toml").exists() else None
+
+
+def _accepts(command: tuple[str, ...], flags: tuple[str, ...]) -> bool:
+    probe = [*command, "-std=c++17", *flags, "-x", "c++", "-fsyntax-only", "-"]
+    result = subprocess.run(probe, input=b"int x;", capture_output=True, check=False)  # noqa: S603
+    return result.returncode == 0
+
+
+def _run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if result.returncode != 0:
+        raise BuildError(f"{shlex.join(command)} failed:\n{result.stderr.strip()[-4000:]}")
+    if result.stderr.strip():
+        logger.warning("%s", result.stderr.strip()[-4000:])
+    return result.stdout
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; 0 when the library is there afterwards."""
+    parser = argparse.ArgumentParser(prog="python -m vllmx_cpu.build", description=__doc__)
+    parser.add_argument("--output", type=Path, default=LIBRARY, help="library to write")
+    parser.add_argument("--objects", type=Path, help="folder that keeps the object files")
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        toolchain = build(chosen.output, chosen.objects)
+    except BuildError as error:
+        logger.error("vllmx-cpu: %s", error)
+        return 1
+    logger.info("built %s with %s for %s", chosen.output, toolchain.version, ", ".join(toolchain.isas))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+// VX: per instruction set
+// This instruction set's table of ops, which dispatch.cpp picks from.
+#include "kernels.h"
+
+namespace vx {
+namespace VX_ISA {
+
+const VxKernels* kernels() {
+  static const VxKernels table = {linear, embedding, rms_norm, layer_norm,
+                                  gated_act, activation, add, scale};
+  return &table;
+}
+
+}  // namespace VX_ISA
+}  // namespace vx

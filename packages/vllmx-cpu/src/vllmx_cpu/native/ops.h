@@ -1,0 +1,59 @@
+// Arguments of the ops, and the table through which one instruction set's versions are reached.
+// `structs.py` mirrors every struct here; the library reports their sizes so that a test can compare.
+#pragma once
+#include "vx.h"
+
+enum VxActivation : int32_t { VX_NONE = -1, VX_SILU = 0, VX_GELU = 1, VX_GELU_TANH = 2, VX_RELU = 3 };
+
+// A packed matrix: tiles of 32 output rows, each two blocks of 16 rows; see linear.cpp.
+struct VxWeight {
+  const void* data;
+  const float* bias;      // in packed row order, or null
+  int32_t kind;           // VxDType of the elements
+  int32_t rows, cols;     // N output features, K input features
+  int32_t tiles;
+  int32_t gated;          // 1: tile j holds gate rows 16j ... and up rows 16j ... (rows = 2F)
+};
+
+// y = x W^T + bias for T rows of x, or for the L logit rows. With `activation`, W is gated and
+// y (T, F) = act(gate) * up. With `softcap` c, y = c tanh(y / c).
+struct VxLinear {
+  VxWeight w;
+  const float* x;         // (T, K)
+  float* y;               // (T, N), (T, F) or (L, N)
+  void* panels;           // room for the packed activations of the largest step
+  int32_t activation;     // VxActivation of a gated weight, or VX_NONE
+  int32_t logit_rows;     // 1: rows of x are picked by step->logit_rows
+  float softcap;          // 0 = none
+};
+
+struct VxEmbedding {
+  VxWeight w;             // (V, E)
+  float* y;               // (T, E)
+};
+
+struct VxNorm {
+  const float* x;         // (T, E)
+  const float* residual;  // (T, E) or null
+  const float* weight;    // (E)
+  const float* bias;      // (E) or null
+  float* sum;             // (T, E) x + residual, or null
+  float* y;               // (T, E)
+  int32_t width;
+  float eps;
+};
+
+// Element by element: y = act(x), act(gate) * up, x + other or x * factor.
+struct VxElementwise {
+  const float* x;         // (T, width), for gated_act (T, 2 width)
+  const float* other;     // (T, width) or null
+  float* y;               // (T, width)
+  int32_t width;
+  int32_t activation;
+  float factor;
+};
+
+// What one instruction set offers.
+struct VxKernels {
+  VxOp linear, embedding, rms_norm, layer_norm, gated_act, activation, add, scale;
+};

@@ -1,0 +1,169 @@
+// VX: per instruction set
+// Ops that work on one token's row at a time: table look-up, norms, element-wise functions.
+//
+// Threads draw groups of rows from the shared counter; a row is computed by one thread in one order.
+#include "activation.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace vx {
+namespace VX_ISA {
+
+namespace {
+
+enum { ROWS_AT_ONCE = 4 };
+
+// Calls `body(row)` for this thread's share of the T rows.
+template <class Body>
+VX_INLINE void for_rows(const VxStep* step, VxCtx* ctx, Body body) {
+  for (int32_t first; (first = vx_next(ctx) * ROWS_AT_ONCE) < step->T;) {
+    const int32_t end = first + ROWS_AT_ONCE < step->T ? first + ROWS_AT_ONCE : step->T;
+    for (int32_t row = first; row < end; ++row) body(row);
+  }
+}
+
+// Calls `body(i, n)` for columns i ... i + n - 1, n = 16 but at the end.
+template <class Body>
+VX_INLINE void for_lanes(int32_t width, Body body) {
+  int32_t i = 0;
+  for (; i + 16 <= width; i += 16) body(i, 16);
+  if (i < width) body(i, width - i);
+}
+
+VX_INLINE F32x16 load_some(const float* p, int n) { return n == 16 ? load(p) : load_n(p, n); }
+VX_INLINE void store_some(float* p, F32x16 v, int n) {
+  if (n == 16)
+    store(p, v);
+  else
+    store_n(p, v, n);
+}
+
+// Row `row` of a packed table (linear.cpp tells the layout): every element lies 16 rows further on.
+static void unpack_row(const VxWeight* w, int32_t row, float* y) {
+  const int32_t block = row / 16, lane = row % 16;
+  if (w->kind == VX_F32) {
+    const float* p = (const float*)w->data + (size_t)block * w->cols * 16 + lane;
+    for (int32_t k = 0; k < w->cols; ++k) y[k] = p[(size_t)k * 16];
+    return;
+  }
+  if (w->kind == VX_F16) {
+    const uint16_t* p = (const uint16_t*)w->data + (size_t)block * w->cols * 16 + lane;
+    for_lanes(w->cols, [=](int32_t i, int n) {
+      uint16_t words[16] = {0};
+      for (int k = 0; k < n; ++k) words[k] = p[(size_t)(i + k) * 16];
+      store_some(y + i, load_f16(words), n);
+    });
+    return;
+  }
+  const size_t pairs = ((size_t)w->cols + 1) / 2;
+  const uint16_t* p = (const uint16_t*)w->data + (size_t)block * pairs * 32 + lane * 2;
+  for (int32_t k = 0; k < w->cols; ++k) y[k] = bf16_to_float(p[(size_t)(k / 2) * 32 + (k & 1)]);
+}
+
+// x + residual where there is one, kept in `sum` where it is wanted.
+VX_INLINE F32x16 summed(const VxNorm* a, size_t at, int n) {
+  F32x16 v = load_some(a->x + at, n);
+  if (a->residual) v = v + load_some(a->residual + at, n);
+  if (a->sum) store_some(a->sum + at, v, n);
+  return v;
+}
+
+VX_INLINE const float* kept(const VxNorm* a) { return a->sum ? a->sum : a->x; }
+
+template <class Function>
+VX_INLINE void elementwise(const VxElementwise* a, const VxStep* step, VxCtx* ctx, Function function) {
+  for_rows(step, ctx, [=](int32_t row) {
+    const size_t begin = (size_t)row * a->width;
+    for_lanes(a->width, [=](int32_t i, int n) {
+      store_some(a->y + begin + i, function(row, i, n), n);
+    });
+  });
+}
+
+}  // namespace
+
+void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxEmbedding* a = (const VxEmbedding*)args;
+  for_rows(step, ctx, [=](int32_t row) {
+    const int32_t id = step->tokens[row];
+    float* y = a->y + (size_t)row * a->w.cols;
+    if (id >= 0 && id < a->w.rows)
+      unpack_row(&a->w, id, y);
+    else
+      for (int32_t k = 0; k < a->w.cols; ++k) y[k] = __builtin_nanf("");  // never another's memory
+  });
+}
+
+void rms_norm(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxNorm* a = (const VxNorm*)args;
+  for_rows(step, ctx, [=](int32_t row) {
+    const size_t begin = (size_t)row * a->width;
+    F32x16 squares = zero();
+    for_lanes(a->width, [&](int32_t i, int n) {
+      const F32x16 v = summed(a, begin + i, n);
+      squares = fma(v, v, squares);
+    });
+    const F32x16 factor =
+        splat(1.0f / __builtin_sqrtf(reduce_add(squares) / (float)a->width + a->eps));
+    for_lanes(a->width, [=](int32_t i, int n) {
+      const F32x16 v = load_some(kept(a) + begin + i, n);
+      store_some(a->y + begin + i, v * factor * load_some(a->weight + i, n), n);
+    });
+  });
+}
+
+void layer_norm(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxNorm* a = (const VxNorm*)args;
+  for_rows(step, ctx, [=](int32_t row) {
+    const size_t begin = (size_t)row * a->width;
+    F32x16 total = zero();
+    for_lanes(a->width, [&](int32_t i, int n) { total = total + summed(a, begin + i, n); });
+    const F32x16 mean = splat(reduce_add(total) / (float)a->width);
+    F32x16 squares = zero();
+    for_lanes(a->width, [&](int32_t i, int n) {
+      F32x16 d = load_some(kept(a) + begin + i, n) - mean;
+      d = select(first_lanes(n), d, zero());
+      squares = fma(d, d, squares);
+    });
+    const F32x16 factor =
+        splat(1.0f / __builtin_sqrtf(reduce_add(squares) / (float)a->width + a->eps));
+    for_lanes(a->width, [=](int32_t i, int n) {
+      F32x16 v = (load_some(kept(a) + begin + i, n) - mean) * factor * load_some(a->weight + i, n);
+      if (a->bias) v = v + load_some(a->bias + i, n);
+      store_some(a->y + begin + i, v, n);
+    });
+  });
+}
+
+void gated_act(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxElementwise* a = (const VxElementwise*)args;
+  elementwise(a, step, ctx, [=](int32_t row, int32_t i, int n) {
+    const float* gate = a->x + (size_t)row * a->width * 2 + i;
+    return activate(load_some(gate, n), a->activation) * load_some(gate + a->width, n);
+  });
+}
+
+void activation(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxElementwise* a = (const VxElementwise*)args;
+  elementwise(a, step, ctx, [=](int32_t row, int32_t i, int n) {
+    return activate(load_some(a->x + (size_t)row * a->width + i, n), a->activation);
+  });
+}
+
+void add(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxElementwise* a = (const VxElementwise*)args;
+  elementwise(a, step, ctx, [=](int32_t row, int32_t i, int n) {
+    const size_t at = (size_t)row * a->width + i;
+    return load_some(a->x + at, n) + load_some(a->other + at, n);
+  });
+}
+
+void scale(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxElementwise* a = (const VxElementwise*)args;
+  elementwise(a, step, ctx, [=](int32_t row, int32_t i, int n) {
+    return load_some(a->x + (size_t)row * a->width + i, n) * splat(a->factor);
+  });
+}
+
+}  // namespace VX_ISA
+}  // namespace vx
