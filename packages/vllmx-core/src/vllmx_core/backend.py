@@ -18,6 +18,9 @@ class LoadOptions:
     """auto (the checkpoint's), bf16, f16 or f32."""
     kv_cache_dtype: str = "auto"
     max_model_len: int = 4096
+    shrink_to_fit: bool = False
+    """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with
+    as many KV blocks as fit (at least one) instead of raising CapacityError."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16

@@ -6,7 +6,7 @@ a unix socket, see `vllmx_engine.ipc`). Nothing else crosses, and never a pickle
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from vllmx_core.sampling import SamplingParams
@@ -89,3 +89,31 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     step_seconds: float = 0.0
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading came to, for whoever talks to the core."""
+
+    model: str
+    """The name that clients use."""
+    path: str
+    """Folder or file that the model was read from."""
+    architecture: str
+    max_model_len: int
+    """Greatest number of tokens, prompt and output together, of one sequence."""
+    vocab_size: int
+    backend: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+    generation_config: dict[str, Any] = {}
+    """As the checkpoint has it: defaults of sampling parameters."""
+    details: dict[str, str] = {}
+    """Of the backend: kernel variant, threads, ..."""

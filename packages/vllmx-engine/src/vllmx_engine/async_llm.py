@@ -1,0 +1,343 @@
+"""AsyncLLM: the engine for asyncio programs, the HTTP server above all.
+
+    llm = await AsyncLLM.start(EngineConfig(model="demo"))       # typed errors when it cannot load
+    stream = await llm.submit("Once upon", llm.sampling_params(max_tokens=64), kind="delta")
+    async with stream:                                           # leaving it early aborts
+        async for output in stream:                              # RequestOutput
+            print(output.outputs[0].text, end="")
+    await llm.shutdown()
+
+`submit` and `submit_chat` refuse what can be refused before they return (InvalidRequestError and
+its kind, QueueFullError, EngineDeadError), so that a server can still answer with a status code.
+`generate` and `chat` are the same as async generators. All methods belong to the event loop's
+thread, but for `render_chat`, which may run anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError, VllmxError
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
+
+from vllmx_engine.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
+from vllmx_engine.frontend import Frontend, Listener, ProcessFrontend, ThreadFrontend
+from vllmx_engine.load import LoadPlan, plan_load
+from vllmx_engine.messages import CoreInfo, CoreOutput, CoreStats
+from vllmx_engine.outputs import RequestOutput
+from vllmx_engine.request import Prompt, Request, RequestBuilder, RequestOptions
+from vllmx_engine.request_state import OutputKind, RequestState
+from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.request_table import RequestTable
+
+T = TypeVar("T")
+
+_INLINE_LENGTH = 4096
+"""Longer texts and lists of ids are converted on a thread; the event loop goes on meanwhile."""
+
+
+class AsyncLLM:
+    """A loaded model behind asyncio. Made by `start`.
+
+    Attributes:
+        config: what it was started with.
+        tokenizer: of the model.
+        stats: the core's counters, at most a second old while it is busy.
+    """
+
+    def __init__(
+        self, config: EngineConfig, frontend: Frontend, renderer: ChatRenderer, builder: RequestBuilder
+    ) -> None:
+        self.config = config
+        self.tokenizer = builder.tokenizer
+        self.stats = CoreStats()
+        self._frontend = frontend
+        self._renderer = renderer
+        self._builder = builder
+        self._table = RequestTable(builder.tokenizer)
+        self._streams: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._threads = ThreadPoolExecutor(2, "vllmx-text")
+        frontend.listener = Listener(
+            self._take_outputs, self._take_stats, self._take_loss, self._take_restart
+        )
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, *, registry: Registry | None = None, in_process: bool = False
+    ) -> Self:
+        """Loads the model and returns when it is ready.
+
+        Args:
+            registry: plugins; None: all that are installed.
+            in_process: run the core on a thread of this process instead of in a process of its
+                own. It is not restarted when it dies; for tests and debugging.
+
+        Raises:
+            VllmxError: the typed reason why it cannot be loaded, whichever process met it.
+        """
+        plan = await asyncio.to_thread(plan_load, config, registry)
+        starting = asyncio.ensure_future(_start_frontend(plan, in_process))
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, plan)
+            renderer = ChatRenderer.of(config, tokenizer)
+            frontend = await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().close()
+            raise
+        return cls(config, frontend, renderer, RequestBuilder(tokenizer, frontend.info, config.seed))
+
+    # --- state ------------------------------------------------------------------------------------
+    @property
+    def info(self) -> CoreInfo:
+        """What loading came to: context length, vocabulary, backend, memory."""
+        return self._frontend.info
+
+    @property
+    def is_ready(self) -> bool:
+        """Requests are accepted: the core runs and nobody drains."""
+        return self._frontend.status == "ready" and not self._draining
+
+    @property
+    def errored(self) -> bool:
+        """The core is gone for good: only a new start helps."""
+        return self._frontend.status == "dead"
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def default_sampling_params(self) -> Mapping[str, Any]:
+        """What the model recommends, by field of SamplingParams; explicit values win over it."""
+        return self._builder.defaults
+
+    def sampling_params(self, **explicit: Any) -> SamplingParams:
+        """SamplingParams of the recommended values, replaced by the explicit ones."""
+        return self._builder.sampling_params(**explicit)
+
+    # --- requests ---------------------------------------------------------------------------------
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        kind: OutputKind = "delta",
+        request_id: str | None = None,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Starts a request and returns its stream.
+
+        Args:
+            prompt: text or token ids.
+            params: None: the model's recommended ones.
+            kind: what each output holds: what is new ("delta"), all so far ("cumulative"), or one
+                output at the end ("final", the cheapest). With best_of > n always "final".
+            request_id: None: one is made. Must not be in flight already.
+            priority: smaller is served first.
+            client: whom it belongs to, for fair share.
+            cache_salt: only requests of one salt share cached prefixes.
+            add_special_tokens: BOS and the like around a text.
+
+        Raises:
+            InvalidRequestError: it can never be served (ContextLengthError among them).
+            QueueFullError: too many wait already.
+            EngineDeadError: the core is being restarted or gone, or the engine drains.
+        """
+        build = partial(
+            self._builder.build,
+            prompt,
+            params,
+            request_id=request_id,
+            options=RequestOptions(priority, client, cache_salt),
+            add_special_tokens=add_special_tokens,
+        )
+        self._check_open(1)
+        request = await self._on_thread(build) if len(prompt) > _INLINE_LENGTH else build()
+        return self._launch(request, kind)
+
+    async def submit_chat(
+        self,
+        messages: Sequence[ChatMessage | Message],
+        params: SamplingParams | None = None,
+        *,
+        chat: ChatOptions | None = None,
+        kind: OutputKind = "delta",
+        request_id: str | None = None,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+    ) -> RequestStream:
+        """Renders a conversation with the model's chat template and goes on as `submit`.
+
+        Without `params` the answer may be as long as the context holds. Raises TemplateError too.
+        """
+
+        def build() -> Request:
+            return self._builder.build(
+                self.render_chat(messages, chat),
+                params or self.sampling_params(max_tokens=None),
+                request_id=request_id,
+                options=RequestOptions(priority, client, cache_salt),
+                add_special_tokens=False,
+            )
+
+        self._check_open(1)
+        return self._launch(await self._on_thread(build), kind)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """`submit` as an async generator, with the same options and errors; closing it aborts."""
+        async with await self.submit(prompt, params, **options) as stream:
+            async for output in stream:
+                yield output
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage | Message],
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """`submit_chat` as an async generator, with the same options and errors; closing it
+        aborts."""
+        async with await self.submit_chat(messages, params, **options) as stream:
+            async for output in stream:
+                yield output
+
+    def abort(self, request_id: str) -> bool:
+        """Ends the request of this id with finish reason "abort"; False when there is none."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.abort()
+        return stream is not None
+
+    # --- text -------------------------------------------------------------------------------------
+    def render_chat(
+        self, messages: Sequence[ChatMessage | Message], chat: ChatOptions | None = None
+    ) -> str:
+        """The text that the chat template makes of a conversation. May take a while: call it on a
+        thread. Raises TemplateError, InvalidRequestError."""
+        return self._renderer.render(messages, chat)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        encode = partial(self.tokenizer.encode, text, add_special_tokens)
+        return await self._on_thread(encode) if len(text) > _INLINE_LENGTH else encode()
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        decode = partial(self.tokenizer.decode, ids, skip_special_tokens)
+        return await self._on_thread(decode) if len(ids) > _INLINE_LENGTH else decode()
+
+    # --- life -------------------------------------------------------------------------------------
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when running requests hold blocks."""
+        return await self._frontend.reset_prefix_cache()
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Accepts nothing new and waits for what is in flight; False when the time was up."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        """Aborts what is in flight, ends the core and frees everything. May be called twice."""
+        self._draining = True
+        self._frontend.abort(self._table.end_all("abort"))
+        await self._frontend.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    # --- inside -----------------------------------------------------------------------------------
+    def _check_open(self, num_choices: int) -> None:
+        if self._draining:
+            raise EngineDeadError("the engine is shutting down: send the request to another one")
+        if self._frontend.status != "ready":
+            raise self._frontend.unavailable()
+        running, waiting = self.info.max_num_seqs, self.config.max_queue
+        if len(self._table) + num_choices > running + waiting:
+            raise QueueFullError(
+                f"{len(self._table)} sequences are in flight and this request has {num_choices};"
+                f" at most {running} run and {waiting} wait: try again later"
+            )
+
+    def _launch(self, request: Request, kind: OutputKind) -> RequestStream:
+        """Hands a checked request to the core."""
+        self._check_open(len(request.core))
+        if request.request_id in self._streams:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in flight already: use another one",
+                param="request_id",
+            )
+        stream = RequestStream(request, self._forget, self._end)
+        stream.attach(self._table.add(request, kind, stream.wake))
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        try:
+            self._frontend.add(request.core)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    def _end(self, state: RequestState) -> None:
+        """Ends a request from this side."""
+        self._frontend.abort(self._table.end(state, "abort"))
+
+    def _forget(self, stream: RequestStream) -> None:
+        """A request has ended."""
+        self._streams.pop(stream.request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _take_outputs(self, outputs: list[CoreOutput]) -> None:
+        self._frontend.abort(self._table.take(outputs))
+
+    def _take_stats(self, stats: CoreStats) -> None:
+        self.stats = stats
+
+    def _take_loss(self, error: VllmxError) -> None:
+        self.stats = CoreStats()
+        self._table.end_all("error", error)
+
+    def _take_restart(self, info: CoreInfo) -> None:
+        self._builder.info = info
+
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+async def _start_frontend(plan: LoadPlan, in_process: bool) -> Frontend:
+    if in_process:
+        return await ThreadFrontend.start(plan)
+    return await ProcessFrontend.start(plan)

@@ -1,0 +1,93 @@
+"""The loop around an engine core: messages in, steps, news out.
+
+The same loop runs in the core process (messages come from a socket) and on a thread of the API
+process (from the frontend itself). Between steps it takes whatever messages have come, without
+waiting; with nothing to do it sleeps until one comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from vllmx_engine.core import EngineCore
+from vllmx_engine.ipc import (
+    AbortRequests,
+    AddRequest,
+    FromCore,
+    Outputs,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    Shutdown,
+    Start,
+    Stats,
+    ToCore,
+)
+
+logger = logging.getLogger("vllmx.core")
+
+STATS_INTERVAL_S = 0.5
+
+
+class CoreLoop:
+    """Owns the core; runs on the one thread that may touch it.
+
+    Args:
+        core: loaded.
+        inbox: filled by other threads.
+        emit: hands a message to the frontend; may block, which holds the core back.
+    """
+
+    def __init__(
+        self, core: EngineCore, inbox: SimpleQueue[ToCore], emit: Callable[[FromCore], None]
+    ) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._emit = emit
+        self._stats_due_s = 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until a Shutdown message. What a step raises is a bug or a broken device: it is left to
+        the caller."""
+        try:
+            while not self._stopped:
+                self._take_messages()
+                if self._core.has_work and not self._stopped:
+                    outputs = self._core.step()
+                    if outputs:
+                        self._emit(Outputs(outputs))
+                    self._report(time.monotonic())
+        finally:
+            self._core.close()
+
+    def _take_messages(self) -> None:
+        """Takes all that have come; waits for one when there is nothing to do."""
+        try:
+            while not self._stopped:
+                self._take(self._inbox.get(block=not self._core.has_work))
+        except Empty:
+            pass
+
+    def _take(self, message: ToCore) -> None:
+        match message:
+            case AddRequest(request):
+                self._core.add(request)
+            case AbortRequests(request_ids):
+                self._core.abort(request_ids)
+                if not self._core.has_work:
+                    self._report(time.monotonic())
+            case ResetPrefixCache(call_id):
+                self._emit(PrefixCacheReset(call_id, self._core.reset_prefix_cache()))
+            case Shutdown():
+                self._stopped = True
+            case Start():
+                logger.error("a second start message is ignored")
+
+    def _report(self, now_s: float) -> None:
+        """Counters, every half second while busy and when the work is done."""
+        if now_s >= self._stats_due_s or not self._core.has_work:
+            self._stats_due_s = now_s + STATS_INTERVAL_S
+            self._emit(Stats(self._core.stats()))

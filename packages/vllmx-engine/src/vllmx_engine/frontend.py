@@ -1,0 +1,296 @@
+"""How an asyncio program reaches an engine core: in a process of its own, or on a thread of this one.
+
+Both kinds have one face, `Frontend`, and tell their news to one `Listener`, always on the thread of
+the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Literal, Protocol, TypeVar
+
+from vllmx_core.errors import EngineDeadError, VllmxError
+
+from vllmx_engine.core_loop import CoreLoop
+from vllmx_engine.ipc import (
+    AbortRequests,
+    AddRequest,
+    FromCore,
+    Outputs,
+    PrefixCacheReset,
+    Ready,
+    ResetPrefixCache,
+    Shutdown,
+    Start,
+    Stats,
+    ToCore,
+    specs_of,
+)
+from vllmx_engine.load import LoadPlan, load_planned
+from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats
+from vllmx_engine.supervisor import CoreProcess
+
+logger = logging.getLogger("vllmx.supervisor")
+
+T = TypeVar("T")
+Status = Literal["ready", "restarting", "dead", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Where a frontend's news go."""
+
+    outputs: Callable[[list[CoreOutput]], None]
+    stats: Callable[[CoreStats], None]
+    lost: Callable[[VllmxError], None]
+    """The core is gone, and every request with it."""
+    restarted: Callable[[CoreInfo], None]
+
+
+class Frontend(Protocol):
+    """The way to an engine core."""
+
+    info: CoreInfo
+    status: Status
+    listener: Listener | None
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        """Raises FrameTooLargeError, and EngineDeadError unless the status is "ready"."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Unknown ids and a core that is gone are ignored."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """False when running requests hold blocks. Raises EngineDeadError."""
+        ...
+
+    def unavailable(self) -> EngineDeadError:
+        """Why no request is taken now."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the core. May be called twice."""
+        ...
+
+
+class _Core:
+    """What both kinds share: news from the core, and calls that it answers."""
+
+    def __init__(self) -> None:
+        self.info: CoreInfo
+        self.status: Status = "ready"
+        self.listener: Listener | None = None
+        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._call_ids = itertools.count()
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        if self.status != "ready":
+            raise self.unavailable()
+        for request in requests:
+            self._send(AddRequest(request))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids and self.status == "ready":
+            self._send(AbortRequests(list(request_ids)))
+
+    async def reset_prefix_cache(self) -> bool:
+        if self.status != "ready":
+            raise self.unavailable()
+        call_id = next(self._call_ids)
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(ResetPrefixCache(call_id))
+        return await self._calls[call_id]
+
+    def unavailable(self) -> EngineDeadError:
+        return EngineDeadError("the engine core is not running: start the engine again")
+
+    def _send(self, message: ToCore) -> None:
+        raise NotImplementedError
+
+    def _take(self, message: FromCore) -> None:
+        match message:
+            case Outputs(outputs) if self.listener is not None:
+                self.listener.outputs(outputs)
+            case Stats(stats) if self.listener is not None:
+                self.listener.stats(stats)
+            case PrefixCacheReset(call_id, done):
+                self._calls.pop(call_id).set_result(done)
+
+    def _tell_lost(self, error: VllmxError) -> None:
+        """Every request and call in flight is lost."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.set_exception(error)
+        if self.listener is not None:
+            self.listener.lost(error)
+
+
+class ThreadFrontend(_Core):
+    """The core on a thread of this process. It is not restarted when it dies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[ToCore] = SimpleQueue()
+        self._ready: asyncio.Future[CoreInfo] = self._loop.create_future()
+        self._thread: Thread
+
+    @classmethod
+    async def start(cls, plan: LoadPlan) -> ThreadFrontend:
+        """Loads the model. Raises the VllmxError that this met."""
+        frontend = cls()
+        frontend._thread = Thread(target=frontend._run, args=(plan,), name="vllmx-core", daemon=True)
+        frontend._thread.start()
+        try:
+            frontend.info = await asyncio.shield(frontend._ready)
+        except asyncio.CancelledError:
+            await frontend.close()
+            raise
+        return frontend
+
+    async def close(self) -> None:
+        """See `Frontend.close`."""
+        if self.status != "closed":
+            self.status = "closed"
+            self._inbox.put(Shutdown())
+        await asyncio.to_thread(self._thread.join)
+
+    def _send(self, message: ToCore) -> None:
+        self._inbox.put(message)
+
+    def _run(self, plan: LoadPlan) -> None:
+        """The core's thread."""
+        try:
+            core, info = load_planned(plan)
+            self._emit(Ready(info))
+            CoreLoop(core, self._inbox, self._emit).run()
+        except VllmxError as error:
+            self._on_loop(self._die, error)
+        except Exception:
+            logger.exception("the engine core failed")
+            self._on_loop(self._die, EngineDeadError("the engine core failed: see its log above"))
+
+    def _emit(self, message: FromCore) -> None:
+        self._on_loop(self._take, message)
+
+    def _on_loop(self, function: Callable[[T], None], argument: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:  # the event loop was closed without a shutdown: nobody listens
+            self._inbox.put(Shutdown())
+
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, Ready):
+            self._ready.set_result(message.info)
+        else:
+            super()._take(message)
+
+    def _die(self, error: VllmxError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            return
+        self.status = "dead"
+        self._tell_lost(EngineDeadError(error.message))
+
+
+class ProcessFrontend(_Core):
+    """The core in a process of its own, started again when it dies.
+
+    A core that dies soon after its start, again and again, stays dead: waiting longer and longer
+    between the attempts, `MAX_QUICK_FAILURES` of them are made.
+    """
+
+    MAX_QUICK_FAILURES = 5
+    QUICK_S = 30.0
+    """A core that lived longer than this has not failed quickly."""
+    FIRST_DELAY_S = 0.1
+    LAST_DELAY_S = 10.0
+
+    def __init__(self, plan: LoadPlan) -> None:
+        super().__init__()
+        self._start = Start(
+            config=plan.config,
+            path=str(plan.path),
+            specs=specs_of(plan.registry),
+            progress=plan.progress,
+            log_level=logging.getLogger("vllmx").getEffectiveLevel(),
+        )
+        self._core: CoreProcess
+        self._born_s = 0.0
+        self._quick_failures = 0
+        self._restarting: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, plan: LoadPlan) -> ProcessFrontend:
+        """Spawns the process and loads the model. Raises the VllmxError that this met."""
+        frontend = cls(plan)
+        await frontend._spawn()
+        return frontend
+
+    @property
+    def pid(self) -> int:
+        """Of the core."""
+        return self._core.pid
+
+    def unavailable(self) -> EngineDeadError:
+        """See `Frontend.unavailable`."""
+        if self.status == "restarting":
+            return EngineDeadError("the engine core is being restarted: try again in a moment")
+        return super().unavailable()
+
+    async def close(self) -> None:
+        """See `Frontend.close`."""
+        if self.status == "closed":
+            return
+        self.status = "closed"
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
+        await self._core.stop()
+
+    def _send(self, message: ToCore) -> None:
+        self._core.send(message)
+
+    async def _spawn(self) -> None:
+        self._core = await CoreProcess.start(self._start, self._take, self._on_lost)
+        self.info = self._core.info
+        self._born_s = asyncio.get_running_loop().time()
+
+    def _on_lost(self, core: CoreProcess) -> None:
+        self.status = "restarting"
+        self._restarting = asyncio.ensure_future(self._restart(core))
+
+    async def _restart(self, core: CoreProcess) -> None:
+        if asyncio.get_running_loop().time() - self._born_s > self.QUICK_S:
+            self._quick_failures = 0
+        await core.reap(timeout_s=1.0)
+        reason = core.failure.message if core.failure is not None else core.describe_end()
+        logger.error("%s; %s requests are lost", reason, "all")
+        self._tell_lost(EngineDeadError(f"{reason}; it is being restarted: send the request again"))
+        while self.status == "restarting":
+            self._quick_failures += 1
+            if self._quick_failures > self.MAX_QUICK_FAILURES:
+                logger.critical("the engine core failed %d times in a row: giving up", self._quick_failures - 1)
+                self.status = "dead"
+                return
+            await asyncio.sleep(self._delay_s())
+            try:
+                await self._spawn()
+            except VllmxError as error:
+                logger.error("the engine core cannot be restarted: %s", error)
+                continue
+            self.status = "ready"
+            if self.listener is not None:
+                self.listener.restarted(self.info)
+
+    def _delay_s(self) -> float:
+        delay = self.FIRST_DELAY_S * 2.0 ** (self._quick_failures - 1)
+        return min(delay, self.LAST_DELAY_S)

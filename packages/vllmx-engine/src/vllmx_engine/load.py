@@ -1,0 +1,210 @@
+"""From a configuration to a loaded engine core."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
+from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint, resolve_path
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import ModelShape
+from vllmx_core.registry import Registry, load_registry
+
+from vllmx_engine.core import EngineCore
+from vllmx_engine.messages import CoreInfo
+
+logger = logging.getLogger("vllmx.load")
+
+DEFAULT_BATCHED_TOKENS = 2048
+_DTYPES = {
+    "auto": "auto", "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32",
+    "float": "f32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to load, found but not yet opened."""
+
+    config: EngineConfig
+    path: Path
+    registry: Registry
+    progress: bool
+    """Show progress bars on standard error."""
+
+
+def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
+    """Finds the model, downloading it if need be. Raises ModelNotFoundError."""
+    registry = registry or load_registry()
+    progress = sys.stderr.isatty()
+    path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
+    return LoadPlan(config, path, registry, progress)
+
+
+def load_core(
+    config: EngineConfig, registry: Registry | None = None
+) -> tuple[EngineCore, CoreInfo]:
+    """Loads the model that `config` names and puts an engine core around it.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, WeightFormatError: the model cannot be read.
+        BackendUnavailableError: the wanted backend cannot run here.
+        CapacityError: it does not fit into memory.
+        ConfigError: a value of `config` that this model does not allow.
+    """
+    return load_planned(plan_load(config, registry))
+
+
+def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
+    """`load_core` of a model that was found already."""
+    started = time.monotonic()
+    checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
+    model = build_model(plan.registry, checkpoint)
+    spec, reason = plan.registry.choose_backend(plan.config.backend)
+    logger.info("backend=%s reason=%r", spec.name, reason)
+    options = load_options(plan.config, model.shape, progress=plan.progress)
+    loaded = spec.load()().load(model, checkpoint.weights, options)
+    try:
+        max_model_len = fitting_length(plan.config, options, loaded.info)
+        core = EngineCore(
+            loaded,
+            plan.config,
+            max_model_len=max_model_len,
+            vocab_size=model.shape.vocab_size,
+        )
+    except BaseException:
+        loaded.close()
+        raise
+    seconds = time.monotonic() - started
+    info = _core_info(plan, checkpoint, loaded, model.shape, max_model_len, seconds)
+    _log(info)
+    return core, info
+
+
+def load_options(config: EngineConfig, shape: ModelShape, *, progress: bool) -> LoadOptions:
+    """The backend's part of a configuration, with what the model decides filled in.
+
+    Raises ConfigError for a max_model_len beyond what the model was made for, or beyond what an
+    explicit number of KV blocks holds.
+    """
+    longest = shape.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the {longest} tokens that the"
+            f" model was made for: lower it to {longest} or leave it out",
+            param="max_model_len",
+        )
+    max_model_len = config.max_model_len or longest
+    if config.num_kv_blocks is not None:
+        held = config.num_kv_blocks * config.block_size
+        if config.max_model_len is None:
+            max_model_len = min(max_model_len, held)
+        elif held < max_model_len:
+            raise ConfigError(
+                f"--num-kv-blocks {config.num_kv_blocks} of {config.block_size} tokens hold {held}"
+                f" tokens, fewer than --max-model-len {max_model_len}: lower --max-model-len to"
+                f" {held} or raise --num-kv-blocks to {-(-max_model_len // config.block_size)}",
+                param="num_kv_blocks",
+            )
+    return LoadOptions(
+        dtype=_DTYPES[config.dtype],
+        kv_cache_dtype=config.kv_cache_dtype,
+        max_model_len=max_model_len,
+        shrink_to_fit=config.max_model_len is None,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        memory_fraction=config.memory_fraction,
+        num_threads=config.num_threads,
+        enforce_eager=config.enforce_eager,
+        progress=progress,
+    )
+
+
+def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo) -> int:
+    """The context length that the KV cache holds; one log line where it is less than the model's
+    own and the user asked for none."""
+    held = info.num_kv_blocks * info.block_size
+    if held < options.max_model_len:
+        logger.warning(
+            "max_model_len reduced from %d to %d: the KV cache has %d blocks of %d tokens in %s;"
+            " raise --memory-fraction (now %.2f) or --num-kv-blocks for longer contexts",
+            options.max_model_len,
+            held,
+            info.num_kv_blocks,
+            info.block_size,
+            gibibytes(info.kv_cache_bytes),
+            config.memory_fraction,
+        )
+    return min(held, options.max_model_len)
+
+
+def _core_info(
+    plan: LoadPlan,
+    checkpoint: Checkpoint,
+    loaded: LoadedModel,
+    shape: ModelShape,
+    max_model_len: int,
+    seconds: float,
+) -> CoreInfo:
+    info = loaded.info
+    names = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "")]
+    return CoreInfo(
+        model=plan.config.name,
+        path=str(plan.path),
+        architecture=str(names[0]),
+        max_model_len=max_model_len,
+        vocab_size=shape.vocab_size,
+        backend=info.backend,
+        device=info.device,
+        dtype=info.dtype,
+        kv_cache_dtype=info.kv_cache_dtype,
+        block_size=info.block_size,
+        num_kv_blocks=info.num_kv_blocks,
+        max_num_seqs=plan.config.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        weight_bytes=info.weight_bytes,
+        kv_cache_bytes=info.kv_cache_bytes,
+        load_seconds=seconds,
+        generation_config=dict(checkpoint.generation_config),
+        details={key: str(value) for key, value in info.details.items()},
+    )
+
+
+def _log(info: CoreInfo) -> None:
+    logger.info(
+        "model=%s architecture=%s backend=%s device=%r dtype=%s load_s=%.2f weights=%s kv_cache=%s"
+        " kv_tokens=%d kv_dtype=%s max_model_len=%d peak_rss=%s",
+        info.model,
+        info.architecture,
+        info.backend,
+        info.device,
+        info.dtype,
+        info.load_seconds,
+        gibibytes(info.weight_bytes),
+        gibibytes(info.kv_cache_bytes),
+        info.num_kv_blocks * info.block_size,
+        info.kv_cache_dtype,
+        info.max_model_len,
+        gibibytes(_peak_memory_bytes()),
+    )
+
+
+def gibibytes(size_bytes: int) -> str:
+    """For people: "1.50GiB", or MiB below a tenth of that."""
+    if size_bytes < 1 << 27:
+        return f"{size_bytes / (1 << 20):.1f}MiB"
+    return f"{size_bytes / (1 << 30):.2f}GiB"
+
+
+def _peak_memory_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

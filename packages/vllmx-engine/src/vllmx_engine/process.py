@@ -1,0 +1,152 @@
+"""The engine core's own process: `python -P -m vllmx_engine.process SOCKET`.
+
+Started by `vllmx_engine.supervisor` alone. It connects to the socket, is told what to load, and
+serves until it is told to stop. Nobody can talk to it once the socket is gone: its end, whatever
+the reason, ends this process at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+from vllmx_core.errors import VllmxError
+
+from vllmx_engine.core_loop import CoreLoop
+from vllmx_engine.ipc import (
+    ErrorRecord,
+    Failed,
+    FrameError,
+    FrameReader,
+    FrameTooLargeError,
+    FromCore,
+    Outputs,
+    Ready,
+    Start,
+    ToCore,
+    encode_frame,
+    registry_of,
+    to_core_decoder,
+)
+from vllmx_engine.load import LoadPlan, load_planned
+from vllmx_engine.messages import CoreOutput
+
+logger = logging.getLogger("vllmx.core")
+
+_RECEIVE_BYTES = 1 << 18
+
+
+class Connection:
+    """The core's end of the socket."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+
+    def messages(self) -> Iterator[ToCore]:
+        """As they come, until the other side is gone. Raises FrameError."""
+        reader: FrameReader[ToCore] = FrameReader(to_core_decoder)
+        while data := self._socket.recv(_RECEIVE_BYTES):
+            yield from reader.feed(data)
+
+    def send(self, message: FromCore) -> None:
+        """Blocks while the other side does not read, which holds the core back."""
+        try:
+            frame = encode_frame(message)
+        except FrameTooLargeError:
+            if not isinstance(message, Outputs):
+                raise
+            for part in _smaller(message):
+                self.send(part)
+            return
+        try:
+            self._socket.sendall(frame)
+        except OSError:
+            _exit_without_parent()
+
+
+def _smaller(message: Outputs) -> list[Outputs]:
+    """The same news in two messages; news that are too large alone become an error."""
+    outputs = message.outputs
+    if len(outputs) > 1:
+        middle = len(outputs) // 2
+        return [Outputs(outputs[:middle]), Outputs(outputs[middle:])]
+    return [
+        Outputs(
+            [
+                CoreOutput(
+                    request_id=outputs[0].request_id,
+                    ids=[],
+                    finish_reason="error",
+                    error="the log-probabilities of this request are too large to be sent: ask for"
+                    " fewer prompt_logprobs or shorten the prompt",
+                    error_code="invalid_request",
+                )
+            ]
+        )
+    ]
+
+
+def _exit_without_parent() -> None:
+    logger.warning("the API process is gone: exiting")
+    os._exit(0)  # nobody is left to answer, and a step may be in flight on another thread
+
+
+def _receive(messages: Iterator[ToCore], inbox: SimpleQueue[ToCore]) -> None:
+    """The reader thread: also sees the parent die while the core loads or computes."""
+    try:
+        for message in messages:
+            inbox.put(message)
+    except FrameError as error:
+        logger.error("the API process sent %s: exiting", error)
+        os._exit(1)
+    except OSError:
+        pass
+    _exit_without_parent()
+
+
+def serve(connection: Connection) -> int:
+    """Loads, answers, and returns the exit code."""
+    messages = connection.messages()
+    start = next(messages, None)
+    if not isinstance(start, Start):
+        logger.error("expected a start message, got %s", type(start).__name__)
+        return 1
+    logging.getLogger("vllmx").setLevel(start.log_level)
+    inbox: SimpleQueue[ToCore] = SimpleQueue()
+    threading.Thread(target=_receive, args=(messages, inbox), daemon=True).start()
+    plan = LoadPlan(start.config, Path(start.path), registry_of(start.specs), start.progress)
+    try:
+        core, info = load_planned(plan)
+        connection.send(Ready(info))
+        CoreLoop(core, inbox, connection.send).run()
+    except VllmxError as error:
+        connection.send(Failed(ErrorRecord.of(error)))
+        return 1
+    except Exception:
+        logger.exception("the engine core failed")
+        text = "the engine core failed with an internal error; see its log above"
+        connection.send(Failed(ErrorRecord("VllmxError", text)))
+        return 1
+    return 0
+
+
+def main() -> int:
+    """Signals are the parent's business: it drains first, then tells the core to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(
+        stream=sys.stderr, format="%(asctime)s %(levelname)s [core] %(name)s: %(message)s"
+    )
+    return serve(Connection(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""From what a user asks to what the core is told: tokens, limits, seeds, choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.sampling import SamplingParams
+
+from vllmx_engine.messages import CoreInfo, CoreRequest
+from vllmx_engine.text.stop import StopSet
+from vllmx_engine.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
+_SEED_SPACE = 1 << 64
+_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request, ready for the core."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    core: list[CoreRequest]
+    """One for each choice that is generated (best_of, or n)."""
+    stops: StopSet | None
+    arrival_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Who asks, and how urgently."""
+
+    priority: int = 0
+    """Smaller is served first."""
+    client: str = ""
+    """For fair share between clients."""
+    cache_salt: str = ""
+    """Only requests of one salt share cached prefixes."""
+
+
+def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
+    `--generation-config auto`); whatever a user names explicitly wins over them."""
+    params = {
+        name: generation_config[name]
+        for name in _DEFAULTS
+        if generation_config.get(name) is not None
+    }
+    if generation_config.get("max_new_tokens") is not None:
+        params["max_tokens"] = generation_config["max_new_tokens"]
+    return params
+
+
+class RequestBuilder:
+    """Checks requests and makes `CoreRequest`s of them. Thread-safe.
+
+    Args:
+        tokenizer: of the model.
+        info: of the loaded core: its limits.
+        seed: `EngineConfig.seed`: seeds of requests without one follow from it, in order.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: CoreInfo, seed: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        own = info.generation_config.get("eos_token_id")
+        ids = own if isinstance(own, list) else [] if own is None else [own]
+        self._eos_ids = sorted(tokenizer.eos_token_ids | set(ids))
+        self._seeds = random.Random(seed)  # noqa: S311 - draws of text, not secrets
+        self._numbers = itertools.count()
+        self.defaults = default_params(info.generation_config)
+
+    def sampling_params(self, **explicit: Any) -> SamplingParams:
+        """The model's recommended parameters, replaced where `explicit` names a value."""
+        return SamplingParams(**{**self.defaults, **explicit})
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - frozen
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Everything that can be refused is refused here.
+
+        Args:
+            params: None: what the model recommends.
+            add_special_tokens: BOS and the like around a text; False after a chat template, which
+                brings its own.
+
+        Raises:
+            ContextLengthError: no room for one token after the prompt.
+            InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
+        """
+        params = params or self.sampling_params()
+        text, ids = self._tokens(prompt, add_special_tokens)
+        self._check_prompt(ids)
+        params.check_vocab(self.info.vocab_size)
+        number = next(self._numbers)
+        return Request(
+            request_id or f"req-{number}",
+            text,
+            ids,
+            params,
+            self._core_requests(number, ids, params, options),
+            StopSet(params.stop) if params.stop else None,
+        )
+
+    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if prompt.get("prompt_token_ids") is not None:
+                ids = _checked_ids(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), ids
+            prompt = prompt.get("prompt", "")
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens)
+        return None, _checked_ids(prompt)
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise InvalidRequestError(
+                "the prompt has no tokens: give at least one", param="prompt"
+            )
+        if min(ids) < 0 or max(ids) >= self.info.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequestError(
+                f"the prompt names token id {wrong}, but the vocabulary has ids 0 to"
+                f" {self.info.vocab_size - 1}",
+                param="prompt",
+            )
+        limit = self.info.max_model_len
+        if len(ids) >= limit:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens, but the context of {limit} must hold it and at"
+                f" least one token of output: shorten it to {limit - 1} tokens",
+                param="prompt",
+            )
+
+    def _core_requests(
+        self, number: int, ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> list[CoreRequest]:
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        stop_ids = [] if params.ignore_eos else self._eos_ids
+        leader = CoreRequest(
+            request_id=f"{number}.0",
+            prompt_ids=ids,
+            params=_ranked(params),
+            stop_ids=[*stop_ids, *params.stop_token_ids],
+            bad_words_ids=self._bad_words(params.bad_words),
+            max_tokens=self._max_tokens(len(ids), params),
+            seed=seed % _SEED_SPACE,
+            priority=options.priority,
+            client=options.client,
+            cache_salt=options.cache_salt,
+        )
+        followers = [
+            msgspec.structs.replace(
+                leader,
+                request_id=f"{number}.{index}",
+                params=dataclasses.replace(leader.params, prompt_logprobs=None),
+                seed=(seed + index) % _SEED_SPACE,
+                leader=leader.request_id,
+            )
+            for index in range(1, params.best_of or params.n)
+        ]
+        return [leader, *followers]
+
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        room = self.info.max_model_len - prompt_tokens
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Ids of each word at the start of a text and after a space, where that is a token of its
+        own (the second form counts if it is as long as the first and begins otherwise)."""
+        found: list[list[int]] = []
+        for word in words:
+            bare = self.tokenizer.encode(word.lstrip(" "), add_special_tokens=False)
+            if not bare:
+                raise InvalidRequestError(
+                    f"bad_words has {word!r}, which is no word", param="bad_words"
+                )
+            found.append(bare)
+            spaced = self.tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return found
+
+
+def _ranked(params: SamplingParams) -> SamplingParams:
+    """With best_of the choices are ranked by log-probability, so the core must report it."""
+    if params.logprobs is None and (params.best_of or params.n) > params.n:
+        return dataclasses.replace(params, logprobs=0)
+    return params
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    if hasattr(ids, "tolist"):  # a numpy array
+        ids = ids.tolist()
+    try:
+        return msgspec.convert(ids, list[int])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(
+            f"a prompt is a text or a list of token ids: {error}", param="prompt"
+        ) from error

@@ -1,0 +1,106 @@
+"""All requests in flight of a frontend: who gets which news of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from vllmx_core.errors import VllmxError
+
+from vllmx_engine.messages import CoreOutput, FinishReason
+from vllmx_engine.request import Request
+from vllmx_engine.request_state import (
+    ChoiceState,
+    OutputKind,
+    RequestState,
+    decode_logprobs,
+)
+from vllmx_engine.text.tokenizer import Tokenizer
+
+
+class RequestTable:
+    """All requests in flight of one frontend, by the ids that the core knows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._choices: dict[str, ChoiceState] = {}
+
+    def __len__(self) -> int:
+        """Sequences in flight."""
+        return len(self._choices)
+
+    def add(
+        self,
+        request: Request,
+        kind: OutputKind = "final",
+        notify: Callable[[], None] | None = None,
+    ) -> RequestState:
+        """Begins to expect news of `request`."""
+        state = RequestState(request, self._tokenizer, kind, notify)
+        for core, choice in zip(request.core, state.choices, strict=True):
+            self._choices[core.request_id] = choice
+        return state
+
+    def take(self, outputs: list[CoreOutput]) -> list[str]:
+        """Spreads the news of a step over the requests; returns the ids that the core must abort,
+        because a stop string or another choice's error ended them."""
+        now_s = time.monotonic()
+        aborted: list[str] = []
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue  # it was aborted while this was on its way
+            state = choice.request
+            if output.finish_reason == "error":
+                aborted += self.end(state, "error", error_of(output))
+                continue
+            if choice.take(output):
+                aborted.append(output.request_id)
+            if output.ids or output.prompt_logprobs is not None:
+                self._take_facts(state, output, now_s)
+            if choice.finish_reason is not None:
+                del self._choices[output.request_id]
+                state.num_unfinished -= 1
+            if state.notify is not None and state.wants_news:
+                state.notify()
+        return aborted
+
+    def _take_facts(self, state: RequestState, output: CoreOutput, now_s: float) -> None:
+        state.tokens_came(len(output.ids), now_s)
+        if output.num_cached_tokens:
+            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            rows = [decode_logprobs(row, self._tokenizer) for row in output.prompt_logprobs]
+            state.prompt_logprobs = [None, *rows]
+
+    def end(
+        self, state: RequestState, reason: FinishReason, error: VllmxError | None = None
+    ) -> list[str]:
+        """Ends a request from this side; returns the ids that the core must abort."""
+        ids = [core.request_id for core in state.request.core]
+        ids = [core_id for core_id in ids if self._choices.pop(core_id, None) is not None]
+        if ids:
+            state.end(reason, error)
+            if state.notify is not None:
+                state.notify()
+        return ids
+
+    def end_all(self, reason: FinishReason, error: VllmxError | None = None) -> list[str]:
+        """Ends everything; returns the ids that the core must abort."""
+        states = list(dict.fromkeys(choice.request for choice in self._choices.values()))
+        return [core_id for state in states for core_id in self.end(state, reason, error)]
+
+
+def error_of(output: CoreOutput) -> VllmxError:
+    """The typed error that a core output stands for."""
+    for kind in _all_subclasses(VllmxError):
+        if kind.code == output.error_code:
+            return kind(output.error or "the request failed")
+    return VllmxError(output.error or "the request failed; see the log of the engine core")
+
+
+def _all_subclasses(kind: type[VllmxError]) -> list[type[VllmxError]]:
+    found = []
+    for child in kind.__subclasses__():
+        found += [child, *_all_subclasses(child)]
+    return found
