@@ -127,7 +127,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None

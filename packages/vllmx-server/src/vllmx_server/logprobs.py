@@ -1,0 +1,94 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllmx_engine.outputs import Logprob
+from vllmx_engine.text.tokenizer import Tokenizer
+
+Position = Mapping[int, Logprob]
+"""The chosen token first, then the likeliest ones."""
+FLOOR = -9999.0
+"""JSON has no -inf; vLLM sends this."""
+
+
+def finite(value: float) -> float:
+    return value if math.isfinite(value) else FLOOR
+
+
+def chat_logprobs(
+    positions: Sequence[Position], token_ids: Sequence[int], top: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat completion."""
+
+    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+        return {
+            "token": logprob.decoded_token or "",
+            "logprob": finite(logprob.logprob),
+            "bytes": list(tokenizer.token_bytes(token)),
+        }
+
+    content = []
+    for token, position in zip(token_ids, positions, strict=True):
+        likeliest = sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
+        content.append(
+            {
+                **entry(token, position[token]),
+                "top_logprobs": [entry(other, logprob) for other, logprob in likeliest],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of a text completion, filled position by position."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.token_logprobs: list[float | None] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+        self.text_offset: list[int] = []
+
+    def add_first_prompt_token(self, text: str) -> None:
+        """The first token of a prompt has no probability."""
+        self.tokens.append(text)
+        self.token_logprobs.append(None)
+        self.top_logprobs.append(None)
+        self.text_offset.append(0)
+
+    def add(self, token: int, position: Position, offset: int) -> None:
+        chosen = position[token]
+        self.tokens.append(chosen.decoded_token or "")
+        self.token_logprobs.append(finite(chosen.logprob))
+        self.top_logprobs.append(
+            {entry.decoded_token or "": finite(entry.logprob) for entry in position.values()}
+        )
+        self.text_offset.append(offset)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
+
+
+def prompt_logprobs(positions: Sequence[Position | None]) -> list[Any]:
+    """vLLM's `prompt_logprobs`: a mapping by token id for each prompt token, null for the first."""
+    return [
+        None
+        if position is None
+        else {
+            str(token): {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token, entry in position.items()
+        }
+        for position in positions
+    ]

@@ -1,0 +1,72 @@
+"""Models, health, metrics, version: what operators and clients look up."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.errors import ModelNotFoundError
+
+from vllmx_server import __version__
+from vllmx_server.metrics import CONTENT_TYPE
+from vllmx_server.state import ServerState, state_of
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _json(value: object, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(_encode(value), status, headers=headers, media_type="application/json")
+
+
+def _card(state: ServerState) -> dict[str, object]:
+    return {
+        "id": state.llm.config.name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "vllmx",
+        "root": state.llm.config.model,
+        "parent": None,
+        "max_model_len": state.llm.info.max_model_len,
+        "permission": [],
+    }
+
+
+async def models(request: Request) -> Response:
+    return _json({"object": "list", "data": [_card(state_of(request))]})
+
+
+async def model(request: Request) -> Response:
+    state = state_of(request)
+    name = request.path_params["name"]
+    if name != state.llm.config.name:
+        raise ModelNotFoundError(
+            f"model {name[:200]!r} is not served here; served: {state.llm.config.name}"
+        )
+    return _json(_card(state))
+
+
+async def live(request: Request) -> Response:
+    """200 while the process answers, unless the engine is gone for good."""
+    state = state_of(request)
+    if state.llm.errored:
+        return _json({"status": "dead", "message": "the engine core could not be restarted"}, 503)
+    return _json({"status": "live"})
+
+
+async def ready(request: Request) -> Response:
+    """200 when requests are served; 503 while the core restarts or the server drains."""
+    state = state_of(request)
+    if state.draining:
+        return _json({"status": "draining"}, 503)
+    if not state.llm.is_ready:
+        return _json({"status": "starting"}, 503)
+    return _json({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    return Response(state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+async def version(request: Request) -> Response:
+    return _json({"version": __version__})

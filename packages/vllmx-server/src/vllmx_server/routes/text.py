@@ -1,0 +1,59 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.body import read_body
+from vllmx_server.schema.decode import decode
+from vllmx_server.schema.text import DETOKENIZE, TOKENIZE, TokenizeRequest
+from vllmx_server.state import ServerState, state_of
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or of a rendered conversation."""
+    state = state_of(request)
+    body = decode(await read_body(request, state.config.max_body_bytes), TOKENIZE)
+    state.check_model(body.model)
+    body.check()
+    text, special = await _text_of(state, body)
+    tokens = await state.llm.encode(text, special)
+    tokenizer = state.llm.tokenizer
+    found = {
+        "count": len(tokens),
+        "max_model_len": state.llm.info.max_model_len,
+        "tokens": tokens,
+        "token_strs": [tokenizer.token_text(token) for token in tokens]
+        if body.return_token_strs
+        else None,
+    }
+    return Response(_encode(found), media_type="application/json")
+
+
+async def _text_of(state: ServerState, body: TokenizeRequest) -> tuple[str, bool]:
+    if body.prompt is not None:
+        return body.prompt, body.add_special_tokens is not False
+    messages = body.messages or []
+    conversation = [message.for_template(index) for index, message in enumerate(messages)]
+    text = await state.llm.render_chat_on_thread(conversation, body.chat_options())
+    return text, bool(body.add_special_tokens)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    body = decode(await read_body(request, state.config.max_body_bytes), DETOKENIZE)
+    state.check_model(body.model)
+    vocab_size = state.llm.info.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
+        )
+    text = await state.llm.decode(body.tokens, body.skip_special_tokens)
+    return Response(_encode({"prompt": text}), media_type="application/json")

@@ -1,0 +1,73 @@
+"""What the routes share: the engine, the configuration, the metrics, and who is in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from starlette.requests import Request
+from vllmx_core.errors import ModelNotFoundError
+from vllmx_engine.async_llm import AsyncLLM
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.errors import OverloadedError
+from vllmx_server.metrics import Metrics
+from vllmx_server.schema.sampling import SamplingFields
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One per server, at `request.app.state.server`."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    metrics: Metrics
+    draining: bool = False
+    in_flight: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFoundError for a name that is not served. None means the only model."""
+        if name is not None and name != self.llm.config.name:
+            raise ModelNotFoundError(
+                f"model {name[:200]!r} is not served here; served: {self.llm.config.name}",
+                param="model",
+            )
+
+    def admit(self) -> Callable[[], None]:
+        """Counts a generation request in flight until the returned function is called. Raises
+        OverloadedError while draining or over `max_concurrent_requests`."""
+        if self.draining:
+            raise OverloadedError("the server is shutting down: send the request to another one")
+        if self.in_flight >= self.config.max_concurrent_requests:
+            raise OverloadedError(
+                f"{self.in_flight} requests are in flight, the limit is"
+                f" {self.config.max_concurrent_requests}: try again later, or raise"
+                " --max-concurrent-requests"
+            )
+        self.in_flight += 1
+
+        def release() -> None:
+            self.in_flight -= 1
+
+        return release
+
+
+def state_of(request: Request) -> ServerState:
+    return cast(ServerState, request.app.state.server)
+
+
+def request_id_of(request: Request, body: SamplingFields) -> str:
+    """The body's own request_id, or the one of the HTTP request."""
+    return body.request_id or cast(str, request.scope["state"]["request_id"])
+
+
+def caller_of(request: Request, body: SamplingFields) -> dict[str, Any]:
+    """Who asks, as keyword arguments of `AsyncLLM.submit`: fair share and prefix-cache salt go by
+    the API key, so that no client can probe another's prompts; a `cache_salt` of the request
+    narrows it further."""
+    client: str = request.scope["state"].get("client", "")
+    salt = f"{client}\n{body.cache_salt}" if body.cache_salt else client
+    return {"priority": body.priority, "client": client, "cache_salt": salt}

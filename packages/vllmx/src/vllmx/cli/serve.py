@@ -1,0 +1,68 @@
+"""`vllmx serve`: the OpenAI HTTP API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from vllmx_core.config import EngineConfig
+from vllmx_server.config import ServerConfig
+
+from vllmx.cli.logs import configure_logging
+from vllmx.cli.options import engine_options, options_of, resolve
+
+if TYPE_CHECKING:
+    from vllmx_engine.async_llm import AsyncLLM
+
+HELP = {
+    "host": "Address to listen on; 0.0.0.0 for all (set --api-key then).",
+    "port": "Port to listen on; 0 takes a free one.",
+    "uds": "Path of a unix socket to listen on instead.",
+    "root_path": "Path prefix when behind a proxy.",
+    "api_key": "Bearer token that clients must send; may be repeated.",
+    "ssl_certfile": "TLS certificate.",
+    "ssl_keyfile": "TLS key.",
+    "allowed_origins": "CORS origin; may be repeated.",
+    "allowed_methods": "CORS method; may be repeated.",
+    "allowed_headers": "CORS header; may be repeated.",
+    "allow_credentials": "CORS credentials.",
+    "max_body_bytes": "Largest request body.",
+    "max_concurrent_requests": "Requests in flight; more get 503.",
+    "trust_request_chat_template": "Serve chat templates from requests.",
+    "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
+    "disable_access_log": "No line for each request.",
+    "log_level": "debug, info, warning or error.",
+}
+
+
+@click.command(context_settings={"show_default": False})
+@engine_options
+@options_of(ServerConfig, HELP)
+def serve(**flags: Any) -> None:
+    """Serve MODEL over the OpenAI HTTP API.
+
+    MODEL is a folder with config.json and *.safetensors or a Hugging Face id; without it the demo
+    model is served. Every option can also be set as VLLMX_<NAME> or in a YAML file (--config).
+    """
+    engine, server = resolve((EngineConfig, ServerConfig), flags)
+    configure_logging(server.log_level)
+    from vllmx_server.run import run_server
+
+    run_server(engine, server, on_ready=_announce)
+
+
+def _announce(llm: AsyncLLM, url: str) -> None:
+    info = llm.info
+    click.echo(
+        f"\nvllmx serves {llm.config.name} ({info.architecture}, {info.dtype}) on {info.backend},"
+        f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+        f"\n  {url}/v1\n",
+        err=True,
+    )
+    if url.startswith("http"):
+        click.echo(
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f'    -d \'{{"model": "{llm.config.name}", "messages": [{{"role": "user",'
+            f' "content": "Hello!"}}]}}\'\n',
+            err=True,
+        )
