@@ -89,7 +89,7 @@ def test_target_is_scored_and_logprobs_are_consistent() -> None:
     result = fake().step(plan, rows).result()
     assert result.ids[:2].tolist() == [2, 3]
     assert result.logprobs is not None
-    ranks = [expected_rank([1], 2, RULES), expected_rank([1, 2], 3, RULES), 1]
+    ranks = [expected_rank([1], 2, RULES), expected_rank([1, 2], 3, RULES), 0]
     assert result.logprobs.rank.tolist() == ranks
     assert result.logprobs.top_ids[1, 0] == expected_tokens([1, 2], 1, rules=RULES)[0]
     assert result.logprobs.top_ids[0].tolist() == [-1, -1]

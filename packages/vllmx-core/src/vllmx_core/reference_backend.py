@@ -17,6 +17,7 @@ from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import Activation, AttentionSpec, Model, StepInputs
 from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
 from vllmx_core.reference import Floats
+from vllmx_core.reference_sampler import sample
 from vllmx_core.weight_map import assemble
 from vllmx_core.weights import WeightSource
 
@@ -127,8 +128,8 @@ class ReferenceLoadedModel:
         assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
         start = time.perf_counter()
         tokens = self.resolve(plan.tokens)
-        logits = self.logits(plan)
-        result = _sample(logits, rows, tokens[plan.logit_rows])
+        logits = self.logits(plan).astype(np.float32, copy=False)
+        result = sample(logits, rows, tokens[plan.logit_rows])
         result.elapsed_s = time.perf_counter() - start
         self._last_ids = result.ids.copy()
         return ReferenceHandle(self._in_flight, result)
@@ -149,12 +150,6 @@ class ReferenceLoadedModel:
     def close(self) -> None:
         self._in_flight.clear()
         self._weights, self._pages = {}, ()
-
-
-def _sample(logits: Floats, rows: SamplingRows, fed: I32) -> StepResult:
-    """`fed`: (L,) the token at each logit row, for pending counts."""
-    ids = np.argmax(logits, axis=1).astype(np.int32)
-    return StepResult(np.where(rows.target >= 0, rows.target, ids).astype(np.int32))
 
 
 class ReferenceBackend:

@@ -240,19 +240,21 @@ class FakeLoadedModel:
         return ids
 
     def _logprobs(self, rows: SamplingRows, history: U64, ids: I32) -> LogprobRows | None:
-        """Rank 1 is the greedy id, the others follow cyclically, rank r has -r / 4."""
+        """Rank 1 is the greedy id, the others follow cyclically, rank r has -r / 4. What nobody
+        asked for: -inf, rank 0, id -1."""
         if rows.max_logprobs < 0:
             return None
         vocab_size, width = self.rules.vocab_size, rows.max_logprobs
         first = (mix(history) % np.uint64(vocab_size)).astype(np.int64)  # (L,)
         rank = (ids - first) % vocab_size + 1
         offsets = np.arange(width)
-        wanted = offsets < rows.num_logprobs[:, None]  # (L, K)
+        wanted = (offsets < rows.num_logprobs[:, None]) & (ids >= 0)[:, None]  # (L, K)
         top_ids = np.where(wanted, (first[:, None] + offsets) % vocab_size, -1)
-        top = np.where(wanted, -(offsets + 1) / 4, 0.0)
+        top = np.where(wanted, -(offsets + 1) / 4, -np.inf)
+        asked = (rows.num_logprobs >= 0) & (ids >= 0)  # (L,)
         return LogprobRows(
-            (rank / -4).astype(np.float32),
-            rank.astype(np.int32),
+            np.where(asked, rank / -4, -np.inf).astype(np.float32),
+            np.where(asked, rank, 0).astype(np.int32),
             top_ids.astype(np.int32),
             top.astype(np.float32),
         )
@@ -340,7 +342,7 @@ class FakeBackend:
             blocks = options.kv_cache_memory_bytes // (8 * size)
         if blocks is None:
             blocks = min(needed * options.max_num_seqs, max(needed, 1 << 14))
-        if blocks < needed:
+        if blocks < (1 if options.shrink_to_fit else needed):
             raise CapacityError(
                 f"{blocks} KV blocks of {size} tokens hold {blocks * size} tokens, but"
                 f" max_model_len is {options.max_model_len}: lower --max-model-len to"

@@ -1,0 +1,20 @@
+"""`BackendSuite`: what every backend must do, as pytest tests.
+
+    class TestMyBackend(BackendSuite):
+        def make_backend(self) -> Backend:
+            return MyBackend()
+
+Everything goes through the public face (`Backend.load`, `LoadedModel.step`); the judges are
+`vllmx_core.reference` in float64 and `vllmx_core.reference_sampler`.
+"""
+
+from __future__ import annotations
+
+from vllmx_core.testing.attention_checks import AttentionChecks
+from vllmx_core.testing.op_checks import OpChecks
+from vllmx_core.testing.sampler_checks import SamplerChecks
+from vllmx_core.testing.step_checks import StepChecks
+
+
+class BackendSuite(OpChecks, AttentionChecks, SamplerChecks, StepChecks):
+    """Override `make_backend`, and the attributes of `Harness` where the backend promises less."""

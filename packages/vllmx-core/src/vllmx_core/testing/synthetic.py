@@ -1,0 +1,189 @@
+"""Small models with random weights, written against `Ops`, for suites and plugin authors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllmx_core.errors import WeightFormatError
+from vllmx_core.model import Array, AttentionSpec, KVSpec, ModelShape, Ops, StepInputs, Weight
+from vllmx_core.plan import F32, AnyArray
+from vllmx_core.weights import (
+    DENSE,
+    DType,
+    PartSpec,
+    RawTensor,
+    WeightPart,
+    WeightSpec,
+    f32_to_bf16,
+)
+
+Body = Callable[[Ops, Mapping[str, Weight], StepInputs], Array]
+
+
+class ArraySource:
+    """A `WeightSource` over float32 arrays, stored as `dtype`: f32, f16 or bf16."""
+
+    def __init__(self, arrays: Mapping[str, F32], dtype: DType = "f32") -> None:
+        self._parts = {name: _part(name, array, dtype) for name, array in arrays.items()}
+
+    def names(self) -> Collection[str]:
+        return self._parts.keys()
+
+    def part(self, name: str) -> WeightPart:
+        if name not in self._parts:
+            near = difflib.get_close_matches(name, self._parts) or sorted(self._parts)[:3]
+            raise WeightFormatError(
+                f"the checkpoint has no tensor {name!r}; nearest: {', '.join(near)}"
+            )
+        return self._parts[name]
+
+    def close(self) -> None:
+        self._parts = {}
+
+
+def _part(name: str, array: F32, dtype: DType) -> WeightPart:
+    encoded: AnyArray = array
+    if dtype == "bf16":
+        encoded = f32_to_bf16(array)
+    elif dtype == "f16":
+        encoded = array.astype("<f2")
+    data = np.ascontiguousarray(encoded).reshape(-1).view(np.uint8)
+    data.flags.writeable = False  # as a mapped file would be
+    return WeightPart(
+        name, array.shape, DENSE, {"weight": RawTensor(name, dtype, array.shape, data)}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticModel:
+    """A `Model` made of its parts."""
+
+    shape: ModelShape
+    specs: tuple[WeightSpec, ...]
+    tables: Mapping[str, F32]
+    body: Body
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        return self.specs
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        return {name: table[:max_model_len] for name, table in self.tables.items()}
+
+    def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        return self.body(ops, w, step)
+
+
+class Builder:
+    """Collects random weights and their map; matrices are scaled so that outputs stay near 1."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.random = np.random.default_rng(seed)
+        self.arrays: dict[str, F32] = {}
+        self.specs: list[WeightSpec] = []
+        self.tables: dict[str, F32] = {}
+        self.kv: list[KVSpec] = []
+
+    def embedding(self, name: str, cols: int) -> None:
+        """A (V, cols) table."""
+        part = self._array(f"{name}.weight", (self.vocab_size, cols))
+        self.specs.append(WeightSpec(name, "embedding", (part,), cols))
+
+    def linear(
+        self, name: str, rows: int | Sequence[int], cols: int, biases: Sequence[int] = ()
+    ) -> None:
+        """A matrix of one or several parts; `biases`: the parts that have one."""
+        parts = []
+        for index, count in enumerate([rows] if isinstance(rows, int) else rows):
+            part = self._array(f"{name}.{index}.weight", (count, cols), cols**-0.5)
+            if index in biases:
+                bias = self._array(f"{name}.{index}.bias", (count,))
+                part = replace(part, bias=bias.name)
+            parts.append(part)
+        self.specs.append(WeightSpec(name, "linear", tuple(parts), cols))
+
+    def tied(self, name: str, table: str, cols: int) -> None:
+        """A head that is the table itself."""
+        part = PartSpec(f"{table}.weight", self.vocab_size)
+        self.specs.append(WeightSpec(name, "linear", (part,), cols))
+
+    def vector(self, name: str, rows: int, offset: float = 0.0, centre: float = 1.0) -> None:
+        """Values around `centre` after the offset was added."""
+        part = self._array(f"{name}.weight", (rows,), 0.3)
+        self.arrays[part.name] += np.float32(centre - offset)
+        self.specs.append(WeightSpec(name, "vector", (part,), offset=offset))
+
+    def rope(self, name: str, rotary_dim: int, positions: int = 4096) -> None:
+        """A table of base 100, short enough to matter at small positions."""
+        inverse = 100.0 ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+        angles = np.arange(positions)[:, None] * inverse
+        self.tables[name] = np.concatenate([np.cos(angles), np.sin(angles)], 1, dtype=np.float32)
+
+    def attention(self, spec: AttentionSpec) -> None:
+        """Announces the KV cache of a layer; layers in their order."""
+        assert spec.layer == len(self.kv), "layers out of order"
+        self.kv.append(KVSpec(spec.num_kv_heads, spec.head_size, spec.window))
+
+    def build(self, hidden_size: int, body: Body) -> SyntheticModel:
+        """The model; its weights are `ArraySource(builder.arrays)`."""
+        shape = ModelShape(self.vocab_size, hidden_size, 4096, tuple(self.kv), dtype="f32")
+        return SyntheticModel(shape, tuple(self.specs), self.tables, body)
+
+    def _array(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> PartSpec:
+        self.arrays[name] = (self.random.standard_normal(shape) * scale).astype(np.float32)
+        return PartSpec(name, shape[0])
+
+
+def tiny_decoder(builder: Builder, hidden: int = 32, layers: int = 2) -> SyntheticModel:
+    """A whole decoder: grouped-query attention with RoPE, gated MLP, tied head."""
+    specs = [
+        AttentionSpec(layer, num_heads=4, num_kv_heads=2, head_size=8, scale=8**-0.5, rotary_dim=8)
+        for layer in range(layers)
+    ]
+    builder.embedding("embed", hidden)
+    builder.rope("rope", 8)
+    for layer, spec in enumerate(specs):
+        builder.attention(spec)
+        builder.vector(f"{layer}.norm_in", hidden)
+        builder.linear(f"{layer}.qkv", (32, 16, 16), hidden)
+        builder.linear(f"{layer}.out", hidden, 32)
+        builder.vector(f"{layer}.norm_mid", hidden)
+        builder.linear(f"{layer}.gate_up", (40, 40), hidden)
+        builder.linear(f"{layer}.down", hidden, 40)
+    builder.vector("norm", hidden)
+    builder.tied("head", "embed", hidden)
+
+    def body(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        x, residual = ops.embedding(step.tokens, w["embed"]), None
+        for layer, spec in enumerate(specs):
+            x, residual = ops.add_rms_norm(x, residual, w[f"{layer}.norm_in"], 1e-6)
+            qkv = ops.linear(x, w[f"{layer}.qkv"])
+            x = ops.attention(qkv, replace(spec, rope=w["rope"]), step)
+            x = ops.linear(x, w[f"{layer}.out"])
+            x, residual = ops.add_rms_norm(x, residual, w[f"{layer}.norm_mid"], 1e-6)
+            x = ops.gated_act(ops.linear(x, w[f"{layer}.gate_up"]), "silu")
+            x = ops.linear(x, w[f"{layer}.down"])
+        x, _ = ops.add_rms_norm(x, residual, w["norm"], 1e-6)
+        return ops.logits(x, step.logit_rows, w["head"])
+
+    return builder.build(hidden, body)
+
+
+def table_model(table: F32) -> tuple[SyntheticModel, ArraySource]:
+    """Logits that are known beforehand: those after token t are row t of the (V, V) table, bit for
+    bit where it has no NaN."""
+    vocab_size = table.shape[0]
+    builder = Builder(vocab_size)
+    builder.embedding("embed", vocab_size)
+    builder.linear("head", vocab_size, vocab_size)
+    builder.arrays["embed.weight"] = table
+    builder.arrays["head.0.weight"] = np.eye(vocab_size, dtype=np.float32)
+
+    def body(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        return ops.logits(ops.embedding(step.tokens, w["embed"]), step.logit_rows, w["head"])
+
+    return builder.build(vocab_size, body), ArraySource(builder.arrays)

@@ -1,0 +1,45 @@
+"""The conformance suite on every backend that can run here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllmx_core.backend import Backend
+from vllmx_core.registry import Registry, load_registry
+from vllmx_core.specs import BackendSpec
+from vllmx_core.testing.backend_suite import BackendSuite
+
+REGISTRY: Registry = load_registry()
+
+
+def backend_spec(name: str) -> BackendSpec:
+    """Skips with the reason when it is not installed or cannot run here."""
+    known = {spec.name: spec for spec in REGISTRY.all(BackendSpec)}
+    if name not in known:
+        errors = [p.error for p in REGISTRY.plugins if p.error and p.key.endswith(f":{name}")]
+        pytest.skip(f"backend {name} is not installed {errors or ''}")
+    reason = known[name].unavailable_reason()
+    if reason is not None:
+        pytest.skip(f"backend {name} cannot run here: {reason}")
+    return known[name]
+
+
+class _Suite(BackendSuite):
+    backend = ""
+
+    def make_backend(self) -> Backend:
+        backend: Backend = backend_spec(self.backend).load()()
+        return backend
+
+
+class TestNumpy(_Suite):
+    backend = "numpy"
+    exact_batches = False  # BLAS chooses its order of sums by the size of the matrix
+
+    def native(self, dtype: str) -> dict[str, Any]:
+        return {"dtype": "f32"}
+
+
+class TestCpu(_Suite):
+    backend = "cpu"
