@@ -1,0 +1,164 @@
+"""Takes a finished step's results into the sequences and says what is new."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from vllmx_core.errors import NonFiniteLogitsError, VllmxError
+from vllmx_core.plan import AnyArray, LogprobRows, StepResult
+
+from vllmx_engine.batch import Step
+from vllmx_engine.messages import CoreOutput, FinishReason, TokenLogprobs
+from vllmx_engine.sampling_rows import Scored
+from vllmx_engine.scheduler import Scheduler
+from vllmx_engine.sequence import Sequence
+
+logger = logging.getLogger("vllmx.commit")
+
+
+class Committer:
+    """Ends sequences in the scheduler as their results say. Its counters are for `CoreStats`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._table = scheduler.table
+        self._size = scheduler.limits.block_size
+        self.prompt_tokens = self.generation_tokens = 0
+
+    def commit(self, step: Step, result: StepResult) -> list[CoreOutput]:
+        """Results of sequences that ended since the launch are dropped; those of preempted ones
+        count, because the step that computed them was sound."""
+        table, owners = self._table, step.owners
+        ids = result.ids[owners.logits]  # (S,)
+        fed = table.sampled_in[owners.rows] == step.number
+        table.last_token[owners.rows[fed]] = ids[fed]
+        self._file_blocks(step, owners.rows[ids < 0])
+        outputs: list[CoreOutput] = []
+        for scored in owners.scored:
+            self._score(scored, result, outputs)
+        for index, (sequence, token) in enumerate(zip(owners.sequences, ids.tolist(), strict=True)):
+            if sequence.finished:
+                continue
+            try:
+                if not sequence.is_plain or token < 0:
+                    logit = int(owners.logits[index])
+                    outputs.append(self._special(sequence, token, logit, result.logprobs))
+                elif (reason := sequence.accept(token)) is None:
+                    outputs.append(CoreOutput(request_id=sequence.request_id, ids=[token]))
+                else:
+                    outputs.append(self._output(sequence, token, reason))
+            except Exception as error:  # one request's fault must not stop the others
+                outputs.append(self.fail(sequence, error))
+        self.generation_tokens += sum([len(output.ids) for output in outputs])
+        return outputs
+
+    def fail(self, sequence: Sequence, error: Exception) -> CoreOutput:
+        """Ends a sequence with an error. Its blocks leave the prefix cache where they can."""
+        if not sequence.finished:
+            self._scheduler.finish(sequence, forget=True)
+        return error_output(sequence.request_id, error)
+
+    def _file_blocks(self, step: Step, bad_rows: AnyArray) -> None:
+        """Full blocks of sound rows go to the prefix cache. What a step computed is filed only
+        now: had it failed, or come to NaN, nobody must have found its blocks meanwhile."""
+        full = step.context_len // self._size > self._table.filed[step.rows]
+        full &= self._table.epoch[step.rows] == step.epochs
+        for index in np.flatnonzero(full).tolist():
+            row = int(step.rows[index])
+            sequence = self._table.owner[row]
+            if sequence is not None and row not in bad_rows:
+                self._scheduler.file_blocks(sequence, int(step.context_len[index]))
+
+    def _special(
+        self, sequence: Sequence, token: int, logit: int, logprobs: LogprobRows | None
+    ) -> CoreOutput:
+        """A first token, one with log-probabilities or counts, or a row without a result."""
+        if token < 0:
+            raise NonFiniteLogitsError(
+                f"the model's logits for token {len(sequence.tokens)} of this request are not"
+                " finite, or nothing was allowed: check the weights, logit_bias and"
+                " allowed_token_ids"
+            )
+        is_first = len(sequence.tokens) == sequence.num_prompt
+        reason = sequence.accept(token)
+        if sequence.rules is not None and sequence.rules.counts is not None:
+            sequence.rules.counts.add(token)
+        wanted = sequence.request.params.logprobs
+        details = None
+        if wanted is not None:
+            details = [_token_logprobs(logprobs, logit, token, wanted)]
+        if not is_first:
+            return self._output(sequence, token, reason, details)
+        sequence.settle()
+        self.prompt_tokens += sequence.num_prompt
+        self._scheduler.prompt_computed(sequence)
+        return self._output(sequence, token, reason, details, is_first=True)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        token: int,
+        reason: FinishReason | None,
+        logprobs: list[TokenLogprobs] | None = None,
+        *,
+        is_first: bool = False,
+    ) -> CoreOutput:
+        if reason is not None:
+            self._scheduler.finish(sequence)
+        return CoreOutput(
+            request_id=sequence.request_id,
+            ids=[token],
+            finish_reason=reason,
+            stop_id=token if reason == "stop" else None,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+        )
+
+    def _score(self, scored: Scored, result: StepResult, outputs: list[CoreOutput]) -> None:
+        """Log-probabilities of prompt tokens."""
+        sequence = scored.sequence
+        if sequence.finished:
+            return
+        try:
+            if bool((result.ids[scored.first : scored.first + scored.count] < 0).any()):
+                raise NonFiniteLogitsError(
+                    "the model's logits for this request's prompt are not finite: check the weights"
+                )
+            assert sequence.prompt_logprobs is not None
+            for index in range(scored.count):
+                token = sequence.tokens[scored.start + index + 1]
+                sequence.prompt_logprobs.append(
+                    _token_logprobs(
+                        result.logprobs, scored.first + index, token, scored.num_logprobs
+                    )
+                )
+        except Exception as error:  # one request's fault must not stop the others
+            outputs.append(self.fail(sequence, error))
+
+
+def error_output(request_id: str, error: Exception) -> CoreOutput:
+    """The end of a request that failed. Only texts of ours reach the user."""
+    if isinstance(error, VllmxError):
+        logger.info("request %s ends with an error: %s", request_id, error)
+        text, code = error.message, error.code
+    else:
+        logger.error("request %s ends with an unexpected error", request_id, exc_info=error)
+        text, code = "internal error; the server's log has the details", VllmxError.code
+    return CoreOutput(
+        request_id=request_id, ids=[], finish_reason="error", error=text, error_code=code
+    )
+
+
+def _token_logprobs(
+    logprobs: LogprobRows | None, logit: int, token: int, count: int
+) -> TokenLogprobs:
+    assert logprobs is not None, "the backend left out log-probabilities that were asked for"
+    return TokenLogprobs(
+        token,
+        float(logprobs.chosen[logit]),
+        int(logprobs.rank[logit]),
+        logprobs.top_ids[logit, :count].tolist(),
+        logprobs.top[logit, :count].tolist(),
+    )

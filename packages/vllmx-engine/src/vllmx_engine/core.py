@@ -1,0 +1,224 @@
+"""The step loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllmx_core.backend import LoadedModel, StepHandle
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import EngineDeadError, InvalidRequestError
+
+from vllmx_engine.batch import BatchBuilder, Step
+from vllmx_engine.commit import Committer, error_output
+from vllmx_engine.cost import StepCost
+from vllmx_engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllmx_engine.scheduler import Batch, Scheduler
+from vllmx_engine.sequence import Limits, Sequence, check_request
+
+logger = logging.getLogger("vllmx.core")
+
+_MAX_FAILURES = 3
+"""Steps that fail one after the other until the backend counts as dead."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: Step
+    handle: StepHandle
+
+
+class EngineCore:
+    """Continues token sequences on a loaded model. One thread owns it.
+
+    Args:
+        model: closed by `close`.
+        config: its scheduling fields; what the model's `LoadedInfo` says of sizes takes precedence.
+        max_model_len: longest sequence, prompt and output together.
+        vocab_size: ids below it may occur.
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, *, max_model_len: int, vocab_size: int
+    ) -> None:
+        self._model = model
+        self._overlap = config.async_scheduling
+        self.limits = _limits(model, config, max_model_len, vocab_size)
+        target = config.target_step_ms
+        self._cost = StepCost(
+            None if target is None else target / 1000,
+            min_chunk=min(self.limits.token_budget, max(16, self.limits.token_budget // 64)),
+        )
+        self._scheduler = Scheduler(
+            self.limits,
+            self._cost,
+            fcfs=config.scheduling_policy == "fcfs",
+            prefix_caching=config.enable_prefix_caching,
+            chunked_prefill=config.enable_chunked_prefill,
+        )
+        self._builder = BatchBuilder(self._scheduler.table, self.limits)
+        self._committer = Committer(self._scheduler)
+        self._in_flight: _Launched | None = None
+        self._outputs: list[CoreOutput] = []
+        self._num_added = self._num_steps = self._num_failures = 0
+        self._step_s = 0.0
+        self._dead: EngineDeadError | None = None
+
+    # --- the loop -----------------------------------------------------------------------------
+    def step(self) -> list[CoreOutput]:
+        """Launches the next step, then collects the one before it: while the device computes step
+        n + 1, the host takes in the ids of step n, sends them, and in the next call schedules and
+        prepares step n + 2. Decode rows of step n + 1 are fed ids that the host has not seen; the
+        device fills them in (`StepPlan.tokens`). What the host learns late costs little: a row
+        that turns out to have ended with step n is computed once more for nothing, and a row whose
+        logits depend on the host seeing its last token (bad words of several tokens) sits out every
+        other step, at its own cost, while the others go on at full pace.
+
+        The plain twin (async_scheduling off) collects what it has just launched; outputs are equal.
+        Returns what is new, an empty list when nothing came. Raises EngineDeadError, and does so
+        ever after, when the backend is beyond use.
+        """
+        if self._dead is not None:
+            raise self._dead
+        launched = self._launch()
+        if self._overlap:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            self._collect(launched)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _launch(self) -> _Launched | None:
+        batch = self._scheduler.schedule()
+        self._fail_broken(self._scheduler.failed)
+        if batch is None:
+            return None
+        try:
+            plan, rows, step = self._builder.build(batch, self._num_steps)
+            launched = _Launched(step, self._model.step(plan, rows))
+        except Exception as error:  # whatever a backend raises
+            self._step_failed(self._sequences_of(batch), error)
+            return None
+        self._num_steps += 1
+        self._fail_broken(step.owners.broken)
+        return launched
+
+    def _collect(self, launched: _Launched) -> None:
+        step = launched.step
+        try:
+            result = launched.handle.result()
+        except Exception as error:  # whatever a backend raises
+            chunks = [chunk.sequence for chunk in step.batch.chunks]
+            self._step_failed([*step.owners.sequences, *chunks], error)
+            return
+        self._num_failures = 0
+        self._step_s += result.elapsed_s
+        self._cost.observe(step.batch.load, result.elapsed_s)
+        self._outputs += self._committer.commit(step, result)
+
+    # --- failures -----------------------------------------------------------------------------
+    def _fail_broken(self, broken: list[tuple[Sequence, Exception]]) -> None:
+        """Ends sequences whose own bookkeeping raised."""
+        for sequence, error in broken:
+            if not sequence.finished:
+                self._outputs.append(self._committer.fail(sequence, error))
+        broken.clear()
+
+    def _step_failed(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """A step came to nothing, and so do the requests in it; the others live on. Rows of a later
+        step that were to be fed its ids are among them, so that step's results are dropped. The
+        backend is given up when it says so itself or fails several times running."""
+        self._num_failures += 1
+        logger.error("a step failed (%d in a row)", self._num_failures, exc_info=error)
+        self._fail_broken([(sequence, error) for sequence in sequences])
+        if isinstance(error, EngineDeadError):
+            self._dead = error
+        elif self._num_failures >= _MAX_FAILURES:
+            self._dead = EngineDeadError(
+                f"the backend failed {self._num_failures} steps in a row: restart the engine; the"
+                " log has the details"
+            )
+        if self._dead is not None:
+            raise self._dead from error
+
+    def _sequences_of(self, batch: Batch) -> list[Sequence]:
+        owners = [self._scheduler.table.owner[row] for row in batch.decodes.tolist()]
+        chunks = [chunk.sequence for chunk in batch.chunks]
+        return [sequence for sequence in owners if sequence is not None] + chunks
+
+    # --- requests -----------------------------------------------------------------------------
+    def add(self, request: CoreRequest) -> None:
+        """Takes a request in. Never raises for a bad one: it ends with an error output."""
+        try:
+            if request.request_id in self._scheduler.live:
+                raise InvalidRequestError(
+                    f"request id {request.request_id!r} is in use: choose another",
+                    param="request_id",
+                )
+            check_request(request, self.limits)
+            sequence = Sequence(request, self._num_added, self.limits)
+            self._num_added += 1
+            self._scheduler.add(sequence)
+        except Exception as error:  # one request's fault must not stop the others
+            self._outputs.append(error_output(request.request_id, error))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests at once and without an output; their blocks are free for the next step.
+        Ids that are unknown or ended are ignored."""
+        for request_id in request_ids:
+            sequence = self._scheduler.live.get(request_id)
+            if sequence is not None:
+                self._scheduler.finish(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._scheduler.live or self._outputs or self._in_flight)
+
+    # --- the rest -----------------------------------------------------------------------------
+    def stats(self) -> CoreStats:
+        """Counters and gauges."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return CoreStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=pool.num_available,
+            num_cached_blocks=pool.num_idle,
+            num_blocks=pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            prompt_tokens=self._committer.prompt_tokens,
+            generation_tokens=self._committer.generation_tokens,
+            prefix_cache_queries=scheduler.num_queried_tokens,
+            prefix_cache_hits=scheduler.num_hit_tokens,
+            step_seconds=self._step_s,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while requests run."""
+        return self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Drops all requests and closes the model."""
+        self.abort(list(self._scheduler.live))
+        self._in_flight = None
+        self._model.close()
+
+
+def _limits(
+    model: LoadedModel, config: EngineConfig, max_model_len: int, vocab_size: int
+) -> Limits:
+    info = model.info
+    budget = min(
+        config.max_num_batched_tokens or info.max_num_batched_tokens, info.max_num_batched_tokens
+    )
+    return Limits(
+        token_budget=budget,
+        max_rows=min(config.max_num_seqs, budget, info.max_logit_rows),
+        max_logit_rows=info.max_logit_rows,
+        max_model_len=max_model_len,
+        num_blocks=info.num_kv_blocks,
+        block_size=info.block_size,
+        vocab_size=vocab_size,
+    )

@@ -1,0 +1,112 @@
+"""How long a step will take, learned from the steps that were: it sizes prefill chunks so that
+running decodes keep their pace while long prompts come in."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from vllmx_core.plan import F32
+
+_REMEMBERED = 64
+_FEATURES = 5
+_CHUNK_TOKENS, _CHUNK_WORK = 3, 4
+
+
+class StepLoad(NamedTuple):
+    """What the time of a step depends on, linearly."""
+
+    num_decodes: int
+    decode_context: int
+    """Tokens that the decode rows attend to, all together."""
+    chunk_tokens: int = 0
+    chunk_work: float = 0.0
+    """Sum over chunks of tokens times the mean context that they attend to."""
+
+
+class StepCost:
+    """seconds = c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work, all c >= 0.
+
+    Keeps the last 64 steps with and the last 64 without prefill (a ring each, so that a long time
+    of decoding does not wash out what prefill costs) and fits relative errors by least squares, but
+    only when a chunk is to be sized beside running decodes; a step of decodes costs one write.
+    """
+
+    def __init__(self, target_s: float | None, min_chunk: int) -> None:
+        self.target_s = target_s
+        self.min_chunk = min_chunk
+        """Progress that prefill makes in each step whatever the target says."""
+        self._rings: tuple[F32, F32] = (
+            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32),
+            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32),
+        )
+        self._seen = [0, 0]
+        self._fit: tuple[float, ...] | None = None
+
+    def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        """Learns from a finished step; a time of 0 means unknown."""
+        if not elapsed_s > 0.0:
+            return
+        kind = 1 if load.chunk_tokens else 0
+        self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load, elapsed_s)
+        self._seen[kind] += 1
+        self._fit = None
+
+    def predict(self, load: StepLoad) -> float:
+        """Seconds, 0 before anything was seen."""
+        return sum(c * x for c, x in zip(self._coefficients(), (1.0, *load), strict=True))
+
+    def chunk_seconds(self, num_decodes: int, decode_context: int) -> float:
+        """What is left of the target for prefill beside these decodes; infinite without either."""
+        if self.target_s is None or num_decodes == 0:
+            return math.inf
+        return max(0.0, self.target_s - self.predict(StepLoad(num_decodes, decode_context)))
+
+    def chunk_tokens(self, seconds: float, start: int) -> float:
+        """Tokens of a prompt, from position `start` on, that `seconds` suffice for."""
+        if seconds == math.inf:
+            return math.inf
+        if not self._seen[1]:
+            return 0.0
+        per_token, per_work = self._coefficients()[_CHUNK_TOKENS], self._coefficients()[_CHUNK_WORK]
+        linear = per_token + per_work * start  # of n tokens: linear * n + per_work / 2 * n^2
+        if per_work * seconds < 1e-9 * linear * linear:
+            return seconds / linear
+        if per_work == 0.0:
+            return math.inf
+        return (math.sqrt(linear * linear + 2 * per_work * seconds) - linear) / per_work
+
+    def chunk_cost(self, tokens: int, start: int) -> float:
+        """Seconds that a chunk adds to a step."""
+        coefficients = self._coefficients()
+        work = tokens * (start + tokens / 2)
+        return coefficients[_CHUNK_TOKENS] * tokens + coefficients[_CHUNK_WORK] * work
+
+    def _coefficients(self) -> tuple[float, ...]:
+        if self._fit is None:
+            parts = [
+                ring[: min(n, _REMEMBERED)] for ring, n in zip(self._rings, self._seen, strict=True)
+            ]
+            self._fit = fit_nonnegative(np.concatenate(parts).astype(np.float64))
+        return self._fit
+
+
+def fit_nonnegative(steps: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[float, ...]:
+    """steps (n, features + 1), the last column the seconds: coefficients of least relative error.
+    A negative one is set to zero and the others are fitted again."""
+    width = steps.shape[1] - 1
+    fit = np.zeros(width)
+    active = [i for i in range(width) if steps[:, i].any()]
+    relative = steps[:, :width] / steps[:, width:]
+    scale = np.sqrt((relative * relative).mean(axis=0)) if len(steps) else np.ones(width)
+    while active:
+        x = relative[:, active] / scale[active]
+        normal = x.T @ x + 1e-6 * len(steps) * np.eye(len(active))
+        solved = np.linalg.solve(normal, x.sum(axis=0))
+        worst = int(solved.argmin())
+        if solved[worst] >= 0.0:
+            fit[active] = solved / scale[active]
+            break
+        del active[worst]
+    return tuple(fit.tolist())

@@ -1,0 +1,94 @@
+"""Which KV block belongs to whom: reference counts, free blocks, eviction.
+
+Every block is in one of three states: owned (with a count of the rows whose tables list it), free
+without content, or idle: free, but holding a cached prefix that can still be hit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from vllmx_core.plan import I32
+
+from vllmx_engine.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Blocks 0 ... num_blocks - 1.
+
+    Idle blocks are evicted in the order in which they were released. `release` walks a table from
+    its tail, and whoever holds a cached block holds its whole cached chain, so a block is always
+    released after those that continue it: the least recently used one is a leaf, without a search.
+    """
+
+    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
+        self.num_blocks = num_blocks
+        self._cache = cache
+        self._refs = np.zeros(num_blocks, np.int32)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Those of them that hold a cached prefix."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> I32:
+        """(count,) blocks with one reference each; there must be as many."""
+        assert count <= self.num_available, (count, self.num_available)
+        taken = []
+        for _ in range(count):
+            if self._free:
+                taken.append(self._free.pop())
+            else:
+                block, _ = self._idle.popitem(last=False)
+                self._cache.remove(block)
+                taken.append(block)
+        blocks = np.array(taken, np.int32)
+        self._refs[blocks] = 1
+        return blocks
+
+    def acquire(self, blocks: list[int]) -> None:
+        """Adds a reference to each of these cached blocks."""
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._refs[block] += 1
+
+    def num_idle_of(self, blocks: list[int]) -> int:
+        """How many of these `acquire` would take out of the available ones."""
+        return sum(block in self._idle for block in blocks)
+
+    def release(self, blocks: I32, *, forget: bool = False) -> None:
+        """Drops one reference of each block of a table, given in its order. With `forget`, blocks
+        that nobody else owns or continues leave the cache: their content is not to be trusted."""
+        self._refs[blocks] -= 1
+        for block in reversed(blocks[self._refs[blocks] == 0].tolist()):
+            if block not in self._cache:
+                self._free.append(block)
+            elif forget and self._cache.is_leaf(block):
+                self._cache.remove(block)
+                self._free.append(block)
+            else:
+                self._idle[block] = None
+
+    def clear_idle(self) -> None:
+        """Forgets all prefixes that no row owns."""
+        while self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._cache.remove(block)
+            self._free.append(block)
+
+    def check(self, owned: I32) -> None:
+        """Asserts that every block is free, idle or owned exactly as often as `owned` lists it."""
+        counts = np.bincount(owned, minlength=self.num_blocks)
+        assert np.array_equal(counts, self._refs), "reference counts differ from the tables"
+        idle = list(self._idle)
+        assert sorted(self._free + idle) == np.flatnonzero(self._refs == 0).tolist(), "block lost"
+        assert all(block in self._cache for block in idle), "idle without content"
+        assert not any(block in self._cache for block in self._free), "free with content"

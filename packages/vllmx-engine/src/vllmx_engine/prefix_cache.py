@@ -1,0 +1,87 @@
+"""Full KV blocks by what they hold: a chain of keyed BLAKE2b digests, so that equal prefixes meet.
+
+A block's digest covers its parent's digest and its own token ids; the parent of a sequence's first
+block is its root, the digest of its cache salt. Two sequences share a block only when salt and all
+tokens up to the block's end agree; the tokens are compared as well, so that a colliding digest can
+at most cost a miss.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+from typing import NamedTuple
+
+_DIGEST_BYTES = 16
+
+
+class Entry(NamedTuple):
+    """A cached block."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes
+    """Its P int32 token ids."""
+
+
+class PrefixCache:
+    """Digest -> block and back. It owns no block: see `BlockPool`."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = secrets.token_bytes(32) if key is None else key
+        self._blocks: dict[bytes, int] = {}
+        self._entries: dict[int, Entry] = {}
+        self._children: dict[bytes, int] = {}
+        """Cached blocks whose parent a digest is."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entries
+
+    def root(self, salt: str) -> bytes:
+        """Parent digest of first blocks under a salt."""
+        return blake2b(
+            salt.encode(), digest_size=_DIGEST_BYTES, key=self._key, person=b"salt"
+        ).digest()
+
+    def digest(self, parent: bytes, tokens: bytes) -> bytes:
+        """Of a block that follows `parent`."""
+        return blake2b(parent + tokens, digest_size=_DIGEST_BYTES, key=self._key).digest()
+
+    def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
+        """The block that holds these tokens behind this parent."""
+        block = self._blocks.get(digest)
+        if block is None:
+            return None
+        entry = self._entries[block]
+        return block if entry.tokens == tokens and entry.parent == parent else None
+
+    def insert(self, block: int, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
+        """Files a block; returns the one that stands for these tokens from now on, which is another
+        when the same prefix was filed before, or None when the digest is taken by other tokens."""
+        if digest in self._blocks:
+            return self.find(digest, parent, tokens)
+        self._blocks[digest] = block
+        self._entries[block] = Entry(digest, parent, tokens)
+        self._children[parent] = self._children.get(parent, 0) + 1
+        return block
+
+    def remove(self, block: int) -> None:
+        """Forgets a cached block."""
+        entry = self._entries.pop(block)
+        del self._blocks[entry.digest]
+        left = self._children[entry.parent] - 1
+        if left:
+            self._children[entry.parent] = left
+        else:
+            del self._children[entry.parent]
+
+    def is_leaf(self, block: int) -> bool:
+        """No cached block continues this cached one."""
+        return self._entries[block].digest not in self._children
+
+    def entry(self, block: int) -> Entry:
+        """What a cached block holds."""
+        return self._entries[block]

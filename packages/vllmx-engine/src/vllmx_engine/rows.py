@@ -1,0 +1,127 @@
+"""The running sequences as a table of arrays, one row each, so that a step is prepared by numpy."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+
+import numpy as np
+from vllmx_core.plan import I32, AnyArray
+
+from vllmx_engine.sequence import Sequence
+
+FLOAT_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+"""Rows of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
+_NEVER = np.int32(2**31 - 1)
+
+
+class RowTable:
+    """State of each running sequence. N rows; free ones are never ready.
+
+    Between steps, row r has `computed[r]` tokens in the KV cache (or on their way there). While it
+    decodes, `last_token[r]` is the token to feed next, at position `computed[r]`: its id, or the
+    reference -(i + 1) when logit row i of step `sampled_in[r]` has still to bring it.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # (N, B) block tables
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.computed = np.zeros(num_rows, np.int32)
+        self.feed_end = np.zeros(num_rows, np.int32)
+        """Decoding goes on while computed < feed_end; 0 for rows that do not decode."""
+        self.last_token = np.zeros(num_rows, np.int32)
+        self.sampled_in = np.zeros(num_rows, np.int64)
+        self.filed = np.zeros(num_rows, np.int32)
+        """Blocks that are in the prefix cache."""
+        self.waits = np.zeros(num_rows, np.bool_)
+        """The row takes part in a step only when the host knows its last token."""
+        self.epoch = np.zeros(num_rows, np.int64)
+        """Grows with each release, so that late results do not meet a row's next owner."""
+        self.client = np.zeros(num_rows, np.int32)
+        self.floats = np.zeros((len(FLOAT_FIELDS), num_rows), np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.num_logprobs = np.full(num_rows, -1, np.int32)
+        self.owner: list[Sequence | None] = [None] * num_rows
+        self.version = 0
+        """Grows with each admission and release."""
+        self._free = list(range(num_rows))
+        self._high = 0
+        self._num_waits = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def ready(self) -> AnyArray:
+        """Rows that can decode one token now, ascending."""
+        high = self._high
+        ready = self.computed[:high] < self.feed_end[:high]
+        if self._num_waits:
+            ready &= ~(self.waits[:high] & (self.last_token[:high] < 0))
+        return np.flatnonzero(ready)
+
+    def admit(self, sequence: Sequence, client: int, blocks: I32, num_cached_blocks: int) -> None:
+        """Gives a sequence the lowest free row; its first blocks are cached ones."""
+        row = heapq.heappop(self._free)
+        self._high = max(self._high, row + 1)
+        self.version += 1
+        self.owner[row] = sequence
+        sequence.row = row
+        self.blocks[row, : blocks.size] = blocks
+        self.num_blocks[row] = blocks.size
+        self.computed[row] = num_cached_blocks * self.block_size
+        self.filed[row] = num_cached_blocks
+        self.feed_end[row] = 0
+        self.sampled_in[row] = -1
+        self.client[row] = client
+        self.waits[row] = sequence.needs_last_token
+        self._num_waits += sequence.needs_last_token
+        request, params = sequence.request, sequence.request.params
+        self.floats[:, row] = [getattr(params, name) for name in FLOAT_FIELDS]
+        self.top_k[row] = params.top_k
+        self.seed[row] = request.seed
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+
+    def release(self, sequence: Sequence) -> I32:
+        """Takes the row back; returns the blocks it listed, in order."""
+        row = sequence.row
+        blocks: I32 = self.table(row).copy()
+        heapq.heappush(self._free, row)
+        self.version += 1
+        self.epoch[row] += 1
+        self.owner[row] = None
+        self.feed_end[row] = 0
+        self.num_blocks[row] = 0
+        self._num_waits -= int(self.waits[row])
+        self.waits[row] = False
+        while self._high and self.owner[self._high - 1] is None:
+            self._high -= 1
+        sequence.row = -1
+        return blocks
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Its last known token was scheduled: from now on it is fed what it samples."""
+        self.feed_end[sequence.row] = sequence.limit - 1
+
+    def never_file(self, row: int) -> None:
+        """Leaves the row's blocks out of the prefix cache."""
+        self.filed[row] = _NEVER
+
+    def table(self, row: int) -> I32:
+        """(blocks,) view of a row's block table."""
+        return self.blocks[row, : self.num_blocks[row]]
+
+
+def known_tokens(sequence: Sequence, start: int, end: int) -> I32:
+    """(end - start,) ids of a part of a sequence that the host has seen."""
+    part: array[int] = sequence.tokens[start:end]
+    return np.frombuffer(part, np.int32)

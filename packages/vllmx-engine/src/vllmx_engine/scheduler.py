@@ -1,0 +1,320 @@
+"""Decides what each step computes: who decodes, who prefills how much, who has to make room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import AnyArray
+
+from vllmx_engine.cost import StepCost, StepLoad
+from vllmx_engine.kv import BlockPool
+from vllmx_engine.prefix_cache import PrefixCache
+from vllmx_engine.rows import RowTable
+from vllmx_engine.sequence import Limits, Sequence
+from vllmx_engine.waiting import FairShare, WaitingQueue
+
+logger = logging.getLogger("vllmx.scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a prompt (or of a preempted sequence) that a step computes."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_logits: int
+    """The last this many of its tokens are logit rows."""
+    samples: bool
+    """The last logit row is drawn from: the chunk ends with the last known token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step computes."""
+
+    decodes: AnyArray
+    """Rows of the table that decode one token each, ascending."""
+    chunks: tuple[Chunk, ...]
+    load: StepLoad
+
+
+class Scheduler:
+    """Owns sequences from `add` to `finish`, their rows and their KV blocks.
+
+    One token budget a step: running decodes first, then unfinished prefills, then the waiting
+    queue. A sequence's prompt gets all its blocks on admission, and one block at a time is added
+    while it decodes; when there is none, the newest sequence of the lowest priority gives up all of
+    its own and waits again (recompute). Blocks that are given up or freed while a step that reads
+    or writes them is still in flight are safe to hand out at once: the device runs steps in order,
+    so their next owner's writes, of a later step, come after.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cost: StepCost,
+        *,
+        fcfs: bool = False,
+        prefix_caching: bool = True,
+        chunked_prefill: bool = True,
+    ) -> None:
+        self.limits = limits
+        self.cost = cost
+        self.cache = PrefixCache()
+        self.pool = BlockPool(limits.num_blocks, self.cache)
+        size = limits.block_size
+        self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size)
+        self.live: dict[str, Sequence] = {}
+        """All sequences between `add` and `finish`, by request id."""
+        self.running: list[Sequence] = []
+        self.prefills: list[Sequence] = []
+        """Those of `running` whose known tokens are not all scheduled, best first."""
+        self.share = FairShare()
+        self.queue = WaitingQueue(self.share, fcfs=fcfs)
+        self.failed: list[tuple[Sequence, Exception]] = []
+        """Sequences whose own bookkeeping raised; the owner takes them out and ends them."""
+        self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
+        self._prefix_caching = prefix_caching
+        self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
+        """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
+        prefill only a prompt that is too long for its step is ever cut."""
+        self._leaders: dict[str, Sequence] = {}
+        """Live sequences that others may name as their leader, while their prompt is computed."""
+        self._followers: dict[str, list[Sequence]] = {}
+
+    # --- the life of a sequence -------------------------------------------------------------------
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + sum(map(len, self._followers.values()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a checked sequence in."""
+        request = sequence.request
+        sequence.root = self.cache.root(request.cache_salt)
+        self.live[sequence.request_id] = sequence
+        self.share.enter(request.client)
+        leader = self._leaders.get(request.leader or "")
+        if leader is not None and self._can_share(sequence):
+            self._followers.setdefault(leader.request_id, []).append(sequence)
+        else:
+            self.queue.push(sequence)
+        self._leaders[sequence.request_id] = sequence
+
+    def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Ends a sequence in whatever state it is; its blocks are free from here on. `forget`:
+        they are not to be found as prefixes."""
+        sequence.finished = True
+        del self.live[sequence.request_id]
+        if sequence.row >= 0:
+            self._leave_row(sequence, forget=forget)
+        elif sequence in (waiting := self._followers.get(sequence.request.leader or "", [])):
+            waiting.remove(sequence)
+        else:
+            self.queue.remove(sequence)
+        self._release_followers(sequence)
+        self.share.leave(sequence.request.client)
+
+    def _can_share(self, sequence: Sequence) -> bool:
+        long_enough = sequence.num_prompt > self.limits.block_size
+        return self._prefix_caching and long_enough and sequence.all_scored
+
+    def prompt_computed(self, sequence: Sequence) -> None:
+        """Its prompt's blocks are in the prefix cache: who waited for them may go on."""
+        if sequence.request_id in self._leaders:
+            self._release_followers(sequence)
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        if self._leaders.get(sequence.request_id) is sequence:
+            del self._leaders[sequence.request_id]
+            for follower in self._followers.pop(sequence.request_id, ()):
+                self.queue.push(follower)
+
+    # --- one step ---------------------------------------------------------------------------------
+    def schedule(self) -> Batch | None:
+        """The next step, or None when nothing can be computed before a result comes in."""
+        preempted = self.num_preemptions
+        decodes = self._decodes()
+        context = int(self.table.computed[decodes].sum()) + decodes.size
+        tokens_left = self.limits.token_budget - decodes.size
+        logits_left = self.limits.max_logit_rows - decodes.size
+        seconds_left = self.cost.chunk_seconds(decodes.size, context)
+        chunks: list[Chunk] = []
+        for sequence in self._prefilling(may_admit=preempted == self.num_preemptions):
+            start = int(self.table.computed[sequence.row])
+            wanted = len(sequence.tokens) - start
+            affordable = self.cost.chunk_tokens(seconds_left, start)
+            if not chunks:
+                affordable = max(affordable, self.cost.min_chunk)
+            size = int(min(wanted, tokens_left, affordable, self._scorable(sequence, logits_left)))
+            if chunks and size < min(wanted, self._least_chunk):
+                break
+            chunk = self._cut(sequence, start, size)
+            chunks.append(chunk)
+            tokens_left -= size
+            logits_left -= chunk.num_logits
+            seconds_left -= self.cost.chunk_cost(size, start)
+            if not tokens_left or not logits_left:
+                break
+        if not decodes.size and not chunks:
+            return None
+        batch = Batch(decodes, tuple(chunks), _load(decodes.size, context, chunks))
+        self._charge(batch)
+        return batch
+
+    def _decodes(self) -> AnyArray:
+        """Ready rows, each with a block for its next token; preempts until that is so."""
+        table, size = self.table, self.limits.block_size
+        while True:
+            rows = table.ready()
+            full = rows[table.computed[rows] >= table.num_blocks[rows] * size]
+            if full.size <= self.pool.num_available:
+                break
+            self._preempt(max(self.running, key=self.queue.order))
+        if full.size:
+            table.blocks[full, table.num_blocks[full]] = self.pool.allocate(full.size)
+            table.num_blocks[full] += 1
+        return rows
+
+    def _prefilling(self, *, may_admit: bool) -> Iterator[Sequence]:
+        """Unfinished prefills, then, as far as rows and blocks go, the waiting queue."""
+        yield from tuple(self.prefills)
+        while may_admit and self.table.num_free:
+            sequence = self.queue.first()
+            if sequence is None:
+                return
+            try:
+                if not self._admit(sequence):
+                    return
+            except Exception as error:  # one request's fault must not stop the others
+                self.failed.append((sequence, error))
+                return
+            yield sequence
+
+    def _cut(self, sequence: Sequence, start: int, size: int) -> Chunk:
+        """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
+        end = start + size
+        samples = end == len(sequence.tokens)
+        num_logits = int(samples)
+        if not sequence.all_scored:
+            num_logits = max(0, end - max(start, sequence.num_scored))
+            sequence.num_scored = max(end, sequence.num_scored)
+        if samples:
+            self.prefills.remove(sequence)
+            self.table.start_decoding(sequence)
+        return Chunk(sequence, start, size, num_logits, samples)
+
+    def _scorable(self, sequence: Sequence, logits_left: int) -> int:
+        """Tokens of a chunk, so that its logit rows fit."""
+        if sequence.all_scored:
+            return self.limits.token_budget
+        return logits_left + max(0, sequence.num_scored - int(self.table.computed[sequence.row]))
+
+    def _charge(self, batch: Batch) -> None:
+        if len(self.share) > 1:
+            clients = self.table.client
+            rows = [chunk.sequence.row for chunk in batch.chunks]
+            slots = np.concatenate([clients[batch.decodes], clients[rows]])
+            tokens = np.ones(slots.size)
+            tokens[batch.decodes.size :] = [chunk.num_tokens for chunk in batch.chunks]
+            self.share.charge(slots, tokens)
+
+    # --- rows and blocks --------------------------------------------------------------------------
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
+        its known tokens, and leaves one more block for each running row."""
+        cached = self._cached_blocks(sequence)
+        wanted = -(-len(sequence.tokens) // self.limits.block_size)
+        new = wanted - len(cached)
+        taken = new + self.pool.num_idle_of(cached)
+        if taken + len(self.running) > self.pool.num_available:
+            return False
+        self.queue.remove(sequence)
+        self.pool.acquire(cached)
+        blocks = np.concatenate([np.array(cached, np.int32), self.pool.allocate(new)])
+        self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
+        if not self._prefix_caching:
+            self.table.never_file(sequence.row)
+        self.running.append(sequence)
+        self.prefills.append(sequence)
+        self.prefills.sort(key=self.queue.order)
+        if not sequence.was_preempted:
+            sequence.num_cached_tokens = len(cached) * self.limits.block_size
+            self.num_queried_tokens += sequence.num_prompt if self._prefix_caching else 0
+            self.num_hit_tokens += sequence.num_cached_tokens
+        return True
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Of its longest cached prefix. The last known token is always computed, because its logits
+        are needed; so are tokens that are to be scored."""
+        blocks: list[int] = []
+        if not self._prefix_caching:
+            return blocks
+        size = self.limits.block_size
+        end = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
+        most = end // size
+        tokens = sequence.tokens[: most * size].tobytes()
+        parent = sequence.root
+        for index in range(most):
+            part = tokens[4 * size * index : 4 * size * (index + 1)]
+            digest = self._digest(sequence, index, parent, part)
+            block = self.cache.find(digest, parent, part)
+            if block is None:
+                break
+            blocks.append(block)
+            parent = digest
+        return blocks
+
+    def _digest(self, sequence: Sequence, index: int, parent: bytes, tokens: bytes) -> bytes:
+        if index == len(sequence.digests):
+            sequence.digests.append(self.cache.digest(parent, tokens))
+        return sequence.digests[index]
+
+    def file_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Puts the full blocks among the first `num_tokens`, whose step came back sound, into the
+        prefix cache. Where an equal block is there already, the row changes over to it: so the
+        cached ancestors of a cached block are owned by all who own the block."""
+        table, row, size = self.table, sequence.row, self.limits.block_size
+        for index in range(int(table.filed[row]), num_tokens // size):
+            tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
+            parent = sequence.digests[index - 1] if index else sequence.root
+            digest = self._digest(sequence, index, parent, tokens)
+            block = int(table.blocks[row, index])
+            holder = self.cache.insert(block, digest, parent, tokens)
+            if holder is None:
+                table.never_file(row)
+                return
+            if holder != block:
+                self.pool.acquire([holder])
+                self.pool.release(table.blocks[row, index : index + 1].copy())
+                table.blocks[row, index] = holder
+            table.filed[row] = index + 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; what it generated stays, and a result on its way still counts."""
+        logger.debug("preempting %s at %d tokens", sequence.request_id, len(sequence.tokens))
+        self._leave_row(sequence)
+        sequence.was_preempted = True
+        self.num_preemptions += 1
+        self.queue.push(sequence)
+
+    def _leave_row(self, sequence: Sequence, *, forget: bool = False) -> None:
+        self.running.remove(sequence)
+        if sequence in self.prefills:
+            self.prefills.remove(sequence)
+        self.pool.release(self.table.release(sequence), forget=forget)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while sequences run."""
+        if self.running:
+            return False
+        self.pool.clear_idle()
+        return True
+
+
+def _load(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:
+    work = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks)
+    return StepLoad(num_decodes, context, sum(chunk.num_tokens for chunk in chunks), work)

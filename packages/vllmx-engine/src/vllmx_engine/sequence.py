@@ -1,0 +1,144 @@
+"""What the engine core remembers of one request."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
+
+from vllmx_engine.logit_rules import LogitRules, make_rules
+from vllmx_engine.messages import CoreRequest, FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step and a sequence, resolved."""
+
+    token_budget: int
+    """Tokens of a step."""
+    max_rows: int
+    """Sequences that run at once; never more than the budget or the logit rows of a step, so that
+    every running sequence can always be given one token."""
+    max_logit_rows: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+class Sequence:
+    """A request with its tokens. `row` is its place in the `RowTable` while it runs, else -1."""
+
+    __slots__ = (
+        "arrival",
+        "digests",
+        "finished",
+        "is_plain",
+        "limit",
+        "min_length",
+        "num_cached_tokens",
+        "num_prompt",
+        "num_scored",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "root",
+        "row",
+        "rules",
+        "stop_ids",
+        "tokens",
+        "was_preempted",
+    )
+
+    def __init__(self, request: CoreRequest, arrival: int, limits: Limits) -> None:
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.arrival = arrival
+        self.tokens = array("i", request.prompt_ids)
+        """Prompt and generated ids that the host has seen."""
+        self.num_prompt = len(self.tokens)
+        self.limit = min(self.num_prompt + request.max_tokens, limits.max_tokens)
+        """Length at which it ends with reason "length"."""
+        self.stop_ids = frozenset(request.stop_ids)
+        self.min_length = self.num_prompt + params.min_tokens
+        """A stop id ends the sequence when at least this many tokens precede it."""
+        self.row = -1
+        self.finished = False
+        self.was_preempted = False
+        self.root = b""
+        """Digest of what sets its prefixes apart, the parent of its first block."""
+        self.digests: list[bytes] = []
+        """Of its full blocks, as far as they were asked for."""
+        self.num_cached_tokens = 0
+        self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt
+        """Prompt tokens whose logits were scheduled, for prompt_logprobs."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            [] if params.prompt_logprobs is not None else None
+        )
+        self.rules: LogitRules | None = make_rules(request, limits.vocab_size)
+        self.is_plain = False
+        """Committing a token needs no more than appending it; never so for the first one."""
+
+    @property
+    def all_scored(self) -> bool:
+        """No prompt token waits for its logits any more."""
+        return self.num_scored >= self.num_prompt
+
+    @property
+    def needs_last_token(self) -> bool:
+        """The host must see each token before it can prepare the next step."""
+        return self.rules is not None and bool(self.rules.phrases)
+
+    def settle(self) -> None:
+        """The first token is out: decides `is_plain` for the others."""
+        counts = self.rules is not None and self.rules.counts is not None
+        self.is_plain = self.request.params.logprobs is None and not counts
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Appends a sampled id and says whether the sequence ends with it."""
+        length = len(self.tokens)
+        self.tokens.append(token)
+        if token in self.stop_ids and length >= self.min_length:
+            return "stop"
+        return "length" if length + 1 >= self.limit else None
+
+
+def check_request(request: CoreRequest, limits: Limits) -> None:
+    """Raises InvalidRequestError, ContextLengthError or CapacityError for what can never run."""
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise InvalidRequestError("the prompt has no tokens: send at least one", param="prompt")
+    ids = np.asarray(request.prompt_ids)
+    if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= limits.vocab_size:
+        raise InvalidRequestError(
+            f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got"
+            f" {ids.min()} to {ids.max()}",
+            param="prompt",
+        )
+    if request.max_tokens < 1:
+        raise InvalidRequestError(
+            f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
+        )
+    if length >= limits.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {length} tokens, but with room for one more the context of"
+            f" {limits.max_model_len} holds {limits.max_model_len - 1}: shorten the prompt or raise"
+            " --max-model-len",
+            param="prompt",
+        )
+    if length >= limits.max_tokens:
+        raise CapacityError(
+            f"the prompt has {length} tokens, but the {limits.num_blocks} KV blocks of"
+            f" {limits.block_size} tokens hold {limits.max_tokens - 1} and one more: shorten the"
+            " prompt or raise --num-kv-blocks or --memory-fraction",
+            param="prompt",
+        )
+    request.params.check_vocab(limits.vocab_size)
