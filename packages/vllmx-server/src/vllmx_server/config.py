@@ -27,8 +27,6 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_concurrent_requests: int = 4096
     """Generation requests in flight, queue included; more get 503."""
-    trust_request_chat_template: bool = False
-    """Serve `chat_template` from requests; templates are sandboxed, but cost time."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
     disable_access_log: bool = False

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
-from vllmx_engine.async_llm import RequestStream
+from vllmx_engine.request_stream import RequestStream
 from vllmx_engine.outputs import RequestOutput
 
 from vllmx_server.metrics import Metrics

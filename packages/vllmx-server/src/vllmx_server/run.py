@@ -51,7 +51,7 @@ async def _serve(
             await serve(
                 app,  # type: ignore[arg-type]
                 _hypercorn_config(server, listener),
-                shutdown_trigger=stop.wait,  # type: ignore[arg-type]
+                shutdown_trigger=stop.wait,
             )
     finally:
         listener.close()
@@ -96,7 +96,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 def _hypercorn_config(server: ServerConfig, listener: socket.socket) -> Config:
     config = Config()
-    config.bind = [f"fd://{listener.fileno()}"]
+    config.bind = [f"fd://{listener.detach()}"]  # hypercorn closes it
     config.root_path = server.root_path
     config.certfile = server.ssl_certfile
     config.keyfile = server.ssl_keyfile

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_LOGPROBS
-from vllmx_engine.async_llm import RequestStream
+from vllmx_engine.request_stream import RequestStream
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 
 from vllmx_server.body import read_body
@@ -30,12 +30,6 @@ async def chat_completions(request: Request) -> HeldResponse:
     body = decode(await read_body(request, state.config.max_body_bytes), DECODER)
     state.check_model(body.model)
     body.check()
-    if body.chat_template is not None and not state.config.trust_request_chat_template:
-        raise InvalidRequestError(
-            "chat_template in requests is off: start the server with"
-            " --trust-request-chat-template, or leave it out",
-            param="chat_template",
-        )
     answer = ChatAnswer(state, body, f"chatcmpl-{request_id_of(request, body)}")
     release = state.admit()
     try:
@@ -63,7 +57,7 @@ async def _submit(
     return await llm.submit_chat(
         body.conversation(),
         params,
-        chat=chat_options(body),
+        chat=body.chat_options(),
         kind="delta" if body.stream else "final",
         request_id=request_id,
         **caller_of(request, body),

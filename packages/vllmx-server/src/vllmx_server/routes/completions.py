@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.async_llm import RequestStream
+from vllmx_engine.request_stream import RequestStream
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 
 from vllmx_server.body import read_body

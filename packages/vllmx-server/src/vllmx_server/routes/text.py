@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,7 +42,8 @@ async def _text_of(state: ServerState, body: TokenizeRequest) -> tuple[str, bool
         return body.prompt, body.add_special_tokens is not False
     messages = body.messages or []
     conversation = [message.for_template(index) for index, message in enumerate(messages)]
-    text = await state.llm.render_chat_on_thread(conversation, body.chat_options())
+    options = body.chat_options()
+    text = await asyncio.to_thread(state.llm.render_chat, conversation, options)
     return text, bool(body.add_special_tokens)
 
 

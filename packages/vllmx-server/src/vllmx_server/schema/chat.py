@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.chat import ChatOptions
 
 from vllmx_server.schema.decode import check_depth
 from vllmx_server.schema.sampling import SamplingFields
@@ -110,6 +111,27 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: Any = None
 
 
+RESERVED_ARGUMENTS = (
+    "messages", "tools", "documents", "template", "add_generation_prompt", "continue_final_message"
+)  # fmt: skip
+
+
+def template_arguments(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The template's own switches. Raises InvalidRequestError for what has a field of its own."""
+    for name in given or {}:
+        if name in RESERVED_ARGUMENTS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not hold {name!r}: use the field of that name",
+                param="chat_template_kwargs",
+            )
+    return dict(given or {})
+
+
+def tool_list(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as the template takes them."""
+    return msgspec.to_builtins(tools) if tools else None
+
+
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's chat completion with vLLM's extensions."""
 
@@ -127,7 +149,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
@@ -177,16 +198,18 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         """Messages as the template takes them."""
         return [message.for_template(index) for index, message in enumerate(self.messages)]
 
-    def template_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the template's own switches."""
-        arguments = dict(self.chat_template_kwargs or {})
+    def chat_options(self) -> ChatOptions:
+        """How to render the conversation. Raises InvalidRequestError."""
+        arguments = template_arguments(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             arguments.setdefault("reasoning_effort", self.reasoning_effort)
-        return arguments
-
-    def tool_list(self) -> list[dict[str, Any]] | None:
-        """Tools as the template takes them."""
-        return msgspec.to_builtins(self.tools) if self.tools else None
+        return ChatOptions(
+            tools=tool_list(self.tools),
+            documents=self.documents,
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=arguments,
+        )
 
 
 DECODER = msgspec.json.Decoder(ChatCompletionRequest)

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.chat import ChatOptions
 
-from vllmx_server.schema.chat import ChatMessage, Tool
+from vllmx_server.schema.chat import ChatMessage, Tool, template_arguments, tool_list
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +28,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
+
+    def chat_options(self) -> ChatOptions:
+        """How to render `messages`. Raises InvalidRequestError."""
+        return ChatOptions(
+            tools=tool_list(self.tools),
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+            template_kwargs=template_arguments(self.chat_template_kwargs),
+        )
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

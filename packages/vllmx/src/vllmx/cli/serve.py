@@ -28,7 +28,6 @@ HELP = {
     "allow_credentials": "CORS credentials.",
     "max_body_bytes": "Largest request body.",
     "max_concurrent_requests": "Requests in flight; more get 503.",
-    "trust_request_chat_template": "Serve chat templates from requests.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",
