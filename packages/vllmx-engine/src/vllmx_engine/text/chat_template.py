@@ -1,0 +1,298 @@
+"""Chat templates: a conversation to the prompt that the model was trained on.
+
+The conventions are Hugging Face's (`apply_chat_template`); the same conversation gives the same
+prompt. Rendering is pure Python on the calling thread, bounded in steps, CPU time and size (see
+`template_sandbox`); a server calls it off its event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from vllmx_core.errors import InvalidRequestError, TemplateError
+
+from vllmx_engine.text.messages import (
+    Message,
+    normalize_messages,
+    plain_data,
+    without_rich_values,
+)
+from vllmx_engine.text.template_budget import BoundsError, TemplateLimits
+from vllmx_engine.text.template_sandbox import (
+    BoundedContext,
+    RaisedByTemplate,
+    TemplateEnvironment,
+)
+from vllmx_engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger("vllmx.text")
+
+_MAX_MESSAGE_CHARS = 1000
+_CONTINUE_MARK = "\ue000CONTINUE-HERE\ue001 "
+_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+
+
+class ChatTemplate:
+    """A model's chat template, compiled once; renderings may run in several threads.
+
+    Args:
+        source: the Jinja source, or several by name (`default`, `tool_use`, `rag`).
+        special_tokens: what the template may print: `bos_token`, `eos_token`, `pad_token` ...
+        limits: bounds of one rendering.
+
+    Raises:
+        TemplateError: the source is not a template that can be compiled.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        limits: TemplateLimits | None = None,
+    ) -> None:
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if not sources:
+            raise TemplateError("the model has no chat template; give one with --chat-template")
+        environment = TemplateEnvironment(limits or TemplateLimits())
+        self._special_tokens = dict(special_tokens or {})
+        self._templates = {
+            name: _CompiledTemplate(text, environment) for name, text in sources.items()
+        }
+
+    @classmethod
+    def from_tokenizer(
+        cls, tokenizer: Tokenizer, *, limits: TemplateLimits | None = None
+    ) -> ChatTemplate:
+        """The templates of a model folder.
+
+        Raises:
+            TemplateError: it has none, or one that cannot be compiled.
+        """
+        return cls(tokenizer.chat_templates, tokenizer.named_tokens, limits=limits)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that `render(template=...)` takes."""
+        return tuple(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt.
+
+        Args:
+            messages: OpenAI messages; see `messages.normalize_messages` for what is made of them.
+            tools: OpenAI tool definitions.
+            add_generation_prompt: end with the beginning of an assistant's turn.
+            continue_final_message: end within the last message instead, so that the model goes on
+                with it; not together with `add_generation_prompt`.
+            documents: for retrieval templates.
+            template: name of the template; by default `tool_use` where tools are given and there
+                is one, else `default`.
+            chat_template_kwargs: variables of the template, such as `enable_thinking`.
+
+        Raises:
+            TemplateError: the template refuses the conversation (with its own message), fails on
+                it, or goes over a limit.
+            InvalidRequestError: arguments that no template could take.
+        """
+        compiled = self._select(template, bool(tools))
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        extra = plain_data(chat_template_kwargs or {}, "chat_template_kwargs")
+        clash = sorted(_RESERVED.intersection(extra))
+        if clash:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {clash[0]!r}", param="chat_template_kwargs"
+            )
+        plain = normalize_messages(
+            messages,
+            takes_parts=compiled.takes_parts,
+            takes_text=compiled.takes_text,
+            takes_none=compiled.takes_none,
+        )
+        variables = {
+            **self._special_tokens,
+            **extra,
+            "tools": plain_data(tools, "tools"),
+            "documents": plain_data(documents, "documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not continue_final_message:
+            return compiled.render(plain, variables)
+        return _cut_at_mark(compiled.render(_mark_end(plain), variables))
+
+    def _select(self, name: str | None, has_tools: bool) -> _CompiledTemplate:
+        if name is None:
+            name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise TemplateError(
+                f"the model has no chat template named {name!r}; it has {', '.join(self.names)}",
+                param="chat_template",
+            )
+        return self._templates[name]
+
+
+class _CompiledTemplate:
+    """One source, compiled, with what it reads of a message's content."""
+
+    def __init__(self, source: str, environment: TemplateEnvironment) -> None:
+        try:
+            tree = environment.parse_plain(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template cannot be compiled: {error.message} (line {error.lineno})"
+            ) from error
+        except Exception as error:
+            raise TemplateError(
+                f"the chat template cannot be compiled ({type(error).__name__})"
+            ) from error
+        self._environment = environment
+        self.takes_parts = _reads_content_parts(tree)
+        self.takes_text = not self.takes_parts or _tests_for_text(tree)
+        self.takes_none = _tests_for_none(tree)
+
+    def render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        """The prompt; a template that only adds strings gets a second try with strings."""
+        try:
+            return self._run(messages, variables)
+        except TemplateError as error:
+            simpler = without_rich_values(messages)
+            failed = isinstance(error.__cause__, (TypeError, jinja2.UndefinedError))
+            if simpler is None or not failed:
+                raise
+            return self._run(simpler, variables)
+
+    def _run(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        context = self._template.new_context({**variables, "messages": messages})
+        assert isinstance(context, BoundedContext)
+        limit = self._environment.limits.max_chars
+        parts: list[str] = []
+        num_chars = 0
+        try:
+            context.budget.size(messages)
+            for part in self._template.root_render_func(context):
+                parts.append(part)
+                num_chars += len(part)
+                if num_chars > limit:
+                    raise BoundsError(f"makes a prompt of more than {limit} characters")
+        except RaisedByTemplate as error:
+            message = str(error)[:_MAX_MESSAGE_CHARS]
+            raise TemplateError(
+                f"the chat template refuses the conversation: {message}", param="messages"
+            ) from error
+        except BoundsError as error:
+            raise TemplateError(f"the chat template {error}", param="messages") from error
+        except Exception as error:
+            raise TemplateError(self._failure(error), param="messages") from error
+        return "".join(parts)
+
+    def _failure(self, error: Exception) -> str:
+        """Jinja's own errors speak of the template; of others only the kind is told."""
+        line = self._line_of(error)
+        log.debug("chat template failed on line %s", line, exc_info=error)
+        what = type(error).__name__
+        if isinstance(error, jinja2.TemplateError) and error.message:
+            what = error.message[:_MAX_MESSAGE_CHARS]
+        return f"the chat template fails on this conversation: {what} (line {line})"
+
+    def _line_of(self, error: Exception) -> int:
+        line = 0
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == "<template>":
+                line = self._template.get_corresponding_lineno(traceback.tb_lineno)
+            traceback = traceback.tb_next
+        return line
+
+
+def _mark_end(messages: list[Message]) -> list[Message]:
+    """A copy whose last message carries the mark at the end of its text."""
+    last = dict(messages[-1])
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + _CONTINUE_MARK
+        return [*messages[:-1], last]
+    if isinstance(content, list):
+        for index in reversed(range(len(content))):
+            part = content[index]
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                marked = {**part, "text": part["text"] + _CONTINUE_MARK}
+                last["content"] = [*content[:index], marked, *content[index + 1 :]]
+                return [*messages[:-1], last]
+    raise InvalidRequestError(
+        "continue_final_message needs a last message with text", param="continue_final_message"
+    )
+
+
+def _cut_at_mark(prompt: str) -> str:
+    end = prompt.rfind(_CONTINUE_MARK.rstrip())
+    if end < 0:
+        raise TemplateError(
+            "the chat template leaves out the end of the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    if prompt.startswith(_CONTINUE_MARK, end):
+        return prompt[:end]
+    return prompt[:end].rstrip()  # the template strips its messages
+
+
+def _reads_content_parts(tree: nodes.Template) -> bool:
+    """Whether the template loops over a message's content, or over a variable set to it."""
+    names = {
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
+    }
+    names.update(name for name in _macro_arguments(tree) if name == "content")
+    for loop in tree.find_all(nodes.For):
+        source = loop.iter
+        while isinstance(source, nodes.Filter) and source.node is not None:
+            source = source.node
+        if _is_content(source) or (isinstance(source, nodes.Name) and source.name in names):
+            return True
+    return False
+
+
+def _macro_arguments(tree: nodes.Template) -> Iterator[str]:
+    for macro in tree.find_all(nodes.Macro):
+        for argument in macro.args:
+            yield argument.name
+
+
+def _is_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return bool(node.arg.value == "content")
+    return False
+
+
+def _tests_for_text(tree: nodes.Template) -> bool:
+    """Whether the template tells text from parts anywhere."""
+    return any(
+        test.name in ("string", "iterable", "sequence", "mapping")
+        for test in tree.find_all(nodes.Test)
+    )
+
+
+def _tests_for_none(tree: nodes.Template) -> bool:
+    """Whether the template asks if a message's content is none."""
+    return any(test.name == "none" and _is_content(test.node) for test in tree.find_all(nodes.Test))
