@@ -53,7 +53,11 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, config: EngineConfig, frontend: Frontend, renderer: ChatRenderer, builder: RequestBuilder
+        self,
+        config: EngineConfig,
+        frontend: Frontend,
+        renderer: ChatRenderer,
+        builder: RequestBuilder,
     ) -> None:
         self.config = config
         self.tokenizer = builder.tokenizer
@@ -97,7 +101,9 @@ class AsyncLLM:
             if not starting.cancelled() and starting.exception() is None:
                 await starting.result().close()
             raise
-        return cls(config, frontend, renderer, RequestBuilder(tokenizer, frontend.info, config.seed))
+        return cls(
+            config, frontend, renderer, RequestBuilder(tokenizer, frontend.info, config.seed)
+        )
 
     # --- state ------------------------------------------------------------------------------------
     @property

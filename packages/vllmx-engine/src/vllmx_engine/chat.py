@@ -92,7 +92,7 @@ class ChatRenderer:
             else generation,
             continue_final_message=options.continue_final_message,
             template=options.template,
-            **options.template_kwargs,
+            chat_template_kwargs=options.template_kwargs,
         )
 
 

@@ -1,4 +1,4 @@
-"""How an asyncio program reaches an engine core: in a process of its own, or on a thread of this one.
+"""How an asyncio program reaches an engine core: in its own process, or on a thread of this one.
 
 Both kinds have one face, `Frontend`, and tell their news to one `Listener`, always on the thread of
 the event loop.
@@ -147,7 +147,9 @@ class ThreadFrontend(_Core):
     async def start(cls, plan: LoadPlan) -> ThreadFrontend:
         """Loads the model. Raises the VllmxError that this met."""
         frontend = cls()
-        frontend._thread = Thread(target=frontend._run, args=(plan,), name="vllmx-core", daemon=True)
+        frontend._thread = Thread(
+            target=frontend._run, args=(plan,), name="vllmx-core", daemon=True
+        )
         frontend._thread.start()
         try:
             frontend.info = await asyncio.shield(frontend._ready)
@@ -273,12 +275,14 @@ class ProcessFrontend(_Core):
             self._quick_failures = 0
         await core.reap(timeout_s=1.0)
         reason = core.failure.message if core.failure is not None else core.describe_end()
-        logger.error("%s; %s requests are lost", reason, "all")
+        logger.error("%s; every request in flight is lost", reason)
         self._tell_lost(EngineDeadError(f"{reason}; it is being restarted: send the request again"))
         while self.status == "restarting":
             self._quick_failures += 1
             if self._quick_failures > self.MAX_QUICK_FAILURES:
-                logger.critical("the engine core failed %d times in a row: giving up", self._quick_failures - 1)
+                logger.critical(
+                    "the engine core failed %d times in a row: giving up", self._quick_failures - 1
+                )
                 self.status = "dead"
                 return
             await asyncio.sleep(self._delay_s())

@@ -36,11 +36,11 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cache_salt: str = ""
     """Part of the prefix-cache hash: only requests of one salt share blocks."""
     leader: str | None = None
-    """Request whose prompt is the same (another choice of one call): wait with the prefill until its
-    blocks can be shared."""
+    """Request whose prompt is the same (another choice of one call): wait with the prefill until
+    its blocks can be shared."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position."""
 
     token: int
@@ -50,8 +50,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class CoreOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
-    """News of one request after a step."""
+class CoreOutput(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False
+):
+    """News of one request after a step. Untracked by the garbage collector (so is TokenLogprobs):
+    hundreds are made in each step, and what they hold cannot form a cycle."""
 
     request_id: str
     ids: list[int]

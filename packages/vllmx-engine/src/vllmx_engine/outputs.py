@@ -66,3 +66,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     metrics: RequestMetrics | None = None
+    error: str | None = None
+    """With finish reason "error": what went wrong, for people."""

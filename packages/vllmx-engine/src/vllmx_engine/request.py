@@ -93,7 +93,7 @@ class RequestBuilder:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        options: RequestOptions = RequestOptions(),  # noqa: B008 - frozen
+        options: RequestOptions = RequestOptions(),
         add_special_tokens: bool = True,
     ) -> Request:
         """Everything that can be refused is refused here.
@@ -133,9 +133,7 @@ class RequestBuilder:
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
-            raise InvalidRequestError(
-                "the prompt has no tokens: give at least one", param="prompt"
-            )
+            raise InvalidRequestError("the prompt has no tokens: give at least one", param="prompt")
         if min(ids) < 0 or max(ids) >= self.info.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequestError(

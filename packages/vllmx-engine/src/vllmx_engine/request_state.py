@@ -165,6 +165,14 @@ class RequestState:
         """Nothing more will come."""
         return self.num_unfinished == 0
 
+    def is_finished(self) -> bool:
+        """`finished`, to be asked later."""
+        return self.num_unfinished == 0
+
+    def has_news(self) -> bool:
+        """There is something to hand out."""
+        return self.num_unfinished == 0 or any(choice.has_news for choice in self.choices)
+
     @property
     def wants_news(self) -> bool:
         """Somebody should be told now."""
@@ -201,6 +209,7 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
+            error=None if self.error is None else self.error.message,
         )
 
     def _best(self) -> list[ChoiceState]:

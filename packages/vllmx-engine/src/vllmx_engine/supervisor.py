@@ -57,7 +57,7 @@ class CoreProcess(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._reader: FrameReader[FromCore] = FrameReader(from_core_decoder)
-        self._started: asyncio.Future[CoreInfo] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[CoreInfo | None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes]
         self._failure: VllmxError | None = None
@@ -75,7 +75,7 @@ class CoreProcess(asyncio.Protocol):
         folder = _socket_folder()
         try:
             await core._launch(start, folder)
-            core.info = await core._started
+            core.info = await core._loaded()
         except BaseException:
             await core.stop(0.0)
             raise
@@ -91,6 +91,14 @@ class CoreProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self, sock=connection)
         self.send(start)
+
+    async def _loaded(self) -> CoreInfo:
+        info = await self._started
+        if info is None:
+            await self.reap(_EXIT_TIMEOUT_S)
+            text = f"{self.describe_end()} while loading the model; see its log above"
+            raise self._failure or VllmxError(text)
+        return info
 
     async def _accept(self, listener: socket.socket) -> socket.socket:
         """The child's connection. Raises VllmxError when the child ends without one."""
@@ -173,8 +181,7 @@ class CoreProcess(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if not self._started.done():
-            text = f"{self.describe_end()} while loading the model; see its log above"
-            self._started.set_exception(self._failure or VllmxError(text))
+            self._started.set_result(None)
         elif not self._stopping:
             self._on_lost(self)
 
@@ -191,7 +198,7 @@ def _socket_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="vllmx-")
     if len(os.fsencode(folder)) + len("/core.sock") > _MAX_SOCKET_PATH:
         os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="vllmx-", dir="/tmp")  # noqa: S108 - mkdtemp is private
+        folder = tempfile.mkdtemp(prefix="vllmx-", dir="/tmp")
     return Path(folder)
 
 

@@ -1,1 +1,59 @@
-"""Serving engine for large language models: CLI, LLM, AsyncLLM and Engine."""
+"""Serving engine for large language models.
+
+Importing this package imports nothing else; each name below is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllmx_core.config import EngineConfig
+    from vllmx_core.errors import VllmxError
+    from vllmx_core.sampling import SamplingParams
+    from vllmx_engine.async_llm import AsyncLLM
+    from vllmx_engine.chat import ChatOptions, Message
+    from vllmx_engine.engine import Engine
+    from vllmx_engine.llm import LLM
+    from vllmx_engine.outputs import CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ChatOptions",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "Message",
+    "RequestOutput",
+    "SamplingParams",
+    "VllmxError",
+]
+
+_HOMES = {
+    "LLM": "vllmx_engine.llm",
+    "AsyncLLM": "vllmx_engine.async_llm",
+    "ChatOptions": "vllmx_engine.chat",
+    "CompletionOutput": "vllmx_engine.outputs",
+    "Engine": "vllmx_engine.engine",
+    "EngineConfig": "vllmx_core.config",
+    "Message": "vllmx_engine.chat",
+    "RequestOutput": "vllmx_engine.outputs",
+    "SamplingParams": "vllmx_core.sampling",
+    "VllmxError": "vllmx_core.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vllmx' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,241 @@
+"""LLM: offline generation in this process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from vllmx_core.config import DEMO_MODEL, EngineConfig
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
+
+from vllmx_engine.chat import ChatMessage, ChatOptions, Message
+from vllmx_engine.inline import InlineFrontend
+from vllmx_engine.messages import CoreInfo
+from vllmx_engine.outputs import RequestOutput
+from vllmx_engine.request import Prompt, Request, RequestOptions
+from vllmx_engine.request_state import RequestState
+from vllmx_engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("vllmx.llm")
+
+Conversation = Sequence[ChatMessage | Message]
+ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a call of `LLM.generate` is."""
+
+    num_done: int
+    num_total: int
+    generated_tokens: int
+    elapsed_s: float
+
+
+class LLM:
+    """A loaded model for scripts: `LLM("demo").generate("Once upon")[0].outputs[0].text`.
+
+    Args:
+        model: a folder, a file, a Hugging Face id, or "demo".
+        registry: plugins; None: all that are installed.
+        **config: any other field of `EngineConfig`.
+
+    Raises:
+        VllmxError: the typed reason why the model cannot be loaded.
+    """
+
+    def __init__(
+        self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
+    ) -> None:
+        self._engine = InlineFrontend(EngineConfig(model=model, **config), registry)
+
+    @property
+    def info(self) -> CoreInfo:
+        """What loading came to."""
+        return self._engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def sampling_params(self, **explicit: Any) -> SamplingParams:
+        """The model's recommended parameters, replaced where `explicit` names a value."""
+        return self._engine.builder.sampling_params(**explicit)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: ParamsArgument = None,
+        *,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; the outputs are in the order of the prompts.
+
+        All prompts are checked before the first is started. A request that fails on its way (the
+        model gave NaN, say) has finish reason "error" and a text in `error`; the others go on.
+
+        Args:
+            prompts: one prompt or several: texts, lists of token ids, or vLLM's dictionaries.
+            sampling_params: one for all or one for each; None: what the model recommends.
+            priority: of each prompt; smaller is served first.
+            use_tqdm: show a line of progress where standard error is a terminal.
+            progress: called a few times a second instead, and at the end.
+
+        Raises:
+            InvalidRequestError: a prompt that cannot be served.
+        """
+        several = _as_prompts(prompts)
+        params = _one_each(sampling_params, len(several))
+        builder = self._engine.builder
+        priorities = priority or [0] * len(several)
+        requests = [
+            builder.build(prompt, each, options=RequestOptions(priority=rank))
+            for prompt, each, rank in zip(several, params, priorities, strict=True)
+        ]
+        return self._run(requests, use_tqdm, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: ParamsArgument = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several; otherwise as `generate`.
+
+        Args:
+            sampling_params: None: what the model recommends, and as many tokens as the context
+                holds.
+            tools, add_generation_prompt, continue_final_message, chat_template_kwargs: see
+                `ChatOptions`.
+
+        Raises:
+            TemplateError: the chat template refuses a conversation.
+        """
+        options = ChatOptions(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        conversations = _as_conversations(messages)
+        if sampling_params is None:
+            sampling_params = self.sampling_params(max_tokens=None)
+        params = _one_each(sampling_params, len(conversations))
+        requests = [
+            self._engine.builder.build(
+                self._engine.renderer.render(conversation, options), each, add_special_tokens=False
+            )
+            for conversation, each in zip(conversations, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm, progress)
+
+    def close(self) -> None:
+        """Frees the model. May be called twice."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        requests: list[Request],
+        use_tqdm: bool,
+        progress: Callable[[Progress], None] | None,
+    ) -> list[RequestOutput]:
+        states = [self._engine.submit(request) for request in requests]
+        if progress is None and use_tqdm and sys.stderr.isatty():
+            progress = write_progress_line
+        reporter = None if progress is None else _Reporter(states, progress)
+        self._engine.run(states, None if reporter is None else reporter.after_step)
+        if reporter is not None:
+            reporter.report()
+        for state in states:
+            if state.error is not None:
+                logger.warning("request %s failed: %s", state.request.request_id, state.error)
+        return [state.output() for state in states]
+
+
+class _Reporter:
+    """Calls a progress callback a few times a second."""
+
+    INTERVAL_S = 0.1
+
+    def __init__(self, states: list[RequestState], callback: Callable[[Progress], None]) -> None:
+        self._states = states
+        self._callback = callback
+        self._started_s = time.monotonic()
+        self._next_s = self._started_s
+
+    def after_step(self) -> None:
+        """Reports when it is time to."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self.INTERVAL_S
+            self.report()
+
+    def report(self) -> None:
+        """Reports now."""
+        done = sum(state.finished for state in self._states)
+        tokens = sum(state.metrics.num_generation_tokens for state in self._states)
+        elapsed_s = time.monotonic() - self._started_s
+        self._callback(Progress(done, len(self._states), tokens, elapsed_s))
+
+
+def write_progress_line(progress: Progress) -> None:
+    """A progress callback: rewrites one line on standard error."""
+    rate = progress.generated_tokens / max(progress.elapsed_s, 1e-9)
+    end = "\n" if progress.num_done == progress.num_total else ""
+    sys.stderr.write(
+        f"\r{progress.num_done}/{progress.num_total} prompts,"
+        f" {progress.generated_tokens} tokens, {rate:.1f} tokens/s{end}"
+    )
+    sys.stderr.flush()
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """One prompt becomes a list of one."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _as_conversations(messages: Any) -> list[Any]:
+    """One conversation becomes a list of one."""
+    if len(messages) > 0 and isinstance(messages[0], Mapping | Message):
+        return [messages]
+    return list(messages)
+
+
+def _one_each(params: ParamsArgument, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params were given for {count} prompts: give one for each, or"
+            " one for all",
+            param="sampling_params",
+        )
+    return list(params)
