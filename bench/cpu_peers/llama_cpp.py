@@ -77,43 +77,32 @@ class LlamaCpp:
         return None
 
     def measure(self, job: Job) -> list[Sample]:
-        singles = [case for case in job.cases if case.batch == 1]
-        batched: dict[int, list[Case]] = {}
-        for case in job.cases:
-            if case.batch > 1:
-                batched.setdefault(case.context, []).append(case)
         samples: list[Sample] = []
-        for flash in ("on", "off"):
-            for case in singles:
-                samples += self._single(job, case, flash)
-            for cases in batched.values():
-                samples += self._batched(job, cases, flash)
+        for case in job.cases:
+            measure = self._single if case.batch == 1 else self._batched
+            samples += [measure(job, case, flash) for flash in ("on", "off")]
         return samples
 
-    def _single(self, job: Job, case: Case, flash: str) -> list[Sample]:
+    def _single(self, job: Job, case: Case, flash: str) -> Sample:
         if case.kind == "prefill":
             sizes = ["-p", str(case.context), "-n", "0"]
         else:
             sizes = ["-p", "0", "-n", str(case.num_steps), "-d", str(case.num_prompt_tokens)]
         command = [*self._command("llama-bench", job, flash), *sizes, "-r", "1", "-o", "json"]
         output, foreign = _run(command, job)
-        speed = json.loads(output)[0]["avg_ts"]
-        return [Sample(case.label, speed, foreign, f"fa {flash}")]
+        return Sample(case.label, json.loads(output)[0]["avg_ts"], foreign, f"fa {flash}")
 
-    def _batched(self, job: Job, cases: list[Case], flash: str) -> list[Sample]:
-        """All batch sizes at one context. The prompt is computed once and copied for every row
-        (`-pps` with one KV buffer a row), so that a long context does not cost minutes."""
-        first, widest = cases[0], max(case.batch for case in cases)
-        row_tokens = first.num_prompt_tokens + first.num_steps
+    def _batched(self, job: Job, case: Case, flash: str) -> Sample:
+        """The prompt is computed once and copied for every row (`-pps` with one KV buffer a row),
+        so that a long context does not cost minutes."""
+        row_tokens = case.num_prompt_tokens + case.num_steps
         row_tokens += -row_tokens % _PADDING
-        sizes = ["-npp", str(first.num_prompt_tokens), "-ntg", str(first.num_steps), "-pps"]
-        sizes += ["-npl", ",".join(str(case.batch) for case in cases)]
-        sizes += ["-c", str(widest * row_tokens), "-b", "2048", "-ub", "512"]
-        command = [*self._command("llama-batched-bench", job, flash), *sizes]
-        output, foreign = _run([*command, "--output-format", "jsonl"], job)
-        rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        speeds = {int(row["pl"]): float(row["speed_tg"]) for row in rows}
-        return [Sample(c.label, speeds[c.batch], foreign, f"fa {flash}") for c in cases]
+        sizes = ["-npp", str(case.num_prompt_tokens), "-ntg", str(case.num_steps), "-pps"]
+        sizes += ["--no-kv-unified", "-npl", str(case.batch), "-c", str(case.batch * row_tokens)]
+        sizes += ["-b", "2048", "-ub", "512", "--output-format", "jsonl"]
+        output, foreign = _run([*self._command("llama-batched-bench", job, flash), *sizes], job)
+        result = next(line for line in output.splitlines() if line.startswith("{"))
+        return Sample(case.label, json.loads(result)["speed_tg"], foreign, f"fa {flash}")
 
     def _command(self, program: str, job: Job, flash: str) -> list[str]:
         model = str(Path(job.model) / GGUF_NAME)

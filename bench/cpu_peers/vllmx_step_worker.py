@@ -51,16 +51,18 @@ def load(job: Job) -> LoadedModel:
     return loaded
 
 
-def require_resident(kv_cache_bytes: int) -> None:
-    """Untouched pages are all the same page of zeros and read faster than memory can be; a figure
-    over them would flatter."""
-    status = Path("/proc/self/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
-    resident_bytes = int(resident.split()[1]) * 1024
-    if resident_bytes < kv_cache_bytes:
+def require_resident(model: LoadedModel, case: Case) -> None:
+    """Pages that nobody wrote may all be the same page of zeros, which reads faster than memory
+    can: a figure over them would flatter. Called when a step has read the whole context."""
+    info = model.info
+    used_blocks = case.batch * (case.num_prompt_tokens // BLOCK_SIZE)
+    needed_bytes = info.kv_cache_bytes * used_blocks // info.num_kv_blocks
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    pages_kib = [int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")]
+    if sum(pages_kib) * 1024 < needed_bytes:
         raise RuntimeError(
-            f"{kv_cache_bytes} bytes of KV cache were asked for, but only {resident_bytes} bytes of"
-            " the process are in memory: the backend must touch its pages when it loads"
+            f"{case.label} reads {needed_bytes} bytes of KV cache, but the process has only"
+            f" {sum(pages_kib)} KiB in memory: the backend must write to its pages when it loads"
         )
 
 
@@ -152,6 +154,7 @@ def measure_decode(model: LoadedModel, case: Case) -> float:
     first = model.step(decode.advance(), rows)
     decode.take_tokens_from_device()
     warm = run(WARM_UP_STEPS - 1, first)
+    require_resident(model, case)
     last: list[StepHandle] = []
     speed = rate(case.batch * case.num_steps, lambda: last.append(run(case.num_steps, warm)))
     last[0].result()
@@ -161,7 +164,6 @@ def measure_decode(model: LoadedModel, case: Case) -> float:
 def main() -> None:
     job = job_from_argv()
     model = load(job)
-    require_resident(model.info.kv_cache_bytes)
     for case in job.cases:
         measure = measure_prefill if case.kind == "prefill" else measure_decode
         record(job, case, partial(measure, model, case))
