@@ -14,7 +14,7 @@ ALLOW = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "model*.safetensors")
 IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensors")
 MAX_ID_LENGTH = 128
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_TOKEN_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
+_ACCESS_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
 
 
 def local_path(model: str, revision: str | None, progress: bool) -> Path | None:
@@ -55,7 +55,7 @@ def _silent_bar() -> type[Any]:
     """A progress bar that shows nothing: the switch of huggingface_hub itself is a global."""
     from huggingface_hub import utils
 
-    shown: Any = utils.tqdm  # untyped
+    shown: Any = utils.tqdm  # type: ignore[attr-defined]
 
     class SilentBar(shown):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,14 +71,14 @@ def _reason(error: Exception) -> str:
     if isinstance(error, hub.GatedRepoError):
         return (
             "is gated on the Hugging Face hub: accept its terms on the model's page, then"
-            f" {_TOKEN_REMEDY}"
+            f" {_ACCESS_REMEDY}"
         )
     if isinstance(error, hub.RevisionNotFoundError):
         return "has no such revision on the Hugging Face hub: check --revision"
     if isinstance(error, hub.RepositoryNotFoundError):
         return (
             "is neither a local path nor a public model of the Hugging Face hub: check the name;"
-            f" if the model is private, {_TOKEN_REMEDY}"
+            f" if the model is private, {_ACCESS_REMEDY}"
         )
     if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         return _unreachable(error.__cause__)
@@ -97,7 +97,7 @@ def _unreachable(error: Exception) -> str:
         )
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
-        return f"is refused by the Hugging Face hub (HTTP {status}): {_TOKEN_REMEDY}"
+        return f"is refused by the Hugging Face hub (HTTP {status}): {_ACCESS_REMEDY}"
     if status is not None:
         return f"cannot be downloaded: the Hugging Face hub answers HTTP {status}; try again later"
     if isinstance(error, OSError) and error.errno is not None:
