@@ -23,6 +23,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _explain(str(error)) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError("the body is not valid UTF-8: encode it as UTF-8") from None
     except RecursionError:
         raise InvalidRequestError(
             "the body is nested too deeply: flatten it to at most"

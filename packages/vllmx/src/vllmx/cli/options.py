@@ -58,15 +58,14 @@ HELP: Mapping[str, str] = {
 }
 
 
-def options_of(cls: type[Any], help_texts: Mapping[str, str], skip: frozenset[str] = frozenset()):  # type: ignore[no-untyped-def]
+def options_of(cls: type[Any], help_texts: Mapping[str, str]) -> Callable[[F], F]:
     """A decorator that adds one option for each field of a config dataclass; values that were not
     given arrive as None."""
     hints = typing.get_type_hints(cls)
 
     def decorate(command: F) -> F:
         for field in reversed(dataclasses.fields(cls)):
-            if field.name not in skip:
-                command = _option(field, hints[field.name], help_texts)(command)
+            command = _option(field, hints[field.name], help_texts)(command)
         return command
 
     return decorate
