@@ -30,8 +30,8 @@ from vllmx_engine.ipc import (
     Start,
     Stats,
     ToCore,
-    specs_of,
 )
+from vllmx_engine.known_specs import KnownSpecs
 from vllmx_engine.load import LoadPlan, load_planned
 from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats
 from vllmx_engine.supervisor import CoreProcess
@@ -221,7 +221,7 @@ class ProcessFrontend(_Core):
         self._start = Start(
             config=plan.config,
             path=str(plan.path),
-            specs=specs_of(plan.registry),
+            specs=KnownSpecs.of(plan.registry),
             progress=plan.progress,
             log_level=logging.getLogger("vllmx").getEffectiveLevel(),
         )

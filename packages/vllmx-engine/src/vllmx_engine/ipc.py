@@ -9,24 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Generic, TypeVar
 
 import msgspec
 from vllmx_core import errors
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
-from vllmx_core.registry import Registry
-from vllmx_core.specs import (
-    BackendSpec,
-    ExecutorSpec,
-    ModelSourceSpec,
-    ModelSpec,
-    QuantizationSpec,
-    WeightFormatSpec,
-)
 
+from vllmx_engine.known_specs import KnownSpecs
 from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats
 
 MAX_FRAME_BYTES = 256 << 20
@@ -35,24 +25,13 @@ M = TypeVar("M")
 
 
 # --- to the core ----------------------------------------------------------------------------------
-class Specs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plugins of the API process provide, so that the core need not look for plugins."""
-
-    backends: list[BackendSpec]
-    models: list[ModelSpec]
-    weight_formats: list[WeightFormatSpec]
-    quantizations: list[QuantizationSpec]
-    executors: list[ExecutorSpec]
-    model_sources: list[ModelSourceSpec]
-
-
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """The first message: what to load."""
 
     config: EngineConfig
     path: str
     """Where `config.model` leads."""
-    specs: Specs
+    specs: KnownSpecs
     progress: bool
     log_level: int
 
@@ -80,28 +59,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Shutdown
-
-
-def specs_of(registry: Registry) -> Specs:
-    """All that a core may need of a registry."""
-    return Specs(
-        backends=registry.all(BackendSpec),
-        models=registry.all(ModelSpec),
-        weight_formats=registry.all(WeightFormatSpec),
-        quantizations=registry.all(QuantizationSpec),
-        executors=registry.all(ExecutorSpec),
-        model_sources=registry.all(ModelSourceSpec),
-    )
-
-
-def registry_of(specs: Specs) -> Registry:
-    """The registry with exactly these specs."""
-    registry = Registry()
-    hooks = {
-        f"vllmx_{name}": partial(tuple, getattr(specs, name)) for name in specs.__struct_fields__
-    }
-    registry.add(SimpleNamespace(**hooks), "the API process's plugins")
-    return registry
 
 
 # --- from the core --------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from vllmx_engine.ipc import (
     Start,
     ToCore,
     encode_frame,
-    registry_of,
     to_core_decoder,
 )
 from vllmx_engine.load import LoadPlan, load_planned
@@ -122,7 +121,7 @@ def serve(connection: Connection) -> int:
     logging.getLogger("vllmx").setLevel(start.log_level)
     inbox: SimpleQueue[ToCore] = SimpleQueue()
     threading.Thread(target=_receive, args=(messages, inbox), daemon=True).start()
-    plan = LoadPlan(start.config, Path(start.path), registry_of(start.specs), start.progress)
+    plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), start.progress)
     try:
         core, info = load_planned(plan)
         connection.send(Ready(info))
