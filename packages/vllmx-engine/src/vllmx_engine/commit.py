@@ -34,16 +34,17 @@ class Committer:
         fed = table.sampled_in[owners.rows] == step.number
         table.last_token[owners.rows[fed]] = ids[fed]
         self._file_blocks(step, owners.rows[ids < 0])
+        details = _Details(result.logprobs)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
-            self._score(scored, result, outputs)
+            self._score(scored, result, details, outputs)
         for index, (sequence, token) in enumerate(zip(owners.sequences, ids.tolist(), strict=True)):
             if sequence.finished:
                 continue
             try:
                 if not sequence.is_plain or token < 0:
                     logit = int(owners.logits[index])
-                    outputs.append(self._special(sequence, token, logit, result.logprobs))
+                    outputs.append(self._special(sequence, token, logit, details))
                 elif (reason := sequence.accept(token)) is None:
                     outputs.append(CoreOutput(request_id=sequence.request_id, ids=[token]))
                 else:
@@ -70,9 +71,7 @@ class Committer:
             if sequence is not None and row not in bad_rows:
                 self._scheduler.file_blocks(sequence, int(step.context_len[index]))
 
-    def _special(
-        self, sequence: Sequence, token: int, logit: int, logprobs: LogprobRows | None
-    ) -> CoreOutput:
+    def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:
         """A first token, one with log-probabilities or counts, or a row without a result."""
         if token < 0:
             raise NonFiniteLogitsError(
@@ -85,15 +84,13 @@ class Committer:
         if sequence.rules is not None and sequence.rules.counts is not None:
             sequence.rules.counts.add(token)
         wanted = sequence.request.params.logprobs
-        details = None
-        if wanted is not None:
-            details = [_token_logprobs(logprobs, logit, token, wanted)]
+        logprobs = None if wanted is None else [details.of(logit, token, wanted)]
         if not is_first:
-            return self._output(sequence, token, reason, details)
+            return self._output(sequence, token, reason, logprobs)
         sequence.settle()
         self.prompt_tokens += sequence.num_prompt
         self._scheduler.prompt_computed(sequence)
-        return self._output(sequence, token, reason, details, is_first=True)
+        return self._output(sequence, token, reason, logprobs, is_first=True)
 
     def _output(
         self,
@@ -116,7 +113,9 @@ class Committer:
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
         )
 
-    def _score(self, scored: Scored, result: StepResult, outputs: list[CoreOutput]) -> None:
+    def _score(
+        self, scored: Scored, result: StepResult, details: _Details, outputs: list[CoreOutput]
+    ) -> None:
         """Log-probabilities of prompt tokens."""
         sequence = scored.sequence
         if sequence.finished:
@@ -129,11 +128,8 @@ class Committer:
             assert sequence.prompt_logprobs is not None
             for index in range(scored.count):
                 token = sequence.tokens[scored.start + index + 1]
-                sequence.prompt_logprobs.append(
-                    _token_logprobs(
-                        result.logprobs, scored.first + index, token, scored.num_logprobs
-                    )
-                )
+                entry = details.of(scored.first + index, token, scored.num_logprobs)
+                sequence.prompt_logprobs.append(entry)
         except Exception as error:  # one request's fault must not stop the others
             outputs.append(self.fail(sequence, error))
 
@@ -151,14 +147,25 @@ def error_output(request_id: str, error: Exception) -> CoreOutput:
     )
 
 
-def _token_logprobs(
-    logprobs: LogprobRows | None, logit: int, token: int, count: int
-) -> TokenLogprobs:
-    assert logprobs is not None, "the backend left out log-probabilities that were asked for"
-    return TokenLogprobs(
-        token,
-        float(logprobs.chosen[logit]),
-        int(logprobs.rank[logit]),
-        logprobs.top_ids[logit, :count].tolist(),
-        logprobs.top[logit, :count].tolist(),
-    )
+class _Details:
+    """Log-probabilities of a step as lists, made when the first row asks."""
+
+    def __init__(self, logprobs: LogprobRows | None) -> None:
+        self._logprobs = logprobs
+        self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
+
+    def of(self, logit: int, token: int, count: int) -> TokenLogprobs:
+        """Of the chosen token of a logit row, with the `count` likeliest."""
+        if self._lists is None:
+            rows = self._logprobs
+            assert rows is not None, "the backend left out log-probabilities that were asked for"
+            self._lists = (
+                rows.chosen.tolist(),
+                rows.rank.tolist(),
+                rows.top_ids.tolist(),
+                rows.top.tolist(),
+            )
+        chosen, rank, top_ids, top = self._lists
+        return TokenLogprobs(
+            token, chosen[logit], rank[logit], top_ids[logit][:count], top[logit][:count]
+        )

@@ -42,14 +42,12 @@ class BlockPool:
     def allocate(self, count: int) -> I32:
         """(count,) blocks with one reference each; there must be as many."""
         assert count <= self.num_available, (count, self.num_available)
-        taken = []
-        for _ in range(count):
-            if self._free:
-                taken.append(self._free.pop())
-            else:
-                block, _ = self._idle.popitem(last=False)
-                self._cache.remove(block)
-                taken.append(block)
+        taken = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        while len(taken) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._cache.remove(block)
+            taken.append(block)
         blocks = np.array(taken, np.int32)
         self._refs[blocks] = 1
         return blocks

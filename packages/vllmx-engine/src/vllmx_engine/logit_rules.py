@@ -53,24 +53,28 @@ class LogitRules:
 class Counts:
     """How often each id occurred, for the penalties; grows by one token at a time."""
 
-    __slots__ = ("_index", "ids", "output_counts")
+    __slots__ = ("_counts", "_ids", "_index")
 
     def __init__(self, prompt_ids: list[int]) -> None:
-        self.ids = array("i", dict.fromkeys(prompt_ids))
-        self.output_counts = array("i", bytes(4 * len(self.ids)))
-        self._index = {token: i for i, token in enumerate(self.ids)}
+        self._index = {token: i for i, token in enumerate(dict.fromkeys(prompt_ids))}
+        self._ids = np.zeros(len(self._index) + 64, np.int32)
+        self._ids[: len(self._index)] = list(self._index)
+        self._counts = np.zeros(self._ids.size, np.int32)
 
     def add(self, token: int) -> None:
         """Counts a generated token."""
-        index = self._index.setdefault(token, len(self.ids))
-        if index == len(self.ids):
-            self.ids.append(token)
-            self.output_counts.append(0)
-        self.output_counts[index] += 1
+        index = self._index.setdefault(token, len(self._index))
+        if index == self._ids.size:
+            room = np.zeros(index, np.int32)
+            self._ids = np.concatenate([self._ids, room])
+            self._counts = np.concatenate([self._counts, room])
+        self._ids[index] = token
+        self._counts[index] += 1
 
     def arrays(self) -> tuple[I32, I32]:
-        """Copies of `ids` and `output_counts`."""
-        return np.array(self.ids, np.int32), np.array(self.output_counts, np.int32)
+        """Views of the ids and of how often each was generated (0: in the prompt alone)."""
+        size = len(self._index)
+        return self._ids[:size], self._counts[:size]
 
 
 def make_rules(request: CoreRequest, vocab_size: int) -> LogitRules | None:

@@ -1,7 +1,8 @@
-"""Full KV blocks by what they hold: a chain of keyed BLAKE2b digests, so that equal prefixes meet.
+"""Full KV blocks by what they hold: a chain of BLAKE2b digests, so that equal prefixes meet.
 
 A block's digest covers its parent's digest and its own token ids; the parent of a sequence's first
-block is its root, the digest of its cache salt. Two sequences share a block only when salt and all
+block is its root, the digest of its cache salt under a secret key, so that nobody can know a
+parent, let alone look for collisions. Two sequences share a block only when salt and all
 tokens up to the block's end agree; the tokens are compared as well, so that a colliding digest can
 at most cost a miss.
 """
@@ -48,7 +49,7 @@ class PrefixCache:
 
     def digest(self, parent: bytes, tokens: bytes) -> bytes:
         """Of a block that follows `parent`."""
-        return blake2b(parent + tokens, digest_size=_DIGEST_BYTES, key=self._key).digest()
+        return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
 
     def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
         """The block that holds these tokens behind this parent."""

@@ -141,11 +141,13 @@ class Scheduler:
         context = int(self.table.computed[decodes].sum()) + decodes.size
         tokens_left = self.limits.token_budget - decodes.size
         logits_left = self.limits.max_logit_rows - decodes.size
-        seconds_left = self.cost.chunk_seconds(decodes.size, context)
+        seconds_left: float | None = None
         chunks: list[Chunk] = []
         for sequence in self._prefilling(may_admit=preempted == self.num_preemptions):
             start = int(self.table.computed[sequence.row])
             wanted = len(sequence.tokens) - start
+            if seconds_left is None:
+                seconds_left = self.cost.chunk_seconds(decodes.size, context)
             affordable = self.cost.chunk_tokens(seconds_left, start)
             if not chunks:
                 affordable = max(affordable, self.cost.min_chunk)
@@ -278,20 +280,23 @@ class Scheduler:
         prefix cache. Where an equal block is there already, the row changes over to it: so the
         cached ancestors of a cached block are owned by all who own the block."""
         table, row, size = self.table, sequence.row, self.limits.block_size
-        for index in range(int(table.filed[row]), num_tokens // size):
+        first, end = int(table.filed[row]), num_tokens // size
+        blocks = table.blocks[row]
+        parent = sequence.digests[first - 1] if first else sequence.root
+        for index in range(first, end):
             tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
-            parent = sequence.digests[index - 1] if index else sequence.root
             digest = self._digest(sequence, index, parent, tokens)
-            block = int(table.blocks[row, index])
+            block = int(blocks[index])
             holder = self.cache.insert(block, digest, parent, tokens)
-            if holder is None:
+            if holder is None:  # the digest stands for other tokens
                 table.never_file(row)
                 return
             if holder != block:
                 self.pool.acquire([holder])
-                self.pool.release(table.blocks[row, index : index + 1].copy())
-                table.blocks[row, index] = holder
-            table.filed[row] = index + 1
+                self.pool.release(blocks[index : index + 1].copy())
+                blocks[index] = holder
+            parent = digest
+        table.filed[row] = end
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, and a result on its way still counts."""
