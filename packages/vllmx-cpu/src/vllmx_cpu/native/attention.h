@@ -1,0 +1,37 @@
+// Paged attention of one layer: q/k norm, RoPE, K/V write, then softmax(q k^T) v over the pages.
+//
+// Pages. P (block_size) is a multiple of 16, D (head_size) even. A page holds, for each kv head, P / 16
+// *groups* of 16 consecutive positions, so that one vector covers one feature of a group:
+//   bf16:  K group [D / 2][16 positions][2 features]    V group [8][Dp][2 positions]
+//   f32, f16:  K group [D][16 positions]                V group [16 positions][Dp]
+// with Dp = D rounded up to 16. Block b, kv head k, group g start at ((b * K + k) * P / 16 + g) groups.
+// Pages need no initial value: what no visible position wrote never reaches a result.
+//
+// Bits. Positions are worked off in chunks of 64 and partitions of 256, both aligned to position 0. A
+// partition runs an online softmax of its own and is folded into the total in order, so a token's
+// output is a function of its q and the visible K/V alone: not of the tile of queries that it was
+// computed in, nor of which thread took which partition, nor of the block numbers.
+//
+// bf16 pages multiply bf16 by bf16 (q and the probabilities are rounded) and add in float32; f32 and
+// f16 pages compute in float32. A window means: causal, positions p - window + 1 ... p; not causal,
+// p - window + 1 ... p + window - 1.
+#pragma once
+#include "vx.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+// Bytes of one block in k_pages (in v_pages) for all kv heads.
+size_t vx_k_page_bytes(int32_t num_kv_heads, int32_t head_size, int32_t block_size, int32_t kv_dtype);
+size_t vx_v_page_bytes(int32_t num_kv_heads, int32_t head_size, int32_t block_size, int32_t kv_dtype);
+// Bytes of VxAttention::workspace with which contexts of up to max_context tokens use all threads.
+size_t vx_attention_workspace_bytes(int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
+                                    int32_t max_context, int32_t nth);
+}
+#pragma GCC visibility pop
+
+namespace vx {
+namespace VX_ISA {
+// args: VxAttention.
+void attention(const void* args, const VxStep* step, VxCtx* ctx);
+}  // namespace VX_ISA
+}  // namespace vx

@@ -1,0 +1,68 @@
+// One head of one token on its way into attention: RMS norm over D, then RoPE, in float32.
+#pragma once
+#include "attention_pages.h"
+
+namespace vx {
+namespace VX_ISA {
+
+constexpr int kMaxHeadSize = 1024;
+
+// x / sqrt(mean(x^2) + eps) * weight.
+VX_INLINE void norm_head(const float* x, const float* weight, float eps, int head_size, float* out) {
+  F32x16 squares = zero();
+  for (int i = 0; i < head_size; i += 16) {
+    F32x16 v = load_n(x + i, head_size - i < 16 ? head_size - i : 16);
+    squares = fma(v, v, squares);
+  }
+  F32x16 factor = splat(1.0f / __builtin_sqrtf(reduce_add(squares) / (float)head_size + eps));
+  for (int i = 0; i < head_size; i += 16) {
+    int n = head_size - i < 16 ? head_size - i : 16;
+    store_n(out + i, load_n(x + i, n) * factor * load_n(weight + i, n), n);
+  }
+}
+
+// Rotates pairs (i, i + rotary_dim / 2) in place; `table` holds rotary_dim / 2 cosines, then sines.
+VX_INLINE void rotate_halves(float* x, const float* table, int rotary_dim) {
+  int half = rotary_dim / 2;
+  for (int i = 0; i < half; i += 16) {
+    int n = half - i < 16 ? half - i : 16;
+    F32x16 a = load_n(x + i, n), b = load_n(x + half + i, n);
+    F32x16 cosine = load_n(table + i, n), sine = load_n(table + half + i, n);
+    store_n(x + i, a * cosine - b * sine, n);
+    store_n(x + half + i, b * cosine + a * sine, n);
+  }
+}
+
+// Rotates pairs (2i, 2i + 1) in place.
+VX_INLINE void rotate_pairs(float* x, const float* table, int rotary_dim) {
+  int half = rotary_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    float a = x[2 * i], b = x[2 * i + 1], cosine = table[i], sine = table[half + i];
+    x[2 * i] = a * cosine - b * sine;
+    x[2 * i + 1] = b * cosine + a * sine;
+  }
+}
+
+// A q or k head of a token at `position`: normed where norm is not null, rotated where there is a
+// table. out: Dp floats, the padding 0.
+VX_INLINE void prepare_head(const VxAttention& a, const float* x, const float* norm, int position,
+                            float* out) {
+  int head_size = a.head_size, width = padded(head_size);
+  if (norm) {
+    norm_head(x, norm, a.norm_eps, head_size, out);
+  } else {
+    __builtin_memcpy(out, x, (size_t)head_size * sizeof(float));
+  }
+  for (int i = head_size; i < width; ++i) out[i] = 0.0f;
+  if (a.rope && a.rotary_dim > 0) {
+    const float* table = a.rope + (size_t)position * a.rotary_dim;
+    if (a.interleaved) {
+      rotate_pairs(out, table, a.rotary_dim);
+    } else {
+      rotate_halves(out, table, a.rotary_dim);
+    }
+  }
+}
+
+}  // namespace VX_ISA
+}  // namespace vx

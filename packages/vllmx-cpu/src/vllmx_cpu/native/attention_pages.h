@@ -1,0 +1,82 @@
+// How the attention kernels see the pages of each KV dtype: cells, operands and one multiply-add.
+//
+// A *cell* is what one lane of a vector holds: two bf16 values, one float or one half. A K group is
+// `k_steps(D)` vectors of 16 cells (lanes = positions), a V group `v_steps` rows of Dp cells (lanes =
+// features). The other operand (q, the probabilities) is broadcast from words of the same width.
+#pragma once
+#include "simd.h"
+
+namespace vx {
+namespace VX_ISA {
+
+constexpr int kGroup = 16;       // positions in a group
+constexpr int kChunk = 64;       // positions between two updates of the running maximum
+constexpr int kPartition = 256;  // positions with a softmax of their own
+
+VX_INLINE int padded(int head_size) { return (head_size + 15) & ~15; }
+
+struct Bf16Pages {
+  typedef uint32_t Cell;
+  typedef uint32_t Operand;
+  typedef U32x16 Vector;
+  static constexpr int per_cell = 2;
+  VX_INLINE U32x16 load(const Cell* p) { return load_u32(p); }
+  VX_INLINE U32x16 broadcast(const Operand* p) { return splat_u32(*p); }
+  VX_INLINE F32x16 dot(F32x16 acc, U32x16 a, U32x16 b) { return dot_bf16(acc, a, b); }
+  // Values i ... i + 15 of an operand row.
+  VX_INLINE void store_operand(Operand* row, int i, F32x16 v) { store_bf16((uint16_t*)row + i, v); }
+};
+
+struct F32Pages {
+  typedef float Cell;
+  typedef float Operand;
+  typedef F32x16 Vector;
+  static constexpr int per_cell = 1;
+  VX_INLINE F32x16 load(const Cell* p) { return VX_ISA::load(p); }
+  VX_INLINE F32x16 broadcast(const Operand* p) { return splat(*p); }
+  VX_INLINE F32x16 dot(F32x16 acc, F32x16 a, F32x16 b) { return fma(a, b, acc); }
+  VX_INLINE void store_operand(Operand* row, int i, F32x16 v) { store(row + i, v); }
+};
+
+struct F16Pages {
+  typedef uint16_t Cell;
+  typedef float Operand;
+  typedef F32x16 Vector;
+  static constexpr int per_cell = 1;
+  VX_INLINE F32x16 load(const Cell* p) { return load_f16(p); }
+  VX_INLINE F32x16 broadcast(const Operand* p) { return splat(*p); }
+  VX_INLINE F32x16 dot(F32x16 acc, F32x16 a, F32x16 b) { return fma(a, b, acc); }
+  VX_INLINE void store_operand(Operand* row, int i, F32x16 v) { store(row + i, v); }
+};
+
+// Where the groups of one layer lie.
+template <class Pages>
+struct PageMap {
+  typedef typename Pages::Cell Cell;
+  Cell* k_base;
+  Cell* v_base;
+  int k_steps, v_width, groups_per_block, num_kv_heads;
+
+  static constexpr int v_steps = kGroup / Pages::per_cell;
+
+  explicit PageMap(const VxAttention& a)
+      : k_base((Cell*)a.k_pages),
+        v_base((Cell*)a.v_pages),
+        k_steps(a.head_size / Pages::per_cell),
+        v_width(padded(a.head_size)),
+        groups_per_block(a.block_size / kGroup),
+        num_kv_heads(a.num_kv_heads) {}
+
+  size_t group_number(int block, int kv_head, int group_in_block) const {
+    return ((size_t)block * num_kv_heads + kv_head) * groups_per_block + group_in_block;
+  }
+  Cell* k_group(int block, int kv_head, int group_in_block) const {
+    return k_base + group_number(block, kv_head, group_in_block) * k_steps * kGroup;
+  }
+  Cell* v_group(int block, int kv_head, int group_in_block) const {
+    return v_base + group_number(block, kv_head, group_in_block) * v_steps * v_width;
+  }
+};
+
+}  // namespace VX_ISA
+}  // namespace vx

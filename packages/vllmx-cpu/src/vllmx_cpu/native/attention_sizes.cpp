@@ -1,0 +1,25 @@
+// Sizes of what the attention op needs: pages and workspace. Layout: attention.h.
+#include "attention.h"
+
+static size_t padded(int32_t head_size) { return ((size_t)head_size + 15) / 16 * 16; }
+static size_t item_bytes(int32_t dtype) { return dtype == VX_F32 ? 4 : 2; }
+
+size_t vx_k_page_bytes(int32_t num_kv_heads, int32_t head_size, int32_t block_size, int32_t kv_dtype) {
+  return (size_t)num_kv_heads * block_size * head_size * item_bytes(kv_dtype);
+}
+
+size_t vx_v_page_bytes(int32_t num_kv_heads, int32_t head_size, int32_t block_size, int32_t kv_dtype) {
+  return (size_t)num_kv_heads * block_size * padded(head_size) * item_bytes(kv_dtype);
+}
+
+size_t vx_attention_workspace_bytes(int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
+                                    int32_t max_context, int32_t nth) {
+  if (nth == 1) return 0;
+  // At most 2 * nth units are cut (each costs more than 1 / (2 * nth) of the step), plus the rest of
+  // the last tile's kv heads; each keeps a state for every partition and query head.
+  size_t partitions = (size_t)max_context / 256 + 2, heads = num_heads / num_kv_heads;
+  size_t units = 2 * (size_t)nth + num_kv_heads;
+  size_t bytes = units * partitions * heads * (padded(head_size) + 16) * sizeof(float);
+  size_t limit = (size_t)64 << 20;
+  return bytes < limit ? bytes : limit;
+}
