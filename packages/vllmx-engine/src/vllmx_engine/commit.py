@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 from vllmx_core.errors import NonFiniteLogitsError, VllmxError
-from vllmx_core.plan import AnyArray, LogprobRows, StepResult
+from vllmx_core.plan import LogprobRows, StepResult
 
 from vllmx_engine.batch import Step
 from vllmx_engine.messages import CoreOutput, FinishReason, TokenLogprobs
@@ -33,7 +32,7 @@ class Committer:
         ids = result.ids[owners.logits]  # (S,)
         fed = table.sampled_in[owners.rows] == step.number
         table.last_token[owners.rows[fed]] = ids[fed]
-        self._file_blocks(step, owners.rows[ids < 0])
+        self._file_blocks(step, set(owners.rows[ids < 0].tolist()))
         details = _Details(result.logprobs)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
@@ -60,16 +59,16 @@ class Committer:
             self._scheduler.finish(sequence, forget=True)
         return error_output(sequence.request_id, error)
 
-    def _file_blocks(self, step: Step, bad_rows: AnyArray) -> None:
+    def _file_blocks(self, step: Step, bad_rows: set[int]) -> None:
         """Full blocks of sound rows go to the prefix cache. What a step computed is filed only
         now: had it failed, or come to NaN, nobody must have found its blocks meanwhile."""
         full = step.context_len // self._size > self._table.filed[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
-        for index in np.flatnonzero(full).tolist():
-            row = int(step.rows[index])
+        rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
+        for row, length in zip(rows, lengths, strict=True):
             sequence = self._table.owner[row]
             if sequence is not None and row not in bad_rows:
-                self._scheduler.file_blocks(sequence, int(step.context_len[index]))
+                self._scheduler.file_blocks(sequence, length)
 
     def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:
         """A first token, one with log-probabilities or counts, or a row without a result."""

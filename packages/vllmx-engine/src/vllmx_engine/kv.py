@@ -62,18 +62,25 @@ class BlockPool:
         """How many of these `acquire` would take out of the available ones."""
         return sum(block in self._idle for block in blocks)
 
-    def release(self, blocks: I32, *, forget: bool = False) -> None:
-        """Drops one reference of each block of a table, given in its order. With `forget`, blocks
-        that nobody else owns or continues leave the cache: their content is not to be trusted."""
+    def release(self, blocks: I32) -> None:
+        """Drops one reference of each block of a table, given in its order."""
         self._refs[blocks] -= 1
         for block in reversed(blocks[self._refs[blocks] == 0].tolist()):
-            if block not in self._cache:
-                self._free.append(block)
-            elif forget and self._cache.is_leaf(block):
-                self._cache.remove(block)
-                self._free.append(block)
-            else:
+            if block in self._cache:
                 self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def distrust(self, blocks: I32) -> None:
+        """Takes these blocks of one table out of the prefix cache, from its tail on, but for those
+        that others own or continue. For content that may be broken; to be followed by `release`."""
+        children = self._cache.num_children()
+        for block in reversed(blocks.tolist()):
+            if block in self._cache and self._refs[block] == 1:
+                digest, parent = self._cache.links(block)
+                if not children[digest]:
+                    self._cache.remove(block)
+                    children[parent] -= 1
 
     def clear_idle(self) -> None:
         """Forgets all prefixes that no row owns."""

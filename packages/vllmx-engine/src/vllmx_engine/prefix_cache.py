@@ -10,19 +10,10 @@ at most cost a miss.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from hashlib import blake2b
-from typing import NamedTuple
 
 _DIGEST_BYTES = 16
-
-
-class Entry(NamedTuple):
-    """A cached block."""
-
-    digest: bytes
-    parent: bytes
-    tokens: bytes
-    """Its P int32 token ids."""
 
 
 class PrefixCache:
@@ -31,9 +22,8 @@ class PrefixCache:
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key
         self._blocks: dict[bytes, int] = {}
-        self._entries: dict[int, Entry] = {}
-        self._children: dict[bytes, int] = {}
-        """Cached blocks whose parent a digest is."""
+        self._entries: dict[int, tuple[bytes, bytes, bytes]] = {}
+        """digest, parent and tokens of each cached block."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,8 +46,7 @@ class PrefixCache:
         block = self._blocks.get(digest)
         if block is None:
             return None
-        entry = self._entries[block]
-        return block if entry.tokens == tokens and entry.parent == parent else None
+        return block if self._entries[block] == (digest, parent, tokens) else None
 
     def insert(self, block: int, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
         """Files a block; returns the one that stands for these tokens from now on, which is another
@@ -65,24 +54,18 @@ class PrefixCache:
         if digest in self._blocks:
             return self.find(digest, parent, tokens)
         self._blocks[digest] = block
-        self._entries[block] = Entry(digest, parent, tokens)
-        self._children[parent] = self._children.get(parent, 0) + 1
+        self._entries[block] = (digest, parent, tokens)
         return block
 
     def remove(self, block: int) -> None:
         """Forgets a cached block."""
-        entry = self._entries.pop(block)
-        del self._blocks[entry.digest]
-        left = self._children[entry.parent] - 1
-        if left:
-            self._children[entry.parent] = left
-        else:
-            del self._children[entry.parent]
+        del self._blocks[self._entries.pop(block)[0]]
 
-    def is_leaf(self, block: int) -> bool:
-        """No cached block continues this cached one."""
-        return self._entries[block].digest not in self._children
+    def links(self, block: int) -> tuple[bytes, bytes]:
+        """Digest and parent of a cached block."""
+        digest, parent, _ = self._entries[block]
+        return digest, parent
 
-    def entry(self, block: int) -> Entry:
-        """What a cached block holds."""
-        return self._entries[block]
+    def num_children(self) -> Counter[bytes]:
+        """How many cached blocks follow each digest; walks them all."""
+        return Counter(parent for _, parent, _ in self._entries.values())

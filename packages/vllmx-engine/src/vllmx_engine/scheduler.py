@@ -310,7 +310,10 @@ class Scheduler:
         self.running.remove(sequence)
         if sequence in self.prefills:
             self.prefills.remove(sequence)
-        self.pool.release(self.table.release(sequence), forget=forget)
+        blocks = self.table.release(sequence)
+        if forget:
+            self.pool.distrust(blocks)
+        self.pool.release(blocks)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while sequences run."""
