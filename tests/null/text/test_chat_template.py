@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,11 @@ def test_demo_model(shared: Path) -> None:
     prompt = ChatTemplate.from_tokenizer(tokenizer).render([user("Hi")])
     assert prompt.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.encode(prompt)[0] == tokenizer.token_to_id("<|im_start|>")
+
+
+def test_one_template_renders_in_several_threads() -> None:
+    template = ChatTemplate((DATA / "smollm3.jinja").read_text(), MARKS)
+    chats = [[user(f"question {number}")] for number in range(64)]
+    expected = [template.render(chat) for chat in chats]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(template.render, chats)) == expected

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from vllmx_engine.text import model_files
+from vllmx_engine.text.detokenizer import make_detokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
 
 TEXTS = ["", "Hi there", " two  spaces ", "é 🚀 你好\n\n", "<s>x</s> <|im_end|>"]
@@ -190,3 +191,13 @@ def test_logprobs_entry_of_a_token(
     assert the is not None
     assert sentencepiece.token_text(the) == " the"
     assert metaspace.token_bytes(1) == b"<s>"
+
+
+def test_trained_reference_of_stories260k(shared: Path) -> None:
+    tokenizer = Tokenizer.from_folder(shared / "models" / "stories260K")
+    reference = json.loads((shared / "models/stories260K/reference_greedy.json").read_text())
+    for case in reference["token_cases"]:
+        assert tokenizer.encode(case["text"]) == case["ids"]
+    detokenizer = make_detokenizer(tokenizer, reference["prompt_ids"])
+    text = "".join(detokenizer.push([i]) for i in reference["greedy_ids"]) + detokenizer.finish()
+    assert text == reference["text"].removeprefix(" ")
