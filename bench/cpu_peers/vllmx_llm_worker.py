@@ -23,7 +23,10 @@ def main() -> None:
 
     def generate(prompts: list[list[int]], num_tokens: int) -> None:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for result in llm.generate(inputs, params, use_tqdm=False):
+            if len(result.outputs[0].token_ids) != num_tokens:
+                raise RuntimeError(f"a request ended early: {result.outputs[0].finish_reason}")
 
     generate([[1] * 64] * 2, 4)
     for case in affordable(job.cases):

@@ -21,6 +21,7 @@ from cpu_peers.worker import job_from_argv, rate, record
 
 BLOCK_SIZE = 16
 _NUM_IDS = 1000
+MAX_ROWS = 256
 WARM_UP_STEPS = 2
 _PREFILL_REPEATS = 2
 
@@ -39,7 +40,7 @@ def load(job: Job) -> LoadedModel:
     spec, _ = registry.choose_backend("cpu")
     options = LoadOptions(
         max_model_len=max(row_blocks(case) for case in job.cases) * BLOCK_SIZE,
-        max_num_seqs=max(case.batch for case in job.cases),
+        max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=max(2048, *(case.context for case in job.cases)),
         block_size=BLOCK_SIZE,
         num_kv_blocks=max(case.batch * row_blocks(case) for case in job.cases),
@@ -51,18 +52,33 @@ def load(job: Job) -> LoadedModel:
     return loaded
 
 
-def require_resident(model: LoadedModel, case: Case) -> None:
-    """Pages that nobody wrote may all be the same page of zeros, which reads faster than memory
-    can: a figure over them would flatter. Called when a step has read the whole context."""
-    info = model.info
-    used_blocks = case.batch * (case.num_prompt_tokens // BLOCK_SIZE)
-    needed_bytes = info.kv_cache_bytes * used_blocks // info.num_kv_blocks
+def touch_pages(model: LoadedModel) -> None:
+    """Writes one token into every KV block. Pages that nobody wrote are all the same page of zeros,
+    which reads faster than memory can: figures over them would flatter."""
+    rows = greedy_rows(1)
+    for first in range(0, model.info.num_kv_blocks, MAX_ROWS):
+        blocks = np.arange(first, min(first + MAX_ROWS, model.info.num_kv_blocks), dtype=np.int32)
+        plan = StepPlan(
+            tokens=blocks % _NUM_IDS,
+            positions=np.zeros_like(blocks),
+            slots=blocks * BLOCK_SIZE,
+            query_start=np.arange(len(blocks) + 1, dtype=np.int32),
+            context_len=np.ones_like(blocks),
+            block_table=blocks[:, None],
+            logit_rows=np.zeros(1, np.int32),
+        )
+        model.step(plan, rows).result()
+    require_resident(model.info.kv_cache_bytes)
+
+
+def require_resident(num_bytes: int) -> None:
+    """RuntimeError if the process holds less memory of its own than its KV cache takes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    pages_kib = [int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")]
-    if sum(pages_kib) * 1024 < needed_bytes:
+    resident_kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    if resident_kib * 1024 < num_bytes:
         raise RuntimeError(
-            f"{case.label} reads {needed_bytes} bytes of KV cache, but the process has only"
-            f" {sum(pages_kib)} KiB in memory: the backend must write to its pages when it loads"
+            f"the KV cache takes {num_bytes} bytes, but the process has only {resident_kib} KiB in"
+            " memory, so its pages are not real: the backend must write to them when it loads"
         )
 
 
@@ -154,7 +170,6 @@ def measure_decode(model: LoadedModel, case: Case) -> float:
     first = model.step(decode.advance(), rows)
     decode.take_tokens_from_device()
     warm = run(WARM_UP_STEPS - 1, first)
-    require_resident(model, case)
     last: list[StepHandle] = []
     speed = rate(case.batch * case.num_steps, lambda: last.append(run(case.num_steps, warm)))
     last[0].result()
@@ -164,6 +179,7 @@ def measure_decode(model: LoadedModel, case: Case) -> float:
 def main() -> None:
     job = job_from_argv()
     model = load(job)
+    touch_pages(model)
     for case in job.cases:
         measure = measure_prefill if case.kind == "prefill" else measure_decode
         record(job, case, partial(measure, model, case))
