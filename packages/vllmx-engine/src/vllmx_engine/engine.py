@@ -78,6 +78,10 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
 
+    def sampling_params(self, **explicit: Any) -> SamplingParams:
+        """The model's recommended parameters, replaced where `explicit` names a value."""
+        return self._engine.builder.sampling_params(**explicit)
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         return self.tokenizer.encode(text, add_special_tokens)
