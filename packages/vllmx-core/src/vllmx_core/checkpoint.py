@@ -54,6 +54,11 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     quantization = checkpoint.config.get("quantization_config")
     if not quantization:
         return checkpoint
+    if not isinstance(quantization, Mapping):
+        raise UnsupportedModelError(
+            f"{path}: quantization_config must be an object, got {type(quantization).__name__}:"
+            " repair config.json"
+        )
     method = str(quantization.get("quant_method", "unknown"))
     known = {spec.name: spec for spec in registry.all(QuantizationSpec)}
     if method not in known:
@@ -68,10 +73,10 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
 
 
 def _format_of(registry: Registry, path: Path, load_format: str) -> Any:
-    if load_format != "auto":
-        return registry.get(WeightFormatSpec, load_format).load()
     if not path.exists():
         raise ModelNotFoundError(f"{path} does not exist: check the path", param="model")
+    if load_format != "auto":
+        return registry.get(WeightFormatSpec, load_format).load()
     formats = sorted(registry.all(WeightFormatSpec), key=lambda spec: -spec.priority)
     for spec in formats:
         if path.is_dir() and any(next(path.glob(pattern), None) for pattern in spec.patterns):

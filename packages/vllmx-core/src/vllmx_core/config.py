@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,6 +81,11 @@ class EngineConfig:
                 f"--memory-fraction must be above 0 and at most 1, got {self.memory_fraction}",
                 param="memory_fraction",
             )
+        target = self.target_step_ms
+        if target is not None and not (math.isfinite(target) and target > 0):
+            raise ConfigError(
+                f"--target-step-ms must be above 0 or none, got {target}", param="target_step_ms"
+            )
 
     @property
     def name(self) -> str:
@@ -94,15 +101,19 @@ def resolve_config(
     file: Mapping[str, Any],
 ) -> Any:
     """Fills the dataclass `cls`: flags that are not None, then `VLLMX_<NAME>` variables, then keys
-    of the config file (dashes or underscores), then defaults. Raises ConfigError that names the
-    source for unknown file keys and for values of the wrong type."""
+    of the config file (dashes or underscores), then defaults. A file that serves several records
+    is split by the caller. Raises ConfigError that names the source for an unknown or doubled key
+    of the file and for a value of the wrong type; flags of other records are passed over."""
     hints = typing.get_type_hints(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for key, value in file.items():
-        name = key.replace("-", "_")
-        if name in fields:
-            values[name] = _convert(value, hints[name], f"config file key {key!r}")
+        name = _file_key(key, fields)
+        if name in values:
+            raise ConfigError(
+                f"config file key {key!r} is there twice, with - and with _: keep one"
+            )
+        values[name] = _convert(value, hints[name], f"config file key {key!r}")
     for name in fields:
         text = environment.get(f"VLLMX_{name.upper()}")
         if text is not None:
@@ -111,6 +122,16 @@ def resolve_config(
         if name in fields and value is not None:
             values[name] = _convert(value, hints[name], _flag(name))
     return cls(**values)
+
+
+def _file_key(key: Any, fields: Collection[str]) -> str:
+    """The field that a key of the config file means."""
+    name = str(key).replace("-", "_")
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(fields))}"
+        raise ConfigError(f"unknown config file key {key!r}; {hint}")
+    return name
 
 
 def _flag(name: str) -> str:

@@ -92,6 +92,12 @@ class PluginError(VllmxError):
     code = "plugin_error"
 
 
+class PluginClashError(PluginError):
+    """Two plugins claim one name; guessing between them would be wrong."""
+
+    code = "plugin_clash"
+
+
 class QueueFullError(VllmxError):
     """More requests wait than `max_queue` allows.
 

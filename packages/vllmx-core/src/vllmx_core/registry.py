@@ -8,6 +8,7 @@ names both.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,12 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from vllmx_core.errors import BackendUnavailableError, PluginError, UnsupportedModelError
+from vllmx_core.errors import (
+    BackendUnavailableError,
+    PluginClashError,
+    PluginError,
+    UnsupportedModelError,
+)
 from vllmx_core.hooks import GROUP, Hooks
 from vllmx_core.specs import (
     API_VERSION,
@@ -77,22 +83,49 @@ class Registry:
         return self._plugins
 
     def add(self, plugin: object, key: str, *, version: str = "", module: str = "") -> None:
-        """Registers a plugin module or object. Raises PluginError for a misspelt hook, a wrong
-        return value, an API version from the future or a name that is taken."""
-        self._manager.register(plugin, name=key)
+        """Registers a plugin module or object, or leaves everything as it was and raises
+        PluginError: a misspelt or unmarked hook, one that fails or returns something else than
+        specs, an API version from the future; PluginClashError for a name that is taken."""
+        first = self._manager.get_name(plugin)
+        if first is not None:
+            raise PluginClashError(
+                f"one plugin is registered by both {first} and {key}: uninstall one"
+            )
         try:
+            self._check_names(plugin, key)
+            self._manager.register(plugin, name=key)
             self._manager.check_pending()
             found = self._collect(plugin, key)
-        except pluggy.PluginValidationError as error:
-            self._manager.unregister(plugin)
-            raise PluginError(f"plugin {key}: {error}") from error
         except PluginError:
-            self._manager.unregister(plugin)
+            self._forget(plugin)
             raise
+        except Exception as error:  # pluggy's refusals, and whatever a third party's hook raises
+            self._forget(plugin)
+            raise PluginError(f"plugin {key}: {type(error).__name__}: {error}") from error
         for spec in found:
             self._specs[type(spec)][spec.name] = (spec, key)
         provides = tuple(f"{_kind(spec)} {spec.name}" for spec in found)
         self._plugins.append(PluginInfo(key, version, module, None, provides))
+
+    def _check_names(self, plugin: object, key: str) -> None:
+        """pluggy alone would pass over a hook without its mark, misspelt or not."""
+        for name in dir(plugin):
+            if not name.startswith(f"{GROUP}_") or not callable(getattr(plugin, name)):
+                continue
+            if name not in _HOOKS:
+                near = difflib.get_close_matches(name, _HOOKS, 1) or sorted(_HOOKS)
+                raise PluginError(
+                    f"plugin {key}: there is no hook {name!r}, did you mean {', '.join(near)}?"
+                )
+            if self._manager.parse_hookimpl_opts(plugin, name) is None:
+                raise PluginError(
+                    f"plugin {key}: {name} is not marked as a hook: put"
+                    " @vllmx_core.hooks.hookimpl above it"
+                )
+
+    def _forget(self, plugin: object) -> None:
+        if self._manager.is_registered(plugin):
+            self._manager.unregister(plugin)
 
     def _collect(self, plugin: object, key: str) -> list[Spec]:
         found: list[Spec] = []
@@ -100,7 +133,13 @@ class Registry:
             function = getattr(plugin, hook, None)
             if function is None:
                 continue
-            for spec in function():
+            specs = function()
+            if not isinstance(specs, tuple):
+                raise PluginError(
+                    f"plugin {key}: {hook} returned {type(specs).__name__}, expected a tuple of"
+                    f" {kind.__name__}"
+                )
+            for spec in specs:
                 self._check(spec, kind, key, hook, found)
                 found.append(spec)
         return found
@@ -117,12 +156,12 @@ class Registry:
                 f"plugin {key}: {spec.name!r} needs vllmx plugin API {spec.api}, this vllmx has"
                 f" {API_VERSION}: upgrade vllmx"
             )
-        taken = self._specs[kind].get(spec.name)
-        owner = taken[1] if taken else key if any(_same(spec, other) for other in found) else None
-        if owner is not None:
-            raise PluginError(
-                f"{_kind(spec)} {spec.name!r} is provided by both {owner} and {key}: uninstall one"
-            )
+        known = [*self._specs[kind].values(), *((other, key) for other in found)]
+        for other, owner in known:
+            for claim in _claims(spec) & _claims(other) if type(other) is kind else ():
+                raise PluginClashError(
+                    f"{claim} is provided by both {owner} and {key}: uninstall one"
+                )
 
     def record_failure(self, info: PluginInfo) -> None:
         """Remembers a plugin that could not be loaded, for `vllmx plugins`."""
@@ -138,9 +177,7 @@ class Registry:
             spec: S = self._specs[kind][name][0]
         except KeyError:
             known = ", ".join(sorted(self._specs[kind])) or "none is installed"
-            raise PluginError(
-                f"no {kind.__name__.removesuffix('Spec').lower()} named {name!r}; known: {known}"
-            ) from None
+            raise PluginError(f"no {_kind_name(kind)} named {name!r}; known: {known}") from None
         return spec
 
     def provider(self, spec: Spec) -> str:
@@ -150,7 +187,8 @@ class Registry:
 
     def model_for(self, config: dict[str, Any]) -> ModelSpec:
         """The architecture of a parsed config.json. Raises UnsupportedModelError."""
-        names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
+        listed = config.get("architectures")
+        names = [name for name in listed if isinstance(name, str)] if type(listed) is list else []
         model_type = config.get("model_type")
         specs = self.all(ModelSpec)
         for name in names:
@@ -173,7 +211,7 @@ class Registry:
         greatest priority that can run here. Raises BackendUnavailableError with every reason."""
         if wanted != "auto":
             spec = self.get(BackendSpec, wanted)
-            reason = spec.unavailable_reason()
+            reason = _unavailable_reason(spec)
             if reason is not None:
                 raise BackendUnavailableError(f"backend {wanted!r} cannot run here: {reason}")
             return spec, "asked for by name"
@@ -181,7 +219,7 @@ class Registry:
         for spec in sorted(self.all(BackendSpec), key=lambda spec: -spec.priority):
             if spec.priority < 0:
                 continue  # only by name
-            reason = spec.unavailable_reason()
+            reason = _unavailable_reason(spec)
             if reason is None:
                 skipped = "; ".join(reasons)
                 return spec, f"first that can run here{' (' + skipped + ')' if skipped else ''}"
@@ -193,8 +231,8 @@ class Registry:
 
 
 def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
-    """Loads every installed plugin. Failures are recorded in `Registry.plugins` and logged once;
-    a name that two plugins claim is raised, because guessing between them would be wrong."""
+    """Loads every installed plugin. Failures are recorded in `Registry.plugins` and logged once,
+    so that a broken plugin disturbs no other; PluginClashError alone is raised."""
     registry = Registry()
     found = list(entry_points(group=GROUP) if points is None else points)
     seen: set[str] = set()
@@ -205,14 +243,13 @@ def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
         seen.add(key)
         version = point.dist.version if point.dist else ""
         try:
-            plugin = point.load()
+            registry.add(point.load(), key, version=version, module=point.value)
+        except PluginClashError:
+            raise
         except Exception as error:  # a third party's module may raise anything
-            logger.warning("plugin %s cannot be imported: %s", key, error)
-            registry.record_failure(
-                PluginInfo(key, version, point.value, f"{type(error).__name__}: {error}", ())
-            )
-            continue
-        registry.add(plugin, key, version=version, module=point.value)
+            logger.warning("plugin %s cannot be loaded: %s", key, error)
+            text = error.message if isinstance(error, PluginError) else _describe(error)
+            registry.record_failure(PluginInfo(key, version, point.value, text, ()))
     return registry
 
 
@@ -221,10 +258,30 @@ def _key(point: EntryPoint) -> str:
 
 
 def _kind(spec: Spec) -> str:
+    return _kind_name(type(spec))
+
+
+def _kind_name(kind: type[Any]) -> str:
     words = {"WeightFormat": "weight format", "ModelSource": "model source"}
-    name = type(spec).__name__.removesuffix("Spec")
+    name = kind.__name__.removesuffix("Spec")
     return words.get(name, name.lower())
 
 
-def _same(spec: Spec, other: Spec) -> bool:
-    return type(spec) is type(other) and spec.name == other.name
+def _claims(spec: Any) -> set[str]:
+    """What no other spec of its kind may provide."""
+    claims = {f"{_kind(spec)} {spec.name!r}"}
+    if isinstance(spec, ModelSpec):
+        claims |= {f"architecture {name!r}" for name in spec.architectures}
+    return claims
+
+
+def _unavailable_reason(spec: BackendSpec) -> str | None:
+    """What the probe says; a probe that fails says no."""
+    try:
+        return spec.unavailable_reason()
+    except Exception as error:  # a third party's probe may raise anything
+        return f"its probe failed: {_describe(error)}"
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,96 @@
+"""Conversions of raw tensors, and from a weight map to arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from vllmx_core.errors import WeightFormatError
+from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.weight_map import assemble
+from vllmx_core.weights import (
+    ITEM_BYTES,
+    DType,
+    PartSpec,
+    RawTensor,
+    WeightSpec,
+    bf16_to_f32,
+    f32_to_bf16,
+)
+
+
+def test_bf16_of_every_word() -> None:
+    words = np.arange(1 << 16, dtype=np.uint16)
+    wide = bf16_to_f32(words)
+    np.testing.assert_array_equal(wide, words.view(ml_dtypes.bfloat16).astype(np.float32))
+    back = f32_to_bf16(wide)
+    finite = ~np.isnan(wide)
+    np.testing.assert_array_equal(back[finite], words[finite])
+    assert np.isnan(bf16_to_f32(back[~finite])).all()
+
+
+def test_rounding_to_bf16_is_to_nearest_even() -> None:
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32)
+    bits[:4] = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00000001]  # two ties, max, least subnormal
+    values = bits.view(np.float32)
+    values = values[~np.isnan(values)]
+    with np.errstate(over="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    np.testing.assert_array_equal(f32_to_bf16(values), expected)
+
+
+VALUES: dict[DType, Any] = {
+    "f32": np.array([[1.5, -2.25]], "<f4"),
+    "f16": np.array([[1.5, -2.25]], "<f2"),
+    "bf16": np.array([[1.5, -2.25]], ml_dtypes.bfloat16).view(np.uint16),
+    "f64": np.array([[1.5, -2.25]], "<f8"),
+    "i64": np.array([[3, -4]], "<i8"),
+    "i32": np.array([[3, -4]], "<i4"),
+    "i16": np.array([[3, -4]], "<i2"),
+    "i8": np.array([[3, -4]], "i1"),
+    "u8": np.array([[3, 4]], "u1"),
+    "bool": np.array([[True, False]]),
+}
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+def test_raw_tensors_are_viewed_and_widened(dtype: DType) -> None:
+    array = VALUES[dtype]
+    raw = RawTensor("t", dtype, (1, 2), array.reshape(-1).view(np.uint8))
+    assert raw.data.nbytes == 2 * ITEM_BYTES[dtype]
+    assert np.shares_memory(raw.view(), array)
+    np.testing.assert_array_equal(raw.view(), array)
+    expected = [[1.5, -2.25]] if dtype == "bf16" else array.astype(np.float32)
+    wide = raw.to_f32()
+    np.testing.assert_array_equal(wide, expected)
+    assert wide.dtype == np.float32
+
+
+def test_assemble_joins_parts_biases_and_offset() -> None:
+    random = np.random.default_rng(0)
+    arrays = {
+        "q.w": random.standard_normal((3, 4)).astype(np.float32),
+        "k.w": random.standard_normal((2, 4)).astype(np.float32),
+        "k.b": random.standard_normal(2).astype(np.float32),
+        "n.w": random.standard_normal(4).astype(np.float32),
+    }
+    source = ArraySource(arrays)
+    parts = (PartSpec("q.w", 3), PartSpec("k.w", 2, bias="k.b"))
+    weight, bias = assemble(WeightSpec("qk", "linear", parts, 4), source)
+    np.testing.assert_array_equal(weight, np.concatenate([arrays["q.w"], arrays["k.w"]]))
+    assert bias is not None
+    np.testing.assert_array_equal(bias, [0, 0, 0, *arrays["k.b"]])
+    norm, none = assemble(WeightSpec("n", "vector", (PartSpec("n.w", 4),), offset=1.0), source)
+    np.testing.assert_array_equal(norm, arrays["n.w"] + 1)
+    assert none is None
+
+
+def test_assemble_refuses_missing_and_misshapen_tensors() -> None:
+    source = ArraySource({"weight": np.zeros((3, 4), np.float32)})
+    with pytest.raises(WeightFormatError, match=r"'wieght'; nearest: weight"):
+        assemble(WeightSpec("w", "linear", (PartSpec("wieght", 3),), 4), source)
+    with pytest.raises(WeightFormatError, match=r"'weight' has shape \[3, 4\].*\[3, 5\]"):
+        assemble(WeightSpec("w", "linear", (PartSpec("weight", 3),), 5), source)
