@@ -1,5 +1,6 @@
 // VX: per instruction set
 // This instruction set's table of ops, which dispatch.cpp picks from.
+#include "attention.h"
 #include "kernels.h"
 
 namespace vx {
@@ -7,7 +8,8 @@ namespace VX_ISA {
 
 const VxKernels* kernels() {
   static const VxKernels table = {linear, embedding, rms_norm, layer_norm,
-                                  gated_act, activation, add, scale};
+                                  gated_act, activation, add, scale,
+                                  attention, nullptr};
   return &table;
 }
 

@@ -55,5 +55,5 @@ struct VxElementwise {
 
 // What one instruction set offers.
 struct VxKernels {
-  VxOp linear, embedding, rms_norm, layer_norm, gated_act, activation, add, scale;
+  VxOp linear, embedding, rms_norm, layer_norm, gated_act, activation, add, scale, attention, sample;
 };

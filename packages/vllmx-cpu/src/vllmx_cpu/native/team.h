@@ -6,7 +6,7 @@
 #pragma once
 #include "vx.h"
 
-#define VX_API extern "C" __attribute__((visibility("default")))
+#define VX_API extern "C" VX_EXPORT
 
 // One op of a recorded step.
 struct VxRecord {

@@ -21,6 +21,9 @@
 #define VX_ISA portable
 #endif
 
+// On functions that Python calls (inside extern "C"); everything else stays hidden.
+#define VX_EXPORT __attribute__((visibility("default")))
+
 enum VxDType : int32_t { VX_F32 = 0, VX_F16 = 1, VX_BF16 = 2 };
 
 // One step: vllmx_core.plan.StepPlan, with tokens already resolved (no negative references).
@@ -70,6 +73,8 @@ struct VxAttention {
   const float* q_norm;           // (D) or null
   const float* k_norm;           // (D) or null
   const float* sinks;            // (H) or null
-  void* k_pages;                 // layout is the attention kernel's own; sizes by vx_kv_page_bytes
+  void* k_pages;                 // layout and sizes: attention.h
   void* v_pages;
+  void* workspace;               // shared by the team, 64-byte aligned, free between ops; may be null
+  size_t workspace_bytes;        // vx_attention_workspace_bytes; less only costs parallelism
 };

@@ -1,0 +1,49 @@
+"""Where the arrays of a recorded step live: one buffer, space reused after the last reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllmx_cpu.tape import Node, Rows, Value
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """Byte offsets of all values in a buffer of `num_bytes`."""
+
+    offsets: Mapping[Value, int]
+    num_bytes: int
+
+
+def plan_arena(
+    nodes: Sequence[Node], max_rows: Mapping[Rows, int], keep: Sequence[Value]
+) -> ArenaPlan:
+    """First fit over the values' lifetimes, from the op that writes one to the last that reads it;
+    `keep` live to the end. An op's outputs never share space with its inputs."""
+    last = {value: index for index, node in enumerate(nodes) for value in (*node.reads, *node.writes)}
+    last.update({value: len(nodes) for value in keep})
+    offsets: dict[Value, int] = {}
+    live: list[tuple[int, int, Value]] = []  # (begin, end, value), by begin
+    high = 0
+    for index, node in enumerate(nodes):
+        live = [entry for entry in live if last[entry[2]] >= index]
+        for value in node.writes:
+            size = -(-value.width * max_rows[value.rows] * 4 // ALIGNMENT) * ALIGNMENT
+            begin = _first_gap(live, size)
+            live.append((begin, begin + size, value))
+            live.sort(key=lambda entry: entry[0])
+            offsets[value] = begin
+            high = max(high, begin + size)
+    return ArenaPlan(offsets, high)
+
+
+def _first_gap(live: Sequence[tuple[int, int, Value]], size: int) -> int:
+    begin = 0
+    for taken_begin, taken_end, _ in live:
+        if taken_begin - begin >= size:
+            break
+        begin = max(begin, taken_end)
+    return begin

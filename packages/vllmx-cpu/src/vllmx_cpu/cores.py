@@ -1,0 +1,59 @@
+"""How many cores this process may really use."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def available_cores(cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores of the scheduler's affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for quota in _quotas(cgroup_root, process):
+        cores = min(cores, max(1, math.ceil(quota)))
+    return cores
+
+
+def _quotas(root: Path, process: Path) -> Iterator[float]:
+    for folder in cgroup_folders(root, process, "cpu"):
+        limit = _read(folder / "cpu.max").split()  # v2: "200000 100000" or "max 100000"
+        if len(limit) == 2 and limit[0] != "max":
+            yield int(limit[0]) / int(limit[1])
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota and period and int(quota) > 0:  # v1: -1 = no limit
+            yield int(quota) / int(period)
+
+
+def cgroup_folders(root: Path, process: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroup and all above it, where `controller` has its files."""
+    for line in _read(process).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root
+        elif controller in controllers.split(","):
+            base = root / controllers if (root / controllers).is_dir() else root / controller
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # In a container the path may name a folder of the host that is not mounted here.
+        while folder != base and not folder.is_dir():
+            folder = folder.parent
+        while True:
+            yield folder
+            if folder == base:
+                break
+            folder = folder.parent
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a file that this kernel or container does not have
+        return ""

@@ -1,0 +1,194 @@
+"""A loaded model: steps go to the native team and come back as results."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllmx_core.backend import LoadedInfo
+from vllmx_core.model import Array
+from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
+from vllmx_cpu.lower import Lowering, Tape, make_tape
+from vllmx_cpu.memory import Bytes
+from vllmx_cpu.native import Team
+from vllmx_cpu.sampling import SamplerCall
+from vllmx_cpu.structs import VxJob, VxRecord, VxStep
+from vllmx_cpu.tape import Node, Recorder, RecordedInputs, Value
+
+Forward = Callable[[Recorder, RecordedInputs], Array]
+"""`Model.forward` with its weights bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """The tape of the whole forward pass, and where it leaves the logits."""
+
+    tape: Tape
+    arena: Bytes
+    logits_offset: int
+
+
+class CpuLoadedModel:
+    """`vllmx_core.backend.LoadedModel`. At most two steps are in flight."""
+
+    def __init__(
+        self,
+        info: LoadedInfo,
+        team: Team,
+        lowering: Lowering,
+        vocab_size: int,
+        recorded: RecordedStep | None,
+        forward: Forward,
+    ) -> None:
+        self._info = info
+        self._team = team
+        self._lowering = lowering
+        self._vocab_size = vocab_size
+        self._recorded = recorded
+        self._forward = forward
+        self._in_flight: deque[CpuStep] = deque()
+        self._last: CpuStep | None = None
+        self._closed = False
+
+    @property
+    def info(self) -> LoadedInfo:
+        return self._info
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> CpuStep:
+        """See `vllmx_core.backend.LoadedModel.step`. With enforce_eager the step has run when this
+        returns."""
+        assert not self._closed, "the model is closed"
+        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
+        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
+        assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        step = CpuStep(self, plan, rows, self._last)
+        if self._recorded is not None:
+            self._submit(step, self._recorded)
+        else:
+            self._run_eagerly(step)
+        self._in_flight.append(step)
+        self._last = step
+        return step
+
+    def _submit(self, step: CpuStep, recorded: RecordedStep) -> None:
+        forward = recorded.tape.records
+        logits = recorded.arena.ctypes.data + recorded.logits_offset
+        step.sampler.bind(logits, self._vocab_size)
+        sampler = VxRecord(self._lowering.kernels.sample, step.sampler.address)
+        step.records = (VxRecord * (len(forward) + 1))()
+        ctypes.memmove(step.records, forward, ctypes.sizeof(forward))
+        step.records[len(forward)] = sampler
+        step.job.records = step.records
+        step.job.num_records = len(step.records)
+        self._team.submit(step.job)
+
+    def _run_eagerly(self, step: CpuStep) -> None:
+        ops = EagerOps(self._lowering, self._team, step)
+        logits = self._forward(ops, RecordedInputs())
+        step.sampler.bind(ops.address(logits), self._vocab_size)
+        ops.run("sample", self._lowering.kernels.sample, step.sampler.struct)
+
+    def finish(self, step: CpuStep) -> None:
+        """Waits for the oldest step in flight."""
+        assert self._in_flight, "result() was called twice"
+        assert self._in_flight[0] is step, "result() out of the order of the steps"
+        if self._recorded is not None:
+            self._team.wait(step.job)
+        self._in_flight.popleft()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._team.close()  # runs what is queued, then joins the threads
+        self._in_flight.clear()
+        self._last = None
+        self._recorded = None
+
+
+class CpuStep:
+    """A step in flight: copies of everything that the engine may overwrite, and the native job."""
+
+    def __init__(
+        self, owner: CpuLoadedModel, plan: StepPlan, rows: SamplingRows, previous: CpuStep | None
+    ) -> None:
+        self._owner = owner
+        self._arrays: Mapping[str, I32] = {
+            name: np.array(getattr(plan, name), np.int32, order="C")
+            for name in (
+                "tokens", "positions", "slots", "query_start", "context_len", "block_table",
+                "logit_rows",
+            )
+        }  # fmt: skip
+        width = self._arrays["block_table"].shape[1]
+        pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
+        shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}
+        self.records: ctypes.Array[VxRecord] | None = None
+        self.sampler = SamplerCall(rows)
+        self.job = VxJob(
+            step=VxStep(**shape, B=width, block_stride=width, **pointers),
+            tokens=pointers["tokens"],
+        )
+        if previous is not None:
+            self._previous_ids = previous.sampler.ids
+            self.job.previous_ids = self._previous_ids.ctypes.data
+            self.job.num_previous_ids = len(self._previous_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.job.step.T)
+
+    @property
+    def num_logit_rows(self) -> int:
+        return int(self.job.step.L)
+
+    def result(self) -> StepResult:
+        """See `vllmx_core.backend.StepHandle.result`."""
+        self._owner.finish(self)
+        return self.sampler.result(self.job.seconds)
+
+
+class EagerOps(Recorder):
+    """`Ops` that runs each op as a native call of its own, in fresh buffers of the step's size."""
+
+    def __init__(self, lowering: Lowering, team: Team, step: CpuStep) -> None:
+        super().__init__()
+        self._lowering, self._team, self._step = lowering, team, step
+        self._buffers: dict[Value, F32] = {}
+        self._seconds = 0.0
+
+    def address(self, value: Value) -> int:
+        """Where a value lies."""
+        return int(self._buffers[value].ctypes.data)
+
+    def emit(self, node: Node) -> None:
+        for value in node.writes:
+            rows = self._step.num_tokens if value.rows == "T" else self._step.num_logit_rows
+            self._buffers[value] = np.empty((rows, value.width), np.float32)
+        function, arguments = self._lowering.lower(node, self.address)
+        self.run(node.op, function, arguments)
+
+    def run(self, name: str, function: int, arguments: ctypes.Structure) -> None:
+        """One native call; the step's time adds up."""
+        job = self._step.job
+        job.records = make_tape([(name, function, arguments)]).records
+        job.num_records = 1
+        self._team.run(job)
+        self._seconds += job.seconds
+        job.seconds = self._seconds
+
+
+def bound_forward(model: Any, weights: Mapping[str, Any]) -> Forward:
+    """`model.forward` with its weights."""
+
+    def forward(ops: Recorder, inputs: RecordedInputs) -> Array:
+        return model.forward(ops, weights, inputs)
+
+    return forward
+
+

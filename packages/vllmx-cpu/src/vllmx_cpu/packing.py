@@ -1,0 +1,231 @@
+"""From a checkpoint to weights in the layout of the kernels: parallel, from the mapped file, with no
+copy of the model besides the packed one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllmx_core.plan import F32, AnyArray
+from vllmx_core.weight_map import checked
+from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_cpu.memory import Bytes, allocate
+from vllmx_cpu.native import library
+from vllmx_cpu.structs import VX_DTYPES, VxWeight
+
+logger = logging.getLogger("vllmx.cpu")
+
+TILE_ROWS = 32
+BLOCK_ROWS = 16
+ROWS_AT_ONCE = 512
+"""Rows that one thread packs before it takes the next piece; a multiple of BLOCK_ROWS."""
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """Size and layout of a packed matrix."""
+
+    rows: int
+    cols: int
+    kind: str
+    gated: bool
+
+    @property
+    def tiles(self) -> int:
+        if self.gated:
+            return -(-self.rows // 2 // BLOCK_ROWS)
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(library().vx_packed_bytes(self.tiles, self.cols, VX_DTYPES[self.kind]))
+
+    def packed_row(self, row: int) -> int:
+        """Where a row of the logical matrix lies among the tiles' rows."""
+        if not self.gated:
+            return row
+        half, local = divmod(row, self.rows // 2)
+        return local // BLOCK_ROWS * TILE_ROWS + half * BLOCK_ROWS + local % BLOCK_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix ready for `linear` and `embedding`."""
+
+    shape: MatrixShape
+    data: Bytes
+    bias: F32 | None  # (tiles * 32,) in packed order
+
+    def struct(self) -> VxWeight:
+        bias = None if self.bias is None else self.bias.ctypes.data
+        shape = self.shape
+        return VxWeight(
+            self.data.ctypes.data, bias, VX_DTYPES[shape.kind], shape.rows, shape.cols,
+            shape.tiles, int(shape.gated),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Everything that ops point to; the arrays must live as long as the tape."""
+
+    matrices: Mapping[str, PackedMatrix]
+    vectors: Mapping[str, F32]
+
+    @property
+    def num_bytes(self) -> int:
+        packed = {id(m.data): m.data.nbytes for m in self.matrices.values()}
+        return sum(packed.values()) + sum(vector.nbytes for vector in self.vectors.values())
+
+
+def matrix_shapes(
+    specs: Sequence[WeightSpec], kind: str, gated: Collection[str]
+) -> dict[str, MatrixShape]:
+    """Layout of every matrix of a weight map; a table that is tied to the head appears twice."""
+    return {
+        spec.name: MatrixShape(spec.rows, spec.cols, kind, spec.name in gated)
+        for spec in specs
+        if spec.kind != "vector"
+    }
+
+
+def tie_key(spec: WeightSpec, shape: MatrixShape) -> tuple[object, ...]:
+    """Equal for specs that one packed matrix serves."""
+    return (spec.parts, spec.offset, shape)
+
+
+def packed_bytes(specs: Sequence[WeightSpec], shapes: Mapping[str, MatrixShape]) -> int:
+    """Memory that the weights of a map will take."""
+    tied = {tie_key(s, shapes[s.name]): shapes[s.name] for s in specs if s.name in shapes}
+    vectors = sum(spec.rows * 4 for spec in specs if spec.kind == "vector")
+    return sum(shape.num_bytes for shape in tied.values()) + vectors
+
+
+def load_weights(
+    specs: Sequence[WeightSpec],
+    constants: Mapping[str, AnyArray],
+    source: WeightSource,
+    shapes: Mapping[str, MatrixShape],
+    *,
+    num_threads: int,
+    progress: bool,
+) -> LoadedWeights:
+    """Packs the whole map. Raises WeightFormatError that names the tensor when one is missing or
+    has another shape than the map says."""
+    matrices: dict[str, PackedMatrix] = {}
+    vectors = {
+        name: np.ascontiguousarray(table, np.float32) for name, table in constants.items()
+    }
+    jobs: list[Callable[[], None]] = []
+    tied: dict[tuple[object, ...], PackedMatrix] = {}
+    for spec in specs:
+        if spec.kind == "vector":
+            vectors[spec.name] = _vector(spec, source)
+            continue
+        shape = shapes[spec.name]
+        key = tie_key(spec, shape)
+        if key not in tied:
+            tied[key] = PackedMatrix(shape, allocate(shape.num_bytes), _bias(spec, source, shape))
+            jobs += _matrix_jobs(spec, source, tied[key])
+        matrices[spec.name] = tied[key]
+    _run(jobs, num_threads, progress)
+    return LoadedWeights(matrices, vectors)
+
+
+def _vector(spec: WeightSpec, source: WeightSource) -> F32:
+    parts = [checked(source.part(p.name), (p.rows,)).dequantize() for p in spec.parts]
+    vector = np.concatenate(parts) + np.float32(spec.offset)
+    return np.ascontiguousarray(vector, np.float32)
+
+
+def _bias(spec: WeightSpec, source: WeightSource, shape: MatrixShape) -> F32 | None:
+    if all(part.bias is None for part in spec.parts):
+        return None
+    packed = np.zeros(shape.tiles * TILE_ROWS, np.float32)
+    row = 0
+    for part in spec.parts:
+        if part.bias is not None:
+            values = checked(source.part(part.bias), (part.rows,)).dequantize()
+            where = [shape.packed_row(row + i) for i in range(part.rows)]
+            packed[where] = values
+        row += part.rows
+    return packed
+
+
+def _matrix_jobs(
+    spec: WeightSpec, source: WeightSource, matrix: PackedMatrix
+) -> list[Callable[[], None]]:
+    """Pieces of at most ROWS_AT_ONCE rows, cut where blocks of 16 rows end."""
+    jobs: list[Callable[[], None]] = []
+    first = 0
+    for part_spec in spec.parts:
+        part = checked(source.part(part_spec.name), (part_spec.rows, spec.cols))
+        rows = _Rows(part, part_spec, spec.offset)
+        begin = 0
+        while begin < part_spec.rows:
+            end = min(part_spec.rows, (first + begin) // ROWS_AT_ONCE * ROWS_AT_ONCE + ROWS_AT_ONCE - first)
+            jobs.append(_piece(matrix, rows, first, begin, end))
+            begin = end
+        first += part_spec.rows
+    return jobs
+
+
+def _piece(
+    matrix: PackedMatrix, rows: _Rows, first: int, begin: int, end: int
+) -> Callable[[], None]:
+    shape = matrix.shape
+    features = shape.rows // 2 if shape.gated else 0
+
+    def pack() -> None:
+        values, kind = rows.between(begin, end)
+        library().vx_pack_rows(
+            matrix.data.ctypes.data, VX_DTYPES[shape.kind], shape.cols, features,
+            values.ctypes.data, VX_DTYPES[kind], first + begin, end - begin,
+        )  # fmt: skip
+
+    return pack
+
+
+class _Rows:
+    """Row ranges of a checkpoint tensor in a dtype that the packer reads."""
+
+    def __init__(self, part: WeightPart, spec: PartSpec, offset: float) -> None:
+        raw = part.buffers["weight"] if part.layout == DENSE and part.decode is None else None
+        self._direct = raw is not None and raw.dtype in VX_DTYPES and offset == 0.0
+        self._offset = np.float32(offset)
+        self._lock = threading.Lock()
+        self._part, self._decoded = part, None
+        self._decoded: F32 | None
+        if raw is None:
+            logger.info("%s: %s is dequantised at load", spec.name, part.layout.kind)
+
+    def between(self, begin: int, end: int) -> tuple[AnyArray, str]:
+        """(rows, cols) and the dtype's name."""
+        if self._direct:
+            raw = self._part.buffers["weight"]
+            return np.ascontiguousarray(raw.view().reshape(self._part.shape)[begin:end]), raw.dtype
+        with self._lock:
+            if self._decoded is None:
+                values = self._part.dequantize() + self._offset
+                self._decoded = np.ascontiguousarray(values, np.float32)
+        return self._decoded[begin:end], "f32"
+
+
+def _run(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -> None:
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        for index, future in enumerate(futures):
+            future.result()
+            if progress and (index + 1 == len(futures) or index % 16 == 0):
+                share = (index + 1) / len(futures)
+                bar = "#" * int(share * 30)
+                sys.stderr.write(f"\rloading weights [{bar:<30}] {share:4.0%}")
+        if progress and futures:
+            sys.stderr.write("\n")

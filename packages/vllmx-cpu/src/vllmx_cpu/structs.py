@@ -1,0 +1,118 @@
+"""ctypes mirrors of the structs in native/vx.h, native/ops.h and native/team.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_size_t, c_void_p
+
+VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+NO_ACTIVATION = -1
+
+
+class VxStep(Structure):
+    """The arrays of one step."""
+
+    _fields_ = [
+        ("T", c_int32), ("R", c_int32), ("L", c_int32), ("B", c_int32), ("block_stride", c_int32),
+        ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
+        ("query_start", c_void_p), ("context_len", c_void_p), ("block_table", c_void_p),
+        ("logit_rows", c_void_p),
+    ]  # fmt: skip
+
+
+class VxRecord(Structure):
+    """One op of a recorded step: function and arguments."""
+
+    _fields_ = [("run", c_void_p), ("args", c_void_p)]
+
+
+class VxJob(Structure):
+    """A step in flight."""
+
+    _fields_ = [
+        ("records", POINTER(VxRecord)), ("num_records", c_int32), ("step", VxStep),
+        ("tokens", c_void_p), ("previous_ids", c_void_p), ("num_previous_ids", c_int32),
+        ("seconds", c_double), ("record_seconds", c_void_p), ("done", c_int32),
+    ]  # fmt: skip
+
+
+class VxWeight(Structure):
+    """A packed matrix."""
+
+    _fields_ = [
+        ("data", c_void_p), ("bias", c_void_p), ("kind", c_int32), ("rows", c_int32),
+        ("cols", c_int32), ("tiles", c_int32), ("gated", c_int32),
+    ]  # fmt: skip
+
+
+class VxLinear(Structure):
+    """Arguments of `linear`."""
+
+    _fields_ = [
+        ("w", VxWeight), ("x", c_void_p), ("y", c_void_p), ("panels", c_void_p),
+        ("activation", c_int32), ("logit_rows", c_int32), ("softcap", c_float),
+    ]  # fmt: skip
+
+
+class VxEmbedding(Structure):
+    """Arguments of `embedding`."""
+
+    _fields_ = [("w", VxWeight), ("y", c_void_p)]
+
+
+class VxNorm(Structure):
+    """Arguments of `rms_norm` and `layer_norm`."""
+
+    _fields_ = [
+        ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("bias", c_void_p),
+        ("sum", c_void_p), ("y", c_void_p), ("width", c_int32), ("eps", c_float),
+    ]  # fmt: skip
+
+
+class VxElementwise(Structure):
+    """Arguments of `gated_act`, `activation`, `add` and `scale`."""
+
+    _fields_ = [
+        ("x", c_void_p), ("other", c_void_p), ("y", c_void_p), ("width", c_int32),
+        ("activation", c_int32), ("factor", c_float),
+    ]  # fmt: skip
+
+
+class VxAttention(Structure):
+    """Arguments of `attention`."""
+
+    _fields_ = [
+        ("qkv", c_void_p), ("out", c_void_p), ("out_dtype", c_int32), ("num_heads", c_int32),
+        ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_dim", c_int32),
+        ("interleaved", c_int32), ("block_size", c_int32), ("kv_dtype", c_int32),
+        ("window", c_int32), ("causal", c_int32), ("scale", c_float), ("softcap", c_float),
+        ("norm_eps", c_float), ("rope", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("sinks", c_void_p), ("k_pages", c_void_p), ("v_pages", c_void_p),
+        ("workspace", c_void_p), ("workspace_bytes", c_size_t),
+    ]  # fmt: skip
+
+
+class VxKernels(Structure):
+    """One instruction set's table of ops."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "linear", "embedding", "rms_norm", "layer_norm", "gated_act", "activation", "add",
+            "scale", "attention", "sample",
+        )
+    ]  # fmt: skip
+
+
+MIRRORED = (
+    VxStep, VxRecord, VxJob, VxWeight, VxLinear, VxEmbedding, VxNorm, VxElementwise, VxAttention,
+    VxKernels,
+)  # fmt: skip
+"""In the order of vx_struct_bytes."""
+
+
+def address(struct: ctypes.Structure) -> int:
+    """Where a struct lies; the caller keeps it alive."""
+    return ctypes.addressof(struct)
