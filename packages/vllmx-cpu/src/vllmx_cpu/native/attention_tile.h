@@ -7,6 +7,7 @@
 // not see have probability 0 and leave its sums as they are.
 #pragma once
 #include "attention_pages.h"
+#include "exp2.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -15,22 +16,6 @@ constexpr int kRowBlock = 4;                            // rows of a register bl
 constexpr int kWide = VX_NATIVE_BYTES == 64 ? 4 : 1;    // vectors of 16 lanes of a register block
 constexpr int kChunkGroups = kChunk / kGroup;
 constexpr float kFloor = -1e30f;                        // running maximum before the first score
-constexpr float kLog2e = 1.44269504088896340736f;
-
-// 2^x for x <= 0, never below 2^-125; relative error under 2e-7 and exactly 1 at 0.
-VX_INLINE F32x16 exp2_nonpositive(F32x16 x) {
-  x = max(splat(-125.0f), x);  // in this order NaN stays NaN
-  I32x16 n = to_i32(x);
-  F32x16 r = x - to_f32(n);
-  F32x16 p = splat(1.5403530e-4f);
-  p = fma(p, r, splat(1.3333558e-3f));
-  p = fma(p, r, splat(9.6181291e-3f));
-  p = fma(p, r, splat(5.5504109e-2f));
-  p = fma(p, r, splat(2.4022651e-1f));
-  p = fma(p, r, splat(6.9314718e-1f));
-  p = fma(p, r, splat(1.0f));
-  return as_f32(as_i32(p) + (n << 23));
-}
 
 // tanh, relative error under 3e-7 (Cephes' split: a polynomial below 0.625, exp above).
 VX_INLINE F32x16 tanh_accurate(F32x16 x) {

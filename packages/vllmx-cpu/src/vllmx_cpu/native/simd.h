@@ -283,12 +283,19 @@ VX_INLINE float reduce_add(Twice<H> v) { return reduce_add(v.lo + v.hi); }
 template <class H>
 VX_INLINE float reduce_max(Twice<H> v) { return reduce_max(max(v.lo, v.hi)); }
 // True when any lane of a comparison's result is set.
-VX_INLINE bool any(I32x16 mask) {
-  int32_t lanes[16], found = 0;
-  store_i32(lanes, mask);
-  for (int i = 0; i < 16; ++i) found |= lanes[i];
-  return found != 0;
+VX_INLINE bool any(NativeI mask) {
+#if VX_NATIVE_BYTES == 64
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif VX_NATIVE_BYTES == 32
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(__x86_64__)
+  return _mm_movemask_ps((__m128)mask) != 0;
+#else
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
+#endif
 }
+template <class H>
+VX_INLINE bool any(Twice<H> mask) { return any(mask.lo | mask.hi); }
 
 // --- 16-bit floats ---------------------------------------------------------------------------------
 VX_INLINE NativeU load_words_as(Tag<NativeU>, const uint16_t* p) {
