@@ -1,0 +1,1 @@
+"""Measurements behind `vllmx bench`; each returns plain records, the command prints them."""
