@@ -113,7 +113,7 @@ class ConfigReader:
 
     def activation(self, key: str = "hidden_act") -> Activation:
         value = self._value(key, "silu")
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise self.error(key, f"is not known here; known: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
 
@@ -122,7 +122,7 @@ class ConfigReader:
         as in transformers."""
         key = "dtype" if self.has("dtype") else "torch_dtype"
         value = self._value(key, "float32")
-        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
             raise self.error(key, f"is not known here; known: {', '.join(_DTYPES)}")
         return _DTYPES[name]
@@ -134,7 +134,7 @@ class ConfigReader:
             value = self.config.get(key)
             if key in honoured or value is None or value in neutral:
                 continue
-            if key == "layer_types" and set(value) == {"full_attention"}:
+            if key == "layer_types" and _all_full(value):
                 continue
             raise self.error(key, "changes the model in a way that this architecture does not have")
 
@@ -152,3 +152,7 @@ class ConfigReader:
         if default is _ABSENT:
             raise self.error(key, "is needed")
         return default
+
+
+def _all_full(layer_types: Any) -> bool:
+    return isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)

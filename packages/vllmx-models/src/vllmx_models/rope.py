@@ -28,6 +28,7 @@ _OPTIONS = frozenset(
     )
 )  # fmt: skip
 _OTHER_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"))
+MAX_CONTEXT = 1 << 31
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -45,12 +46,27 @@ class Rope:
     def table(self, positions: int, max_model_len: int | None = None) -> F32:
         """(positions, rotary_dim): cos of the rotary_dim / 2 angles, then sin, both times the
         attention factor. `max_model_len` (default `positions`) decides the scaling."""
-        inverse, factor = SCALINGS[self.kind](self, max_model_len or positions)
+        inverse, factor = self.frequencies(max_model_len or positions)
         steps = np.arange(positions, dtype=np.float32)[:, None]
         angles = (steps * inverse).astype(np.float64)  # the float32 product is what was trained
         table: F32 = np.concatenate([np.cos(angles), np.sin(angles)], axis=1, dtype=np.float32)
         table *= np.float32(factor)
         return table
+
+    def frequencies(self, max_model_len: int) -> tuple[F32, float]:
+        """Inverse frequencies (rotary_dim / 2,) and the attention factor. Raises
+        UnsupportedModelError for options that lead to no finite numbers."""
+        try:
+            with np.errstate(all="ignore"):
+                inverse, factor = SCALINGS[self.kind](self, max_model_len)
+        except ArithmeticError:
+            inverse, factor = np.full(1, np.nan, np.float32), 1.0
+        if not (np.isfinite(inverse) & (inverse > 0)).all() or not math.isfinite(factor):
+            raise UnsupportedModelError(
+                f"config.json: RoPE scaling {self.kind!r} with rope_theta {self.theta:g} and"
+                f" {str(dict(self.options))[:200]} gives no finite frequencies: check the values"
+            )
+        return inverse, factor
 
     @property
     def context_len(self) -> int:
@@ -58,7 +74,7 @@ class Rope:
         if self.kind in ("default", "llama3", "longrope"):
             return self.max_positions
         start = _original(self) if self.kind == "yarn" else self.max_positions
-        return max(self.max_positions, int(start * _factor(self)))
+        return max(self.max_positions, int(min(start * _factor(self), MAX_CONTEXT)))
 
     def number(self, key: str, default: float | None = None) -> float:
         """An option that must be a finite number above 0; no default: it must be there."""
@@ -72,10 +88,6 @@ class Rope:
                 f" {str(value)[:80]}"
             )
         return float(value)  # type: ignore[arg-type]
-
-
-Frequencies = tuple[F32, float]
-"""Inverse frequencies (rotary_dim / 2,) and the attention factor."""
 
 
 def _inverse(rope: Rope, theta: float | None = None) -> F32:
@@ -96,15 +108,15 @@ def _original(rope: Rope) -> float:
     return rope.number("original_max_position_embeddings", rope.max_positions)
 
 
-def _default(rope: Rope, max_model_len: int) -> Frequencies:
+def _default(rope: Rope, max_model_len: int) -> tuple[F32, float]:
     return _inverse(rope), 1.0
 
 
-def _linear(rope: Rope, max_model_len: int) -> Frequencies:
+def _linear(rope: Rope, max_model_len: int) -> tuple[F32, float]:
     return _inverse(rope) / np.float32(_factor(rope)), 1.0
 
 
-def _dynamic(rope: Rope, max_model_len: int) -> Frequencies:
+def _dynamic(rope: Rope, max_model_len: int) -> tuple[F32, float]:
     """NTK-aware: the base grows with the length beyond the trained one."""
     factor, dim = _factor(rope), rope.rotary_dim
     if dim <= 2:
@@ -116,7 +128,7 @@ def _dynamic(rope: Rope, max_model_len: int) -> Frequencies:
     return _inverse(rope, rope.theta * growth ** (dim / (dim - 2))), 1.0
 
 
-def _llama3(rope: Rope, max_model_len: int) -> Frequencies:
+def _llama3(rope: Rope, max_model_len: int) -> tuple[F32, float]:
     """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
     inverse = _inverse(rope)
     factor = np.float32(_factor(rope))
@@ -134,7 +146,7 @@ def _llama3(rope: Rope, max_model_len: int) -> Frequencies:
     return np.where(wave < length / high, inverse, scaled).astype(np.float32), 1.0
 
 
-def _yarn(rope: Rope, max_model_len: int) -> Frequencies:
+def _yarn(rope: Rope, max_model_len: int) -> tuple[F32, float]:
     """NTK by parts: a ramp over the dimensions between kept and slowed waves, and a warmer
     softmax through the attention factor."""
     dim, factor = rope.rotary_dim, _factor(rope)
@@ -168,10 +180,11 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
     return warmth(1.0)
 
 
-def _longrope(rope: Rope, max_model_len: int) -> Frequencies:
+def _longrope(rope: Rope, max_model_len: int) -> tuple[F32, float]:
     """Searched factors, one for each frequency: a short set and a long one."""
     original = _original(rope)
-    factors = _longrope_factors(rope, "long" if max_model_len > original else "short")
+    sets = {which: _longrope_factors(rope, which) for which in ("short", "long")}
+    factors = sets["long" if max_model_len > original else "short"]
     factor = _factor(rope)
     if rope.options.get("attention_factor") is not None:
         attention_factor = rope.number("attention_factor")
@@ -194,7 +207,7 @@ def _longrope_factors(rope: Rope, which: str) -> F32:
     return np.array(values, np.float32)
 
 
-SCALINGS: Mapping[str, Callable[[Rope, int], Frequencies]] = {
+SCALINGS: Mapping[str, Callable[[Rope, int], tuple[F32, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
@@ -242,7 +255,7 @@ def read_rope(
         )
     theta = base.number("rope_theta", default_theta)
     rope = Rope(kind, theta, rotary_dim, max_positions, options)
-    SCALINGS[kind](rope, max_positions)  # a missing or wrong option shows here, not at load
+    rope.frequencies(max_positions)  # a missing or wrong option shows here, not at load
     return rope
 
 
@@ -251,11 +264,11 @@ def _set(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    named = parameters.get("rope_type") or parameters.get("type") or "default"
-    kind = _ALIASES.get(named, named) if isinstance(named, str) else named
+    named = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    kind = _ALIASES.get(named, named)
     if kind not in SCALINGS:
         raise UnsupportedModelError(
-            f"config.json: RoPE scaling {str(named)[:80]!r} is not known here; known:"
+            f"config.json: RoPE scaling {named[:80]!r} is not known here; known:"
             f" {', '.join(SCALINGS)}"
         )
     unknown = sorted(parameters.keys() - _OPTIONS - _OTHER_KEYS)
@@ -264,4 +277,4 @@ def _kind(parameters: Mapping[str, Any]) -> str:
             f"config.json: RoPE scaling {kind!r} has keys that are not known here:"
             f" {', '.join(unknown)[:200]}"
         )
-    return str(kind)
+    return kind
