@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ _ACCESS_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.c
 
 def local_path(model: str, revision: str | None, progress: bool) -> Path | None:
     """An existing folder or file; `~` is the home folder."""
-    path = Path(model).expanduser()
-    return path if path.exists() else None
+    path = os.path.expanduser(model)  # unlike pathlib it never raises
+    return Path(path) if os.path.exists(path) else None
 
 
 def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | None:
@@ -92,8 +93,8 @@ def _unreachable(error: Exception) -> str:
     remedy = "give the path of a local copy, or download it once where there is a network"
     if isinstance(error, hub.OfflineModeIsEnabled | hub.LocalEntryNotFoundError):
         return (
-            "is not (wholly) in the Hugging Face cache, and HF_HUB_OFFLINE forbids to download"
-            f" it: unset HF_HUB_OFFLINE, {remedy}"
+            "is no local path and not wholly in the Hugging Face cache, and HF_HUB_OFFLINE forbids"
+            f" to download it: unset HF_HUB_OFFLINE, {remedy}"
         )
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
@@ -106,6 +107,7 @@ def _unreachable(error: Exception) -> str:
             " free disk space"
         )
     return (
-        "is not (wholly) in the Hugging Face cache, and the hub cannot be reached, this machine"
-        f" seems to be offline: check the network, HF_ENDPOINT and the proxy settings, {remedy}"
+        "is no local path and not wholly in the Hugging Face cache, and the hub cannot be reached:"
+        " this machine seems to be offline; check the network, HF_ENDPOINT and the proxy settings,"
+        f" {remedy}"
     )
