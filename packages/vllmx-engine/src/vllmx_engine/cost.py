@@ -42,11 +42,13 @@ class StepCost:
             np.zeros((_REMEMBERED, _FEATURES + 1), np.float32),
         )
         self._seen = [0, 0]
+        self._is_timed = True
         self._fit: tuple[float, ...] | None = None
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
-        """Learns from a finished step; a time of 0 means unknown."""
-        if not elapsed_s > 0.0:
+        """Learns from a finished step. A backend that gives no time (0) is held to no target."""
+        self._is_timed = elapsed_s > 0.0
+        if not self._is_timed:
             return
         kind = 1 if load.chunk_tokens else 0
         self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load, elapsed_s)
@@ -59,7 +61,7 @@ class StepCost:
 
     def chunk_seconds(self, num_decodes: int, decode_context: int) -> float:
         """What is left of the target for prefill beside these decodes; infinite without either."""
-        if self.target_s is None or num_decodes == 0:
+        if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
         return max(0.0, self.target_s - self.predict(StepLoad(num_decodes, decode_context)))
 

@@ -33,9 +33,8 @@ class PrefixCache:
 
     def root(self, salt: str) -> bytes:
         """Parent digest of first blocks under a salt."""
-        return blake2b(
-            salt.encode(), digest_size=_DIGEST_BYTES, key=self._key, person=b"salt"
-        ).digest()
+        data = salt.encode(errors="surrogatepass")
+        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key).digest()
 
     def digest(self, parent: bytes, tokens: bytes) -> bytes:
         """Of a block that follows `parent`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -182,19 +183,26 @@ class Scheduler:
         return rows
 
     def _prefilling(self, *, may_admit: bool) -> Iterator[Sequence]:
-        """Unfinished prefills, then, as far as rows and blocks go, the waiting queue."""
-        yield from tuple(self.prefills)
-        while may_admit and self.table.num_free:
-            sequence = self.queue.first()
-            if sequence is None:
+        """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but who waits
+        with a higher priority than an unfinished prefill goes before it."""
+        prefills = deque(self.prefills)
+        while True:
+            head = self.queue.first() if may_admit and self.table.num_free else None
+            if prefills and (head is None or not self.queue.outranks(head, prefills[0])):
+                yield prefills.popleft()
+            elif head is None:
                 return
-            try:
-                if not self._admit(sequence):
-                    return
-            except Exception as error:  # one request's fault must not stop the others
-                self.failed.append((sequence, error))
-                return
-            yield sequence
+            elif self._try_admit(head):
+                yield head
+            else:
+                may_admit = False
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        try:
+            return self._admit(sequence)
+        except Exception as error:  # one request's fault must not stop the others
+            self.failed.append((sequence, error))
+            return False
 
     def _cut(self, sequence: Sequence, start: int, size: int) -> Chunk:
         """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
@@ -235,14 +243,14 @@ class Scheduler:
         if taken + len(self.running) > self.pool.num_available:
             return False
         self.queue.remove(sequence)
+        self.running.append(sequence)
+        self.prefills.append(sequence)
+        self.prefills.sort(key=self.queue.order)
         self.pool.acquire(cached)
         blocks = np.concatenate([np.array(cached, np.int32), self.pool.allocate(new)])
         self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
         if not self._prefix_caching:
             self.table.never_file(sequence.row)
-        self.running.append(sequence)
-        self.prefills.append(sequence)
-        self.prefills.sort(key=self.queue.order)
         if not sequence.was_preempted:
             sequence.num_cached_tokens = len(cached) * self.limits.block_size
             self.num_queried_tokens += sequence.num_prompt if self._prefix_caching else 0

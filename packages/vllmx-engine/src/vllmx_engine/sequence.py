@@ -118,14 +118,22 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
         raise InvalidRequestError("the prompt has no tokens: send at least one", param="prompt")
     ids = np.asarray(request.prompt_ids)
     if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= limits.vocab_size:
+        wrong = next(
+            token
+            for token in request.prompt_ids
+            if not isinstance(token, int) or not 0 <= token < limits.vocab_size
+        )
         raise InvalidRequestError(
-            f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got"
-            f" {ids.min()} to {ids.max()}",
+            f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got {wrong!r}",
             param="prompt",
         )
     if request.max_tokens < 1:
         raise InvalidRequestError(
             f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
+        )
+    if not 0 <= request.seed < 1 << 64:
+        raise InvalidRequestError(
+            f"seed must be from 0 to 2**64 - 1, got {request.seed}", param="seed"
         )
     if length >= limits.max_model_len:
         raise ContextLengthError(

@@ -141,6 +141,10 @@ class WaitingQueue:
         """Smaller is served first."""
         return 0 if self._fcfs else sequence.request.priority
 
+    def outranks(self, sequence: Sequence, other: Sequence) -> bool:
+        """By priority alone."""
+        return self.priority(sequence) < self.priority(other)
+
     def order(self, sequence: Sequence) -> tuple[int, int]:
         """Of running sequences: the greatest is preempted first."""
         return self.priority(sequence), sequence.arrival

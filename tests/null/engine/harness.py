@@ -1,0 +1,225 @@
+"""An engine core over the fake model that checks itself at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllmx_core.config import EngineConfig
+from vllmx_core.plan import SamplingRows, StepPlan
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.testing.fake import (
+    FakeLoadedModel,
+    FakeRules,
+    FakeStep,
+    expected_rank,
+    expected_tokens,
+)
+from vllmx_engine.core import EngineCore
+from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs
+
+VOCAB_SIZE = 48
+EOS = 7
+MAX_MODEL_LEN = 64
+RULES = FakeRules(vocab_size=VOCAB_SIZE, eos_id=EOS, eos_rate=40)
+GREEDY = {"temperature": 0.0}
+
+
+@dataclass
+class PlanRecord:
+    """What a step was."""
+
+    num_decodes: int
+    lengths: list[int]
+    num_logit_rows: int
+
+
+class RecordingModel(FakeLoadedModel):
+    """Remembers the shape of each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.records: list[PlanRecord] = []
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
+        lengths = np.diff(plan.query_start)
+        decodes = int((plan.tokens[plan.query_start[:-1]][lengths == 1] < 0).sum())
+        self.records.append(PlanRecord(decodes, lengths.tolist(), plan.num_logit_rows))
+        return super().step(plan, rows)
+
+
+@dataclass
+class Harness:
+    """Sends requests and keeps what came back.
+
+    Args:
+        model: sizes of the KV cache and of a step.
+        config: fields of EngineConfig.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    rules: FakeRules = RULES
+    max_model_len: int = MAX_MODEL_LEN
+
+    def __post_init__(self) -> None:
+        sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 32, "max_logit_rows": 32}
+        self.loaded = RecordingModel(self.rules, **sizes | self.model)
+        self.core = EngineCore(
+            self.loaded,
+            EngineConfig(**{"max_num_seqs": 8} | self.config),
+            max_model_len=self.max_model_len,
+            vocab_size=self.rules.vocab_size,
+        )
+        self.requests: dict[str, CoreRequest] = {}
+        self.ids: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.first: dict[str, CoreOutput] = {}
+        self.last: dict[str, CoreOutput] = {}
+        self.order: list[str] = []
+        """Requests by the arrival of their first output."""
+        self.aborted: set[str] = set()
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 8, *, name: str | None = None, **fields: Any
+    ) -> str:
+        """Sends a request, greedy unless `params` says otherwise; returns its id."""
+        name = name or f"r{len(self.requests)}"
+        params = SamplingParams(max_tokens=max_tokens, **GREEDY | fields.pop("params", {}))
+        fields = {"stop_ids": [EOS], "seed": len(self.requests)} | fields
+        request = CoreRequest(
+            request_id=name, prompt_ids=list(prompt), params=params, max_tokens=max_tokens, **fields
+        )
+        self.requests[name] = request
+        self.ids[name] = []
+        self.logprobs[name] = []
+        self.core.add(request)
+        return name
+
+    def abort(self, *names: str) -> None:
+        """Ends requests."""
+        self.aborted.update(name for name in names if name not in self.last)
+        self.core.abort(names)
+        self.check_blocks()
+
+    def step(self) -> list[CoreOutput]:
+        """One step, with everything that came out of it checked."""
+        outputs = self.core.step()
+        for output in outputs:
+            self._take(output)
+        self.check_blocks()
+        return outputs
+
+    def run(self, limit: int = 3000) -> None:
+        """To the end of all requests."""
+        for _ in range(limit):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still at work after {limit} steps: {self.core.stats()}")
+
+    def _take(self, output: CoreOutput) -> None:
+        name = output.request_id
+        assert name not in self.aborted, f"{name} was aborted and still sends"
+        assert name not in self.last, f"{name} sends after its end"
+        if name not in self.first:
+            self.first[name] = output
+            self.order.append(name)
+        else:
+            assert output.prompt_logprobs is None, "prompt_logprobs came twice"
+        self.ids[name] += output.ids
+        self.logprobs[name] += output.logprobs or []
+        if output.finish_reason is not None:
+            self.last[name] = output
+
+    # --- what must hold -----------------------------------------------------------------------
+    def check_blocks(self) -> None:
+        """Every block is free, cached or owned by counted rows; cached chains have no holes."""
+        scheduler = self.core._scheduler
+        table, pool, cache = scheduler.table, scheduler.pool, scheduler.cache
+        rows = [sequence.row for sequence in scheduler.running]
+        owned = [table.table(row) for row in rows]
+        pool.check(np.concatenate([np.zeros(0, np.int32), *owned]))
+        digests = {cache.links(block)[0] for block in cache._entries}
+        roots = {cache.root(request.cache_salt) for request in self.requests.values()}
+        for block in cache._entries:
+            assert cache.links(block)[1] in digests | roots, "a cached block lost its parent"
+        for row, blocks in zip(rows, owned, strict=True):
+            assert blocks.size * pool_size(self) >= table.computed[row], "tokens without a block"
+        assert len(scheduler.running) + table.num_free == self.core.limits.max_rows
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request."""
+        stats = self.core.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+        scheduler = self.core._scheduler
+        assert not scheduler.live
+        assert not scheduler._leaders
+        assert not scheduler._followers
+        assert len(scheduler.share) == 0
+
+    def check_outputs(self) -> None:
+        """Every request that was not aborted got what it must get, whatever else went on."""
+        for name in self.requests:
+            if name in self.aborted:
+                expected = self.expected(name)
+                assert self.ids[name] == expected[: len(self.ids[name])], name
+            else:
+                self.check_output(name)
+
+    def expected(self, name: str) -> list[int]:
+        """Ids of a request, by the fake model's definition."""
+        request = self.requests[name]
+        return expected_tokens(
+            request.prompt_ids,
+            min(request.max_tokens, self.core.limits.max_tokens - len(request.prompt_ids)),
+            rules=self.rules,
+            params=request.params,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+            bad_words_ids=request.bad_words_ids,
+        )
+
+    def check_output(self, name: str) -> None:
+        """Ids, finish reason and log-probabilities of an ended request."""
+        request, last = self.requests[name], self.last[name]
+        expected, prompt = self.expected(name), request.prompt_ids
+        if request.params.prompt_logprobs is not None and self.rules.nan_token in prompt:
+            assert (last.finish_reason, last.error_code) == ("error", "non_finite_logits")
+            return
+        assert self.ids[name] == expected, name
+        room = min(request.max_tokens, self.core.limits.max_tokens - len(prompt))
+        if expected and expected[-1] in request.stop_ids:
+            assert (last.finish_reason, last.stop_id) == ("stop", expected[-1])
+        elif len(expected) == room:
+            assert (last.finish_reason, last.stop_id) == ("length", None)
+        else:
+            assert (last.finish_reason, last.error_code) == ("error", "non_finite_logits")
+        self._check_logprobs(request.params.logprobs, prompt, expected, self.logprobs[name])
+        if request.params.prompt_logprobs is not None and expected:
+            got = self.first[name].prompt_logprobs
+            self._check_logprobs(request.params.prompt_logprobs, prompt[:1], prompt[1:], got or [])
+        else:
+            assert self.first[name].prompt_logprobs is None
+
+    def _check_logprobs(
+        self, wanted: int | None, before: list[int], ids: list[int], got: list[TokenLogprobs]
+    ) -> None:
+        if wanted is None:
+            assert got == []
+            return
+        assert [entry.token for entry in got] == ids
+        history = list(before)
+        for entry in got:
+            assert entry.rank == expected_rank(history, entry.token, self.rules)
+            assert entry.logprob == -entry.rank / 4
+            assert len(entry.top_ids) == len(entry.top_logprobs) == wanted
+            history.append(entry.token)
+
+
+def pool_size(harness: Harness) -> int:
+    """Tokens of a block."""
+    return harness.core.limits.block_size
