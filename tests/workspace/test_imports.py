@@ -71,15 +71,11 @@ def test_imports_follow_the_table(root: Path) -> None:
 
 def loaded_after(code: str) -> set[str]:
     """Heavy modules in sys.modules after `code` ran in a fresh interpreter."""
-    script = f"{code}\nimport sys; print(','.join(m for m in {HEAVY!r} if m in sys.modules))"
+    script = f"{code}\nimport sys; print('\\nLOADED', *(m for m in {HEAVY!r} if m in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    return (
-        set(filter(None, done.stdout.strip().splitlines()[-1].split(",")))
-        if done.stdout.strip()
-        else set()
-    )
+    return set(done.stdout.rsplit("LOADED", 1)[1].split())
 
 
 @pytest.mark.parametrize(
