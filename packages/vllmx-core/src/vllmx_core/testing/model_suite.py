@@ -1,0 +1,226 @@
+"""`ModelSuite`: what every architecture must do, as pytest tests.
+
+    class TestMyModel(ModelSuite):
+        config = {"architectures": ["MyForCausalLM"], "vocab_size": 61, ...}   # tiny
+
+        def make_model(self, config: dict[str, Any]) -> Model:
+            return MyModel(config)
+
+        def transformers_model(self) -> Any:                                  # optional
+            return MyForCausalLM(MyConfig(...)).eval()
+
+The model runs on the numpy reference in float32, so no other backend need be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.model import Model
+from vllmx_core.plan import F32
+from vllmx_core.reference import Floats
+from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
+from vllmx_core.testing.plans import Driver, Row, make_plan
+from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.testing.trace import trace
+
+MAX_MODEL_LEN = 192
+PAGE = 8
+
+
+class ModelSuite:
+    """Override `config` and `make_model`, and what the architecture adds."""
+
+    config: ClassVar[dict[str, Any]]
+    """A tiny config.json; leave the sizes odd enough that a swapped axis shows."""
+    bad_configs: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    """Changes to `config` that the model must refuse with UnsupportedModelError."""
+    unused_tensors: ClassVar[Collection[str]] = ()
+    """Tensors of the checkpoint that the weight map leaves out on purpose."""
+    tolerance = 2e-5
+    """Greatest error of logits relative to transformers' greatest logit, float32."""
+
+    def make_model(self, config: dict[str, Any]) -> Model:
+        """The architecture under test."""
+        raise NotImplementedError("override make_model in the subclass")
+
+    def transformers_model(self) -> Any:
+        """The same architecture and config by Hugging Face transformers, in float32 and eval mode,
+        with random weights; None: there is none."""
+        return None
+
+    def test_shape_says_what_the_config_says(self) -> None:
+        shape = self.make_model(dict(self.config)).shape
+        assert shape.vocab_size == self.config["vocab_size"]
+        assert shape.hidden_size > 0
+        assert shape.max_model_len > 0
+
+    def test_weight_map_is_consistent(self) -> None:
+        specs = self.make_model(dict(self.config)).weights()
+        names = [spec.name for spec in specs]
+        assert len(set(names)) == len(names), "a logical name is there twice"
+        for spec in specs:
+            assert spec.parts, f"{spec.name} has no part"
+            assert all(part.rows > 0 for part in spec.parts), f"{spec.name} has an empty part"
+            assert (spec.cols > 0) == (spec.kind != "vector"), f"cols of {spec.name}"
+            assert not spec.offset or spec.kind == "vector", f"{spec.name}: offset of a matrix"
+        _tensor_shapes(self.make_model(dict(self.config)))
+
+    def test_forward_is_recorded_and_uses_every_weight(self) -> None:
+        model = self.make_model(dict(self.config))
+        ops, weights = trace(model, MAX_MODEL_LEN)
+        unused = weights.keys() - ops.used
+        assert not unused, f"forward never uses {sorted(unused)}"
+
+    def test_attention_layers_match_the_kv_cache(self) -> None:
+        model = self.make_model(dict(self.config))
+        ops, weights = trace(model, MAX_MODEL_LEN)
+        specs = ops.attention_specs
+        assert [spec.layer for spec in specs] == list(range(len(model.shape.kv)))
+        for spec, kv in zip(specs, model.shape.kv, strict=True):
+            mine = (spec.num_kv_heads, spec.head_size, spec.window)
+            assert mine == (kv.num_kv_heads, kv.head_size, kv.window), f"layer {spec.layer}"
+        for spec in specs:
+            if spec.rope is not None:
+                rows = weights[spec.rope.name].rows
+                assert rows >= MAX_MODEL_LEN, f"{spec.rope.name} ends at position {rows}"
+
+    def test_constants_are_float32(self) -> None:
+        for name, table in self.make_model(dict(self.config)).constants(MAX_MODEL_LEN).items():
+            assert table.dtype == np.float32, f"{name} is {table.dtype}"
+            assert np.isfinite(table).all(), f"{name} is not finite"
+
+    def test_bad_configs_are_refused(self) -> None:
+        for change in self.bad_configs:
+            with pytest.raises(UnsupportedModelError):
+                self.make_model({**self.config, **change})
+
+    @pytest.mark.parametrize("chunk", [1, 7])
+    def test_chunks_do_not_change_the_logits(self, chunk: int) -> None:
+        model = self.make_model(dict(self.config))
+        source = random_weights(model)
+        text = _text(model, 45)
+        whole, chunked = _logits(model, source, text, 45), _logits(model, source, text, chunk)
+        np.testing.assert_allclose(chunked, whole, rtol=0, atol=1e-4 * np.abs(whole).max())
+
+    def test_positions_and_order_matter(self) -> None:
+        """The last logits see every earlier token (inside the window, where there is one)."""
+        model = self.make_model(dict(self.config))
+        source = random_weights(model)
+        windows = [kv.window or 9 for kv in model.shape.kv]
+        text = _text(model, min(9, *windows))
+        last = _logits(model, source, text, len(text))[-1]
+        for position in range(len(text) - 1):
+            changed = [*text]
+            changed[position] = (text[position] + 1) % model.shape.vocab_size
+            other = _logits(model, source, changed, len(text))[-1]
+            assert np.abs(other - last).max() > 1e-6, f"position {position} has no effect"
+
+    def test_equals_transformers(self) -> None:
+        twin = self.transformers_model()
+        if twin is None:
+            pytest.skip("transformers_model gives none")
+        model = self.make_model(dict(self.config))
+        source = _state(twin)
+        self._check_names(model, source)
+        text = _text(model, 40)
+        expected = _transformers_logits(twin, text)
+        for chunk in (1, 7, 40):
+            error = np.abs(_logits(model, source, text, chunk) - expected).max()
+            relative = error / np.abs(expected).max()
+            assert relative < self.tolerance, f"chunk {chunk}: relative error {relative:.1e}"
+        with _loaded(model, source) as loaded:
+            ids = Driver(loaded).generate([text[:11]], 64)[0]
+        assert ids == _transformers_greedy(twin, text[:11], 64)
+
+    def _check_names(self, model: Model, source: ArraySource) -> None:
+        """The map takes every tensor of the checkpoint that was not named as unused."""
+        left = set(source.names()) - _tensor_shapes(model).keys() - set(self.unused_tensors)
+        tied = {name for name in left if name.endswith("lm_head.weight")}
+        assert not left - tied, f"the weight map leaves out {sorted(left - tied)}"
+
+
+def _tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Checkpoint name -> shape. Raises AssertionError when two lines of the map disagree."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in model.weights():
+        for part in spec.parts:
+            shape = (part.rows,) if spec.kind == "vector" else (part.rows, spec.cols)
+            wanted = [(part.name, shape)]
+            if part.bias is not None:
+                wanted.append((part.bias, (part.rows,)))
+            for name, shape in wanted:
+                assert shapes.setdefault(name, shape) == shape, f"{name}: {shape}, {shapes[name]}"
+    return shapes
+
+
+def random_weights(model: Model, seed: int = 0) -> ArraySource:
+    """A checkpoint with the tensors of the model's map: vectors near their neutral value, matrices
+    scaled so that activations keep their size."""
+    random = np.random.default_rng(seed)
+    vectors = {
+        part.name: 1.0 - spec.offset
+        for spec in model.weights()
+        if spec.kind == "vector"
+        for part in spec.parts
+    }
+    arrays: dict[str, F32] = {}
+    for name, shape in _tensor_shapes(model).items():
+        scale = shape[1] ** -0.5 if len(shape) == 2 else 0.2
+        values = random.standard_normal(shape) * scale + vectors.get(name, 0.0)
+        arrays[name] = values.astype(np.float32)
+    return ArraySource(arrays)
+
+
+@contextmanager
+def _loaded(model: Model, source: ArraySource) -> Iterator[ReferenceLoadedModel]:
+    options = LoadOptions(
+        dtype="f32", max_model_len=MAX_MODEL_LEN, block_size=PAGE, max_num_seqs=2,
+        num_kv_blocks=2 * MAX_MODEL_LEN // PAGE,
+    )  # fmt: skip
+    loaded = ReferenceBackend().load(model, source, options)
+    yield loaded
+    loaded.close()
+
+
+def _logits(model: Model, source: ArraySource, text: Sequence[int], chunk: int) -> Floats:
+    """(T, V) logits of the text, fed in chunks."""
+    blocks = list(range(-(-len(text) // PAGE)))[::-1]
+    with _loaded(model, source) as loaded:
+        parts = [
+            loaded.logits(make_plan([Row(text[at : at + chunk], at, blocks, "all")], PAGE))
+            for at in range(0, len(text), chunk)
+        ]
+    return np.concatenate(parts)
+
+
+def _text(model: Model, length: int) -> list[int]:
+    ids = np.random.default_rng(1).integers(0, model.shape.vocab_size, length)
+    return [int(token) for token in ids]
+
+
+def _state(twin: Any) -> ArraySource:
+    return ArraySource({name: value.float().numpy() for name, value in twin.state_dict().items()})
+
+
+def _transformers_logits(twin: Any, text: Sequence[int]) -> F32:
+    import torch
+
+    with torch.no_grad():
+        logits: F32 = twin(torch.tensor([list(text)])).logits[0].float().numpy()
+    return logits
+
+
+def _transformers_greedy(twin: Any, prompt: Sequence[int], n: int) -> list[int]:
+    """One full pass a token: slow, and independent of any cache."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(_transformers_logits(twin, ids)[-1].argmax()))
+    return ids[len(prompt) :]
