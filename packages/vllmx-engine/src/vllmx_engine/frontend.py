@@ -39,6 +39,7 @@ from vllmx_engine.supervisor import CoreProcess
 logger = logging.getLogger("vllmx.supervisor")
 
 T = TypeVar("T")
+START_AGAIN = "start the engine again"
 Status = Literal["ready", "restarting", "dead", "closed"]
 
 
@@ -110,7 +111,7 @@ class _Core:
         return await self._calls[call_id]
 
     def unavailable(self) -> EngineDeadError:
-        return EngineDeadError("the engine core is not running: start the engine again")
+        return EngineDeadError(f"the engine core is not running: {START_AGAIN}")
 
     def _send(self, message: ToCore) -> None:
         raise NotImplementedError
@@ -229,6 +230,7 @@ class ProcessFrontend(_Core):
         self._born_s = 0.0
         self._quick_failures = 0
         self._restarting: asyncio.Task[None] | None = None
+        self._last_reason = "it was closed"
 
     @classmethod
     async def start(cls, plan: LoadPlan) -> ProcessFrontend:
@@ -246,7 +248,7 @@ class ProcessFrontend(_Core):
         """See `Frontend.unavailable`."""
         if self.status == "restarting":
             return EngineDeadError("the engine core is being restarted: try again in a moment")
-        return super().unavailable()
+        return EngineDeadError(f"the engine core is gone ({self._last_reason}): {START_AGAIN}")
 
     async def close(self) -> None:
         """See `Frontend.close`."""
@@ -277,23 +279,22 @@ class ProcessFrontend(_Core):
         reason = core.failure.message if core.failure is not None else core.describe_end()
         logger.error("%s; every request in flight is lost", reason)
         self._tell_lost(EngineDeadError(f"{reason}; it is being restarted: send the request again"))
-        while self.status == "restarting":
+        while self._quick_failures < self.MAX_QUICK_FAILURES:
             self._quick_failures += 1
-            if self._quick_failures > self.MAX_QUICK_FAILURES:
-                logger.critical(
-                    "the engine core failed %d times in a row: giving up", self._quick_failures - 1
-                )
-                self.status = "dead"
-                return
             await asyncio.sleep(self._delay_s())
             try:
                 await self._spawn()
-            except VllmxError as error:
-                logger.error("the engine core cannot be restarted: %s", error)
+            except (VllmxError, OSError) as error:
+                reason = str(error)
+                logger.error("the engine core cannot be restarted: %s", reason)
                 continue
             self.status = "ready"
             if self.listener is not None:
                 self.listener.restarted(self.info)
+            return
+        self.status = "dead"
+        self._last_reason = reason
+        logger.critical("the engine core keeps failing: it is not restarted again")
 
     def _delay_s(self) -> float:
         delay = self.FIRST_DELAY_S * 2.0 ** (self._quick_failures - 1)

@@ -1,4 +1,4 @@
-"""What the plugins provide, on its way to the core process, which need not look for plugins then."""
+"""What plugins provide, on its way to the core process, which need not look for any then."""
 
 from __future__ import annotations
 

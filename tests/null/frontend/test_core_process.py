@@ -1,0 +1,268 @@
+"""The core's own process: who may talk to it, and what happens when one side dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
+
+import pytest
+from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine import supervisor
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.frontend import ProcessFrontend
+from vllmx_engine.ipc import Outputs, encode_frame
+
+MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+def frontend_of(llm: AsyncLLM) -> ProcessFrontend:
+    frontend = llm._frontend
+    assert isinstance(frontend, ProcessFrontend)
+    return frontend
+
+
+async def answer(llm: AsyncLLM, prompt: str = "hi") -> list[int]:
+    stream = await llm.submit(prompt, GREEDY, kind="final")
+    return (await stream.last()).outputs[0].token_ids
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true within ten seconds")
+
+
+@pytest.fixture
+def slow_folder(make_folder: Callable[..., str]) -> str:
+    """A model whose requests live long enough to be killed."""
+    return make_folder("slow", step_s=0.01)
+
+
+async def test_only_this_user_can_reach_the_socket(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+    modes: list[int] = []
+    spawn = supervisor.spawn
+
+    def watching(path: Path) -> subprocess.Popen[bytes]:
+        seen.append(path)
+        modes.extend((stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)))
+        return spawn(path)
+
+    monkeypatch.setattr(supervisor, "spawn", watching)
+    async with make_engine(in_process=False) as llm:
+        assert modes == [0o700, 0o600]
+        assert not seen[0].parent.exists()  # nothing is left to connect to
+        assert await answer(llm)
+
+
+async def test_a_long_temporary_path_is_avoided(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    async with make_engine(in_process=False) as llm:
+        assert await answer(llm)
+    assert list(long.iterdir()) == []
+
+
+async def test_the_working_directory_does_not_shadow_modules(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    (folder / "msgspec.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(folder)
+    async with make_engine(in_process=False) as llm:
+        assert await answer(llm)
+
+
+async def test_a_killed_core_is_restarted(make_engine: MakeEngine, slow_folder: str) -> None:
+    async with make_engine(in_process=False, model=slow_folder) as llm:
+        wanted = await answer(llm)
+        streams = [await llm.submit(f"prompt {i}", LONG) for i in range(4)]
+        await anext(streams[0])
+        first_pid = frontend_of(llm).pid
+        os.kill(first_pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=r"SIGKILL.*restarted"):
+                await stream.last()
+        assert not llm.is_ready
+        assert not llm.errored
+        assert llm.num_in_flight == 0
+        with pytest.raises(EngineDeadError, match="being restarted"):
+            await llm.submit("hi")
+        await until(lambda: llm.is_ready)
+        assert frontend_of(llm).pid != first_pid
+        assert await answer(llm) == wanted
+
+
+async def test_a_core_that_cannot_be_restarted_stays_dead(
+    make_engine: MakeEngine, slow_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessFrontend, "MAX_QUICK_FAILURES", 2)
+    monkeypatch.setattr(ProcessFrontend, "FIRST_DELAY_S", 0.01)
+    async with make_engine(in_process=False, model=slow_folder) as llm:
+        shutil.rmtree(slow_folder)
+        os.kill(frontend_of(llm).pid, signal.SIGKILL)
+        await until(lambda: llm.errored)
+        assert not llm.is_ready
+        with pytest.raises(EngineDeadError, match=r"gone .*start the engine again"):
+            await llm.submit("hi")
+
+
+async def test_shutdown_while_restarting(make_engine: MakeEngine, slow_folder: str) -> None:
+    async with make_engine(in_process=False, model=slow_folder) as llm:
+        os.kill(frontend_of(llm).pid, signal.SIGKILL)
+        await until(lambda: not llm.is_ready)
+        await asyncio.sleep(0.15)  # the new process is loading
+    await asyncio.sleep(0)
+    assert not llm.is_ready
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"\x01\0\0\0\x80"]
+)
+async def test_the_core_refuses_malformed_frames(make_engine: MakeEngine, garbage: bytes) -> None:
+    async with make_engine(in_process=False) as llm:
+        first_pid = frontend_of(llm).pid
+        stream = await llm.submit("hi", LONG)
+        transport = frontend_of(llm)._core._transport
+        assert transport is not None
+        transport.write(garbage)
+        with pytest.raises(EngineDeadError, match="code 1"):
+            await stream.last()
+        await until(lambda: llm.is_ready)
+        assert frontend_of(llm).pid != first_pid
+        assert await answer(llm)
+
+
+async def test_the_api_process_refuses_malformed_frames(make_engine: MakeEngine) -> None:
+    async with make_engine(in_process=False) as llm:
+        stream = await llm.submit("hi", LONG)
+        frontend_of(llm)._core.data_received(b"\x02\0\0\0\xc1\xc1")
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await stream.last()
+        await until(lambda: llm.is_ready)
+        assert await answer(llm)
+
+
+async def test_the_core_leaves_signals_to_its_parent(
+    make_engine: MakeEngine, slow_folder: str
+) -> None:
+    async with make_engine(in_process=False, model=slow_folder) as llm:
+        task = asyncio.create_task(answer(llm))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(frontend_of(llm).pid, number)
+        assert len(await task) == 20
+
+
+async def test_a_process_that_dies_before_it_connects(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+
+    monkeypatch.setattr(supervisor, "spawn", broken)
+    with pytest.raises(VllmxError, match="exited with code 7 while starting"):
+        async with make_engine(in_process=False):
+            pass
+
+
+async def test_a_process_that_dies_while_it_loads(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        " os.abort()"
+    )
+
+    def broken(path: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code, str(path)])
+
+    monkeypatch.setattr(supervisor, "spawn", broken)
+    with pytest.raises(VllmxError, match="SIGABRT while loading"):
+        async with make_engine(in_process=False):
+            pass
+
+
+def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllmx_engine import ipc
+    from vllmx_engine.messages import CoreOutput
+    from vllmx_engine.process import Connection
+
+    ours, theirs = socket.socketpair()
+    connection = Connection.__new__(Connection)
+    connection._socket = ours
+    small = [CoreOutput(request_id=str(i), ids=[i]) for i in range(20)]
+    large = CoreOutput(request_id="large", ids=[0] * 500)
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 250)
+    connection.send(Outputs([*small, large]))
+    ours.close()
+    with theirs:
+        messages = list(ipc.FrameReader(ipc.from_core_decoder).feed(theirs.recv(1 << 16)))
+    outputs = []
+    for message in messages:
+        assert isinstance(message, Outputs)
+        outputs += message.outputs
+    assert outputs[:20] == small
+    assert (outputs[20].request_id, outputs[20].finish_reason) == ("large", "error")
+    assert len(encode_frame(messages[0])) <= 254
+
+
+PARENT = """
+import asyncio, os, signal, sys
+from vllmx_core.config import EngineConfig
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.testing.fake_checkpoint import FakePlugin
+from vllmx_engine.async_llm import AsyncLLM
+
+async def main():
+    registry = Registry()
+    registry.add(FakePlugin, "test:fake")
+    llm = await AsyncLLM.start(EngineConfig(model=sys.argv[1], backend="fake"), registry=registry)
+    stream = await llm.submit("hi", SamplingParams(max_tokens=400))
+    await anext(stream)
+    print(llm._frontend.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_core_dies_with_its_parent(slow_folder: str) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", PARENT, slow_folder],
+        stdout=subprocess.PIPE,
+        timeout=30,
+    )
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    await until(lambda: not _is_alive(pid))
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError, FileNotFoundError):
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat")
+        return not (status.exists() and status.read_text().rsplit(") ")[1].startswith("Z"))
+    return False

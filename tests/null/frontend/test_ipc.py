@@ -1,0 +1,151 @@
+"""Frames: every message survives, whatever the cuts; nothing else is accepted."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import CapacityError, QueueFullError, VllmxError
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.specs import BackendSpec
+from vllmx_engine import ipc
+from vllmx_engine.known_specs import KnownSpecs
+from vllmx_engine.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs
+
+REQUEST = CoreRequest(
+    request_id="7.0",
+    prompt_ids=[1, 2, 300_000],
+    params=SamplingParams(
+        n=3,
+        seed=(1 << 64) - 1,
+        stop=("a", "é"),
+        logit_bias={5: -1.5},
+        allowed_token_ids=(1, 2),
+        bad_words=("x",),
+    ),
+    stop_ids=[2, 0],
+    bad_words_ids=[[1, 2]],
+    max_tokens=9,
+    seed=(1 << 64) - 1,
+    leader="6.0",
+)
+LOGPROBS = TokenLogprobs(5, -0.25, 1, [5, 6], [-0.25, -1.5])
+OUTPUT = CoreOutput(
+    request_id="7.0", ids=[5], logprobs=[LOGPROBS], prompt_logprobs=[LOGPROBS], stop_id=5
+)
+
+
+def start_message(registry: Registry) -> ipc.Start:
+    config = EngineConfig(model="m", max_model_len=64, num_kv_blocks=7)
+    specs = KnownSpecs.of(registry)
+    return ipc.Start(config=config, path="/m", specs=specs, progress=False, log_level=20)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [ipc.AddRequest(REQUEST), ipc.AbortRequests(["a", "b"]), ipc.ResetPrefixCache(3)],
+)
+def test_messages_to_the_core_survive(message: ipc.ToCore) -> None:
+    reader = ipc.FrameReader(ipc.to_core_decoder)
+    assert list(reader.feed(ipc.encode_frame(message))) == [message]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ipc.Outputs([OUTPUT, CoreOutput(request_id="8.1", ids=[], finish_reason="length")]),
+        ipc.Stats(CoreStats(num_steps=3, step_seconds=0.5)),
+        ipc.PrefixCacheReset(3, False),
+        ipc.Failed(ipc.ErrorRecord.of(CapacityError("too large", param="max_model_len"))),
+    ],
+)
+def test_messages_from_the_core_survive(message: ipc.FromCore) -> None:
+    reader = ipc.FrameReader(ipc.from_core_decoder)
+    assert list(reader.feed(ipc.encode_frame(message))) == [message]
+
+
+def test_start_brings_the_registry(registry: Registry) -> None:
+    message = start_message(registry)
+    (got,) = ipc.FrameReader(ipc.to_core_decoder).feed(ipc.encode_frame(message))
+    assert got == message
+    assert isinstance(got, ipc.Start)
+    rebuilt = got.specs.registry()
+    assert rebuilt.get(BackendSpec, "fake") == registry.get(BackendSpec, "fake")
+    assert KnownSpecs.of(rebuilt) == message.specs
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+def test_any_cut_gives_the_same_messages(cuts: list[int]) -> None:
+    messages: list[ipc.ToCore] = [
+        ipc.AddRequest(REQUEST),
+        ipc.AbortRequests(["x"]),
+        ipc.Shutdown(),
+        ipc.AddRequest(REQUEST),
+    ]
+    stream = b"".join(bytes(ipc.encode_frame(message)) for message in messages)
+    reader = ipc.FrameReader(ipc.to_core_decoder)
+    got: list[ipc.ToCore] = []
+    for cut in cuts:
+        got += reader.feed(stream[:cut])
+        stream = stream[cut:]
+    got += reader.feed(stream)
+    assert got == messages
+
+
+@given(st.binary(min_size=4, max_size=200))
+def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
+    reader = ipc.FrameReader(ipc.to_core_decoder)
+    with pytest.raises(ipc.FrameError):
+        list(reader.feed(struct.pack("<I", len(payload)) + payload))
+
+
+def test_a_length_over_the_limit_is_refused_before_the_bytes_come() -> None:
+    reader = ipc.FrameReader(ipc.to_core_decoder)
+    with pytest.raises(ipc.FrameError, match="exceeds"):
+        list(reader.feed(struct.pack("<I", ipc.MAX_FRAME_BYTES + 1)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": "9"},
+        {"prompt_ids": [1.5]},
+        {"params": {"temperature": float("nan")}},
+        {"params": {"top_p": 3.0}},
+        {"params": {"n": True}},
+        {"seed": None},
+    ],
+)
+def test_values_of_the_wrong_type_or_range_are_refused(fields: dict[str, object]) -> None:
+    good = msgspec.to_builtins(ipc.AddRequest(REQUEST))
+    bad = {**good, "request": {**good["request"], **fields}}
+    payload = msgspec.msgpack.encode(bad)
+    reader = ipc.FrameReader(ipc.to_core_decoder)
+    with pytest.raises(ipc.FrameError):
+        list(reader.feed(struct.pack("<I", len(payload)) + payload))
+
+
+def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(ipc.FrameTooLargeError):
+        ipc.encode_frame(ipc.AddRequest(REQUEST))
+
+
+def test_errors_keep_their_type() -> None:
+    for error in (CapacityError("a", param="b"), QueueFullError("c"), VllmxError("d")):
+        rebuilt = ipc.ErrorRecord.of(error).rebuild()
+        assert (type(rebuilt), rebuilt.message, rebuilt.param) == (
+            type(error),
+            error.message,
+            error.param,
+        )
+
+
+@pytest.mark.parametrize("name", ["annotations", "KeyError", "nothing"])
+def test_an_error_type_that_is_not_ours_becomes_the_base(name: str) -> None:
+    assert type(ipc.ErrorRecord(name, "text").rebuild()) is VllmxError

@@ -1,0 +1,274 @@
+"""LLM and Engine: the core in this process."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NonFiniteLogitsError,
+    PluginError,
+)
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.testing.fake import FakeRules, expected_tokens
+from vllmx_engine.chat import Message
+from vllmx_engine.engine import Engine
+from vllmx_engine.llm import LLM, Progress
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@pytest.fixture
+def llm(folder: str, registry: Registry) -> Iterator[LLM]:
+    with LLM(folder, registry=registry, backend="fake", max_num_seqs=4, seed=3) as llm:
+        yield llm
+
+
+@pytest.fixture
+def engine(folder: str, registry: Registry) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=folder, backend="fake"), registry=registry) as engine:
+        yield engine
+
+
+def expected(prompt: str, n: int = 20) -> list[int]:
+    return expected_tokens(list(prompt.encode()), n, rules=FakeRules(vocab_size=259))
+
+
+def test_outputs_are_right_and_in_order(llm: LLM) -> None:
+    prompts = [f"prompt {i}" for i in range(10)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.outputs[0].token_ids for output in outputs] == list(map(expected, prompts))
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_one_prompt_in_every_form(llm: LLM) -> None:
+    ids = list(b"hi")
+    forms: list[Any] = ["hi", ids, {"prompt": "hi"}, ["hi"], [ids], [{"prompt_token_ids": ids}]]
+    for form in forms:
+        (output,) = llm.generate(form, GREEDY)
+        assert output.outputs[0].token_ids == expected("hi")
+
+
+def test_params_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (1, 5)]
+    outputs = llm.generate(["a", "b"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5]
+    with pytest.raises(InvalidRequestError, match="2 sampling_params were given for 1"):
+        llm.generate(["a"], params)
+
+
+def test_a_bad_prompt_starts_nothing(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate(["fine", "x" * 600], GREEDY)
+    assert llm.generate("hi", GREEDY)[0].outputs[0].token_ids == expected("hi")
+
+
+def test_chat(llm: LLM) -> None:
+    conversation: list[Any] = [{"role": "user", "content": "hi"}]
+    one = llm.chat(conversation, GREEDY)
+    two = llm.chat([conversation, [Message("user", "ho")]], GREEDY)
+    assert one[0].prompt == "<|user|>hi<|end|><|assistant|>"
+    assert one[0].prompt_token_ids == [257, 104, 105, 256, 258]
+    assert two[0].outputs == one[0].outputs
+    assert two[1].prompt == "<|user|>ho<|end|><|assistant|>"
+    (default,) = llm.chat(conversation)  # as many tokens as the context holds, or the end
+    choice = default.outputs[0]
+    assert choice.finish_reason == "stop" or len(choice.token_ids) == 512 - 5
+    assert len(choice.token_ids) > 16
+
+
+def test_choices_of_a_seed_differ_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, max_tokens=12)
+    first, second = (llm.generate("hi", params)[0].outputs for _ in range(2))
+    assert first == second
+    assert len({tuple(choice.token_ids) for choice in first}) == 3
+    alone = llm.generate("hi", SamplingParams(seed=12, max_tokens=12))[0].outputs[0]
+    assert alone.token_ids == first[1].token_ids
+
+
+def test_best_of(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=11, max_tokens=12, logprobs=0)
+    everything = llm.generate("hi", params)[0].outputs
+    best = llm.generate("hi", SamplingParams(best_of=4, seed=11, max_tokens=12))[0].outputs
+    likeliest = max(everything, key=lambda choice: choice.cumulative_logprob or 0.0)
+    assert [choice.token_ids for choice in best] == [likeliest.token_ids]
+
+
+def test_stop_string(llm: LLM) -> None:
+    text = llm.generate("hi", GREEDY)[0].outputs[0].text
+    stop = text[4:7]
+    (output,) = llm.generate("hi", SamplingParams(temperature=0.0, max_tokens=20, stop=(stop,)))
+    assert output.outputs[0].text == text[: text.index(stop)]
+    assert output.outputs[0].stop_reason == stop
+
+
+def test_progress(llm: LLM) -> None:
+    seen: list[Progress] = []
+    llm.generate(["a", "b"], GREEDY, progress=seen.append)
+    assert (seen[-1].num_done, seen[-1].num_total, seen[-1].generated_tokens) == (2, 2, 40)
+
+
+def test_priority_is_served_first(llm: LLM) -> None:
+    prompts = [f"prompt {i}" for i in range(6)]
+    outputs = llm.generate(prompts, GREEDY, priority=[5, 5, 5, 5, 5, 0])
+    ends = [output.metrics.last_token_s or 0.0 for output in outputs if output.metrics]
+    assert ends[5] == min(ends)
+
+
+def test_an_interrupt_aborts_and_leaves_the_engine_usable(llm: LLM) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.generated_tokens > 5:
+            _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("hi", SamplingParams(max_tokens=400, ignore_eos=True), progress=interrupt)
+    assert llm.generate("hi", GREEDY)[0].outputs[0].token_ids == expected("hi")
+
+
+def test_one_bad_row_disturbs_nobody(make_folder: Callable[..., str], registry: Registry) -> None:
+    rules = FakeRules(vocab_size=259, nan_token=0)
+    with LLM(make_folder("nan", nan_token=0), registry=registry, backend="fake") as llm:
+        prompts: list[Any] = [[0], "hi"]
+        bad, good = llm.generate(prompts, GREEDY)
+    assert bad.outputs[0].finish_reason == "error"
+    assert bad.error is not None
+    assert good.outputs[0].token_ids == expected_tokens(list(b"hi"), 20, rules=rules)
+
+
+def test_closed_engine_says_so(llm: LLM) -> None:
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate("hi", GREEDY)
+
+
+def test_a_dead_backend_says_so(make_folder: Callable[..., str], registry: Registry) -> None:
+    folder = make_folder("dead", fail_steps=list(range(50)))
+    with LLM(folder, registry=registry, backend="fake") as llm:
+        reasons = [output.error for output in llm.generate(["a"] * 5, GREEDY)]
+        assert all(reasons)  # their step failed; a second failure might have been an accident
+        with pytest.raises(EngineDeadError):
+            _generate_until_dead(llm)
+        with pytest.raises(EngineDeadError):
+            llm.generate("a", GREEDY)
+
+
+def _generate_until_dead(llm: LLM) -> None:
+    for _ in range(10):
+        llm.generate("a", GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"model": "nowhere"}, ModelNotFoundError, "nowhere"),
+        ({"backend": "abacus"}, PluginError, "abacus"),
+        ({"max_model_len": 513}, ConfigError, "512"),
+        ({"max_model_len": 64, "num_kv_blocks": 3}, ConfigError, "48"),
+        ({"chat_template": "nowhere.jinja"}, ConfigError, "nowhere.jinja"),
+        ({"tokenizer": "nowhere"}, ModelNotFoundError, "nowhere"),
+    ],
+)
+def test_load_errors(
+    folder: str, registry: Registry, config: dict[str, object], error: type[Exception], text: str
+) -> None:
+    settings = {"model": folder, "backend": "fake", **config}
+    with pytest.raises(error, match=text):
+        LLM(registry=registry, **settings)  # type: ignore[arg-type]
+
+
+def test_context_shrinks_to_what_the_cache_holds(
+    folder: str, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = {"kv_cache_memory_bytes": 8 * 16 * 4}  # four blocks of the fake cache
+    with LLM(folder, registry=registry, backend="fake", **memory) as llm:
+        assert llm.info.max_model_len == 64
+        assert "reduced from 512 to 64" in caplog.text
+        (output,) = llm.generate("hi", SamplingParams(max_tokens=None, temperature=0.0))
+        assert len(output.outputs[0].token_ids) == 62
+    with LLM(folder, registry=registry, backend="fake", num_kv_blocks=2) as llm:
+        assert llm.info.max_model_len == 32
+
+
+def test_engine_streams(engine: Engine) -> None:
+    seq_id, prompt_length, stream = engine.generate_stream(GREEDY, "hi")
+    other_id, _, other = engine.generate_stream(GREEDY, [104, 111])
+    assert prompt_length == 2
+    assert seq_id != other_id
+    pieces = [next(stream), next(other), *stream]
+    assert all(pieces)
+    whole, whole_other = engine.generate_sync(GREEDY, ["hi", "ho"])
+    assert pieces[0] + "".join(pieces[2:]) == whole.outputs[0].text
+    assert pieces[1] + "".join(other) == whole_other.outputs[0].text
+    assert stream.token_ids == expected("hi")
+    assert stream.finish_reason == "length"
+
+
+def test_engine_cancel(engine: Engine) -> None:
+    seq_id, _, stream = engine.generate_stream(
+        SamplingParams(max_tokens=400, ignore_eos=True), "hi"
+    )
+    next(stream)
+    assert engine.cancel(seq_id)
+    assert not engine.cancel(seq_id)
+    assert list(stream) in ([], ["\ufffd"])
+    assert stream.finish_reason == "abort"
+
+
+def test_engine_refuses_several_choices_in_a_stream(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="one sequence"):
+        engine.generate_stream(SamplingParams(n=2), "hi")
+
+
+def test_engine_stream_raises_the_request_s_error(
+    make_folder: Callable[..., str], registry: Registry
+) -> None:
+    config = EngineConfig(model=make_folder("nan", nan_token=0), backend="fake")
+    with Engine(config, registry=registry) as engine:
+        _, _, stream = engine.generate_stream(GREEDY, [0])
+        with pytest.raises(NonFiniteLogitsError):
+            next(stream)
+
+
+def test_engine_text(engine: Engine) -> None:
+    prompt = engine.apply_chat_template([Message("user", "hi")])
+    assert prompt == "<|user|>hi<|end|><|assistant|>"
+    bare = engine.apply_chat_template([Message("user", "hi")], add_generation_prompt=False)
+    assert bare == "<|user|>hi<|end|>"
+    ids = engine.tokenize(prompt)
+    assert ids == [257, 104, 105, 256, 258]
+    assert engine.detokenize(ids, skip_special_tokens=False) == prompt
+
+
+def test_engine_threads_take_turns(engine: Engine) -> None:
+    """A thread that starts later must not wait until another one's stream has ended."""
+    params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+    _, _, long = engine.generate_stream(params, "long")
+    left: list[int] = []
+
+    def short() -> None:
+        outputs = engine.generate_sync(GREEDY, ["a", "b", "c"])
+        left.append(500 - len(long.token_ids))
+        assert [output.outputs[0].token_ids for output in outputs] == [
+            expected(prompt) for prompt in "abc"
+        ]
+
+    thread = threading.Thread(target=short)
+    next(long)
+    thread.start()
+    text = "".join(long)
+    thread.join()
+    assert left[0] > 0
+    assert text
+    assert long.token_ids == expected("long", 500)

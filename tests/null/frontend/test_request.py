@@ -1,0 +1,148 @@
+"""From a prompt and parameters to core requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.messages import CoreInfo
+from vllmx_engine.request import RequestBuilder, RequestOptions
+from vllmx_engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def builder(tokenizer: Tokenizer, info: CoreInfo) -> RequestBuilder:
+    return RequestBuilder(tokenizer, info)
+
+
+def test_prompt_forms_are_equal(builder: RequestBuilder) -> None:
+    ids = [104, 105]
+    forms: list[Any] = [
+        "hi",
+        ids,
+        (104, 105),
+        np.array(ids),
+        {"prompt": "hi"},
+        {"prompt_token_ids": ids},
+    ]
+    assert [builder.build(form).prompt_ids for form in forms] == [ids] * len(forms)
+    assert [builder.build(form).prompt for form in forms] == ["hi", None, None, None, "hi", None]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], ["a"], [1.0], [True], [-1], [259], {"prompt_token_ids": "abc"}, 5, [None]]
+)
+def test_bad_prompts_are_refused(builder: RequestBuilder, prompt: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        builder.build(prompt)  # type: ignore[arg-type]
+    assert caught.value.param == "prompt"
+
+
+def test_prompt_must_leave_room(builder: RequestBuilder) -> None:
+    assert builder.build([1] * 63).core[0].max_tokens == 1
+    with pytest.raises(ContextLengthError, match=r"64 tokens.*context of 64.*63"):
+        builder.build([1] * 64)
+
+
+@pytest.mark.parametrize(("asked", "resolved"), [(None, 54), (20, 20), (54, 54), (1000, 54)])
+def test_max_tokens_is_at_most_the_room(
+    builder: RequestBuilder, asked: int | None, resolved: int
+) -> None:
+    request = builder.build([1] * 10, SamplingParams(max_tokens=asked))
+    assert request.core[0].max_tokens == resolved
+
+
+def test_choices_follow_a_leader(builder: RequestBuilder) -> None:
+    params = SamplingParams(n=2, best_of=3, seed=(1 << 64) - 2, prompt_logprobs=1)
+    options = RequestOptions(priority=3, client="me", cache_salt="salt")
+    core = builder.build("hi", params, options=options).core
+    assert [request.leader for request in core] == [None, core[0].request_id, core[0].request_id]
+    assert [request.seed for request in core] == [(1 << 64) - 2, (1 << 64) - 1, 0]
+    assert [request.params.prompt_logprobs for request in core] == [1, None, None]
+    assert [request.params.logprobs for request in core] == [0, 0, 0]  # to rank them
+    assert {(request.priority, request.client, request.cache_salt) for request in core} == {
+        (3, "me", "salt")
+    }
+    assert len({request.request_id for request in core}) == 3
+
+
+def test_core_ids_never_repeat(builder: RequestBuilder) -> None:
+    first, second = (builder.build("hi", request_id="same") for _ in range(2))
+    assert first.request_id == second.request_id == "same"
+    assert first.core[0].request_id != second.core[0].request_id
+
+
+def test_config_seed_repeats_a_run(tokenizer: Tokenizer, info: CoreInfo) -> None:
+    def seeds(seed: int | None) -> list[int]:
+        builder = RequestBuilder(tokenizer, info, seed)
+        return [builder.build("hi").core[0].seed for _ in range(3)]
+
+    assert seeds(5) == seeds(5)
+    assert len(set(seeds(5))) == 3
+    assert seeds(5) != seeds(6)
+    assert seeds(None) != seeds(None)
+
+
+def test_negative_seeds_wrap(builder: RequestBuilder) -> None:
+    assert builder.build("hi", SamplingParams(seed=-1)).core[0].seed == (1 << 64) - 1
+
+
+def test_stop_ids(tokenizer: Tokenizer, info: CoreInfo) -> None:
+    info = msgspec.structs.replace(info, generation_config={"eos_token_id": [7, 8]})
+    builder = RequestBuilder(tokenizer, info)
+    params = SamplingParams(stop_token_ids=(65,))
+    assert builder.build("hi", params).core[0].stop_ids == [7, 8, 256, 65]
+    params = SamplingParams(stop_token_ids=(65,), ignore_eos=True)
+    assert builder.build("hi", params).core[0].stop_ids == [65]
+
+
+def test_ids_outside_the_vocabulary_are_refused(builder: RequestBuilder) -> None:
+    with pytest.raises(InvalidRequestError, match="259") as caught:
+        builder.build("hi", SamplingParams(logit_bias={259: 1.0}))
+    assert caught.value.param == "logit_bias"
+
+
+def test_bad_words_with_and_without_a_space(info: CoreInfo) -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"dog": 0, " dog": 1, "cat": 2, " ": 3}, unk_token="dog")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(" ?dog|cat| "), "isolated"
+    )
+    builder = RequestBuilder(Tokenizer(backend), info)
+    request = builder.build([1], SamplingParams(bad_words=("dog", " cat")))
+    assert request.core[0].bad_words_ids == [[0], [1], [2]]
+    with pytest.raises(InvalidRequestError, match="no word"):
+        builder.build([1], SamplingParams(bad_words=("  ",)))
+
+
+def test_defaults_come_from_the_model(tokenizer: Tokenizer, info: CoreInfo) -> None:
+    config = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": None,
+        "max_new_tokens": 33,
+        "do_sample": True,
+    }
+    builder = RequestBuilder(tokenizer, msgspec.structs.replace(info, generation_config=config))
+    assert builder.build("hi").params == SamplingParams(temperature=0.6, top_k=20, max_tokens=33)
+    explicit = builder.sampling_params(temperature=0.0, max_tokens=5)
+    assert explicit == SamplingParams(temperature=0.0, top_k=20, max_tokens=5)
+
+
+def test_bos_is_added_once(make_folder: Callable[..., str], info: CoreInfo) -> None:
+    folder = Path(make_folder("bos"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"bos_token": "<|user|>", "add_bos_token": True}
+    path.write_text(json.dumps(config))
+    builder = RequestBuilder(Tokenizer.from_folder(folder), info)
+    assert builder.build("hi").prompt_ids == [257, 104, 105]
+    assert builder.build("hi", add_special_tokens=False).prompt_ids == [104, 105]
