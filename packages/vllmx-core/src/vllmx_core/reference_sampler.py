@@ -3,7 +3,8 @@
 One row at a time and in the open, for reading and for tests; `SamplingRows` gives the order of
 work. Where the words leave a choice, this is it:
 
-* A row that holds NaN or +inf is refused (id -1), whatever the rest of its parameters.
+* A row that holds NaN or +inf is refused (id -1), whatever the rest of its parameters; so is one
+  whose greatest edited logit is not finite (nothing is allowed, or a penalty overflowed).
 * Penalties are float32 operations in the order repetition, frequency, presence, each rounded.
 * Tempered logits are `x = (logit - greatest logit) / temperature` in float32, so that no
   temperature overflows; x is 0 at the top and the same bits on every backend.
@@ -83,7 +84,7 @@ def _counts(rows: SamplingRows, row: int, fed_token: int) -> dict[int, int]:
 
 def _pick(edited: F32, rows: SamplingRows, row: int) -> int:
     """The sampled id, or -1 when nothing is allowed."""
-    if np.isneginf(edited).all():
+    if not np.isfinite(edited.max()):
         return -1
     temperature = rows.temperature[row]
     if temperature == 0:
