@@ -43,3 +43,4 @@ class TestNumpy(_Suite):
 
 class TestCpu(_Suite):
     backend = "cpu"
+    block_sizes = (16, 32, 64, 128)

@@ -126,6 +126,8 @@ class ReferenceLoadedModel:
     def step(self, plan: StepPlan, rows: SamplingRows) -> ReferenceHandle:
         """Runs the step at once. Raises AssertionError for a third step in flight."""
         assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
+        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, f"T = {plan.num_tokens}"
+        assert plan.num_logit_rows <= self._info.max_logit_rows, f"L = {plan.num_logit_rows}"
         start = time.perf_counter()
         tokens = self.resolve(plan.tokens)
         logits = self.logits(plan).astype(np.float32, copy=False)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllmx_core.errors import ConfigError
 from vllmx_core.model import Array, AttentionSpec, Ops, StepInputs, Weight
 from vllmx_core.testing.harness import PAGE, VOCAB, Harness, mixed_steps
 from vllmx_core.testing.plans import Row
@@ -29,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "rope interleaved": {"rotary_dim": 16, "interleaved": True},
     "rope interleaved partial": {"rotary_dim": 6, "interleaved": True},
     "qk norm": {"norms": True},
+    "qk norm eps": {"norms": True, "norm_eps": 0.4},
     "qk norm and rope": {"norms": True, "rotary_dim": 16, "num_kv_heads": 2},
     "window 1": {"window": 1},
     "window 5": {"window": 5},
@@ -100,7 +102,15 @@ class AttentionChecks(Harness):
     def test_block_sizes(self, block_size: int) -> None:
         model, source = attention_model(num_kv_heads=2, rotary_dim=16)
         steps = mixed_steps(page=block_size)
-        self.compare(model, source, steps, block_size=block_size, max_model_len=512)
+        limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_kv_blocks": 80}
+        if block_size in self.block_sizes:
+            self.compare(model, source, steps, block_size=block_size, **limits)
+            return
+        with (
+            pytest.raises(ConfigError, match=f"block_size {block_size}"),
+            self.loaded(model, source, block_size=block_size, **limits),
+        ):
+            pass
 
     @pytest.mark.parametrize("features", [{}, {"window": 100}, {"sinks": True}])
     def test_long_context(self, features: dict[str, Any]) -> None:

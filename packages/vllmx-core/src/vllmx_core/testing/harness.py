@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ class Harness:
     """What the backend computes in for the comparisons with the reference."""
     tolerance = 1e-4
     """Greatest absolute difference of log-probabilities to float64, weights being `dtype`."""
+    block_sizes: Collection[int] = (8, 16, 32, 64, 128)
+    """Pages that it can have; others of `EngineConfig` must be refused with ConfigError."""
     exact_batches = True
     """A row's bits do not depend on its batch mates nor on chunking."""
 

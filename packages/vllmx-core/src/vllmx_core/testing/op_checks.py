@@ -65,7 +65,7 @@ class OpChecks(Harness):
             builder.vector(name, size, offset)
 
         def middle(ops: Ops, w: Mapping[str, Weight], x: Array) -> Array:
-            first, total = ops.add_rms_norm(ops.rms_norm(x, w["a"], 1e-5), None, w["b"], 0.1)
+            first, total = ops.add_rms_norm(ops.rms_norm(x, w["a"], 0.3), None, w["b"], 0.1)
             second, total = ops.add_rms_norm(first, total, w["c"], 1e-6)
             return ops.add(second, total)
 
@@ -79,7 +79,7 @@ class OpChecks(Harness):
         builder.vector("bias", size, centre=0.5)
 
         def middle(ops: Ops, w: Mapping[str, Weight], x: Array) -> Array:
-            return ops.layer_norm(x, w["weight"], w["bias"] if biased else None, 1e-5)
+            return ops.layer_norm(x, w["weight"], w["bias"] if biased else None, 0.2)
 
         self._compare(builder, size, middle)
 

@@ -1,0 +1,137 @@
+"""The oracle itself, against PyTorch and against formulas written once more."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from vllmx_core import reference
+from vllmx_core.model import Activation, AttentionSpec
+from vllmx_core.testing.plans import Row, make_plan
+
+torch = pytest.importorskip("torch", reason="PyTorch is the judge of these tests")
+functional = torch.nn.functional
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> Any:
+    return RANDOM.standard_normal(shape)
+
+
+def close(got: Any, expected: Any) -> None:
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_norms() -> None:
+    x, w, b = normal(5, 33), normal(33), normal(33)
+    tx, tw, tb = map(torch.from_numpy, (x, w, b))
+    close(reference.rms_norm(x, w, 1e-5), functional.rms_norm(tx, (33,), tw, 1e-5))
+    close(reference.layer_norm(x, w, b, 1e-5), functional.layer_norm(tx, (33,), tw, tb, 1e-5))
+    close(reference.layer_norm(x, w, None, 1e-5), functional.layer_norm(tx, (33,), tw, None, 1e-5))
+    normed, total = reference.add_rms_norm(x, x + 1, w, 1e-6)
+    close(total, 2 * tx + 1)
+    close(normed, functional.rms_norm(2 * tx + 1, (33,), tw, 1e-6))
+    assert reference.add_rms_norm(x, None, w, 1e-6)[1] is x
+
+
+@pytest.mark.parametrize("kind", get_args(Activation))
+def test_activations(kind: Activation) -> None:
+    x = np.concatenate([normal(4, 40) * 3, np.full((1, 40), -800.0), np.full((1, 40), 800.0)])
+    tx = torch.from_numpy(x)
+    expected = {
+        "silu": functional.silu(tx),
+        "gelu": functional.gelu(tx),
+        "gelu_tanh": functional.gelu(tx, approximate="tanh"),
+        "relu": functional.relu(tx),
+    }[kind]
+    close(reference.activation(x, kind), expected)
+    close(reference.gated_act(x, kind), expected[:, :20] * tx[:, 20:])
+    with pytest.raises(ValueError, match="swish"):
+        reference.activation(x, "swish")  # type: ignore[arg-type]
+
+
+def test_linear_embedding_and_logits() -> None:
+    x, w, b = normal(6, 9), normal(11, 9), normal(11)
+    tx, tw, tb = map(torch.from_numpy, (x, w, b))
+    close(reference.linear(x, w, b), functional.linear(tx, tw, tb))
+    ids = np.array([3, 0, 3], np.int32)
+    close(reference.embedding(ids, w), functional.embedding(torch.from_numpy(ids), tw))
+    rows = np.array([1, 4], np.int32)
+    expected = 2.5 * torch.tanh(functional.linear(tx[[1, 4]], tw, tb) / 2.5)
+    close(reference.logits(x, rows, w, b, 2.5), expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [4, 10])
+def test_rope_is_a_complex_rotation(interleaved: bool, rotary_dim: int) -> None:
+    x, angles = normal(7, 3, 10), normal(7, rotary_dim // 2)
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    got = reference.rotate(x, table, interleaved=interleaved)
+    half = rotary_dim // 2
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + half) for i in range(half)]
+    for index, (first, second) in enumerate(pairs):
+        turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles[:, None, index])
+        np.testing.assert_allclose(got[..., first], turned.real, atol=1e-12)
+        np.testing.assert_allclose(got[..., second], turned.imag, atol=1e-12)
+    np.testing.assert_array_equal(got[..., rotary_dim:], x[..., rotary_dim:])
+
+
+def paged(spec: AttentionSpec, qkv: Any, chunks: list[int]) -> Any:
+    """One sequence through scattered pages of 4 tokens, chunk by chunk."""
+    pages = [np.full((12, 4, spec.num_kv_heads, spec.head_size), np.nan) for _ in range(2)]
+    blocks, outputs, start = [9, 2, 7, 0, 5, 11], [], 0
+    for length in chunks:
+        plan = make_plan([Row([0] * length, start, blocks)], 4)
+        part = qkv[start : start + length]
+        outputs.append(reference.attention(part, spec, plan, *pages))
+        start += length
+    return np.concatenate(outputs)
+
+
+@pytest.mark.parametrize("chunks", [[21], [1] * 21, [7, 1, 13]])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_is_scaled_dot_product_attention(chunks: list[int], causal: bool) -> None:
+    if not causal and len(chunks) > 1:
+        pytest.skip("a row without causal mask comes whole")
+    spec = AttentionSpec(0, 6, 2, 5, scale=0.3, causal=causal)
+    qkv = normal(21, 10 * 5)
+    q, k, v = torch.from_numpy(qkv.reshape(21, 10, 5)).transpose(0, 1).split([6, 2, 2])
+    expected = functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=causal, scale=0.3, enable_gqa=True
+    )[0]
+    close(paged(spec, qkv, chunks), expected.transpose(0, 1).reshape(21, 30))
+
+
+@pytest.mark.parametrize("chunks", [[21], [1] * 21, [7, 1, 13]])
+def test_attention_with_every_feature(chunks: list[int]) -> None:
+    """Token by token and head by head, in Python's own arithmetic."""
+    size, window, cap, scale, eps = 6, 5, 1.7, 0.4, 1e-3
+    angles = np.outer(np.arange(30), [1.0, 0.1])
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    q_norm, k_norm, sinks = normal(size), normal(size), normal(4)
+    spec = AttentionSpec(
+        0, 4, 2, size, scale, rope=table, rotary_dim=4, q_norm=q_norm, k_norm=k_norm,
+        norm_eps=eps, window=window, softcap=cap, sinks=sinks,
+    )  # fmt: skip
+    qkv = normal(21, 8 * size)
+    heads = qkv.reshape(21, 8, size)
+
+    def prepared(vector: Any, weight: Any, position: int) -> Any:
+        vector = vector / np.sqrt(np.mean(vector**2) + eps) * weight
+        turned = (vector[:2] + 1j * vector[2:4]) * np.exp(1j * angles[position])
+        return np.concatenate([turned.real, turned.imag, vector[4:]])
+
+    expected = np.zeros((21, 4, size))
+    for position in range(21):
+        for head in range(4):
+            q = prepared(heads[position, head], q_norm, position)
+            total, mass = np.zeros(size), np.exp(sinks[head])
+            for seen in range(max(0, position - window + 1), position + 1):
+                k = prepared(heads[seen, 4 + head // 2], k_norm, seen)
+                weight = np.exp(cap * np.tanh(scale * (q @ k) / cap))
+                mass += weight
+                total += weight * heads[seen, 6 + head // 2]
+            expected[position, head] = total / mass
+    np.testing.assert_allclose(paged(spec, qkv, chunks), expected.reshape(21, -1), atol=1e-10)

@@ -1,0 +1,278 @@
+"""The suites themselves: each mistake that a backend or a model could make is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core import reference, reference_backend
+from vllmx_core.backend import Backend, LoadOptions
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import Array, AttentionSpec, KVSpec, Model, Ops, StepInputs, Weight
+from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel, ReferenceOps
+from vllmx_core.testing.attention_checks import FEATURES
+from vllmx_core.testing.backend_suite import BackendSuite
+from vllmx_core.testing.model_suite import ModelSuite
+from vllmx_core.testing.sampler_checks import CASES
+from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
+
+Change = Callable[[pytest.MonkeyPatch], None]
+
+
+class BrokenLoaded(ReferenceLoadedModel):
+    """The reference with one method of its ops or of itself replaced."""
+
+
+class BrokenBackend(ReferenceBackend):
+    """Loads `BrokenLoaded`, so that the oracle of the suite stays whole."""
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        whole = super().load(*args, **kwargs)
+        broken = BrokenLoaded.__new__(BrokenLoaded)
+        broken.__dict__.update(whole.__dict__)
+        return broken
+
+
+class Suite(BackendSuite):
+    exact_batches = False
+
+    def make_backend(self) -> Backend:
+        return BrokenBackend()
+
+
+def broken_ops(patch: pytest.MonkeyPatch, **methods: Any) -> None:
+    """Replaces ops for BrokenLoaded alone."""
+    ops = type("BrokenOps", (ReferenceOps,), methods)
+
+    def logits(self: Any, plan: Any) -> Any:
+        plan = replace(plan, tokens=self.resolve(plan.tokens))
+        step = reference_backend.ReferenceStep(plan.tokens, plan.logit_rows)
+        return self._model.forward(ops(self._pages, plan), self._weights, step)
+
+    patch.setattr(BrokenLoaded, "logits", logits)
+
+
+def with_spec(**changes: Any) -> Change:
+    """Attention that overlooks a feature."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        def attention(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
+            made = {k: v(spec) if callable(v) else v for k, v in changes.items()}
+            pages = self.pages[spec.layer]
+            return reference.attention(qkv, replace(spec, **made), self.plan, pages.k, pages.v)
+
+        broken_ops(patch, attention=attention)
+
+    return change
+
+
+def with_columns(**changes: Any) -> Change:
+    """A sampler that overlooks a column."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        def step(self: Any, plan: Any, rows: Any) -> Any:
+            made = {k: v(getattr(rows, k)) if callable(v) else v for k, v in changes.items()}
+            return ReferenceLoadedModel.step(self, plan, replace(rows, **made))
+
+        patch.setattr(BrokenLoaded, "step", step)
+
+    return change
+
+
+def with_op(name: str, function: Any) -> Change:
+    return lambda patch: broken_ops(patch, **{name: function})
+
+
+def method(name: str, *arguments: Any) -> Callable[[Suite], None]:
+    """A test of the suite with its parameters."""
+    return lambda suite: getattr(suite, name)(*arguments)
+
+
+def attention(feature: str) -> Callable[[Suite], None]:
+    return method("test_attention", FEATURES[feature])
+
+
+def sampler(case: str) -> Callable[[Suite], None]:
+    return method("test_one_setting_in_all_rows", CASES[case])
+
+
+ONES = np.ones_like
+MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
+    "window off by one": (
+        with_spec(window=lambda s: s.window and s.window + 1), attention("window 5")
+    ),
+    "window ignored": (with_spec(window=None), attention("window 23")),
+    "softcap ignored": (with_spec(softcap=None), attention("softcap")),
+    "sinks ignored": (with_spec(sinks=None), attention("sinks")),
+    "scale ignored": (with_spec(scale=0.25), attention("scale")),
+    "norm eps ignored": (with_spec(norm_eps=1e-6), attention("qk norm eps")),
+    "norm ignored": (with_spec(k_norm=None), attention("qk norm")),
+    "rope ignored": (with_spec(rope=None), attention("rope")),
+    "wrong pairs": (with_spec(interleaved=False), attention("rope interleaved")),
+    "causal ignored": (with_spec(causal=False), attention("multi-head")),
+    "causal always": (with_spec(causal=True), method("test_attention_both_ways")),
+    "eps ignored": (
+        with_op("rms_norm", lambda self, x, w, eps: reference.rms_norm(x, w, 1e-12)),
+        method("test_rms_norms", 16, 0.0),
+    ),
+    "bias ignored": (
+        with_op("linear", lambda self, x, w: reference.linear(x, w.matrix)),
+        method("test_linear_of_fused_parts_with_some_biases"),
+    ),
+    "gelu by tanh": (
+        with_op("activation", lambda self, x, kind: reference.activation(x, "gelu_tanh")),
+        method("test_activations", "gelu", 16),
+    ),
+    "gate and up swapped": (
+        with_op(
+            "gated_act",
+            lambda self, x, kind: reference.gated_act(np.roll(x, x.shape[1] // 2, 1), kind),
+        ),
+        method("test_activations", "silu", 16),
+    ),
+    "temperature ignored": (
+        with_columns(temperature=lambda t: np.where(t > 0, ONES(t), t)), sampler("temperature")
+    ),
+    "top_k ignored": (with_columns(top_k=np.zeros_like), sampler("top_k")),
+    "top_p ignored": (with_columns(top_p=np.ones_like), sampler("top_p")),
+    "min_p ignored": (with_columns(min_p=np.zeros_like), sampler("min_p")),
+    "position ignored": (with_columns(position=np.zeros_like), sampler("temperature")),
+    "seed's upper half ignored": (
+        with_columns(seed=lambda s: s & np.uint64(0xFFFFFFFF)), sampler("temperature")
+    ),
+    "edits ignored": (with_columns(edits=None), method("test_edits", 0.8)),
+    "masks ignored": (with_columns(masks=None), method("test_masks", 0.0)),
+    "counts ignored": (
+        with_columns(counts=None), method("test_penalties", 0.0, {"repetition_penalty": 1.7})
+    ),
+    "pending ignored": (
+        with_columns(counts=lambda c: c and replace(c, pending=np.zeros_like(c.pending))),
+        method("test_penalties", 0.0, {"repetition_penalty": 1.7}),
+    ),
+    "targets ignored": (
+        with_columns(target=lambda t: np.full_like(t, -1)), method("test_targets_are_scored")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_a_backend_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, test = MISTAKES[mistake]
+    test(Suite())
+    change(monkeypatch)
+    with pytest.raises(AssertionError):
+        test(Suite())
+
+
+def test_references_that_are_not_resolved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = method("test_references_to_the_step_before")
+    test(Suite())
+    monkeypatch.setattr(BrokenLoaded, "resolve", lambda self, tokens: np.maximum(tokens, 0))
+    with pytest.raises(AssertionError):
+        test(Suite())
+
+
+def test_stale_pages_that_leak_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys beyond the context, masked by a zero weight: 0 * NaN."""
+    test = method("test_what_a_page_held_before_does_not_leak")
+    test(Suite())
+
+    def leaky(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
+        pages = self.pages[spec.layer]
+        out = reference.attention(qkv, spec, self.plan, pages.k, pages.v)
+        page = pages.v.shape[1]
+        for row in range(self.plan.num_rows):
+            length = int(self.plan.context_len[row])
+            last = pages.v[self.plan.block_table[row, (length - 1) // page]]
+            end = self.plan.query_start[row + 1]
+            out[self.plan.query_start[row] : end] += 0 * last.sum()
+        return out
+
+    broken_ops(monkeypatch, attention=leaky)
+    with pytest.raises(AssertionError):
+        test(Suite())
+
+
+def body_of(**changes: Any) -> type[ModelSuite]:
+    """ModelSuite over the tiny decoder with something wrong in it."""
+
+    class Broken(ModelSuite):
+        config = {"vocab_size": 19}  # noqa: RUF012
+
+        def make_model(self, config: dict[str, Any]) -> Model:
+            builder = Builder(config["vocab_size"])
+            model = replace(tiny_decoder(builder), **changes)
+            change = changes.get("body")
+            return model if change is None else replace(model, body=change)
+
+    return Broken
+
+
+def test_a_right_model_passes_the_model_suite() -> None:
+    suite = body_of()()
+    suite.test_shape_says_what_the_config_says()
+    suite.test_weight_map_is_consistent()
+    suite.test_forward_is_recorded_and_uses_every_weight()
+    suite.test_attention_layers_match_the_kv_cache()
+    suite.test_constants_are_float32()
+    suite.test_chunks_do_not_change_the_logits(7)
+    suite.test_positions_and_order_matter()
+
+
+def values_seen(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+    x = ops.embedding(step.tokens, w["embed"])
+    return x if x else step
+
+
+def wrong_width(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+    return ops.linear(ops.embedding(step.tokens, w["embed"]), w["0.down"])
+
+
+def unused(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+    return ops.logits(ops.embedding(step.tokens, w["embed"]), step.logit_rows, w["head"])
+
+
+def not_logits(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+    return ops.embedding(step.tokens, w["embed"])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (values_seen, "branches on a value"),
+        (wrong_width, "has 40 columns, x has 32 features"),
+        (unused, "never uses"),
+        (not_logits, "not \\(L, 19\\) logits"),
+    ],
+)
+def test_a_wrong_forward_pass_is_found(body: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        body_of(body=body)().test_forward_is_recorded_and_uses_every_weight()
+
+
+def test_layers_that_do_not_match_the_cache_are_found() -> None:
+    model: SyntheticModel = tiny_decoder(Builder(19))
+    kv = (KVSpec(2, 8), KVSpec(2, 8, window=5))
+    suite = body_of(shape=replace(model.shape, kv=kv))()
+    with pytest.raises(AssertionError, match="layer 1"):
+        suite.test_attention_layers_match_the_kv_cache()
+
+
+def test_doubled_and_disagreeing_weights_are_found() -> None:
+    model: SyntheticModel = tiny_decoder(Builder(19))
+    with pytest.raises(AssertionError, match="twice"):
+        body_of(specs=model.specs * 2)().test_weight_map_is_consistent()
+    other = replace(model.specs[0], name="other", cols=33)
+    with pytest.raises(AssertionError, match=r"embed\.weight"):
+        body_of(specs=(*model.specs, other))().test_weight_map_is_consistent()
+
+
+def test_the_numpy_backend_refuses_what_it_cannot_compute() -> None:
+    builder = Builder(19)
+    model = tiny_decoder(builder)
+    for options in (LoadOptions(dtype="bf16"), LoadOptions(kv_cache_dtype="f16")):
+        with pytest.raises(ConfigError, match="float32"):
+            ReferenceBackend().load(model, ArraySource(builder.arrays), options)
