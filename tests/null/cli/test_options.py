@@ -1,0 +1,119 @@
+"""Flags, environment, config file: who wins, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from vllmx.cli.options import HELP, engine_options, options_of, resolve
+from vllmx.cli.serve import HELP as SERVER_HELP
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
+from vllmx_server.config import ServerConfig
+
+
+def configs(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
+    """What a command with these arguments would be configured with."""
+    found: list[Any] = []
+
+    @click.command()
+    @engine_options
+    @options_of(ServerConfig, SERVER_HELP)
+    def command(**flags: Any) -> None:
+        found.extend(resolve((EngineConfig, ServerConfig), flags))
+
+    result = CliRunner().invoke(command, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return found[0], found[1]
+
+
+def test_every_field_has_a_flag_with_help() -> None:
+    assert set(HELP) == {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(SERVER_HELP) == {field.name for field in dataclasses.fields(ServerConfig)}
+
+
+def test_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 2\nblock_size: 32\napi-key: [a, b]\n")
+    monkeypatch.setenv("VLLMX_MAX_NUM_SEQS", "3")
+    monkeypatch.setenv("VLLMX_PORT", "4")
+    engine, server = configs("--config", str(file), "--port", "5")
+    assert (server.port, engine.max_num_seqs, engine.block_size) == (5, 3, 32)
+    assert server.api_key == ("a", "b")
+    assert engine.max_queue == EngineConfig().max_queue
+
+
+def test_the_config_file_may_be_named_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 7\n")
+    monkeypatch.setenv("VLLMX_CONFIG", str(file))
+    assert configs()[0].seed == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--m", "x"], "model", "x"),
+        (["--w", "x"], "model", "x"),
+        (["--f", "x"], "model", "x"),
+        (["x"], "model", "x"),
+        (["--d", "cpu"], "backend", "cpu"),
+        (["--no-context-cache"], "enable_prefix_caching", False),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--gpu-memory-utilization", "0.5"], "memory_fraction", 0.5),
+        (["--target-step-ms", "none"], "target_step_ms", None),
+        (["--max-model-len", "77"], "max_model_len", 77),
+    ],
+)
+def test_aliases_of_both_families(arguments: list[str], name: str, value: object) -> None:
+    assert getattr(configs(*arguments)[0], name) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["a", "--model", "b"], "named twice"),
+        (["--max-model-len", "many"], "--max-model-len must be a int"),
+        (["--max-model-len", "0"], "between 1 and"),
+        (["--port", "70000"], "--port must be between 0 and 65535"),
+        (["--block-size", "7"], "--block-size must be"),
+        (["--memory-fraction", "1.5"], "--memory-fraction"),
+        (["--ssl-certfile", "x"], "go together"),
+        (["--config", "missing.yaml"], "cannot read the config file"),
+    ],
+)
+def test_bad_values_name_the_flag_and_the_limit(arguments: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        configs(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("prot: 1", "unknown key 'prot'"),
+        ("- 1", "must hold keys and values"),
+        ("{", "not valid YAML"),
+        ("port: [1]", "port"),
+        ("enforce-eager: perhaps", "must be true or false"),
+    ],
+)
+def test_bad_config_files_are_refused(tmp_path: Path, content: str, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=text):
+        configs("--config", str(file))
+
+
+def test_a_bad_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLMX_SEED", "x")
+    with pytest.raises(ConfigError, match="VLLMX_SEED"):
+        configs()
