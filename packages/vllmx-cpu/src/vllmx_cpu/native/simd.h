@@ -116,18 +116,37 @@ VX_INLINE I32x16 splat_i32(int32_t x) { return splat_as(Tag<I32x16>(), x); }
 VX_INLINE U32x16 splat_u32(uint32_t x) { return splat_as(Tag<U32x16>(), x); }
 VX_INLINE F32x16 zero() { return splat(0.0f); }
 
+// Native vector by native vector: GCC copies a whole `Twice` through the stack, in smaller pieces than
+// it is read back in, and the read waits for them.
 template <class V>
-VX_INLINE V load_as(const void* p) {
-  V v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
+struct Memory {
+  VX_INLINE V load(const uint8_t* p) {
+    V v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+  }
+  VX_INLINE void store(uint8_t* p, V v) { __builtin_memcpy(p, &v, sizeof v); }
+};
+template <class H>
+struct Memory<Twice<H>> {
+  VX_INLINE Twice<H> load(const uint8_t* p) {
+    return {Memory<H>::load(p), Memory<H>::load(p + sizeof(H))};
+  }
+  VX_INLINE void store(uint8_t* p, Twice<H> v) {
+    Memory<H>::store(p, v.lo);
+    Memory<H>::store(p + sizeof(H), v.hi);
+  }
+};
+template <class V>
+VX_INLINE V load_as(const void* p) { return Memory<V>::load((const uint8_t*)p); }
+template <class V>
+VX_INLINE void store_as(void* p, V v) { Memory<V>::store((uint8_t*)p, v); }
 VX_INLINE F32x16 load(const float* p) { return load_as<F32x16>(p); }
 VX_INLINE I32x16 load_i32(const void* p) { return load_as<I32x16>(p); }
 VX_INLINE U32x16 load_u32(const void* p) { return load_as<U32x16>(p); }
-VX_INLINE void store(float* p, F32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
-VX_INLINE void store_i32(void* p, I32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
-VX_INLINE void store_u32(void* p, U32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
+VX_INLINE void store(float* p, F32x16 v) { store_as(p, v); }
+VX_INLINE void store_i32(void* p, I32x16 v) { store_as(p, v); }
+VX_INLINE void store_u32(void* p, U32x16 v) { store_as(p, v); }
 
 // The first n (0 ... 16) lanes; the others read as 0 and are not written.
 VX_INLINE F32x16 load_n(const float* p, int n) {
