@@ -106,7 +106,7 @@ def test_one_dictionary_for_each_layer_type(layer_type: str) -> None:
 def test_partial_rotation(where: str) -> None:
     parameters = {"rope_type": "default", "rope_theta": 10000.0}
     config: dict[str, Any] = {"rope_parameters": parameters}
-    (parameters if where == "inside" else config)["partial_rotary_factor"] = 0.5  # type: ignore[index]
+    (parameters if where == "inside" else config)["partial_rotary_factor"] = 0.5
     rope = read_rope(config, HEAD, max_positions=16384)
     assert rope is not None
     assert rope.rotary_dim == HEAD // 2

@@ -22,7 +22,7 @@ TOLERANCE = 2e-5
 PROMPT, NEW = 37, 64
 LENGTH = PROMPT + NEW
 WINDOW = 11  # shorter than the prompt, no multiple of a block
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 48,
     "intermediate_size": 72,
@@ -34,15 +34,15 @@ SMALL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LONG = {
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG: dict[str, Any] = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
@@ -165,7 +165,8 @@ def rewrite_config(path: Path) -> None:
 
 
 def prompt() -> list[int]:
-    return np.random.default_rng(5).integers(0, SMALL["vocab_size"], PROMPT).tolist()  # type: ignore[call-overload, no-any-return]
+    ids = np.random.default_rng(5).integers(0, SMALL["vocab_size"], PROMPT)
+    return [int(token) for token in ids]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -204,7 +204,7 @@ def check_any(path: Path) -> None:
         file = SafetensorsFile(path)
     except VllmxError:
         return
-    safetensors.deserialize(path.read_bytes())
+    safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     for name in file.entries:
         try:
             tensor = file.tensor(name)
@@ -220,7 +220,7 @@ def check_any(path: Path) -> None:
 def save_shards(folder: Path) -> dict[str, Any]:
     """Two shards, their index and config.json; returns the tensors."""
     tensors = {f"t{i}": RNG.normal(size=(3, i + 1)).astype(np.float32) for i in range(4)}
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate((("t0", "t1"), ("t2", "t3")), 1):
         file = f"model-{number:05}-of-00002.safetensors"
         safetensors.numpy.save_file({name: tensors[name] for name in names}, folder / file)

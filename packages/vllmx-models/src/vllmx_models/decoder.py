@@ -67,6 +67,10 @@ class Decoder:
             if layer.rope is not None and layer.rope not in ropes:
                 ropes.append(layer.rope)
         self._ropes = {f"rope.{index}": rope for index, rope in enumerate(ropes)}
+        self._tables = [
+            None if layer.rope is None else f"rope.{ropes.index(layer.rope)}"
+            for layer in spec.layers
+        ]
 
     @property
     def shape(self) -> ModelShape:
@@ -110,8 +114,7 @@ class Decoder:
         return ops.logits(x, step.logit_rows, w["lm_head"])  # (L, V)
 
     def _attention(self, layer: int, w: Mapping[str, Weight]) -> AttentionSpec:
-        spec, rope = self.spec, self.spec.layers[layer].rope
-        table = next((name for name, other in self._ropes.items() if other == rope), None)
+        spec, rope, table = self.spec, self.spec.layers[layer].rope, self._tables[layer]
         return AttentionSpec(
             layer=layer,
             num_heads=spec.num_heads,
