@@ -10,6 +10,7 @@ this file before anything is installed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import logging
 import os
@@ -20,7 +21,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +38,7 @@ MARKER = b"vllmx-cpu-sources:"
 COMMON_FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread",
-    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function", "-Wno-unknown-warning-option",
+    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function",
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12 warns inside its own intrinsics
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
@@ -120,7 +123,9 @@ def build(output: Path = LIBRARY, objects: Path | None = None) -> Toolchain:
     toolchain = find_toolchain()
     keep = objects or _object_folder()
     if keep is not None:
-        return _build(toolchain, output, keep)
+        keep.mkdir(parents=True, exist_ok=True)
+        with _locked(keep / ".lock"):
+            return _build(toolchain, output, keep)
     with tempfile.TemporaryDirectory(prefix="vllmx-cpu-") as folder:
         return _build(toolchain, output, Path(folder))
 
@@ -129,8 +134,18 @@ def ensure_built() -> bool:
     """Builds when the library is missing or stale; True when it did."""
     if built_hash() == source_hash():
         return False
+    logger.warning("the native kernels are missing or older than their sources: compiling them")
     build()
     return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time into a folder of objects: each build removes the others' stale
+    ones. The second finds everything compiled."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        yield
 
 
 def _build(toolchain: Toolchain, output: Path, objects: Path) -> Toolchain:
@@ -159,7 +174,9 @@ def _jobs(toolchain: Toolchain) -> list[tuple[Path, str, tuple[str, ...]]]:
         f'-DVX_SOURCE_MARKER="{MARKER.decode()}{source_hash()}"',
         f'-DVX_COMPILER="{compiler}"',
     )
-    jobs = [(path, path.stem, once) for path in sources if path not in per_isa]
+    jobs: list[tuple[Path, str, tuple[str, ...]]] = [
+        (path, path.stem, once) for path in sources if path not in per_isa
+    ]
     for name, flags in toolchain.isas.items():
         jobs += [(path, f"{path.stem}.{name}", (*flags, f"-DVX_ISA={name}")) for path in per_isa]
     return jobs
@@ -169,6 +186,8 @@ def _compile(
     toolchain: Toolchain, objects: Path, source: Path, stem: str, flags: tuple[str, ...]
 ) -> Path:
     command = [*toolchain.command, *COMMON_FLAGS, *flags]
+    if "clang" in toolchain.version:
+        command.append("-Wno-unknown-warning-option")  # some of the above are GCC's alone
     digest = hashlib.sha256(repr((command, toolchain.version)).encode() + source.read_bytes())
     for header in sorted(NATIVE.glob("*.h")):
         digest.update(header.read_bytes())
@@ -219,7 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BuildError as error:
         logger.error("vllmx-cpu: %s", error)
         return 1
-    logger.info("built %s with %s for %s", chosen.output, toolchain.version, ", ".join(toolchain.isas))
+    logger.info(
+        "built %s with %s for %s", chosen.output, toolchain.version, ", ".join(toolchain.isas)
+    )
     return 0
 
 
