@@ -232,7 +232,7 @@ def _num_blocks(model: Model, options: LoadOptions, item_bytes: int) -> int:
     if blocks is None:
         memory = options.kv_cache_memory_bytes or _DEFAULT_KV_BYTES
         blocks = min(memory // block_bytes, needed * options.max_num_seqs)
-    if blocks < needed:
+    if blocks < (1 if options.shrink_to_fit else needed):
         fits = blocks * options.block_size
         raise CapacityError(
             f"{blocks} KV blocks of {options.block_size} tokens ({blocks * block_bytes} bytes) do"
