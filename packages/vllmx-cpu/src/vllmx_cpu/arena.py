@@ -23,7 +23,9 @@ def plan_arena(
 ) -> ArenaPlan:
     """First fit over the values' lifetimes, from the op that writes one to the last that reads it;
     `keep` live to the end. An op's outputs never share space with its inputs."""
-    last = {value: index for index, node in enumerate(nodes) for value in (*node.reads, *node.writes)}
+    last = {
+        value: index for index, node in enumerate(nodes) for value in (*node.reads, *node.writes)
+    }
     last.update({value: len(nodes) for value in keep})
     offsets: dict[Value, int] = {}
     live: list[tuple[int, int, Value]] = []  # (begin, end, value), by begin

@@ -11,6 +11,7 @@ from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import Model
 from vllmx_core.weights import WeightSource
+
 from vllmx_cpu import native
 from vllmx_cpu.arena import ArenaPlan, plan_arena
 from vllmx_cpu.cores import available_cores
@@ -108,8 +109,12 @@ class CpuBackend:
             },
         )  # fmt: skip
         logger.info("loaded on %s with %s, %d threads", info.device, isa.name, threads)
-        team = native.Team(threads)
-        return CpuLoadedModel(info, team, lowering, model.shape.vocab_size, recorded, forward)
+        vocab_size = model.shape.vocab_size
+        sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
+        return CpuLoadedModel(
+            info, native.Team(threads), lowering, vocab_size, allocate(sampler_bytes), recorded,
+            forward,
+        )  # fmt: skip
 
 
 def _dtype(options: LoadOptions, model: Model) -> str:
@@ -136,9 +141,7 @@ def _num_threads(options: LoadOptions) -> int:
 
 
 def _weight_refs(model: Model, options: LoadOptions) -> dict[str, WeightRef]:
-    refs = {
-        spec.name: WeightRef(spec.name, spec.rows, spec.cols, spec) for spec in model.weights()
-    }
+    refs = {spec.name: WeightRef(spec.name, spec.rows, spec.cols, spec) for spec in model.weights()}
     for name, table in model.constants(options.max_model_len).items():
         refs[name] = WeightRef(name, table.shape[0], table.shape[-1] if table.ndim > 1 else 0)
     return refs

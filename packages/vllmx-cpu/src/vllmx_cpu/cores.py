@@ -10,8 +10,10 @@ from pathlib import Path
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def available_cores(cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores of the scheduler's affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
+def available_cores(
+    cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Cores of the affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

@@ -20,9 +20,9 @@ def gated_weights(nodes: Sequence[Node]) -> frozenset[str]:
     feeders = {value: node for node in nodes if node.op == "linear" for value in node.writes}
     gated: Counter[str] = Counter()
     for node in nodes:
-        if node.op == "gated_act" and (feeder := feeders.get(node.reads[0])) is not None:
-            if uses[node.reads[0]] == 1 and feeder.writes[0].width % 2 == 0:
-                gated[feeder.weights["w"].name] += 1
+        feeder = feeders.get(node.reads[0]) if node.op == "gated_act" else None
+        if feeder is not None and uses[node.reads[0]] == 1:
+            gated[feeder.weights["w"].name] += 1
     total = Counter(ref.name for node in nodes for ref in node.weights.values())
     return frozenset(name for name, count in gated.items() if count == total[name])
 

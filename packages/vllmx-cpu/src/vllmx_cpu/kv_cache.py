@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import KVSpec
+
 from vllmx_cpu.memory import GIB, Bytes, allocate, format_bytes
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import VX_DTYPES
@@ -66,7 +67,8 @@ def plan_kv(
 ) -> KVPlan:
     """Blocks by num_kv_blocks, else by kv_cache_memory_bytes, else what memory_fraction of `free`
     leaves beside `used` (weights and activations), up to DEFAULT_BYTES or all sequences at full
-    length. Raises CapacityError when a sequence of max_model_len does not fit."""
+    length. Raises CapacityError when a sequence of max_model_len does not fit (with shrink_to_fit:
+    when not even one block does)."""
     size = options.block_size
     if size <= 0 or size % BLOCK_MULTIPLE:
         raise ConfigError(
@@ -88,7 +90,7 @@ def plan_kv(
         most = max(DEFAULT_BYTES, needed * block_bytes)
         blocks = min(max(0, budget), most) // block_bytes
         blocks = min(blocks, needed * options.max_num_seqs)
-    if blocks < needed:
+    if blocks < (1 if options.shrink_to_fit else needed):
         raise _too_small(options, blocks, block_bytes, needed, free, used)
     return KVPlan(blocks, size, dtype, layer_bytes)
 

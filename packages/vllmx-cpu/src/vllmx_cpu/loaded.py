@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.model import Array
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
+
 from vllmx_cpu.lower import Lowering, Tape, make_tape
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Team
 from vllmx_cpu.sampling import SamplerCall
 from vllmx_cpu.structs import VxJob, VxRecord, VxStep
-from vllmx_cpu.tape import Node, Recorder, RecordedInputs, Value
+from vllmx_cpu.tape import Node, RecordedInputs, Recorder, Value
 
 Forward = Callable[[Recorder, RecordedInputs], Array]
 """`Model.forward` with its weights bound."""
@@ -42,6 +42,7 @@ class CpuLoadedModel:
         team: Team,
         lowering: Lowering,
         vocab_size: int,
+        sampler_workspace: Bytes,
         recorded: RecordedStep | None,
         forward: Forward,
     ) -> None:
@@ -49,6 +50,7 @@ class CpuLoadedModel:
         self._team = team
         self._lowering = lowering
         self._vocab_size = vocab_size
+        self._sampler_workspace = sampler_workspace
         self._recorded = recorded
         self._forward = forward
         self._in_flight: deque[CpuStep] = deque()
@@ -78,7 +80,7 @@ class CpuLoadedModel:
     def _submit(self, step: CpuStep, recorded: RecordedStep) -> None:
         forward = recorded.tape.records
         logits = recorded.arena.ctypes.data + recorded.logits_offset
-        step.sampler.bind(logits, self._vocab_size)
+        step.sampler.bind(logits, self._vocab_size, self._sampler_workspace)
         sampler = VxRecord(self._lowering.kernels.sample, step.sampler.address)
         step.records = (VxRecord * (len(forward) + 1))()
         ctypes.memmove(step.records, forward, ctypes.sizeof(forward))
@@ -90,7 +92,7 @@ class CpuLoadedModel:
     def _run_eagerly(self, step: CpuStep) -> None:
         ops = EagerOps(self._lowering, self._team, step)
         logits = self._forward(ops, RecordedInputs())
-        step.sampler.bind(ops.address(logits), self._vocab_size)
+        step.sampler.bind(ops.address(logits), self._vocab_size, self._sampler_workspace)
         ops.run("sample", self._lowering.kernels.sample, step.sampler.struct)
 
     def finish(self, step: CpuStep) -> None:
@@ -190,5 +192,3 @@ def bound_forward(model: Any, weights: Mapping[str, Any]) -> Forward:
         return model.forward(ops, weights, inputs)
 
     return forward
-
-

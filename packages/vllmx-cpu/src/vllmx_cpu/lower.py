@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllmx_core.model import AttentionSpec
+
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.packing import LoadedWeights
@@ -146,8 +147,4 @@ def lower_all(
     lowering: Lowering, nodes: Sequence[Node], offsets: Mapping[Value, int], base: int
 ) -> list[tuple[str, int, ctypes.Structure]]:
     """The recorded step over one buffer at address `base`."""
-    return [
-        (node.op, *lowering.lower(node, lambda value: base + offsets[value])) for node in nodes
-    ]
-
-
+    return [(node.op, *lowering.lower(node, lambda value: base + offsets[value])) for node in nodes]

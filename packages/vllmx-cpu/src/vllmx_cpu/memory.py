@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
 from vllmx_core.errors import CapacityError
+
 from vllmx_cpu.cores import CGROUP_ROOT, cgroup_folders
 
 Bytes = npt.NDArray[np.uint8]
@@ -26,10 +28,8 @@ def allocate(num_bytes: int) -> Bytes:
             " process's memory limit (ulimit -v)"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without huge pages: slower, not wrong
             area.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages: slower, not wrong
     return np.frombuffer(area, np.uint8)[:num_bytes]
 
 
@@ -54,8 +54,7 @@ def _system_free() -> int:
         for line in info.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    import os  # macOS has no figure for what is free: half of the memory is a safe one
-
+    # macOS has no figure for what is free: half of the memory is a safe one
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError
+
 from vllmx_cpu import build
 from vllmx_cpu.structs import MIRRORED, VxJob, VxKernels
 
@@ -31,8 +32,8 @@ def library() -> ctypes.CDLL:
         raise BackendUnavailableError(f"the CPU kernels cannot be loaded: {error}") from error
     _declare(lib)
     for index, mirror in enumerate(MIRRORED):
-        size = lib.vx_struct_bytes(index)
-        assert size == ctypes.sizeof(mirror), f"{mirror.__name__}: {ctypes.sizeof(mirror)} != {size}"
+        native_bytes = lib.vx_struct_bytes(index)
+        assert native_bytes == ctypes.sizeof(mirror), f"{mirror.__name__} is not as in C++"
     return lib
 
 
@@ -56,6 +57,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "vx_k_page_bytes": (c_size_t, sizes),
         "vx_v_page_bytes": (c_size_t, sizes),
         "vx_attention_workspace_bytes": (c_size_t, (*sizes, c_int32)),
+        "vx_sampler_workspace_bytes": (c_size_t, (c_int32, c_int32)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -78,7 +80,8 @@ class Isa:
 
 def instruction_sets() -> list[Isa]:
     """All that were compiled in, from the least to the most capable."""
-    lib, found = library(), []
+    lib = library()
+    found: list[Isa] = []
     while (name := lib.vx_isa_name(len(found))) is not None:
         found.append(Isa(name.decode(), len(found), bool(lib.vx_isa_supported(len(found)))))
     return found

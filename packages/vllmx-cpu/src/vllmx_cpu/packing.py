@@ -1,5 +1,5 @@
-"""From a checkpoint to weights in the layout of the kernels: parallel, from the mapped file, with no
-copy of the model besides the packed one."""
+"""From a checkpoint to weights in the layout of the kernels: parallel, out of the mapped file, with
+no copy of the model besides the packed one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.weight_map import checked
 from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import VX_DTYPES, VxWeight
@@ -120,9 +120,7 @@ def load_weights(
     """Packs the whole map. Raises WeightFormatError that names the tensor when one is missing or
     has another shape than the map says."""
     matrices: dict[str, PackedMatrix] = {}
-    vectors = {
-        name: np.ascontiguousarray(table, np.float32) for name, table in constants.items()
-    }
+    vectors = {name: np.ascontiguousarray(table, np.float32) for name, table in constants.items()}
     jobs: list[Callable[[], None]] = []
     tied: dict[tuple[object, ...], PackedMatrix] = {}
     for spec in specs:
@@ -170,7 +168,8 @@ def _matrix_jobs(
         rows = _Rows(part, part_spec, spec.offset)
         begin = 0
         while begin < part_spec.rows:
-            end = min(part_spec.rows, (first + begin) // ROWS_AT_ONCE * ROWS_AT_ONCE + ROWS_AT_ONCE - first)
+            boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
+            end = min(part_spec.rows, boundary - first)
             jobs.append(_piece(matrix, rows, first, begin, end))
             begin = end
         first += part_spec.rows
@@ -201,8 +200,8 @@ class _Rows:
         self._direct = raw is not None and raw.dtype in VX_DTYPES and offset == 0.0
         self._offset = np.float32(offset)
         self._lock = threading.Lock()
-        self._part, self._decoded = part, None
-        self._decoded: F32 | None
+        self._part = part
+        self._decoded: F32 | None = None
         if raw is None:
             logger.info("%s: %s is dequantised at load", spec.name, part.layout.kind)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_size_t, c_void_p
 
 VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
@@ -94,6 +93,24 @@ class VxAttention(Structure):
     ]  # fmt: skip
 
 
+class VxSampler(Structure):
+    """Arguments of `sample`; native/sampler.h."""
+
+    _fields_ = [
+        ("logits", c_void_p), ("vocab_size", c_int32), ("max_logprobs", c_int32),
+        *(
+            (name, c_void_p)
+            for name in (
+                "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                "frequency_penalty", "presence_penalty", "seed", "position", "target",
+                "num_logprobs", "edit_start", "edit_ids", "edit_values", "count_start",
+                "count_ids", "output_counts", "pending", "mask_index", "masks", "ids", "chosen",
+                "rank", "top_ids", "top", "workspace",
+            )
+        ),
+    ]  # fmt: skip
+
+
 class VxKernels(Structure):
     """One instruction set's table of ops."""
 
@@ -108,11 +125,6 @@ class VxKernels(Structure):
 
 MIRRORED = (
     VxStep, VxRecord, VxJob, VxWeight, VxLinear, VxEmbedding, VxNorm, VxElementwise, VxAttention,
-    VxKernels,
+    VxSampler, VxKernels,
 )  # fmt: skip
 """In the order of vx_struct_bytes."""
-
-
-def address(struct: ctypes.Structure) -> int:
-    """Where a struct lies; the caller keeps it alive."""
-    return ctypes.addressof(struct)

@@ -1,6 +1,7 @@
 // Picks the instruction set at run time and hands its ops to Python by number.
 #include "attention.h"
 #include "ops.h"
+#include "sampler.h"
 #include "team.h"
 
 #if defined(__x86_64__)
@@ -63,6 +64,6 @@ VX_API size_t vx_struct_bytes(int32_t i) {
   const size_t bytes[] = {sizeof(VxStep),      sizeof(VxRecord), sizeof(VxJob),
                           sizeof(VxWeight),    sizeof(VxLinear), sizeof(VxEmbedding),
                           sizeof(VxNorm),      sizeof(VxElementwise), sizeof(VxAttention),
-                          sizeof(VxKernels)};
+                          sizeof(VxSampler),   sizeof(VxKernels)};
   return i >= 0 && i < (int32_t)(sizeof bytes / sizeof *bytes) ? bytes[i] : 0;
 }

@@ -2,6 +2,7 @@
 // This instruction set's table of ops, which dispatch.cpp picks from.
 #include "attention.h"
 #include "kernels.h"
+#include "sampler.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -9,7 +10,7 @@ namespace VX_ISA {
 const VxKernels* kernels() {
   static const VxKernels table = {linear, embedding, rms_norm, layer_norm,
                                   gated_act, activation, add, scale,
-                                  attention, nullptr};
+                                  attention, sample};
   return &table;
 }
 

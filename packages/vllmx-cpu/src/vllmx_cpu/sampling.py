@@ -1,0 +1,88 @@
+"""`SamplingRows` as arguments of the native sampler, and its results as `StepResult`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.plan import F32, I32, AnyArray, LogprobRows, SamplingRows, StepResult
+
+from vllmx_cpu.memory import Bytes
+from vllmx_cpu.structs import VxSampler
+
+MAX_LOGPROBS = 64
+"""VX_MAX_LOGPROBS of native/sampler.h."""
+COLUMNS: tuple[tuple[str, npt.DTypeLike], ...] = (
+    ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32),
+    ("min_p", np.float32), ("repetition_penalty", np.float32), ("frequency_penalty", np.float32),
+    ("presence_penalty", np.float32), ("seed", np.uint64), ("position", np.int32),
+    ("target", np.int32), ("num_logprobs", np.int32),
+)  # fmt: skip
+
+
+class SamplerCall:
+    """The sampler op of one step: copies of the parameters, room for the results."""
+
+    def __init__(self, rows: SamplingRows) -> None:
+        if rows.max_logprobs > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"logprobs must be at most {MAX_LOGPROBS} on this backend, got {rows.max_logprobs}",
+                param="logprobs",
+            )
+        count, width = rows.num_rows, max(0, rows.max_logprobs)
+        self._kept: list[AnyArray] = []
+        self.struct = VxSampler(max_logprobs=rows.max_logprobs)
+        for name, dtype in COLUMNS:
+            self._set(name, getattr(rows, name), dtype)
+        self._set_groups(rows)
+        self.ids: I32 = np.empty(count, np.int32)
+        self._logprobs: LogprobRows | None = None
+        self.struct.ids = self.ids.ctypes.data
+        if rows.max_logprobs >= 0:
+            self._logprobs = _logprob_rows(count, width)
+            for name in ("chosen", "rank", "top_ids", "top"):
+                setattr(self.struct, name, getattr(self._logprobs, name).ctypes.data)
+
+    def _set(self, name: str, values: AnyArray, dtype: npt.DTypeLike) -> None:
+        array: npt.NDArray[Any] = np.array(values, dtype, order="C")
+        self._kept.append(array)
+        setattr(self.struct, name, array.ctypes.data)
+
+    def _set_groups(self, rows: SamplingRows) -> None:
+        if rows.edits is not None:
+            self._set("edit_start", rows.edits.start, np.int32)
+            self._set("edit_ids", rows.edits.ids, np.int32)
+            self._set("edit_values", rows.edits.values, np.float32)
+        if rows.counts is not None:
+            self._set("count_start", rows.counts.start, np.int32)
+            self._set("count_ids", rows.counts.ids, np.int32)
+            self._set("output_counts", rows.counts.output_counts, np.int32)
+            self._set("pending", rows.counts.pending, np.uint8)
+        if rows.mask_index is not None and rows.masks is not None:
+            self._set("mask_index", rows.mask_index, np.int32)
+            self._set("masks", rows.masks, np.uint32)
+
+    def bind(self, logits: int, vocab_size: int, workspace: Bytes) -> None:
+        """Where the step leaves its (L, V) logits."""
+        self.struct.logits = logits
+        self.struct.vocab_size = vocab_size
+        self.struct.workspace = workspace.ctypes.data
+
+    @property
+    def address(self) -> int:
+        """Of the argument struct."""
+        return ctypes.addressof(self.struct)
+
+    def result(self, seconds: float) -> StepResult:
+        """What the step came to; call when it has finished."""
+        return StepResult(self.ids.copy(), self._logprobs, seconds)
+
+
+def _logprob_rows(count: int, width: int) -> LogprobRows:
+    chosen: F32 = np.zeros(count, np.float32)
+    top: F32 = np.zeros((count, width), np.float32)
+    rank: I32 = np.zeros(count, np.int32)
+    return LogprobRows(chosen, rank, np.full((count, width), -1, np.int32), top)
