@@ -1,0 +1,157 @@
+"""LLM, Engine and AsyncLLM with the demo model on the best backend that can run here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllmx import LLM, AsyncLLM, Engine, EngineConfig, Message, SamplingParams
+from vllmx_core.errors import BackendUnavailableError, EngineDeadError
+from vllmx_core.registry import load_registry
+from vllmx_engine.frontend import ProcessFrontend
+
+REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
+CONFIG: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 27}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+QUESTION = [Message("user", "What is the capital of France?")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _backend() -> None:
+    try:
+        load_registry().choose_backend()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **CONFIG) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(EngineConfig(**CONFIG)) as engine:
+        yield engine
+
+
+def mixed_requests() -> list[tuple[str, SamplingParams]]:
+    """64 requests of different lengths and ways to sample."""
+    return [
+        (
+            f"Once upon a time there was {'a very ' * (i % 9)}small number {i}",
+            SamplingParams(
+                max_tokens=8 + i % 25,
+                temperature=0.8 * (i % 2),
+                top_k=20 if i % 3 else 0,
+                repetition_penalty=1.1 if i % 5 == 0 else 1.0,
+                seed=i,
+            ),
+        )
+        for i in range(64)
+    ]
+
+
+def test_reference_answers_in_float32() -> None:
+    cases = json.loads(REFERENCE.read_text())["cases"]
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    with LLM("demo", dtype="float32", **CONFIG) as llm:
+        outputs = llm.generate([case["prompt_ids"] for case in cases], params)
+        assert [llm.tokenizer.encode(case["prompt"]) for case in cases] == [
+            case["prompt_ids"] for case in cases
+        ]
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        case["greedy_ids"] for case in cases
+    ]
+
+
+def test_chat_knows_a_capital(llm: LLM) -> None:
+    (output,) = llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=None))
+    assert "Paris" in output.outputs[0].text
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids[-1] == 2
+    assert "<|im_end|>" not in output.outputs[0].text
+
+
+def test_model_s_defaults_apply(llm: LLM) -> None:
+    params = llm.sampling_params(max_tokens=5)
+    assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.9, 40)
+
+
+def test_batch_equals_one_at_a_time(llm: LLM) -> None:
+    requests = mixed_requests()
+    together = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    for (prompt, params), output in list(zip(requests, together, strict=True))[::4]:
+        (alone,) = llm.generate(prompt, params)
+        assert alone.outputs == output.outputs
+
+
+def test_logprobs_are_those_of_the_greedy_choice(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, prompt_logprobs=0)
+    (output,) = llm.chat(QUESTION, params)
+    choice = output.outputs[0]
+    assert choice.logprobs is not None
+    for token, entries in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert entries[token].rank == 1
+        assert entries[token].logprob == max(entry.logprob for entry in entries.values())
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_tools_reach_the_template(llm: LLM) -> None:
+    function = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    (output,) = llm.chat(QUESTION, GREEDY, tools=tools)
+    assert output.prompt is not None
+    assert "get_weather" in output.prompt
+
+
+def test_engine_stream_equals_sync(engine: Engine) -> None:
+    prompt = engine.apply_chat_template(QUESTION, enable_thinking=False)
+    assert prompt.endswith("<think>\n\n</think>\n\n")
+    _, prompt_length, stream = engine.generate_stream(GREEDY, prompt)
+    pieces = list(stream)
+    (whole,) = engine.generate_sync(GREEDY, prompt)
+    assert prompt_length == len(whole.prompt_token_ids)
+    assert "".join(pieces) == whole.outputs[0].text
+    assert len(pieces) > 1
+    seq_id, _, story = engine.generate_stream(SamplingParams(max_tokens=500), "Once upon")
+    next(story)
+    assert engine.cancel(seq_id)
+    list(story)
+    assert story.finish_reason == "abort"
+
+
+async def _collect(llm: AsyncLLM, prompt: str, params: SamplingParams) -> tuple[str, list[int]]:
+    text, ids = "", []
+    async for output in llm.generate(prompt, params):
+        text += output.outputs[0].text
+        ids += output.outputs[0].token_ids
+    return text, ids
+
+
+async def test_own_process_equals_inline_and_survives_a_kill(llm: LLM) -> None:
+    requests = mixed_requests()
+    wanted = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    async with await AsyncLLM.start(EngineConfig(**CONFIG)) as served:
+        answers = await asyncio.gather(*[_collect(served, *request) for request in requests])
+        assert answers == [(out.outputs[0].text, out.outputs[0].token_ids) for out in wanted]
+
+        frontend = served._frontend
+        assert isinstance(frontend, ProcessFrontend)
+        params = SamplingParams(max_tokens=1500, ignore_eos=True)
+        stream = await served.submit("Once upon", params)
+        await anext(stream)
+        os.kill(frontend.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await stream.last()
+        while not served.is_ready:
+            await asyncio.sleep(0.02)
+        assert await _collect(served, *requests[0]) == answers[0]
