@@ -88,7 +88,7 @@ class Harness:
         """Sends a request, greedy unless `params` says otherwise; returns its id."""
         name = name or f"r{len(self.requests)}"
         params = SamplingParams(max_tokens=max_tokens, **GREEDY | fields.pop("params", {}))
-        fields = {"stop_ids": [EOS], "seed": len(self.requests)} | fields
+        fields = {"stop_ids": [EOS], "seed": len(self.requests), **fields}
         request = CoreRequest(
             request_id=name, prompt_ids=list(prompt), params=params, max_tokens=max_tokens, **fields
         )

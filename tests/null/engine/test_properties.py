@@ -1,0 +1,144 @@
+"""Random requests, aborts and steps over random small engines: what must hold, holds.
+
+Outputs are compared with the fake model's definition, which knows nothing of batches: so they
+depend neither on chunking, preemption, prefix hits and batch mates, nor on the overlap or on aborts
+of others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from vllmx_core.testing.fake import FakeRules
+
+from .harness import EOS, VOCAB_SIZE, Harness
+
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+NAN = 11
+
+ENGINES = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(4, 30),
+        "max_tokens": st.integers(1, 40),
+        "max_logit_rows": st.integers(1, 12),
+    }
+)
+CONFIGS = st.fixed_dictionaries(
+    {
+        "async_scheduling": st.booleans(),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "enable_chunked_prefill": st.sampled_from([True, True, False]),
+        "scheduling_policy": st.sampled_from(["priority", "fcfs"]),
+        "max_num_seqs": st.integers(1, 8),
+        "target_step_ms": st.sampled_from([None, 1.0]),
+    }
+)
+PARAMS: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.7]),
+            "top_k": st.integers(0, 5),
+            "min_tokens": st.just(1),
+            "repetition_penalty": st.sampled_from([1.0, 1.3]),
+            "frequency_penalty": st.sampled_from([0.0, 0.5]),
+            "logit_bias": st.dictionaries(TOKENS, st.sampled_from([60.0, 1.0]), max_size=2),
+            "allowed_token_ids": st.none() | st.lists(TOKENS, min_size=1, max_size=9),
+            "logprobs": st.none() | st.integers(0, 3),
+            "prompt_logprobs": st.none() | st.none() | st.integers(0, 2),
+        },
+    ),
+)
+# prompts share beginnings, so that the prefix cache has something to find
+BEGINNINGS = st.sampled_from([[], list(range(20, 28)), list(range(20, 47)), [5] * 16])
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "priority": st.integers(-1, 1),
+        "client": st.sampled_from(["", "a", "b"]),
+        "cache_salt": st.sampled_from(["", "s"]),
+        "bad_words_ids": st.lists(st.lists(TOKENS, min_size=1, max_size=2), max_size=30),
+        "stop_ids": st.lists(TOKENS, max_size=3),
+    },
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Users of one engine."""
+
+    @initialize(
+        model=ENGINES,
+        config=CONFIGS,
+        nan=st.booleans(),
+        step_s=st.sampled_from([0.0, 1e-5]),
+    )
+    def start(
+        self, model: dict[str, Any], config: dict[str, Any], nan: bool, step_s: float
+    ) -> None:
+        rules = FakeRules(VOCAB_SIZE, eos_id=EOS, eos_rate=30, nan_token=NAN if nan else None)
+        self.harness = Harness({**model, "token_s": step_s}, config, rules)
+
+    @rule(
+        beginning=BEGINNINGS,
+        rest=st.lists(TOKENS, min_size=1, max_size=12),
+        max_tokens=st.integers(1, 30),
+        params=PARAMS,
+        fields=FIELDS,
+        follow=st.booleans(),
+    )
+    def add(
+        self,
+        beginning: list[int],
+        rest: list[int],
+        max_tokens: int,
+        params: dict[str, Any],
+        fields: dict[str, Any],
+        follow: bool,
+    ) -> None:
+        prompt, names = beginning + rest, list(self.harness.requests)
+        if len(prompt) >= self.harness.core.limits.max_tokens:
+            prompt = rest[:2]
+        if follow and names:
+            leader = self.harness.requests[names[-1]]
+            prompt, fields = leader.prompt_ids, {**fields, "leader": leader.request_id}
+        self.harness.add(prompt, max_tokens, params=params, **fields)
+
+    @rule(index=st.integers(0, 50))
+    def abort(self, index: int) -> None:
+        names = list(self.harness.requests)
+        if names:
+            self.harness.abort(names[index % len(names)])
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @rule()
+    def reset(self) -> None:
+        running = self.harness.core.stats().num_running
+        assert self.harness.core.reset_prefix_cache() == (running == 0)
+
+    @invariant()
+    def blocks(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.check_blocks()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.run()
+            self.harness.check_outputs()
+            self.harness.check_idle()
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
