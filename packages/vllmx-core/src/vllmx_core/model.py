@@ -72,6 +72,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Weight | None = None  # (H,) extra logit in each head's softmax
     causal: bool = True
+    """False: a row sees its whole context, and a window reaches as far forward as back."""
 
 
 class StepInputs(Protocol):

@@ -34,7 +34,8 @@ class StepPlan:
 
     tokens: I32
     """(T,) token ids. A negative value -(i + 1) stands for the id that logit row i of the step
-    before this one sampled, which the backend still holds (overlapped scheduling)."""
+    before this one sampled, which the backend still holds (overlapped scheduling). Where that row
+    was refused (-1), the backend feeds id 0; the engine throws the result away."""
     positions: I32
     """(T,) position of each token in its sequence."""
     slots: I32

@@ -68,12 +68,12 @@ class StepChecks(Harness):
             pytest.skip("this backend does not promise batch invariance")
         model, source = decoder()
         text = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
-        with self.loaded(model, source) as loaded:
+        with self.loaded(model, source, max_num_seqs=64) as loaded:
             plan = make_plan([Row(text[:36], 0, [0, 1, 2], "all")], PAGE)
             whole = all_logprobs(loaded, plan, VOCAB)
             plan = make_plan([Row(text[36:], 36, [0, 1, 2])], PAGE)
             last = all_logprobs(loaded, plan, VOCAB)
-            for mates in (1, 6, 13):
+            for mates in (1, 6, 13, 40):
                 self._check_bits(loaded, text, mates, whole, last)
 
     def _check_bits(
@@ -176,6 +176,11 @@ class StepChecks(Harness):
         ):
             with pytest.raises(CapacityError, match="128"), self.loaded(model, source, **options):
                 pass
+
+    def test_a_cache_that_may_shrink_is_as_large_as_fits(self) -> None:
+        with self.loaded(*decoder(), num_kv_blocks=2, shrink_to_fit=True) as loaded:
+            assert loaded.info.num_kv_blocks == 2
+            assert len(self.step_ids(loaded, [Row(list(range(18)), 0, [1, 0])])) == 1
 
     def test_weights_that_do_not_match_are_refused(self) -> None:
         model, source = decoder()
