@@ -275,8 +275,14 @@ async def test_texts_of_any_size(make_engine: MakeEngine) -> None:
         for text in ("short", "long " * 5000):
             ids = await llm.encode(text)
             assert await llm.decode(ids) == text
-        with pytest.raises(InvalidRequestError, match="25000 tokens"):
-            await llm.submit("long " * 5000)
+        prompts: list[Any] = ["long " * 5000, {"prompt": "long " * 5000}, [1] * 25000]
+        for prompt in prompts:
+            with pytest.raises(InvalidRequestError, match="25000 tokens"):
+                await llm.submit(prompt)
+        wrong: list[Any] = [5, None, {"text": "hi"}]
+        for prompt in wrong:
+            with pytest.raises(InvalidRequestError):
+                await llm.submit(prompt)
 
 
 async def test_a_model_without_template_serves_everything_but_chat(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import (
@@ -54,7 +55,8 @@ def test_outputs_are_right_and_in_order(llm: LLM) -> None:
 
 def test_one_prompt_in_every_form(llm: LLM) -> None:
     ids = list(b"hi")
-    forms: list[Any] = ["hi", ids, {"prompt": "hi"}, ["hi"], [ids], [{"prompt_token_ids": ids}]]
+    forms: list[Any] = ["hi", ids, np.array(ids), {"prompt": "hi"}]
+    forms += [["hi"], [ids], [np.array(ids)], [{"prompt_token_ids": ids}]]
     for form in forms:
         (output,) = llm.generate(form, GREEDY)
         assert output.outputs[0].token_ids == expected("hi")

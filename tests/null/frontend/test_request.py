@@ -38,7 +38,20 @@ def test_prompt_forms_are_equal(builder: RequestBuilder) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], ["a"], [1.0], [True], [-1], [259], {"prompt_token_ids": "abc"}, 5, [None]]
+    "prompt",
+    [
+        "",
+        [],
+        ["a"],
+        [1.0],
+        [True],
+        [-1],
+        [259],
+        {"prompt_token_ids": "abc"},
+        {"text": "hi"},
+        5,
+        [None],
+    ],
 )
 def test_bad_prompts_are_refused(builder: RequestBuilder, prompt: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:

@@ -16,7 +16,7 @@ thread, but for `render_chat`, which may run anywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -175,7 +175,7 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
         )
         self._check_open(1)
-        request = await self._on_thread(build) if len(prompt) > _INLINE_LENGTH else build()
+        request = await self._on_thread(build) if _is_long(prompt) else build()
         return self._launch(request, kind)
 
     async def submit_chat(
@@ -341,6 +341,12 @@ class AsyncLLM:
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _is_long(prompt: Prompt) -> bool:
+    """Whether checking it would hold up the event loop noticeably."""
+    parts = prompt.values() if isinstance(prompt, Mapping) else (prompt,)
+    return any(isinstance(part, Sized) and len(part) > _INLINE_LENGTH for part in parts)
 
 
 async def _start_frontend(plan: LoadPlan, in_process: bool) -> Frontend:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
@@ -191,4 +192,4 @@ class Engine:
 
 
 def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))

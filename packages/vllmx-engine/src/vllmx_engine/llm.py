@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
@@ -217,7 +218,9 @@ def write_progress_line(progress: Progress) -> None:
 
 def _as_prompts(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping) or (
+        len(prompts) > 0 and isinstance(prompts[0], Integral)
+    ):
         return [prompts]
     return list(prompts)
 

@@ -124,9 +124,13 @@ class RequestBuilder:
     def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is not None:
-                ids = _checked_ids(prompt["prompt_token_ids"])
-                return prompt.get("prompt"), ids
-            prompt = prompt.get("prompt", "")
+                return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise InvalidRequestError(
+                    f"a prompt needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}",
+                    param="prompt",
+                )
+            prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, add_special_tokens)
         return None, _checked_ids(prompt)
