@@ -50,6 +50,7 @@ int32_t vx_next(VxCtx* ctx) { return __atomic_fetch_add(&ctx->team->next, 1, __A
 namespace {
 
 void resolve_tokens(VxJob* job) {
+  if (!job->tokens) return;
   for (int32_t i = 0; i < job->step.T; ++i) {
     const int32_t token = job->tokens[i];
     if (token >= 0) continue;
@@ -61,7 +62,9 @@ void resolve_tokens(VxJob* job) {
 
 void run_records(VxJob* job, VxCtx* ctx) {
   int64_t begin = now_ns();
-  for (int32_t i = 0; i < job->num_records; ++i) {
+  // Read now: when this thread leaves the last barrier, the job may be gone already.
+  const int32_t count = job->num_records;
+  for (int32_t i = 0; i < count; ++i) {
     job->records[i].run(job->records[i].args, &job->step, ctx);
     vx_barrier(ctx);
     if (ctx->tid == 0 && job->record_seconds) {

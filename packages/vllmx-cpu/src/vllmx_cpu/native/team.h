@@ -19,7 +19,8 @@ struct VxJob {
   const VxRecord* records;
   int32_t num_records;
   VxStep step;
-  int32_t* tokens;                // step.tokens, writable: negative references are resolved in place
+  int32_t* tokens;                // step.tokens, writable: negative references are resolved in
+                                  // place; null: there are none
   const int32_t* previous_ids;    // ids of the step before, or null
   int32_t num_previous_ids;
   double seconds;                 // out: time from the first to the last op

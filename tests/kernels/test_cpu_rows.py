@@ -1,0 +1,107 @@
+"""Norms and element-wise functions of the CPU backend against float64."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from math import erfc
+
+import numpy as np
+import pytest
+from vllmx_core import reference
+from vllmx_core.plan import F32, AnyArray
+from vllmx_cpu.native import Isa
+from vllmx_cpu.structs import ACTIVATIONS, VxElementwise, VxNorm, VxStep
+
+RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
+WIDTHS = [1, 7, 16, 33, 1024]
+ROWS = 9
+
+
+def values(*shape: int, seed: int = 0) -> F32:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_rms_norm(isa: Isa, run_op: RunOp, width: int, residual: bool) -> None:
+    x, other, weight = values(ROWS, width), values(ROWS, width, seed=1), values(width, seed=2)
+    y, total = np.empty_like(x), np.empty_like(x)
+    arguments = VxNorm(
+        x=x.ctypes.data, weight=weight.ctypes.data, y=y.ctypes.data, width=width, eps=1e-5
+    )
+    if residual:
+        arguments.residual, arguments.sum = other.ctypes.data, total.ctypes.data
+    run_op(isa, "rms_norm", arguments, VxStep(T=ROWS), 2)
+    wide = x.astype(np.float64) + (other if residual else 0)
+    np.testing.assert_allclose(y, reference.rms_norm(wide, weight, 1e-5), rtol=2e-6, atol=1e-6)
+    if residual:
+        np.testing.assert_array_equal(total, x + other)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norm(isa: Isa, run_op: RunOp, width: int, biased: bool) -> None:
+    x, weight, bias = values(ROWS, width) + 3, values(width, seed=1), values(width, seed=2)
+    y = np.empty_like(x)
+    arguments = VxNorm(
+        x=x.ctypes.data, weight=weight.ctypes.data, y=y.ctypes.data, width=width, eps=1e-5,
+        bias=bias.ctypes.data if biased else None,
+    )  # fmt: skip
+    run_op(isa, "layer_norm", arguments, VxStep(T=ROWS), 2)
+    wanted = reference.layer_norm(x.astype(np.float64), weight, bias if biased else None, 1e-5)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+
+
+def silu(x: AnyArray) -> AnyArray:
+    return np.divide(x, 1 + np.exp(-x))
+
+
+def gelu(x: AnyArray) -> AnyArray:
+    """By the tail for negative x: 1 + erf would cancel."""
+    return np.array([v * 0.5 * erfc(-v / 2**0.5) for v in x])
+
+
+def gelu_tanh(x: AnyArray) -> AnyArray:
+    inner = (2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return np.divide(x, 1 + np.exp(-2 * inner))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_activations_are_right_to_a_millionth(isa: Isa, run_op: RunOp, kind: str) -> None:
+    formula = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}[kind]
+    # Below about -3 float32 itself limits the exponent of the tails.
+    near = np.linspace(-3, 9, 5003).astype(np.float32)
+    far = np.linspace(-12, 30, 1009).astype(np.float32)
+    for x, limit in ((near, 1e-6), (far, 2e-5)):
+        y = np.empty_like(x)
+        arguments = VxElementwise(
+            x=x.ctypes.data, y=y.ctypes.data, width=len(x), activation=ACTIVATIONS[kind]
+        )
+        run_op(isa, "activation", arguments, VxStep(T=1), 1)
+        np.testing.assert_allclose(y, formula(x.astype(np.float64)), rtol=limit, atol=1e-30)
+
+
+@pytest.mark.parametrize("kind", list(ACTIVATIONS))
+def test_activations_at_the_ends(isa: Isa, run_op: RunOp, kind: str) -> None:
+    x = np.array([np.nan, 1e4, -1e4, 0.0, np.inf], np.float32)
+    y = np.empty_like(x)
+    arguments = VxElementwise(
+        x=x.ctypes.data, y=y.ctypes.data, width=len(x), activation=ACTIVATIONS[kind]
+    )
+    run_op(isa, "activation", arguments, VxStep(T=1), 1)
+    assert np.isnan(y[0])
+    np.testing.assert_array_equal(y[1:], [1e4, 0, 0, np.inf])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_and_scale(isa: Isa, run_op: RunOp, width: int) -> None:
+    x, other = values(ROWS, width), values(ROWS, width, seed=1)
+    y = np.empty_like(x)
+    arguments = VxElementwise(
+        x=x.ctypes.data, other=other.ctypes.data, y=y.ctypes.data, width=width, factor=-0.75
+    )
+    run_op(isa, "add", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_array_equal(y, x + other)
+    run_op(isa, "scale", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_array_equal(y, x * np.float32(-0.75))
