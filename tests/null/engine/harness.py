@@ -88,7 +88,8 @@ class Harness:
         """Sends a request, greedy unless `params` says otherwise; returns its id."""
         name = name or f"r{len(self.requests)}"
         params = SamplingParams(max_tokens=max_tokens, **GREEDY | fields.pop("params", {}))
-        fields = {"stop_ids": [EOS], "seed": len(self.requests), **fields}
+        stop_ids = [] if self.rules.eos_id is None else [self.rules.eos_id]
+        fields = {"stop_ids": stop_ids, "seed": len(self.requests), **fields}
         request = CoreRequest(
             request_id=name, prompt_ids=list(prompt), params=params, max_tokens=max_tokens, **fields
         )

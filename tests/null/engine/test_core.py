@@ -12,7 +12,7 @@ from vllmx_core.testing.fake import FakeError, FakeRules
 
 from .harness import EOS, MAX_MODEL_LEN, RULES, VOCAB_SIZE, Harness
 
-QUIET = FakeRules(vocab_size=VOCAB_SIZE, eos_id=EOS)
+QUIET = FakeRules(vocab_size=VOCAB_SIZE)
 
 
 def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
@@ -142,11 +142,9 @@ def test_reset_prefix_cache() -> None:
 def test_choices_of_one_call_share_the_prompt() -> None:
     harness = Harness(rules=QUIET, config={"max_num_batched_tokens": 16})
     prompt = list(range(40))
-    leader = harness.add(prompt, 4, stop_ids=[])
+    leader = harness.add(prompt, 4)
     params = {"temperature": 1.0}
-    followers = [
-        harness.add(prompt, 4, stop_ids=[], leader=leader, params=params) for _ in range(3)
-    ]
+    followers = [harness.add(prompt, 4, leader=leader, params=params) for _ in range(3)]
     harness.run()
     assert [harness.first[name].num_cached_tokens for name in followers] == [32] * 3
     assert harness.loaded.num_tokens == 40 + 3 * 8 + 4 * 3
@@ -320,7 +318,7 @@ def test_a_fault_in_one_request_spares_the_others(
     harness = Harness(rules=QUIET, config={"async_scheduling": overlap})
     good = [harness.add(prompt, 8) for prompt in prompts(3)]
     harness.step()
-    bad = harness.add(list(range(20)), 8, params={"min_tokens": 2})
+    bad = harness.add(list(range(20)), 8, params={"min_tokens": 2}, stop_ids=[1])
     sequence = harness.core._scheduler.live[bad]
 
     def boom(*args: object, **kwargs: object) -> None:

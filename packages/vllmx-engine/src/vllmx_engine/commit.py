@@ -30,9 +30,10 @@ class Committer:
         count, because the step that computed them was sound."""
         table, owners = self._table, step.owners
         ids = result.ids[owners.logits]  # (S,)
+        # rows of a later step keep their reference to it; a row's next owner has none yet to lose
         fed = table.sampled_in[owners.rows] == step.number
         table.last_token[owners.rows[fed]] = ids[fed]
-        self._file_blocks(step, set(owners.rows[ids < 0].tolist()))
+        self._file_blocks(step)
         details = _Details(result.logprobs)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
@@ -59,15 +60,16 @@ class Committer:
             self._scheduler.finish(sequence, forget=True)
         return error_output(sequence.request_id, error)
 
-    def _file_blocks(self, step: Step, bad_rows: set[int]) -> None:
-        """Full blocks of sound rows go to the prefix cache. What a step computed is filed only
-        now: had it failed, or come to NaN, nobody must have found its blocks meanwhile."""
+    def _file_blocks(self, step: Step) -> None:
+        """Full blocks of the step's rows go to the prefix cache. They are filed only now: had the
+        step failed, nobody must have found them meanwhile. Those of a row that came to NaN are
+        taken out again when it fails, a moment later."""
         full = step.context_len // self._size > self._table.filed[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
         for row, length in zip(rows, lengths, strict=True):
             sequence = self._table.owner[row]
-            if sequence is not None and row not in bad_rows:
+            if sequence is not None:
                 self._scheduler.file_blocks(sequence, length)
 
     def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:

@@ -81,7 +81,6 @@ class RowTable:
         self.computed[row] = num_cached_blocks * self.block_size
         self.filed[row] = num_cached_blocks
         self.feed_end[row] = 0
-        self.sampled_in[row] = -1
         self.client[row] = client
         self.waits[row] = sequence.needs_last_token
         self._num_waits += sequence.needs_last_token
@@ -102,7 +101,6 @@ class RowTable:
         self.feed_end[row] = 0
         self.num_blocks[row] = 0
         self._num_waits -= int(self.waits[row])
-        self.waits[row] = False
         while self._high and self.owner[self._high - 1] is None:
             self._high -= 1
         sequence.row = -1

@@ -42,7 +42,6 @@ class Sequence:
         "finished",
         "is_plain",
         "limit",
-        "min_length",
         "num_cached_tokens",
         "num_prompt",
         "num_scored",
@@ -68,8 +67,6 @@ class Sequence:
         self.limit = min(self.num_prompt + request.max_tokens, limits.max_tokens)
         """Length at which it ends with reason "length"."""
         self.stop_ids = frozenset(request.stop_ids)
-        self.min_length = self.num_prompt + params.min_tokens
-        """A stop id ends the sequence when at least this many tokens precede it."""
         self.row = -1
         self.finished = False
         self.was_preempted = False
@@ -104,11 +101,10 @@ class Sequence:
 
     def accept(self, token: int) -> FinishReason | None:
         """Appends a sampled id and says whether the sequence ends with it."""
-        length = len(self.tokens)
         self.tokens.append(token)
-        if token in self.stop_ids and length >= self.min_length:
+        if token in self.stop_ids:  # before min_tokens they are banned, see LogitRules
             return "stop"
-        return "length" if length + 1 >= self.limit else None
+        return "length" if len(self.tokens) >= self.limit else None
 
 
 def check_request(request: CoreRequest, limits: Limits) -> None:

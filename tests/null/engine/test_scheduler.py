@@ -1,0 +1,239 @@
+"""Who is served when: policy, budget, pace of decodes, preemption."""
+
+from __future__ import annotations
+
+import statistics
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllmx_core.testing.fake import FakeRules
+
+from .harness import VOCAB_SIZE, Harness
+
+QUIET = FakeRules(vocab_size=VOCAB_SIZE)
+ONE_AT_A_TIME = {"max_num_seqs": 1}
+
+
+def test_fcfs_is_arrival() -> None:
+    harness = Harness(rules=QUIET, config={**ONE_AT_A_TIME, "scheduling_policy": "fcfs"})
+    names = [harness.add([index], 2, priority=-index, client=f"c{index % 2}") for index in range(6)]
+    harness.run()
+    assert harness.order == names
+
+
+def test_smaller_priority_first_then_arrival() -> None:
+    harness = Harness(rules=QUIET, config=ONE_AT_A_TIME)
+    names = [harness.add([1, 2], 2, priority=priority) for priority in (1, 0, 1, -5, 0)]
+    harness.run()
+    assert harness.order == [names[index] for index in (3, 1, 4, 0, 2)]
+
+
+def test_a_client_with_a_backlog_does_not_hold_up_another() -> None:
+    harness = Harness(rules=QUIET, config=ONE_AT_A_TIME)
+    greedy = [harness.add([i] * 9, 5, client="greedy") for i in range(10)]
+    harness.step()
+    modest = [harness.add([20 + i] * 9, 5, client="modest") for i in range(3)]
+    harness.run()
+    assert harness.order[:7] == [
+        greedy[0], modest[0], greedy[1], modest[1], greedy[2], modest[2], greedy[3],
+    ]  # fmt: skip
+    harness.check_idle()
+
+
+def test_fair_share_counts_tokens_not_requests() -> None:
+    harness = Harness(rules=QUIET, config={**ONE_AT_A_TIME, "enable_prefix_caching": False})
+    for index in range(12):
+        harness.add([index] * 40, 10, client="long")
+        harness.add([index] * 5, 5, client="short")
+    harness.run()
+    first = harness.order[:12]
+    tokens = {"long": 0, "short": 0}
+    for name in first:
+        request = harness.requests[name]
+        tokens[request.client] += len(request.prompt_ids) + request.max_tokens
+    assert abs(tokens["long"] - tokens["short"]) <= 60
+    short = sum(harness.requests[name].client == "short" for name in first)
+    assert 8 <= short <= 10
+
+
+def test_a_client_that_returns_saved_nothing_up() -> None:
+    harness = Harness(rules=QUIET, config=ONE_AT_A_TIME)
+    for _ in range(6):
+        harness.add([1] * 20, 10, client="steady")
+    while len(harness.last) < 3:
+        harness.step()
+    late = [harness.add([2] * 20, 10, client="late") for _ in range(3)]
+    harness.run()
+    places = [harness.order.index(name) for name in late]
+    assert places[0] <= 5
+    assert places[2] >= places[0] + 3, "the newcomer was served in one go"
+
+
+def test_a_higher_priority_goes_before_an_unfinished_prefill() -> None:
+    harness = Harness(rules=QUIET, config={"max_num_batched_tokens": 8})
+    slow = harness.add([1] * 40, 4)
+    harness.step()
+    urgent = harness.add([2] * 8, 1, priority=-1)
+    harness.step()
+    assert harness.loaded.records[-1].lengths == [8]
+    harness.run()
+    assert harness.order == [urgent, slow]
+    harness.check_outputs()
+
+
+def test_decodes_go_first_and_prefills_take_the_rest_of_the_budget() -> None:
+    harness = Harness(rules=QUIET, model={"max_tokens": 10})
+    for index in range(3):
+        harness.add([index], 30)
+    for _ in range(3):
+        harness.step()
+    harness.add([9] * 20, 2)
+    for _ in range(3):
+        harness.step()
+    assert [record.lengths for record in harness.loaded.records[-3:]] == [
+        [1, 1, 1, 7], [1, 1, 1, 7], [1, 1, 1, 6],
+    ]  # fmt: skip
+
+
+def test_without_chunked_prefill_prompts_stay_whole() -> None:
+    harness = Harness(
+        rules=QUIET, config={"enable_chunked_prefill": False, "max_num_batched_tokens": 20}
+    )
+    for length in (12, 12, 6):
+        harness.add([3] * length, 1)
+    long = harness.add([5] * 50, 1)  # longer than any step: cut, or it would never run
+    harness.run()
+    lengths = [record.lengths for record in harness.loaded.records]
+    assert lengths == [[12], [12, 6], [20], [20], [10]]
+    harness.check_output(long)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    budget=st.integers(1, 40),
+    seqs=st.integers(1, 9),
+    logit_rows=st.integers(1, 9),
+)
+def test_no_step_exceeds_its_budget_and_all_end(
+    lengths: list[int], budget: int, seqs: int, logit_rows: int
+) -> None:
+    harness = Harness(
+        rules=QUIET,
+        config={"max_num_batched_tokens": budget, "max_num_seqs": seqs},
+        model={"max_tokens": 64, "max_logit_rows": logit_rows},
+    )
+    for index, length in enumerate(lengths):
+        wanted = {"prompt_logprobs": 0} if index % 3 == 0 else {}
+        harness.add([index] * length, 7, params=wanted)
+    harness.run()
+    for record in harness.loaded.records:
+        assert sum(record.lengths) <= budget
+        assert len(record.lengths) <= seqs
+        assert record.num_logit_rows <= logit_rows
+    harness.check_outputs()
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
+    harness = Harness(rules=QUIET, model={"num_blocks": 9})
+    old = harness.add([1] * 10, 40, priority=1)
+    important = harness.add([2] * 10, 40, priority=0)
+    new = harness.add([3] * 10, 40, priority=1)
+    scheduler = harness.core._scheduler
+    while not scheduler.num_preemptions:
+        harness.step()
+    assert {sequence.request_id for sequence in scheduler.running} == {old, important}
+    while scheduler.num_preemptions < 2:
+        harness.step()
+    assert {sequence.request_id for sequence in scheduler.running} == {important}
+    harness.run()
+    assert list(harness.last) == [important, old, new]
+    harness.check_outputs()
+
+
+def test_nobody_is_admitted_only_to_be_preempted() -> None:
+    harness = Harness(rules=QUIET, model={"num_blocks": 5})
+    harness.add([1] * 14, 20)
+    for _ in range(3):
+        harness.step()
+    harness.add([2] * 24, 2)  # needs the three blocks that are free, and the first soon one more
+    harness.run()
+    assert harness.core.stats().num_preemptions == 0
+    harness.check_outputs()
+
+
+def test_low_priority_is_not_starved_by_fair_traffic() -> None:
+    """Requests keep coming from ten clients; each one is served within a few turns."""
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 2})
+    waiting_since: dict[str, int] = {}
+    for turn in range(300):
+        if turn % 4 == 0:
+            name = harness.add([turn % 40] * 5, 4, client=f"c{turn // 4 % 10}")
+            waiting_since[name] = turn
+        harness.step()
+        for name in list(waiting_since):
+            if name in harness.first:
+                assert turn - waiting_since.pop(name) < 40
+            else:
+                assert turn - waiting_since[name] < 40
+    harness.run()
+    harness.check_outputs()
+
+
+def test_long_prompts_do_not_break_the_pace_of_running_decodes() -> None:
+    """Simulated device: 20 us a token, 500 us a step; target 2.5 ms, so about 90 prompt tokens."""
+    harness = Harness(
+        rules=QUIET,
+        model={
+            "num_blocks": 2000,
+            "max_tokens": 1000,
+            "max_logit_rows": 64,
+            "step_s": 500e-6,
+            "token_s": 20e-6,
+        },
+        config={"target_step_ms": 2.5, "enable_prefix_caching": False},
+        max_model_len=2100,
+    )
+    harness.add([1] * 8, 400)
+    for _ in range(6):
+        harness.step()
+    before = len(harness.loaded.records)
+    long = harness.add([2] * 2000, 2)
+    while long not in harness.last:
+        harness.step()
+    mixed = [sum(r.lengths) for r in harness.loaded.records[before:] if max(r.lengths) > 1]
+    assert max(mixed) <= 102, "a step took longer than its target"
+    assert statistics.median(mixed) >= 80, "prefill was held back without need"
+
+
+def test_prefill_makes_progress_when_decodes_alone_miss_the_target() -> None:
+    harness = Harness(
+        rules=QUIET, model={"step_s": 1e-3}, config={"target_step_ms": 0.5}, max_model_len=64
+    )
+    harness.add([1] * 8, 50)
+    for _ in range(4):
+        harness.step()
+    harness.add([2] * 40, 2)
+    for _ in range(3):
+        harness.step()
+    assert [record.lengths for record in harness.loaded.records[-3:]] == [
+        [1, 16], [1, 16], [1, 8],
+    ]  # fmt: skip
+
+
+def test_late_results_do_not_touch_the_next_owner_of_a_row() -> None:
+    """A ends while it is in flight once more; B takes its row; then A's result comes in, and C,
+    which has B's prompt, must not find blocks that B has not computed yet."""
+    rules = FakeRules(VOCAB_SIZE, eos_id=7, eos_every=34)
+    harness = Harness(rules=rules, config={"max_num_batched_tokens": 16, "max_num_seqs": 2})
+    first = harness.add([1] * 30, 20)
+    while first not in harness.last:
+        harness.step()
+    assert harness.core.stats().num_running == 0
+    harness.add([2] * 50, 2)
+    harness.step()
+    assert harness.core._scheduler.running[0].row == 0
+    harness.add([2] * 50, 2, priority=-1)
+    harness.run()
+    harness.check_outputs()
+    harness.check_idle()
