@@ -54,7 +54,8 @@ def test_layer_norm(isa: Isa, run_op: RunOp, width: int, biased: bool) -> None:
 
 
 def silu(x: AnyArray) -> AnyArray:
-    return np.divide(x, 1 + np.exp(-x))
+    y: AnyArray = x / (1 + np.exp(-x))
+    return y
 
 
 def gelu(x: AnyArray) -> AnyArray:
@@ -64,7 +65,8 @@ def gelu(x: AnyArray) -> AnyArray:
 
 def gelu_tanh(x: AnyArray) -> AnyArray:
     inner = (2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)
-    return np.divide(x, 1 + np.exp(-2 * inner))
+    y: AnyArray = x / (1 + np.exp(-2 * inner))
+    return y
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
