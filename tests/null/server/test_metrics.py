@@ -13,7 +13,7 @@ def test_exposition_holds_vllms_names() -> None:
     stats = CoreStats(
         num_running=3, num_waiting=2, num_free_blocks=25, num_blocks=100, prompt_tokens=7
     )
-    metrics = Metrics("m", lambda: stats)
+    metrics = Metrics("m", lambda: stats, {"block_size": 16})
     metrics.finish("stop", 10, 4, 0.5)
     metrics.first_token.observe(0.02)
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}

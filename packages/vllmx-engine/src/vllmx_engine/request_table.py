@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from vllmx_core import errors
 from vllmx_core.errors import VllmxError
 
 from vllmx_engine.messages import CoreOutput, FinishReason
@@ -92,15 +93,10 @@ class RequestTable:
 
 
 def error_of(output: CoreOutput) -> VllmxError:
-    """The typed error that a core output stands for."""
-    for kind in _all_subclasses(VllmxError):
-        if kind.code == output.error_code:
-            return kind(output.error or "the request failed")
+    """The typed error that a core output stands for; a VllmxError where the code is of none of
+    `vllmx_core.errors`."""
+    for kind in vars(errors).values():
+        is_error = isinstance(kind, type) and issubclass(kind, VllmxError)
+        if is_error and kind.code == output.error_code:
+            return kind(output.error or "the request failed")  # type: ignore[no-any-return]
     return VllmxError(output.error or "the request failed; see the log of the engine core")
-
-
-def _all_subclasses(kind: type[VllmxError]) -> list[type[VllmxError]]:
-    found = []
-    for child in kind.__subclasses__():
-        found += [child, *_all_subclasses(child)]
-    return found

@@ -30,11 +30,20 @@ ROUTES = (
     ("GET", "/metrics", status.metrics),
     ("GET", "/version", status.version),
 )
+_METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 
 
 def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     """The application over a started engine; it does not own the engine."""
-    middleware = [Middleware(RequestContext, log=not config.disable_access_log)]
+    metrics = Metrics(llm.config.name, lambda: llm.stats, _cache_labels(llm))
+    paths = {path for _, path, _ in ROUTES}
+
+    def count(path: str, method: str, status: int) -> None:
+        # A label for each path that somebody makes up would fill the memory.
+        handler = path if path in paths else "other"
+        metrics.count_http(handler, method if method in _METHODS else "other", status)
+
+    middleware = []
     if config.allowed_origins:
         middleware.append(
             Middleware(
@@ -46,6 +55,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
                 expose_headers=["X-Request-Id"],
             )
         )
+    middleware.append(Middleware(RequestContext, log=not config.disable_access_log, count=count))
     middleware.append(Middleware(Authorization, keys=config.api_key))
     app = Starlette(
         routes=[Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES],
@@ -53,8 +63,20 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
         exception_handlers={
             VllmxError: errors.on_vllmx_error,
             HTTPException: errors.on_http_error,
-            Exception: errors.on_bug,
         },
     )
-    app.state.server = ServerState(llm, config, Metrics(llm.config.name, lambda: llm.stats))
+    app.router.redirect_slashes = False  # it redirects to whatever host the client named
+    app.state.server = ServerState(llm, config, metrics)
     return app
+
+
+def _cache_labels(llm: AsyncLLM) -> dict[str, object]:
+    info, config = llm.info, llm.config
+    return {
+        "block_size": info.block_size,
+        "num_gpu_blocks": info.num_kv_blocks,
+        "kv_cache_bytes": info.kv_cache_bytes,
+        "cache_dtype": info.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.memory_fraction,
+    }

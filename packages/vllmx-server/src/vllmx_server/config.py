@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -27,26 +29,41 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_concurrent_requests: int = 4096
     """Generation requests in flight, queue included; more get 503."""
+    body_timeout_s: float = 60.0
+    """How long a client may take to send a request body."""
+    send_timeout_s: float = 300.0
+    """How long a client may take nothing of an answer before it counts as gone."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
     disable_access_log: bool = False
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}", param="port")
-        for name in ("max_body_bytes", "max_concurrent_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}",
-                    param=name,
-                )
-        if not 0 <= self.drain_timeout_s <= 86400:
-            raise ConfigError(
-                f"--drain-timeout-s must be between 0 and 86400, got {self.drain_timeout_s}",
-                param="drain_timeout_s",
-            )
+        self._check_interval("port", 0, 65535)
+        self._check_interval("max_body_bytes", 1, 1 << 40)
+        self._check_interval("max_concurrent_requests", 1, 1 << 20)
+        self._check_interval("body_timeout_s", 0.001, 86400)
+        self._check_interval("send_timeout_s", 0.001, 86400)
+        self._check_interval("drain_timeout_s", 0, 86400)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key is empty: give a key or leave it out", param="api_key")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(
+                f"--root-path must begin and not end with a slash, got {self.root_path!r}",
+                param="root_path",
+            )
+        if self.log_level.lower() not in LOG_LEVELS:
+            raise ConfigError(
+                f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}",
+                param="log_level",
+            )
+
+    def _check_interval(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be between {low} and {high}, got {value}",
+                param=name,
+            )

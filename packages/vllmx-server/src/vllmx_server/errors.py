@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import QueueFullError, VllmxError
-
-logger = logging.getLogger("vllmx.server")
 
 _TYPES = {
     400: "invalid_request_error",
@@ -18,7 +14,9 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -30,6 +28,20 @@ class BodyTooLargeError(VllmxError):
 
     http_status = 413
     code = "body_too_large"
+
+
+class BodyTimeoutError(VllmxError):
+    """The request body did not arrive in time."""
+
+    http_status = 408
+    code = "body_timeout"
+
+
+class MediaTypeError(VllmxError):
+    """The request body is not declared as JSON."""
+
+    http_status = 415
+    code = "unsupported_media_type"
 
 
 class AuthenticationError(VllmxError):
@@ -44,6 +56,20 @@ class OverloadedError(VllmxError):
 
     http_status = 503
     code = "overloaded"
+
+
+class RouteNotFoundError(VllmxError):
+    """No such route."""
+
+    http_status = 404
+    code = "not_found"
+
+
+class MethodNotAllowedError(VllmxError):
+    """The route is there, but not with this method."""
+
+    http_status = 405
+    code = "method_not_allowed"
 
 
 def error_body(error: VllmxError) -> bytes:
@@ -85,16 +111,11 @@ async def on_vllmx_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the same shape."""
     assert isinstance(error, HTTPException)
-    plain = VllmxError(
-        f"{request.method} {request.url.path[:200]}: {error.detail.lower()}; docs/serving.md lists"
-        " the routes"
+    # Not request.url: building it fails for a Host header that is no host.
+    path = request.scope["path"][:200]
+    kind = MethodNotAllowedError if error.status_code == 405 else RouteNotFoundError
+    response = error_response(
+        kind(f"{request.method} {path}: {error.detail.lower()}; docs/serving.md lists the routes")
     )
-    plain.http_status, plain.code = error.status_code, "not_found"
-    response = error_response(plain)
     response.headers.update(error.headers or {})
     return response
-
-
-async def on_bug(request: Request, error: Exception) -> Response:
-    logger.error("unhandled error in %s", request.url.path, exc_info=error)
-    return error_response(internal_error())

@@ -2,7 +2,7 @@
 
 starlette's StreamingResponse starts a task group and a memory stream for each response; at hundreds
 of streams that costs as much as the events themselves. Here one task a response watches for the
-client's disconnect, and the response's own task writes ready-made bytes.
+client's disconnect, and another one writes ready-made bytes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 
 from vllmx_server.errors import error_body, internal_error
+from vllmx_server.generation import Generation
 
 logger = logging.getLogger("vllmx.server")
 DONE = b"data: [DONE]\n\n"
@@ -28,44 +31,74 @@ _EVENT_HEADERS = [
 class HeldResponse:
     """An ASGI response whose body is made while the client waits.
 
-    `release` is called exactly once, however it ends. A disconnect cancels the work, which aborts
-    the generation behind it.
+    However it ends, the generation is closed and then `release` is called, once. A disconnect
+    cancels the work, and so does a client that takes nothing for `send_timeout_s`; ClientDisconnect
+    is raised then.
     """
 
-    def __init__(self, release: Callable[[], None]) -> None:
+    def __init__(
+        self, generation: Generation, release: Callable[[], None], send_timeout_s: float
+    ) -> None:
+        self._generation = generation
         self._release = release
+        self._send_timeout_s = send_timeout_s
+        self._num_sent = 0
+        self._sending = False
 
-    async def respond(self, send: Send) -> None:
+    async def respond(self, send: Send, request_id: str) -> None:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        worker = asyncio.ensure_future(self.respond(send))
+        worker = asyncio.ensure_future(self.respond(send, scope["state"]["request_id"]))
         watcher = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(worker, watcher)
+            gone = not worker.done()
+            worker.cancel()
+            watcher.cancel()
+            await asyncio.wait((worker, watcher))
         finally:
-            finished = worker.done()
-            for task in (worker, watcher):
-                task.cancel()
-            await asyncio.gather(worker, watcher, return_exceptions=True)
+            worker.cancel()
+            watcher.cancel()
+            self._generation.close()
             self._release()
-        if finished:
-            worker.result()
+        if gone:
+            raise ClientDisconnect
+        worker.result()
+
+    async def _first_of(self, *tasks: asyncio.Future[None]) -> None:
+        """Returns when a task is done, or one send has hung for `send_timeout_s`."""
+        before, now = (False, 0), (False, 0)
+        while not (now[0] and now == before):
+            before = now
+            done, _ = await asyncio.wait(
+                tasks, timeout=self._send_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return
+            now = (self._sending, self._num_sent)
 
 
 class JSONAnswer(HeldResponse):
-    """One JSON body, awaited; its errors become error responses with their status."""
+    """One JSON body, awaited; its errors are raised, so that they get their status."""
 
-    def __init__(self, body: Awaitable[bytes], release: Callable[[], None]) -> None:
-        super().__init__(release)
-        self._body = body
+    def __init__(
+        self,
+        generation: Generation,
+        release: Callable[[], None],
+        send_timeout_s: float,
+        make: Callable[[], Awaitable[bytes]],
+    ) -> None:
+        super().__init__(generation, release, send_timeout_s)
+        self._make = make
 
-    async def respond(self, send: Send) -> None:
-        body = await self._body
+    async def respond(self, send: Send, request_id: str) -> None:
+        body = await self._make()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
         ]
+        self._sending = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -73,30 +106,44 @@ class JSONAnswer(HeldResponse):
 class EventStream(HeldResponse):
     """Server-sent events: each item of `events` (bytes with their framing) goes out at once.
 
-    The status is sent before the first event, so an error becomes an event of its own.
+    The status is sent with the first event, so that what fails before has its own status; what
+    fails later becomes an event of its own.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], release: Callable[[], None]) -> None:
-        super().__init__(release)
+    def __init__(
+        self,
+        generation: Generation,
+        release: Callable[[], None],
+        send_timeout_s: float,
+        events: AsyncGenerator[bytes, None],
+    ) -> None:
+        super().__init__(generation, release, send_timeout_s)
         self._events = events
 
-    async def respond(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-        try:
-            async for event in self._events:
+    async def respond(self, send: Send, request_id: str) -> None:
+        async with aclosing(self._events) as events:
+            event = await anext(events)
+            self._sending = True
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            try:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except VllmxError as error:
-            await send(_error_event(error))
-        except Exception:
-            logger.exception("unhandled error in an event stream")
-            await send(_error_event(internal_error()))
-        finally:
-            await self._events.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                self._sending = False
+                async for event in events:
+                    self._sending = True
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    self._sending = False
+                    self._num_sent += 1
+            except VllmxError as error:
+                await send(_error_event(error))
+            except Exception:
+                logger.exception("unhandled error in the event stream of request %s", request_id)
+                await send(_error_event(internal_error()))
+            self._sending = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _error_event(error: VllmxError) -> dict[str, object]:
-    body = b"data: " + error_body(error) + b"\n\n"
+    body = b"data: " + error_body(error) + b"\n\n" + DONE
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 

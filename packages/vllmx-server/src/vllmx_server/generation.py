@@ -1,14 +1,15 @@
-"""Driving engine streams for a request: outputs of several prompts as one, with their metrics."""
+"""The engine's side of one HTTP request: its streams as one, their usage, latencies and end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 
-from vllmx_engine.request_stream import RequestStream
+from vllmx_core.errors import VllmxError
 from vllmx_engine.outputs import RequestOutput
+from vllmx_engine.request_stream import RequestStream
 
 from vllmx_server.metrics import Metrics
 
@@ -16,8 +17,8 @@ from vllmx_server.metrics import Metrics
 class Usage:
     """Token counts of one HTTP request, over all of its prompts and choices."""
 
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
-        self.prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
 
@@ -30,56 +31,118 @@ class Usage:
         }
 
 
-class Watch:
-    """Observes the latencies of one engine stream."""
+class Generation:
+    """The engine streams of one HTTP request, one for each prompt.
 
-    __slots__ = ("_generated", "_last", "_metrics", "_prompt", "_start", "_usage")
+    Args:
+        streams: started.
+        metrics: told of every token and every end.
+        started_s: `time.monotonic` when the HTTP request came.
+    """
 
-    def __init__(self, metrics: Metrics, usage: Usage, prompt_tokens: int) -> None:
+    def __init__(
+        self, streams: Sequence[RequestStream], metrics: Metrics, started_s: float
+    ) -> None:
+        self._streams = streams
+        self.usage = Usage(sum(len(stream.prompt_token_ids) for stream in streams))
+        self._watches = [_Watch(stream, metrics, self.usage, started_s) for stream in streams]
+
+    @property
+    def prompt_token_ids(self) -> list[list[int]]:
+        """Of each prompt."""
+        return [stream.prompt_token_ids for stream in self._streams]
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, output) as they come. Raises the error of the first that fails."""
+        try:
+            if len(self._streams) == 1:
+                see = self._watches[0].see
+                async for output in self._streams[0]:
+                    see(output)
+                    yield 0, output
+                return
+            async with aclosing(_merged(self._streams)) as merged:
+                async for index, output in merged:
+                    self._watches[index].see(output)
+                    yield index, output
+        except VllmxError:
+            self._close("error")
+            raise
+
+    async def finals(self) -> list[RequestOutput]:
+        """The last output of each prompt, in their order."""
+        last: dict[int, RequestOutput] = {}
+        async for index, output in self.outputs():
+            last[index] = output
+        return [last[index] for index in sorted(last)]
+
+    def close(self) -> None:
+        """Aborts what has not ended. Must be called, may be called twice."""
+        self._close("abort")
+
+    def _close(self, reason: str) -> None:
+        for stream, watch in zip(self._streams, self._watches, strict=True):
+            watch.close(reason)
+            stream.abort()
+
+
+class _Watch:
+    """Observes the tokens and ends of one engine stream."""
+
+    __slots__ = ("_counts", "_last_s", "_metrics", "_open", "_started_s", "_stream", "_usage")
+
+    def __init__(
+        self, stream: RequestStream, metrics: Metrics, usage: Usage, started_s: float
+    ) -> None:
+        self._stream = stream
         self._metrics = metrics
         self._usage = usage
-        self._prompt = prompt_tokens
-        self._start = time.perf_counter()
-        self._last = 0.0
-        self._generated: dict[int, int] = {}
+        self._started_s = started_s
+        n = stream.request.params.n
+        self._open = set(range(n))
+        self._counts = [0] * n
+        self._last_s = [0.0] * n
+        metrics.begin(n, stream.request.core[0].max_tokens)
 
     def see(self, output: RequestOutput) -> None:
-        """Takes note of a delta."""
-        now = time.perf_counter()
-        new = 0
+        """Takes note of an output: what is new, or all of it."""
+        assert output.metrics is not None
+        now_s = output.metrics.last_token_s or 0.0
         for choice in output.outputs:
             count = len(choice.token_ids)
-            new += count
-            total = self._generated[choice.index] = self._generated.get(choice.index, 0) + count
+            if count:
+                self._tokens_came(choice.index, count, now_s, output)
             if choice.finish_reason is not None:
-                elapsed = now - self._start
-                self._metrics.finish(choice.finish_reason, self._prompt, total, elapsed)
-        if new:
-            if self._last:
-                self._metrics.between_tokens.observe(now - self._last)
-            else:
-                self._metrics.first_token.observe(now - self._start)
-                self._usage.cached_tokens += output.num_cached_tokens
-            self._last = now
-            self._usage.completion_tokens += new
+                self._end(choice.index, choice.finish_reason)
+        ranked = len(self._stream.request.core) - len(self._counts)
+        if output.finished and ranked:  # best_of: those that were left out cost as much
+            rest = output.metrics.num_generation_tokens - sum(self._counts)
+            self._usage.completion_tokens += max(0, rest)
 
-
-async def outputs_of(
-    streams: Sequence[RequestStream], metrics: Metrics, usage: Usage
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the prompt, delta) as they come. Leaving it early aborts every stream."""
-    async with AsyncExitStack() as stack:
-        for stream in streams:
-            await stack.enter_async_context(stream)
-        watches = [Watch(metrics, usage, len(stream.prompt_token_ids)) for stream in streams]
-        if len(streams) == 1:
-            async for output in streams[0]:
-                watches[0].see(output)
-                yield 0, output
+    def _tokens_came(self, index: int, count: int, now_s: float, output: RequestOutput) -> None:
+        self._usage.completion_tokens += count
+        known, before_s = self._counts[index], self._last_s[index]
+        self._counts[index], self._last_s[index] = known + count, now_s
+        if known:
+            self._metrics.between_tokens.observe((now_s - before_s) / count, count)
             return
-        async for index, output in _merged(streams):
-            watches[index].see(output)
-            yield index, output
+        assert output.metrics is not None
+        first_s = output.metrics.first_token_s or now_s
+        self._metrics.first_token.observe(first_s - self._started_s)
+        if count > 1:
+            self._metrics.between_tokens.observe((now_s - first_s) / (count - 1), count - 1)
+        if not any(self._counts[:index]) and not any(self._counts[index + 1 :]):
+            self._usage.cached_tokens += output.num_cached_tokens
+
+    def _end(self, index: int, reason: str) -> None:
+        self._open.discard(index)
+        count, prompt = self._counts[index], len(self._stream.prompt_token_ids)
+        self._metrics.finish(reason, prompt, count, time.monotonic() - self._started_s)
+
+    def close(self, reason: str) -> None:
+        """Every choice that has not ended ends for `reason`."""
+        for index in tuple(self._open):
+            self._end(index, reason)
 
 
 async def _merged(

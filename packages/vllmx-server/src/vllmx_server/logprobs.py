@@ -63,9 +63,10 @@ class CompletionLogprobs:
         chosen = position[token]
         self.tokens.append(chosen.decoded_token or "")
         self.token_logprobs.append(finite(chosen.logprob))
-        self.top_logprobs.append(
-            {entry.decoded_token or "": finite(entry.logprob) for entry in position.values()}
-        )
+        top: dict[str, float] = {}
+        for entry in position.values():  # tokens of one text: the chosen, else the likeliest
+            top.setdefault(entry.decoded_token or "", finite(entry.logprob))
+        self.top_logprobs.append(top)
         self.text_offset.append(offset)
 
     def as_dict(self) -> dict[str, Any]:

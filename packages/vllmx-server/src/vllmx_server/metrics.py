@@ -7,10 +7,16 @@ Prometheus families only when somebody scrapes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,14 +31,15 @@ FIRST_TOKEN_S = (
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 BETWEEN_TOKENS_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 REQUEST_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -46,9 +53,9 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, as Prometheus wants them."""
@@ -57,27 +64,50 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """All metrics of one server. `stats` gives the engine's newest counters."""
+    """All metrics of one server.
 
-    def __init__(self, model: str, stats: Callable[[], CoreStats]) -> None:
+    Args:
+        model: the name that clients use.
+        stats: gives the engine's newest counters.
+        cache: what `cache_config_info` shows, by label.
+    """
+
+    def __init__(
+        self, model: str, stats: Callable[[], CoreStats], cache: Mapping[str, object]
+    ) -> None:
         self._model = model
         self._stats = stats
+        self._cache = {name: str(value) for name, value in cache.items()}
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
-        self.request_time = Histogram(REQUEST_S)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.generation_tokens = Histogram(TOKENS)
-        self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self.http: dict[tuple[str, int], int] = {}
+        self._request_time = Histogram(REQUEST_S)
+        self._prompt_tokens = Histogram(TOKENS)
+        self._generation_tokens = Histogram(TOKENS)
+        self._max_tokens = Histogram(TOKENS)
+        self._num_choices = Histogram(CHOICES)
+        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._http: dict[tuple[str, str, str], int] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        for process in (ProcessCollector, PlatformCollector, GCCollector):
+            process(registry=self._registry)
+
+    def begin(self, num_choices: int, max_tokens: int) -> None:
+        """Counts one request that the engine took."""
+        self._num_choices.observe(num_choices)
+        self._max_tokens.observe(max_tokens)
 
     def finish(self, reason: str, prompt: int, generated: int, seconds: float) -> None:
         """Counts one ended choice."""
-        self.finished[reason] = self.finished.get(reason, 0) + 1
-        self.prompt_tokens.observe(prompt)
-        self.generation_tokens.observe(generated)
-        self.request_time.observe(seconds)
+        self._finished[reason] += 1
+        self._prompt_tokens.observe(prompt)
+        self._generation_tokens.observe(generated)
+        self._request_time.observe(seconds)
+
+    def count_http(self, handler: str, method: str, status: int) -> None:
+        """Counts one HTTP request."""
+        key = (handler, method, f"{status // 100}xx")
+        self._http[key] = self._http.get(key, 0) + 1
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -87,12 +117,17 @@ class Metrics(Collector):
         yield from self._gauges()
         yield from self._counters()
         for name, text, histogram in (
-            ("time_to_first_token_seconds", "Time to first token", self.first_token),
-            ("inter_token_latency_seconds", "Time between two tokens", self.between_tokens),
-            ("e2e_request_latency_seconds", "Time of a whole request", self.request_time),
-            ("request_prompt_tokens", "Prompt tokens of a request", self.prompt_tokens),
-            ("request_generation_tokens", "Generated tokens", self.generation_tokens),
-        ):
+            ("time_to_first_token_seconds", "From the request to a choice's first token",
+             self.first_token),
+            ("inter_token_latency_seconds", "Between two tokens of a choice", self.between_tokens),
+            ("e2e_request_latency_seconds", "From the request to a choice's end",
+             self._request_time),
+            ("request_prompt_tokens", "Prompt tokens of a choice", self._prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a choice", self._generation_tokens),
+            ("request_params_n", "Choices of a request", self._num_choices),
+            ("request_params_max_tokens", "Greatest length that a request allows",
+             self._max_tokens),
+        ):  # fmt: skip
             family = HistogramMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
             family.add_metric([self._model], histogram.buckets(), histogram.total)
             yield family
@@ -101,13 +136,18 @@ class Metrics(Collector):
         now = self._stats()
         used = 1 - now.num_free_blocks / now.num_blocks if now.num_blocks else 0.0
         for name, text, value in (
-            ("num_requests_running", "Requests in the running batch", now.num_running),
-            ("num_requests_waiting", "Requests that wait", now.num_waiting),
+            ("num_requests_running", "Sequences in the running batch", now.num_running),
+            ("num_requests_waiting", "Sequences that wait", now.num_waiting),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all", used),
         ):
             family = GaugeMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
+        info = GaugeMetricFamily(
+            "vllmx:cache_config_info", "The KV cache, in labels", labels=[*self._cache]
+        )
+        info.add_metric([*self._cache.values()], 1.0)
+        yield info
 
     def _counters(self) -> Iterator[Metric]:
         now = self._stats()
@@ -127,6 +167,14 @@ class Metrics(Collector):
             "Ended choices by reason",
             labels=["model_name", "finished_reason"],
         )
-        for reason, count in self.finished.items():
+        for reason, count in self._finished.items():
             done.add_metric([self._model, reason], count)
         yield done
+        http = CounterMetricFamily(
+            "vllmx:http_requests",
+            "HTTP requests by route and status",
+            labels=["handler", "method", "status"],
+        )
+        for key, count in self._http.items():
+            http.add_metric(key, count)
+        yield http

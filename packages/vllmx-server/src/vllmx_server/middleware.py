@@ -8,50 +8,71 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllmx_server.errors import AuthenticationError, error_response
+from vllmx_server.errors import AuthenticationError, error_response, internal_error
 
+logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
-_SAFE_ID = re.compile(r"[\w.:-]{1,128}")
+_SAFE_ID = re.compile(rb"[\w.:-]{1,128}")
 PUBLIC_PATHS = ("/health", "/health/live", "/health/ready")
+CLIENT_GONE = 499
+"""What the access log and the metrics show for a client that left before its answer began."""
 
 
 class RequestContext:
-    """Sets `scope["state"]`'s request_id, echoes it as X-Request-Id, logs one line a request."""
+    """Sets `scope["state"]`'s request_id, echoes it as X-Request-Id, logs one line a request, and
+    turns a bug of ours into an answer that tells nothing of it.
 
-    def __init__(self, app: ASGIApp, *, log: bool) -> None:
+    Args:
+        count: told (path, method, status) of every request.
+    """
+
+    def __init__(self, app: ASGIApp, *, log: bool, count: Callable[[str, str, int], None]) -> None:
         self.app = app
         self.log = log
+        self.count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        given = header(scope, b"x-request-id")
+        request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode("ascii")
         started, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass
+        except Exception:
+            logger.exception("unhandled error in request %s", request_id.decode("ascii"))
+            if not status:
+                await error_response(internal_error())(scope, receive, send_with_id)
         finally:
-            if self.log and scope["path"] not in PUBLIC_PATHS:
-                access.info(
-                    "%s %s %s %.1f ms %s",
-                    scope["method"], scope["path"], status or "-",
-                    (time.perf_counter() - started) * 1e3, request_id,
-                )  # fmt: skip
+            self._note(scope, status or CLIENT_GONE, time.perf_counter() - started)
+
+    def _note(self, scope: Scope, status: int, elapsed_s: float) -> None:
+        path = route_path(scope)
+        self.count(path, scope["method"], status)
+        if self.log and path not in PUBLIC_PATHS:
+            # Decoded paths may hold line breaks, which would forge lines of the log.
+            access.info(
+                "%s %s %s %.1f ms %s",
+                scope["method"], scope["path"].encode("unicode_escape").decode("ascii"), status,
+                elapsed_s * 1e3, scope["state"]["request_id"],
+            )  # fmt: skip
 
 
 class Authorization:
@@ -63,10 +84,10 @@ class Authorization:
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or not self.digests:
+        if scope["type"] != "http" or not self.digests or route_path(scope) in PUBLIC_PATHS:
             await self.app(scope, receive, send)
             return
-        digest = self._digest(Headers(scope=scope).get("authorization", ""))
+        digest = _token_digest(header(scope, b"authorization"))
         # Every key is compared, so that the time tells nothing about which one was close.
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         if not any(matches):
@@ -78,8 +99,19 @@ class Authorization:
         scope.setdefault("state", {})["client"] = digest.hex()[:16]
         await self.app(scope, receive, send)
 
-    @staticmethod
-    def _digest(header: str) -> bytes:
-        scheme, _, token = header.partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first header of this name; empty when there is none."""
+    return next((value for key, value in scope["headers"] if key.lower() == name), b"")
+
+
+def route_path(scope: Scope) -> str:
+    """The path without `root_path`, as the router sees it."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def _token_digest(value: bytes) -> bytes:
+    scheme, _, token = value.partition(b" ")
+    return hashlib.sha256(token.strip() if scheme.lower() == b"bearer" else b"").digest()

@@ -7,21 +7,26 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
-from starlette.applications import Starlette
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.state import ServerState
 
 logger = logging.getLogger("vllmx.server")
+
+_CLOSE_S = 2.0
+"""What connections get to end once all answers are sent."""
+_BACKLOG = 1024
 
 
 def run_server(
@@ -31,8 +36,9 @@ def run_server(
     on_ready: Callable[[AsyncLLM, str], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. `on_ready` gets the engine and the base URL once requests are
-    accepted. Raises ConfigError when the address cannot be bound (before the model is loaded) and
-    the typed errors of loading."""
+    accepted. Raises ConfigError when the address or the certificate cannot be used (before the
+    model is loaded), the typed errors of loading, and KeyboardInterrupt when a signal comes while
+    the model loads."""
     asyncio.run(_serve(engine, server, on_ready))
 
 
@@ -41,49 +47,85 @@ async def _serve(
     server: ServerConfig,
     on_ready: Callable[[AsyncLLM, str], None] | None,
 ) -> None:
+    config = hypercorn_config(server)
     listener, url = bind(server)
     try:
+        signals = _Signals()
         async with await AsyncLLM.start(engine) as llm:
             app = build_app(llm, server)
-            stop = _stop_event(app, llm, server)
+            listen(listener, server)
+            config.bind = [f"fd://{os.dup(listener.fileno())}"]  # hypercorn closes its own
+            stop = signals.begin_serving(app.state.server)
             if on_ready is not None:
                 on_ready(llm, url)
-            await serve(
-                app,  # type: ignore[arg-type]
-                _hypercorn_config(server, listener),
-                shutdown_trigger=stop.wait,
+            serving = asyncio.ensure_future(
+                serve(app, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]
             )
+            await _until_stopped(serving, stop)
     finally:
         listener.close()
         if server.uds is not None:
             Path(server.uds).unlink(missing_ok=True)
 
 
+async def _until_stopped(serving: asyncio.Future[None], stop: asyncio.Event) -> None:
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    # From Python 3.12 on hypercorn waits for every connection, also for a client that never reads.
+    await asyncio.wait((serving,), timeout=2 * _CLOSE_S)
+    for task in (serving, stopping):
+        task.cancel()
+    await asyncio.wait((serving, stopping))
+    if not serving.cancelled():
+        serving.result()
+
+
+# --- the socket -----------------------------------------------------------------------------------
 def bind(server: ServerConfig) -> tuple[socket.socket, str]:
-    """A listening socket and its base URL. Raises ConfigError that says what to do."""
+    """A bound socket, not listening yet, and its base URL. Raises ConfigError that says what to
+    do."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(socket.AF_UNIX if server.uds is not None else family)
     try:
         if server.uds is not None:
-            return _bind_unix(server.uds), f"unix:{server.uds}"
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+            _bind_unix(listener, server.uds)
+            return listener, f"unix:{server.uds}"
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((server.host, server.port))
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {server.uds or f'{server.host}:{server.port}'}"
-            f" ({os.strerror(error.errno) if error.errno else error}): choose another --port or"
-            " stop the program that uses it",
-            param="port",
-        ) from None
+        listener.close()
+        raise _cannot_listen(server, error) from None
     scheme = "https" if server.ssl_certfile else "http"
     host = f"[{server.host}]" if family == socket.AF_INET6 else server.host
     return listener, f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
-def _bind_unix(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def listen(listener: socket.socket, server: ServerConfig) -> None:
+    """Connections are accepted from now on. Raises ConfigError when another program took the
+    address between `bind` and now."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(server, error) from None
+
+
+def _cannot_listen(server: ServerConfig, error: OSError) -> ConfigError:
+    if server.uds is not None:
+        where, param = server.uds, "uds"
+        remedy = "choose another --uds, or stop the program that uses it"
+    elif isinstance(error, socket.gaierror):
+        where, param = server.host, "host"
+        remedy = "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+    else:
+        where, param = f"{server.host}:{server.port}", "port"
+        remedy = "choose another --port, or stop the program that uses it"
+    reason = error.strerror or str(error)
+    return ConfigError(f"cannot listen on {where} ({reason}): {remedy}", param=param)
+
+
+def _bind_unix(listener: socket.socket, path: str) -> None:
     if Path(path).is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(path) != 0:  # left behind by a server that was killed
                 Path(path).unlink()
     previous = os.umask(0o177)
@@ -91,44 +133,63 @@ def _bind_unix(path: str) -> socket.socket:
         listener.bind(path)
     finally:
         os.umask(previous)
-    return listener
 
 
-def _hypercorn_config(server: ServerConfig, listener: socket.socket) -> Config:
+def hypercorn_config(server: ServerConfig) -> Config:
+    """All but the socket. Raises ConfigError for a certificate that cannot be used."""
     config = Config()
-    config.bind = [f"fd://{listener.detach()}"]  # hypercorn closes it
     config.root_path = server.root_path
     config.certfile = server.ssl_certfile
     config.keyfile = server.ssl_keyfile
-    config.graceful_timeout = 2.0  # requests in flight were waited for before
+    config.graceful_timeout = _CLOSE_S
     config.keep_alive_timeout = 75.0
     config.include_server_header = False
     config.accesslog = None
+    config.backlog = _BACKLOG
     config.errorlog = logging.getLogger("vllmx.hypercorn")
+    config.errorlog.setLevel(logging.WARNING)
+    try:
+        config.create_ssl_context()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {server.ssl_certfile} and --ssl-keyfile {server.ssl_keyfile} cannot be"
+            f" used ({error.strerror or error}): both must be readable PEM files that belong"
+            " together",
+            param="ssl_certfile",
+        ) from None
     return config
 
 
-def _stop_event(app: Starlette, llm: AsyncLLM, server: ServerConfig) -> asyncio.Event:
-    """An event that is set once a signal came and the requests in flight have ended. The first
-    signal drains, the second stops at once."""
-    stop = asyncio.Event()
-    state = app.state.server
-    tasks: list[asyncio.Task[None]] = []
+# --- signals --------------------------------------------------------------------------------------
+class _Signals:
+    """SIGTERM and SIGINT: while the model loads they end the program; later the first drains and
+    the second stops at once."""
 
-    async def drain() -> None:
+    def __init__(self) -> None:
+        self._state: ServerState | None = None
+        self._stop = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+        if sys.platform != "win32":
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def begin_serving(self, state: ServerState) -> asyncio.Event:
+        """Returns the event that is set when the server must stop."""
+        self._state = state
+        return self._stop
+
+    def _on_signal(self) -> None:
+        if self._state is None:
+            raise KeyboardInterrupt  # leaves the event loop, which cancels and cleans up
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain(self._state))
+        else:
+            self._stop.set()
+
+    async def _drain(self, state: ServerState) -> None:
         logger.info("draining: %d requests in flight", state.in_flight)
-        if not await llm.drain(server.drain_timeout_s):
-            logger.warning("drain timed out; the remaining requests are aborted")
-        stop.set()
-
-    def on_signal() -> None:
-        if state.draining:
-            stop.set()
-            return
-        state.draining = True
-        tasks.append(asyncio.get_running_loop().create_task(drain()))
-
-    if sys.platform != "win32":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop
+        if not await state.drain(state.config.drain_timeout_s):
+            logger.warning("drain timed out: %d requests are aborted", state.in_flight)
+            await state.llm.shutdown()  # they end with finish reason "abort"
+            await state.drain(_CLOSE_S)
+        self._stop.set()

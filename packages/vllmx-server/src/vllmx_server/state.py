@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class ServerState:
     draining: bool = False
     in_flight: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
@@ -48,11 +50,23 @@ class ServerState:
                 " --max-concurrent-requests"
             )
         self.in_flight += 1
+        return self._release
 
-        def release() -> None:
-            self.in_flight -= 1
+    async def drain(self, timeout_s: float) -> bool:
+        """Admits nothing new and waits until every answer has been sent; False when the time was
+        up."""
+        self.draining = True
+        if self.in_flight:
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+            except TimeoutError:
+                return False
+        return True
 
-        return release
+    def _release(self) -> None:
+        self.in_flight -= 1
+        if self.draining and not self.in_flight:
+            self._idle.set()
 
 
 def state_of(request: Request) -> ServerState:
@@ -60,7 +74,8 @@ def state_of(request: Request) -> ServerState:
 
 
 def request_id_of(request: Request, body: SamplingFields) -> str:
-    """The body's own request_id, or the one of the HTTP request."""
+    """The body's own request_id, or the one of the HTTP request. A name for the answer and for
+    logs: clients may give one to several requests."""
     return body.request_id or cast(str, request.scope["state"]["request_id"])
 
 

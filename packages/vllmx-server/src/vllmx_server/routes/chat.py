@@ -4,62 +4,65 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_LOGPROBS
+from vllmx_engine.outputs import CompletionOutput
 from vllmx_engine.request_stream import RequestStream
-from vllmx_engine.outputs import CompletionOutput, RequestOutput
 
 from vllmx_server.body import read_body
+from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, EventStream, HeldResponse, JSONAnswer
-from vllmx_server.generation import Usage, outputs_of
+from vllmx_server.generation import Generation
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
 from vllmx_server.schema.decode import decode
 from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
 
-_encode = msgspec.json.Encoder().encode
-
 
 async def chat_completions(request: Request) -> HeldResponse:
     """OpenAI's chat completion, streamed or not."""
-    state = state_of(request)
-    body = decode(await read_body(request, state.config.max_body_bytes), DECODER)
+    state, started_s = state_of(request), time.monotonic()
+    body = decode(await read_body(request, state.config), DECODER)
     state.check_model(body.model)
     body.check()
-    answer = ChatAnswer(state, body, f"chatcmpl-{request_id_of(request, body)}")
     release = state.admit()
     try:
-        stream = await _submit(request, state, body, answer.id)
+        stream = await _submit(request, state, body)
     except BaseException:
         release()
         raise
+    generation = Generation([stream], state.metrics, started_s)
+    answer = ChatAnswer(state, body, f"chatcmpl-{request_id_of(request, body)}", generation)
+    timeout_s = state.config.send_timeout_s
     if body.stream:
-        return EventStream(answer.events(stream), release)
-    return JSONAnswer(answer.whole(stream), release)
+        return EventStream(generation, release, timeout_s, answer.events())
+    return JSONAnswer(generation, release, timeout_s, answer.whole)
 
 
 async def _submit(
-    request: Request, state: ServerState, body: ChatCompletionRequest, request_id: str
+    request: Request, state: ServerState, body: ChatCompletionRequest
 ) -> RequestStream:
-    if body.num_logprobs is not None and body.num_logprobs > MAX_LOGPROBS:
+    if body.num_logprobs is not None and not 0 <= body.num_logprobs <= MAX_LOGPROBS:
         raise InvalidRequestError(
             f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {body.num_logprobs}",
             param="top_logprobs",
         )
     llm = state.llm
+    limit = body.token_limit
+    if limit is None:
+        limit = llm.default_sampling_params.get("max_tokens")
     params = body.sampling_params(
-        llm.default_sampling_params, max_tokens=body.token_limit, logprobs=body.num_logprobs
+        llm.default_sampling_params, max_tokens=limit, logprobs=body.num_logprobs
     )
     return await llm.submit_chat(
         body.conversation(),
         params,
         chat=body.chat_options(),
         kind="delta" if body.stream else "final",
-        request_id=request_id,
         **caller_of(request, body),
     )
 
@@ -67,41 +70,35 @@ async def _submit(
 class ChatAnswer:
     """Makes the wire format of one request's outputs."""
 
-    def __init__(self, state: ServerState, body: ChatCompletionRequest, answer_id: str) -> None:
-        self.id = answer_id
+    def __init__(
+        self,
+        state: ServerState,
+        body: ChatCompletionRequest,
+        answer_id: str,
+        generation: Generation,
+    ) -> None:
+        self._id = answer_id
         self._state = state
         self._body = body
+        self._generation = generation
         self._created = int(time.time())
-        options = body.stream_options
-        self._usage_at_end = options is not None and options.include_usage
-        self._usage_always = options is not None and options.continuous_usage_stats
-        # Everything in a chunk that does not change is encoded once.
-        head = _encode({"id": self.id, "object": "chat.completion.chunk"})[:-1]
-        model = _encode(state.llm.config.name)
-        self._head = b"data: %b,\"created\":%d,\"model\":%b,\"choices\":[" % (
-            head, self._created, model,
-        )  # fmt: skip
 
-    async def whole(self, stream: RequestStream) -> bytes:
+    async def whole(self) -> bytes:
         """The body of an answer that is not streamed."""
-        usage = Usage([stream])
-        final: RequestOutput | None = None
-        async for _, output in outputs_of([stream], self._state.metrics, usage):
-            final = output
-        assert final is not None
+        (final,) = await self._generation.finals()
         body: dict[str, Any] = {
-            "id": self.id,
+            "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._state.llm.config.name,
             "choices": [self._choice(choice) for choice in final.outputs],
-            "usage": usage.as_dict(),
+            "usage": self._generation.usage.as_dict(),
         }
         if final.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs)
         if self._body.return_token_ids:
             body["prompt_token_ids"] = final.prompt_token_ids
-        return _encode(body)
+        return encode(body)
 
     def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": self._echoed() + choice.text, "refusal": None}
@@ -116,66 +113,64 @@ class ChatAnswer:
             found["token_ids"] = choice.token_ids
         return found
 
-    async def events(self, stream: RequestStream) -> AsyncGenerator[bytes, None]:
-        """The chunks of a streamed answer with their SSE framing."""
-        usage = Usage([stream])
-        for index in range(self._body.n or 1):
-            yield self._chunk({"role": "assistant", "content": self._echoed()}, index)
-        outputs = outputs_of([stream], self._state.metrics, usage)
-        try:
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a streamed answer with their SSE framing; none before the engine's first
+        output."""
+        body, usage = self._body, self._generation.usage
+        name = self._state.llm.config.name
+        chunks = Chunks("chat.completion.chunk", self._id, self._created, name, body.stream_options)
+        is_plain = not (body.num_logprobs is not None or body.return_token_ids or chunks.has_usage)
+        begun = False
+        async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
+                if not begun:
+                    begun = True
+                    yield self._roles(chunks)
                 for choice in output.outputs:
-                    event = self._event(choice, usage)
-                    if event is not None:
-                        yield event
-        finally:
-            await outputs.aclose()
-        if self._usage_at_end:
-            yield self._head + b'],"usage":%b}\n\n' % _encode(usage.as_dict())
+                    if choice.finish_reason is not None or not is_plain:
+                        yield chunks.chunk(self._delta(choice), usage)
+                    elif choice.text:
+                        yield (
+                            b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,'
+                            b'"finish_reason":null}%b'
+                        ) % (chunks.head, choice.index, encode(choice.text), chunks.tail)
+        if chunks.has_last_usage:
+            yield chunks.usage(usage)
         yield DONE
 
-    def _event(self, choice: CompletionOutput, usage: Usage) -> bytes | None:
-        plain = not (choice.logprobs or self._body.return_token_ids or self._usage_always)
-        if plain and choice.finish_reason is None:
-            if not choice.text:
-                return None
-            return (
-                self._head
-                + b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n'
-                % (choice.index, _encode(choice.text))
-            )
-        delta = {"content": choice.text} if choice.text or choice.finish_reason is None else {}
-        return self._chunk(delta, choice.index, choice, usage if self._usage_always else None)
+    def _roles(self, chunks: Chunks) -> bytes:
+        """The first chunk of every choice."""
+        delta = {"role": "assistant", "content": self._echoed()}
+        fixed = {"delta": delta, "logprobs": None, "finish_reason": None}
+        extra: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            extra["prompt_token_ids"] = self._generation.prompt_token_ids[0]
+        usage = self._generation.usage
+        return b"".join(
+            chunks.chunk({"index": index, **fixed}, usage, **extra)
+            for index in range(self._body.n or 1)
+        )
 
-    def _chunk(
-        self,
-        delta: dict[str, str],
-        index: int,
-        choice: CompletionOutput | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def _delta(self, choice: CompletionOutput) -> dict[str, Any]:
+        ended = choice.finish_reason is not None
         found: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(choice) if choice else None,
-            "finish_reason": choice.finish_reason if choice else None,
+            "index": choice.index,
+            "delta": {"content": choice.text} if choice.text or not ended else {},
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
         }
-        if choice is not None and choice.finish_reason is not None:
+        if ended:
             found["stop_reason"] = choice.stop_reason
-        if choice is not None and self._body.return_token_ids:
+        if self._body.return_token_ids:
             found["token_ids"] = choice.token_ids
-        tail = b"]" if usage is None else b'],"usage":%b' % _encode(usage.as_dict())
-        return self._head + _encode(found) + tail + b"}\n\n"
+        return found
 
     def _logprobs(self, choice: CompletionOutput) -> dict[str, Any] | None:
-        if choice.logprobs is None or self._body.num_logprobs is None:
+        top = self._body.num_logprobs
+        if choice.logprobs is None or top is None:
             return None
-        return chat_logprobs(
-            choice.logprobs,
-            choice.token_ids,
-            self._body.num_logprobs,
-            self._state.llm.tokenizer,
-        )
+        tokenizer = self._state.llm.tokenizer
+        return chat_logprobs(choice.logprobs, choice.token_ids, top, tokenizer)
 
     def _echoed(self) -> str:
         """With echo: the final message, which the answer goes on with."""

@@ -20,21 +20,26 @@ _encode = msgspec.json.Encoder().encode
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or of a rendered conversation."""
     state = state_of(request)
-    body = decode(await read_body(request, state.config.max_body_bytes), TOKENIZE)
+    body = decode(await read_body(request, state.config), TOKENIZE)
     state.check_model(body.model)
     body.check()
     text, special = await _text_of(state, body)
     tokens = await state.llm.encode(text, special)
-    tokenizer = state.llm.tokenizer
-    found = {
-        "count": len(tokens),
-        "max_model_len": state.llm.info.max_model_len,
-        "tokens": tokens,
-        "token_strs": [tokenizer.token_text(token) for token in tokens]
-        if body.return_token_strs
-        else None,
-    }
-    return Response(_encode(found), media_type="application/json")
+    # On a thread: a body may hold millions of tokens.
+    answer = await asyncio.to_thread(_tokenized, state, tokens, body.return_token_strs)
+    return Response(answer, media_type="application/json")
+
+
+def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> bytes:
+    text_of = state.llm.tokenizer.token_text
+    return _encode(
+        {
+            "count": len(tokens),
+            "max_model_len": state.llm.info.max_model_len,
+            "tokens": tokens,
+            "token_strs": [text_of(token) for token in tokens] if with_strings else None,
+        }
+    )
 
 
 async def _text_of(state: ServerState, body: TokenizeRequest) -> tuple[str, bool]:
@@ -50,7 +55,7 @@ async def _text_of(state: ServerState, body: TokenizeRequest) -> tuple[str, bool
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = state_of(request)
-    body = decode(await read_body(request, state.config.max_body_bytes), DETOKENIZE)
+    body = decode(await read_body(request, state.config), DETOKENIZE)
     state.check_model(body.model)
     vocab_size = state.llm.info.vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < vocab_size), None)

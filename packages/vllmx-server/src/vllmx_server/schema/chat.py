@@ -8,7 +8,7 @@ import msgspec
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.chat import ChatOptions
 
-from vllmx_server.schema.decode import check_depth
+from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.sampling import SamplingFields
 
 MAX_MESSAGES = 4096
@@ -111,6 +111,17 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: Any = None
 
 
+def check_messages(messages: list[ChatMessage]) -> None:
+    """Raises InvalidRequestError for none, and for more than `MAX_MESSAGES`."""
+    if not messages:
+        raise InvalidRequestError("messages is empty: give at least one", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are taken",
+            param="messages",
+        )
+
+
 RESERVED_ARGUMENTS = (
     "messages", "tools", "documents", "template", "add_generation_prompt", "continue_final_message"
 )  # fmt: skip
@@ -162,14 +173,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
         SamplingFields.check(self)
-        if not self.messages:
-            raise InvalidRequestError("messages is empty: give at least one", param="messages")
-        if len(self.messages) > MAX_MESSAGES:
-            raise InvalidRequestError(
-                f"messages has {len(self.messages)} entries, at most {MAX_MESSAGES} are taken",
-                param="messages",
-            )
+        check_messages(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
         if self.tool_choice not in (None, "none"):
@@ -190,9 +196,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
                 param="echo",
             )
         for name in ("tools", "chat_template_kwargs", "documents"):
-            value = getattr(self, name)
-            if value is not None:
-                check_depth(msgspec.to_builtins(value), name)
+            check_free_form(getattr(self, name), name)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as the template takes them."""

@@ -45,8 +45,17 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
             )
         return [item for item in prompt if not isinstance(item, int)]
 
+    @property
+    def scores_only(self) -> bool:
+        """Nothing is generated: the prompt comes back, with its logprobs where they are wanted."""
+        return self.echo and self.max_tokens == 0
+
     def check(self) -> None:
         SamplingFields.check(self)
+        if self.stream and self.echo and self.logprobs is not None:
+            raise InvalidRequestError(
+                "echo with logprobs cannot be streamed: leave out stream", param="echo"
+            )
         if self.suffix:
             raise InvalidRequestError(
                 "suffix (fill in the middle) is not served: leave it out", param="suffix"

@@ -48,9 +48,9 @@ def _explain(text: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where}{plain[:1].lower()}{plain[1:]}", param=field or None)
 
 
-def check_depth(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
+def check_free_form(value: Any, name: str, limit: int = MAX_DEPTH) -> None:
     """Raises InvalidRequestError when free-form JSON is nested deeper than `limit`."""
-    level = [value]
+    level = [msgspec.to_builtins(value)]
     for _ in range(limit + 1):
         inner: list[Any] = []
         for item in level:

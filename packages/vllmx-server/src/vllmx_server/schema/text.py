@@ -8,7 +8,14 @@ import msgspec
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.chat import ChatOptions
 
-from vllmx_server.schema.chat import ChatMessage, Tool, template_arguments, tool_list
+from vllmx_server.schema.chat import (
+    ChatMessage,
+    Tool,
+    check_messages,
+    template_arguments,
+    tool_list,
+)
+from vllmx_server.schema.decode import check_free_form
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,8 +33,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if self.messages is not None:
+            check_messages(self.messages)
+        for name in ("tools", "chat_template_kwargs"):
+            check_free_form(getattr(self, name), name)
 
     def chat_options(self) -> ChatOptions:
         """How to render `messages`. Raises InvalidRequestError."""

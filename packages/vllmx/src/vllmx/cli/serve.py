@@ -28,6 +28,8 @@ HELP = {
     "allow_credentials": "CORS credentials.",
     "max_body_bytes": "Largest request body.",
     "max_concurrent_requests": "Requests in flight; more get 503.",
+    "body_timeout_s": "How long a client may take to send its request.",
+    "send_timeout_s": "How long a client may take nothing of an answer.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",

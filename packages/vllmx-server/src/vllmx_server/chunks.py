@@ -1,0 +1,43 @@
+"""The parts of a streamed chunk that do not change, encoded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllmx_server.generation import Usage
+from vllmx_server.schema.sampling import StreamOptions
+
+encode = msgspec.json.Encoder().encode
+
+
+class Chunks:
+    """Frames choices as the server-sent events of one answer.
+
+    With `include_usage` a last chunk has the usage and no choices, and the others say
+    `"usage": null`, as OpenAI's do; with `continuous_usage_stats` each has the usage so far.
+    """
+
+    def __init__(
+        self, kind: str, answer_id: str, created: int, model: str, options: StreamOptions | None
+    ) -> None:
+        fixed = {"id": answer_id, "object": kind, "created": created, "model": model}
+        self.head = b"data: " + encode(fixed)[:-1] + b',"choices":['
+        self.has_last_usage = options is not None and options.include_usage
+        self.has_usage = options is not None and options.continuous_usage_stats
+        self.tail = b'],"usage":null}\n\n' if self.has_last_usage else b"]}\n\n"
+
+    def chunk(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
+        """One choice, and fields beside it."""
+        more = b"".join(b",%b:%b" % (encode(name), encode(extra[name])) for name in extra)
+        return self.head + encode(choice) + self._end(usage, more)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last chunk of `include_usage`."""
+        return self.head + b'],"usage":%b}\n\n' % encode(usage.as_dict())
+
+    def _end(self, usage: Usage, more: bytes) -> bytes:
+        if self.has_usage:
+            return b'],"usage":%b%b}\n\n' % (encode(usage.as_dict()), more)
+        return b"]" + more + self.tail[1:]

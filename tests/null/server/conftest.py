@@ -1,0 +1,143 @@
+"""The whole HTTP stack in the test's own event loop, over the fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypercorn.asyncio import serve
+from vllmx_core.config import EngineConfig
+from vllmx_core.registry import Registry
+from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_server.app import build_app
+from vllmx_server.config import ServerConfig
+from vllmx_server.run import bind, hypercorn_config, listen
+from vllmx_server.state import ServerState
+
+JSON = {"content-type": "application/json"}
+
+
+@dataclass
+class Served:
+    """A server that runs in this process, and a client for it."""
+
+    url: str
+    llm: AsyncLLM
+    state: ServerState
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        """The fake model may draw its end of sequence at any time, so it is ignored."""
+        fixed = {"ignore_eos": True} if path.endswith("completions") else {}
+        return await self.client.post(path, json={**fixed, **body})
+
+    async def complete(self, prompt: str = "ab", **body: Any) -> dict[str, Any]:
+        """The answer of a text completion that must succeed."""
+        response = await self.post("/v1/completions", prompt=prompt, **body)
+        assert response.status_code == 200, response.text
+        return response.json()  # type: ignore[no-any-return]
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The decoded events of a streamed answer, "[DONE]" included."""
+        response = await self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events_of(response.text)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        port = int(self.url.rpartition(":")[2])
+        return await asyncio.open_connection("127.0.0.1", port)
+
+    async def metrics(self) -> dict[str, float]:
+        """Sum over the labels of each metric that is not a bucket."""
+        found: dict[str, float] = {}
+        for line in (await self.client.get("/metrics")).text.splitlines():
+            if not line.startswith("#") and "_bucket{" not in line:
+                name = line.partition("{")[0].partition(" ")[0]
+                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+        return found
+
+    async def in_flight_become(self, count: int) -> None:
+        """Waits until this many answers are being made."""
+        async with asyncio.timeout(5):
+            while self.state.in_flight != count:
+                await asyncio.sleep(0.005)
+
+    async def becomes_idle(self, within_s: float = 5.0) -> None:
+        """Waits until nothing is in flight and the core says that no block is held."""
+        async with asyncio.timeout(within_s):
+            while self.state.in_flight or self.llm.num_in_flight:
+                await asyncio.sleep(0.005)
+            while not await self.llm.reset_prefix_cache():
+                await asyncio.sleep(0.005)
+
+
+def events_of(text: str) -> list[Any]:
+    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    """A whole HTTP/1.1 request, for tests that hold the socket themselves."""
+    payload = json.dumps(body).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(payload)}\r\n\r\n"
+    ).encode() + payload
+
+
+MakeServer = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> MakeServer:
+    """`async with make_server({fields of ServerConfig}, {of EngineConfig}, **of_the_model)`."""
+
+    @asynccontextmanager
+    async def make(
+        server: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
+        *,
+        verify: Any = True,
+        **fake: Any,
+    ) -> AsyncIterator[Served]:
+        settings = {"vocab_size": 259, "eos_id": None, "max_model_len": 512} | fake
+        folder = str(make_fake_checkpoint(tmp_path / "model", **settings))
+        registry = Registry()
+        registry.add(FakePlugin, "test:fake")
+        config = EngineConfig(
+            model=folder, backend="fake", served_model_name="fake", **(engine or {})
+        )
+        own = ServerConfig(port=0, **(server or {}))
+        listener, url = bind(own)
+        async with await AsyncLLM.start(config, registry=registry, in_process=True) as llm:
+            app = build_app(llm, own)
+            listen(listener, own)
+            settings = hypercorn_config(own)
+            settings.bind = [f"fd://{os.dup(listener.fileno())}"]
+            stop = asyncio.Event()
+            serving = asyncio.ensure_future(serve(app, settings, shutdown_trigger=stop.wait))
+            try:
+                async with httpx.AsyncClient(base_url=url, timeout=20, verify=verify) as client:
+                    yield Served(url, llm, app.state.server, client)
+            finally:
+                stop.set()
+                await serving
+                listener.close()
+
+    return make
+
+
+@pytest.fixture
+async def served(make_server: MakeServer) -> AsyncIterator[Served]:
+    async with make_server() as running:
+        yield running

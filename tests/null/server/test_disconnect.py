@@ -1,0 +1,156 @@
+"""A client that leaves, reads slowly or not at all: its work ends and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from .conftest import MakeServer, Served, request_bytes
+
+LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+CHAT = {**LONG, "messages": [{"role": "user", "content": "hello"}]}
+del CHAT["prompt"]
+
+
+async def _leave_after(served: Served, path: str, body: dict[str, Any], seconds: float) -> None:
+    _, writer = await served.connect()
+    writer.write(request_bytes(path, body))
+    await writer.drain()
+    await asyncio.sleep(seconds)
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**LONG, "stream": True}),
+        ("/v1/completions", LONG),
+        ("/v1/completions", {**LONG, "prompt": ["a", "b", "c"], "n": 2, "stream": True}),
+        ("/v1/completions", {**LONG, "prompt": ["a", "b", "c"], "n": 2}),
+        ("/v1/chat/completions", {**CHAT, "n": 3, "stream": True}),
+        ("/v1/chat/completions", CHAT),
+    ],
+)
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+async def test_a_client_that_leaves_frees_everything(
+    make_server: MakeServer, path: str, body: dict[str, Any], seconds: float
+) -> None:
+    async with make_server(step_s=0.01) as served:
+        await served.complete(max_tokens=1)
+        await _leave_after(served, path, body, seconds)
+        await served.becomes_idle()
+        await asyncio.sleep(0.05)
+        steps = served.llm.stats.num_steps
+        assert steps < 100, "the generation went on after the client had left"
+        assert seconds < 0.2 or steps > 3, "it had not begun"
+        before = (await served.metrics())["vllmx:request_success_total"]
+        await served.complete(max_tokens=2)
+        assert (await served.metrics())["vllmx:request_success_total"] == before + 1
+
+
+async def test_aborted_choices_are_counted(make_server: MakeServer) -> None:
+    async with make_server(step_s=0.01) as served:
+        await _leave_after(served, "/v1/chat/completions", {**CHAT, "n": 3, "stream": True}, 0.2)
+        await served.becomes_idle()
+        text = (await served.client.get("/metrics")).text
+        assert 'request_success_total{finished_reason="abort",model_name="fake"} 3.0' in text
+
+
+async def test_a_client_that_waits_in_the_queue_can_leave(make_server: MakeServer) -> None:
+    async with make_server(engine={"max_num_seqs": 1}, step_s=0.01) as served:
+        running = asyncio.ensure_future(served.complete(max_tokens=200))
+        await served.in_flight_become(1)
+        _, writer = await served.connect()
+        writer.write(request_bytes("/v1/completions", {**LONG, "stream": True}))
+        await served.in_flight_become(2)
+        writer.transport.abort()
+        await served.in_flight_become(1)
+        assert not running.done()
+        await running
+        await served.becomes_idle()
+
+
+async def test_a_client_that_leaves_while_sending_its_body(served: Served) -> None:
+    _, writer = await served.connect()
+    writer.write(request_bytes("/v1/completions", LONG)[:-10])
+    await writer.drain()
+    await asyncio.sleep(0.02)
+    writer.transport.abort()
+    await served.complete(max_tokens=1)
+    await served.becomes_idle()
+
+
+async def test_a_client_that_reads_nothing_holds_up_nobody(make_server: MakeServer) -> None:
+    """Its answer ends in the engine at full speed; what it has not read is merged, not queued."""
+    async with make_server(max_model_len=100_000) as served:
+        _, writer = await served.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = {**LONG, "max_tokens": 20_000, "stream": True, "return_token_ids": True}
+        writer.write(request_bytes("/v1/completions", body))
+        started = time.perf_counter()
+        await asyncio.gather(*(served.complete(max_tokens=50) for _ in range(8)))
+        assert time.perf_counter() - started < 10
+        async with asyncio.timeout(20):
+            while served.llm.num_in_flight:
+                await asyncio.sleep(0.02)
+        writer.transport.abort()
+        await served.becomes_idle()
+
+
+async def test_a_client_that_takes_nothing_counts_as_gone(make_server: MakeServer) -> None:
+    server = {"send_timeout_s": 0.2}
+    async with make_server(server, max_model_len=200_000) as served:
+        _, writer = await served.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = {"prompt": "a" * 80_000, "echo": True, "n": 64, "max_tokens": 1, "stream": True}
+        writer.write(request_bytes("/v1/completions", body))
+        await asyncio.sleep(0.3)
+        await served.becomes_idle(10)
+        writer.transport.abort()
+
+
+async def test_a_slow_answer_is_no_slow_client(make_server: MakeServer) -> None:
+    async with make_server({"send_timeout_s": 0.05}, step_s=0.15) as served:
+        assert (await served.complete(max_tokens=4))["usage"]["completion_tokens"] == 4
+        events = await served.events("/v1/completions", prompt="a", max_tokens=4)
+        assert events[-1] == "[DONE]"
+
+
+async def test_keep_alive_and_requests_one_after_another(served: Served) -> None:
+    reader, writer = await served.connect()
+    for stream in (False, True, False):
+        body = {"prompt": "ab", "max_tokens": 3, "stream": stream}
+        writer.write(request_bytes("/v1/completions", body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        if b"content-length: " in head:
+            await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
+        else:
+            await reader.readuntil(b"0\r\n\r\n")
+    writer.close()
+
+
+async def test_requests_sent_without_waiting_are_answered_in_order(served: Served) -> None:
+    reader, writer = await served.connect()
+    for n in (1, 2):
+        writer.write(request_bytes("/v1/completions", {"prompt": "ab", "max_tokens": n}))
+    for n in (1, 2):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.split(b"content-length: ")[1].split(b"\r")[0])
+        assert b'"completion_tokens":%d' % n in await reader.readexactly(size)
+    writer.close()
+
+
+async def test_64_at_once_equal_one_at_a_time(served: Served) -> None:
+    async def one(index: int) -> list[str]:
+        stream = {"prompt": f"number {index}", "max_tokens": 20, "temperature": index % 2}
+        events = await served.events("/v1/completions", seed=index, **stream)
+        return [event["choices"][0]["text"] for event in events[:-1]]
+
+    alone = ["".join(await one(index)) for index in range(64)]
+    together = await asyncio.gather(*(one(index) for index in range(64)))
+    assert ["".join(pieces) for pieces in together] == alone
+    await served.becomes_idle()
