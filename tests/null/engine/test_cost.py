@@ -97,6 +97,14 @@ def test_nothing_seen_affords_nothing() -> None:
     assert cost.chunk_tokens(cost.chunk_seconds(1, 1), 0) == 0.0
 
 
+def test_a_missed_target_affords_nothing() -> None:
+    cost = StepCost(1e-3, 16)
+    cost.observe(StepLoad(1, 10, 8, 8.0 * 8), 1.0)
+    assert cost.chunk_seconds(1, 10) == 0.0
+    for seconds in (0.0, -1.0):
+        assert cost.chunk_tokens(seconds, 0) == 0.0
+
+
 def test_coefficients_are_never_negative() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):

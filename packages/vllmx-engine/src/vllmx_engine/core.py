@@ -45,11 +45,7 @@ class EngineCore:
         self._model = model
         self._overlap = config.async_scheduling
         self.limits = _limits(model, config, max_model_len, vocab_size)
-        target = config.target_step_ms
-        self._cost = StepCost(
-            None if target is None else target / 1000,
-            min_chunk=min(self.limits.token_budget, max(16, self.limits.token_budget // 64)),
-        )
+        self._cost = _cost(config, self.limits)
         self._scheduler = Scheduler(
             self.limits,
             self._cost,
@@ -204,6 +200,15 @@ class EngineCore:
         self.abort(list(self._scheduler.live))
         self._in_flight = None
         self._model.close()
+
+
+def _cost(config: EngineConfig, limits: Limits) -> StepCost:
+    """Without chunked prefill there is nothing to size, so no target can be kept."""
+    target_ms = config.target_step_ms if config.enable_chunked_prefill else None
+    return StepCost(
+        None if target_ms is None else target_ms / 1000,
+        min_chunk=min(limits.token_budget, max(16, limits.token_budget // 64)),
+    )
 
 
 def _limits(

@@ -69,7 +69,7 @@ class StepCost:
         """Tokens of a prompt, from position `start` on, that `seconds` suffice for."""
         if seconds == math.inf:
             return math.inf
-        if not self._seen[1]:
+        if seconds <= 0.0 or not self._seen[1]:
             return 0.0
         per_token, per_work = self._coefficients()[_CHUNK_TOKENS], self._coefficients()[_CHUNK_WORK]
         linear = per_token + per_work * start  # of n tokens: linear * n + per_work / 2 * n^2
