@@ -14,9 +14,9 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,22 +75,22 @@ def usable_peers(args: argparse.Namespace) -> list[Peer]:
     return peers
 
 
-def measure_round(peers: list[Peer], job: Job, number: int, with_busy_core: bool) -> list[Taken]:
+def measure_round(
+    peers: list[Peer], job: Job, number: int, with_busy_core: bool
+) -> Iterator[list[Taken]]:
     """Every engine once, then, if asked, every engine with a busy core. A peer that fails is
     reported and removed from `peers`."""
-    taken: list[Taken] = []
     for busy in (False, True)[: 1 + with_busy_core]:
         for peer in list(peers):
             print(f"round {number}: {peer.name}{', busy core' * busy}", file=sys.stderr)
             try:
                 with busy_core() if busy else nullcontext() as pid:
-                    samples = peer.measure(Job(**{**vars(job), "busy_pid": pid}))
+                    samples = peer.measure(replace(job, busy_pid=pid))
             except RuntimeError as error:
                 print(f"{peer.name} failed and is left out: {error}", file=sys.stderr)
                 peers.remove(peer)
                 continue
-            taken += [Taken(peer.name, number, busy, sample) for sample in samples]
-    return taken
+            yield [Taken(peer.name, number, busy, sample) for sample in samples]
 
 
 def print_tables(taken: Sequence[Taken], cases: Sequence[Case]) -> None:
@@ -150,7 +150,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--contexts", type=_numbers, default=[40, 2000], help="mean context while decoding")
     add("--busy-core", action="store_true", help="also measure with one core kept busy")
     add("--threads", type=int, default=available_cores())
-    add("--quiet-wait", type=float, default=10.0, help="longest wait for a quiet moment, seconds")
+    add("--quiet-wait", type=float, default=30.0, help="longest wait for a quiet moment, seconds")
     add("--json", type=Path, help="write every sample and figure to this file")
     add("--peers-dir", type=Path, default=BENCH / ".peers", help="where peers are installed")
     add("--transformers-python", default=sys.executable, help="interpreter with transformers")
@@ -176,9 +176,10 @@ def main() -> None:
     job = Job(str(args.model.absolute()), tuple(cases), args.threads, None, args.quiet_wait)
     taken: list[Taken] = []
     for number in range(1, args.rounds + 1):
-        taken += measure_round(peers, job, number, args.busy_core)
-        if args.json:
-            args.json.write_text(json.dumps(record(taken, peers, args), indent=1) + "\n")
+        for samples in measure_round(peers, job, number, args.busy_core):
+            taken += samples
+            if args.json:  # after every engine, so that a run that is stopped is not lost
+                args.json.write_text(json.dumps(record(taken, peers, args), indent=1) + "\n")
     print_tables(taken, cases)
 
 
