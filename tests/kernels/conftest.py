@@ -1,0 +1,46 @@
+"""The native CPU kernels, one op at a time, on every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+from vllmx_core.errors import BackendUnavailableError
+from vllmx_cpu.native import Isa, Team, instruction_sets
+from vllmx_cpu.structs import VxJob, VxRecord, VxStep
+
+RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
+"""(instruction set, op, arguments, step, threads)."""
+THREADS = (1, 2, 5)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "isa" not in metafunc.fixturenames:
+        return
+    try:
+        usable = [isa for isa in instruction_sets() if isa.supported]
+        metafunc.parametrize("isa", usable, ids=[isa.name for isa in usable])
+    except BackendUnavailableError as error:
+        skipped = pytest.param(None, marks=pytest.mark.skip(reason=str(error)))
+        metafunc.parametrize("isa", [skipped])
+
+
+@pytest.fixture(scope="session")
+def teams() -> Iterator[dict[int, Team]]:
+    teams = {threads: Team(threads) for threads in THREADS}
+    yield teams
+    for team in teams.values():
+        team.close()
+
+
+@pytest.fixture
+def run_op(teams: dict[int, Team]) -> RunOp:
+    """Runs one op on a team of 1, 2 or 5 threads."""
+
+    def run(isa: Isa, op: str, arguments: ctypes.Structure, step: VxStep, threads: int) -> None:
+        record = VxRecord(getattr(isa.kernels, op), ctypes.addressof(arguments))
+        job = VxJob(records=ctypes.pointer(record), num_records=1, step=step, tokens=step.tokens)
+        teams[threads].run(job)
+
+    return run
