@@ -162,8 +162,12 @@ def test_real_vocabulary_size(run_op: RunOp, isa: Isa) -> None:
 def test_a_row_does_not_depend_on_the_others(run_op: RunOp, isa: Isa) -> None:
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((7, 5003)).astype(np.float32)
-    columns: dict[str, list[float]] = {"temperature": [1, 0, 2, 1, 0.5, 1, 1], "top_k": [0, 0, 9, 50, 0, 1, 0],
-               "top_p": [0.9, 1, 1, 0.5, 0.8, 1, 1], "position": [*range(7)]}  # fmt: skip
+    columns: dict[str, list[float]] = {
+        "temperature": [1, 0, 2, 1, 0.5, 1, 1],
+        "top_k": [0, 0, 9, 50, 0, 1, 0],
+        "top_p": [0.9, 1, 1, 0.5, 0.8, 1, 1],
+        "position": [*range(7)],
+    }
     fed = np.zeros(7, np.int32)
     together = native_sample(run_op, isa, logits, make_rows(7, **columns), fed, 2)
     logits[3, 17] = np.nan  # and a broken neighbour disturbs nobody
