@@ -35,6 +35,9 @@ CMAKE_FLAGS = (
 )
 _PADDING = 256
 """llama.cpp rounds the context of every sequence up to a multiple of this."""
+_ATTEMPTS = 10
+"""llama-batched-bench prints from a thread and may exit before that is done; the smaller the model,
+the more often its result is lost."""
 
 
 def build(folder: Path, jobs: int) -> None:
@@ -100,9 +103,14 @@ class LlamaCpp:
         sizes = ["-npp", str(case.num_prompt_tokens), "-ntg", str(case.num_steps), "-pps"]
         sizes += ["--no-kv-unified", "-npl", str(case.batch), "-c", str(case.batch * row_tokens)]
         sizes += ["-b", "2048", "-ub", "512", "--output-format", "jsonl"]
-        output, foreign = _run([*self._command("llama-batched-bench", job, flash), *sizes], job)
-        result = next(line for line in output.splitlines() if line.startswith("{"))
-        return Sample(case.label, json.loads(result)["speed_tg"], foreign, f"fa {flash}")
+        command = [*self._command("llama-batched-bench", job, flash), *sizes]
+        for _ in range(_ATTEMPTS):
+            output, foreign = _run(command, job)
+            for line in output.splitlines():
+                if line.startswith("{"):
+                    speed = json.loads(line)["speed_tg"]
+                    return Sample(case.label, speed, foreign, f"fa {flash}")
+        raise RuntimeError(f"{' '.join(command)} printed no result in {_ATTEMPTS} attempts")
 
     def _command(self, program: str, job: Job, flash: str) -> list[str]:
         model = str(Path(job.model) / GGUF_NAME)
