@@ -77,7 +77,9 @@ def _number(path: Path) -> int | None:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For messages: GiB from 1 GiB on, MiB below."""
+    """For messages, in the unit that fits."""
+    if num_bytes < 1 << 20:
+        return f"{num_bytes} bytes"
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,170 @@
+"""What loading a model on the CPU backend decides, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import Backend, LoadOptions
+from vllmx_core.errors import CapacityError, ConfigError, InvalidRequestError, WeightFormatError
+from vllmx_core.testing.harness import PAGE, VOCAB
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.testing.step_checks import decoder
+from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
+from vllmx_cpu import memory
+from vllmx_cpu.backend import CpuBackend
+from vllmx_cpu.kv_cache import KVPlan, plan_kv
+from vllmx_cpu.loaded import CpuLoadedModel
+
+LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def load(model: SyntheticModel, source: ArraySource, **options: Any) -> CpuLoadedModel:
+    return CpuBackend().load(model, source, LoadOptions(**(LIMITS | options)))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_auto_takes_the_dtype_of_the_checkpoint(dtype: str) -> None:
+    model, source = decoder()
+    loaded = load(replace(model, shape=replace(model.shape, dtype=dtype)), source)
+    assert loaded.info.dtype == dtype
+    assert loaded.info.kv_cache_dtype == ("f32" if dtype == "f32" else "bf16")
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bfloat16", "bf16"), ("half", "f16"), ("float", "f32")]
+)
+def test_dtype_names_of_the_command_line(name: str, dtype: str) -> None:
+    loaded = load(*decoder(), dtype=name, kv_cache_dtype=name)
+    assert (loaded.info.dtype, loaded.info.kv_cache_dtype) == (dtype, dtype)
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "f8"}, "f8.*bf16"),
+        ({"kv_cache_dtype": "int3"}, "int3.*bf16"),
+        ({"block_size": 24}, "block_size 24.*16"),
+        ({"block_size": 0}, "block_size 0"),
+        ({"num_threads": 0}, "num_threads.*1 and 256.*0"),
+        ({"num_threads": 1000}, "num_threads"),
+    ],
+)
+def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(*decoder(), **options)
+
+
+def test_more_than_one_rank_is_refused() -> None:
+    class Pair:
+        rank, world_size = 0, 2
+
+    backend: Backend = CpuBackend()
+    model, source = decoder()
+    with pytest.raises(ConfigError, match="one rank, 2"):
+        backend.load(model, source, LoadOptions(**LIMITS), Pair())
+
+
+def test_tied_embeddings_are_held_once() -> None:
+    sizes = []
+    for tied in (False, True):
+        builder = Builder(4096)
+        builder.embedding("embed", 64)
+        if tied:
+            builder.tied("head", "embed", 64)
+        else:
+            builder.linear("head", 4096, 64)
+        model = builder.build(
+            64,
+            lambda ops, w, step: ops.logits(
+                ops.embedding(step.tokens, w["embed"]), step.logit_rows, w["head"]
+            ),
+        )
+        loaded = load(model, ArraySource(builder.arrays), dtype="bf16")
+        sizes.append(loaded.info.weight_bytes)
+        loaded.close()
+    assert sizes == [2 * 4096 * 64 * 2, 4096 * 64 * 2]
+
+
+def test_logprobs_beyond_the_limit_are_refused() -> None:
+    loaded = load(*decoder())
+    plan = make_plan([Row([1], 0, [0])], PAGE)
+    with pytest.raises(InvalidRequestError, match=r"at most 64.*got 65"):
+        loaded.step(plan, sampling_rows(1, num_logprobs=65))
+    loaded.close()
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
+    model, source = decoder()
+    arrays = {name: source.part(name).dequantize() for name in source.names()}
+    name = "1.down.0.weight"
+    rows, cols = arrays[name].shape
+    wrong = arrays | {name: np.zeros((rows + 1, cols), np.float32)}
+    with pytest.raises(WeightFormatError, match=rf"{name}.*{rows + 1}, {cols}.*{rows}, {cols}"):
+        load(model, ArraySource(wrong))
+
+
+class TestCacheSize:
+    GIB = 1 << 30
+
+    def plan(self, free: int, used: int = 0, **options: Any) -> KVPlan:
+        model = tiny_decoder(Builder(VOCAB))
+        chosen = LoadOptions(**({"max_model_len": 4096, "max_num_seqs": 8} | options))
+        return plan_kv(model.shape.kv, chosen, "f32", free, used)
+
+    def test_no_more_than_all_sequences_at_full_length(self) -> None:
+        assert self.plan(64 * self.GIB).num_blocks == 8 * 4096 // 16
+
+    def test_no_more_than_the_fraction_of_free_memory(self) -> None:
+        everything = self.plan(64 * self.GIB)
+        half = everything.num_bytes
+        plan = self.plan(half, memory_fraction=0.5)
+        assert plan.num_bytes <= half // 2 < plan.num_bytes + plan.num_bytes // plan.num_blocks
+
+    def test_blocks_and_bytes_are_taken_at_their_word(self) -> None:
+        assert self.plan(self.GIB, num_kv_blocks=700).num_blocks == 700
+        per_block = self.plan(self.GIB, num_kv_blocks=700).num_bytes // 700
+        assert self.plan(self.GIB, kv_cache_memory_bytes=300 * per_block + 1).num_blocks == 300
+
+    @pytest.mark.parametrize(
+        ("free", "options", "message"),
+        [
+            (
+                1 << 30,
+                {"num_kv_blocks": 10},
+                r"4096.*256 blocks.*10 blocks.*--num-kv-blocks to 256",
+            ),
+            (
+                1 << 30,
+                {"kv_cache_memory_bytes": 1000},
+                r"4096.*raise --kv-cache-memory-bytes to \d+",
+            ),
+            (1 << 20, {}, "4096.*use a machine with more memory"),
+            (3 << 20, {"memory_fraction": 0.1}, "--max-model-len to .*raise --memory-fraction"),
+            (1 << 20, {"num_kv_blocks": 10**6}, "num_kv_blocks asks for .*lower --num-kv-blocks"),
+        ],
+    )
+    def test_refusals_name_numbers_and_the_flag(
+        self, free: int, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(CapacityError, match=message):
+            self.plan(free, **options)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllmx_cpu.backend.free_bytes", lambda: 1000)
+    model, _ = decoder()
+    with pytest.raises(CapacityError, match=r"weights take .* 1000 bytes"):
+        load(model, ArraySource({}))
+
+
+def test_small_sizes_are_written_in_bytes() -> None:
+    assert memory.format_bytes(1000) == "1000 bytes"
+    assert memory.format_bytes(3 << 19) == "1.5 MiB"
+    assert memory.format_bytes(5 << 29) == "2.50 GiB"
