@@ -412,6 +412,14 @@ def test_abort_frees_at_once() -> None:
     harness.abort(running)
 
 
+def test_nothing_follows_an_abort() -> None:
+    harness = Harness()
+    refused = harness.add([])
+    harness.abort(refused)
+    assert harness.step() == []
+    assert not harness.core.has_work
+
+
 def test_close_closes_the_model() -> None:
     harness = Harness()
     harness.add([1, 2, 3])

@@ -22,6 +22,9 @@ logger = logging.getLogger("vllmx.core")
 _MAX_FAILURES = 3
 """Steps that fail one after the other until the backend counts as dead."""
 
+_MIN_CHUNK = 16
+"""Prompt tokens that a step computes however far it misses its target."""
+
 
 @dataclass(slots=True)
 class _Launched:
@@ -162,10 +165,10 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests at once and without an output; their blocks are free for the next step.
         Ids that are unknown or ended are ignored."""
-        for request_id in request_ids:
-            sequence = self._scheduler.live.get(request_id)
-            if sequence is not None:
-                self._scheduler.finish(sequence)
+        ids = set(request_ids)
+        for request_id in ids & self._scheduler.live.keys():
+            self._scheduler.finish(self._scheduler.live[request_id])
+        self._outputs = [output for output in self._outputs if output.request_id not in ids]
 
     @property
     def has_work(self) -> bool:
@@ -207,7 +210,7 @@ def _cost(config: EngineConfig, limits: Limits) -> StepCost:
     target_ms = config.target_step_ms if config.enable_chunked_prefill else None
     return StepCost(
         None if target_ms is None else target_ms / 1000,
-        min_chunk=min(limits.token_budget, max(16, limits.token_budget // 64)),
+        min_chunk=min(limits.token_budget, _MIN_CHUNK),
     )
 
 
