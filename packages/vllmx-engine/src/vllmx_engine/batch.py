@@ -23,8 +23,6 @@ class Step:
     epochs: AnyArray  # (R,)
     context_len: I32  # (R,)
     owners: LogitOwners
-    version: int
-    """Of the row table when the step was launched."""
 
 
 class BatchBuilder:
@@ -67,7 +65,6 @@ class BatchBuilder:
             epochs=table.epoch[rows],
             context_len=plan.context_len.copy(),
             owners=owners,
-            version=table.version,
         )
         table.computed[select] = plan.context_len
         sampled = select if not batch.chunks else owners.rows
