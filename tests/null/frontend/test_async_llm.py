@@ -46,11 +46,13 @@ async def collect(llm: AsyncLLM, prompt: str, params: SamplingParams) -> tuple[s
     return text, ids
 
 
-async def idle(llm: AsyncLLM) -> None:
-    """Waits for the core to report that nothing runs and every block is free."""
-    for _ in range(500):
+async def idle(llm: AsyncLLM, *, generated: int = 1) -> None:
+    """Waits for the core to report that so many tokens are generated, nothing runs and every block
+    is free."""
+    for _ in range(1000):
         stats = llm.stats
-        if stats.num_blocks and stats.num_running == 0 and stats.num_waiting == 0:
+        is_idle = stats.num_blocks and stats.num_running == 0 and stats.num_waiting == 0
+        if is_idle and stats.generation_tokens >= generated:
             assert stats.num_free_blocks == stats.num_blocks
             return
         await asyncio.sleep(0.01)
@@ -75,8 +77,7 @@ async def test_concurrent_streams_equal_llm_one_at_a_time(
         answers = await asyncio.gather(
             *[collect(llm, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         )
-        await idle(llm)
-        assert llm.stats.generation_tokens >= sum(own.max_tokens or 0 for own in params)
+        await idle(llm, generated=sum(own.max_tokens or 0 for own in params))
     assert answers == [(choice.text, choice.token_ids) for choice in wanted]
 
 
@@ -203,7 +204,7 @@ async def test_cancelling_a_task_aborts(make_engine: MakeEngine, in_process: boo
         with pytest.raises(asyncio.CancelledError):
             await task
         assert llm.num_in_flight == 0
-        await idle(llm)
+        await idle(llm, generated=0)
 
 
 async def test_leaving_a_stream_aborts(make_engine: MakeEngine) -> None:

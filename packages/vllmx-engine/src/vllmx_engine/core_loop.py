@@ -87,7 +87,8 @@ class CoreLoop:
                 logger.error("a second start message is ignored")
 
     def _report(self, now_s: float) -> None:
-        """Counters, every half second while busy and when the work is done."""
-        if now_s >= self._stats_due_s or not self._core.has_work:
-            self._stats_due_s = now_s + STATS_INTERVAL_S
+        """Counters: with the first step of new work, every half second, and when it is done."""
+        busy = self._core.has_work
+        if now_s >= self._stats_due_s or not busy:
+            self._stats_due_s = now_s + STATS_INTERVAL_S if busy else 0.0
             self._emit(Stats(self._core.stats()))

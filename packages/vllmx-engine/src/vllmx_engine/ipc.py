@@ -99,7 +99,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Sent every half second while busy, and once when idle again."""
+    """Sent when work begins, every half second of it, and when it is done."""
 
     stats: CoreStats
 
