@@ -18,6 +18,7 @@ from vllmx_core.weights import (
     WeightSpec,
     bf16_to_f32,
     f32_to_bf16,
+    float8_to_f32,
 )
 
 
@@ -40,6 +41,26 @@ def test_rounding_to_bf16_is_to_nearest_even() -> None:
     with np.errstate(over="ignore"):
         expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
     np.testing.assert_array_equal(f32_to_bf16(values), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "oracle"),
+    [
+        ("f8e4m3", ml_dtypes.float8_e4m3fn),
+        ("f8e5m2", ml_dtypes.float8_e5m2),
+        ("f8e8m0", ml_dtypes.float8_e8m0fnu),
+    ],
+)
+def test_float8_of_every_code(dtype: DType, oracle: Any) -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 128)
+    expected = codes.view(oracle).astype(np.float32)
+    values = float8_to_f32(codes, dtype)
+    np.testing.assert_array_equal(values, expected)
+    number = ~np.isnan(expected)  # zeros keep their sign
+    np.testing.assert_array_equal(np.signbit(values[number]), np.signbit(expected[number]))
+    raw = RawTensor("t", dtype, codes.shape, codes.reshape(-1))
+    np.testing.assert_array_equal(raw.view(), codes)
+    np.testing.assert_array_equal(raw.to_f32(), expected)
 
 
 VALUES: dict[DType, Any] = {

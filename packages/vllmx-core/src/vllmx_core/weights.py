@@ -16,10 +16,13 @@ import numpy.typing as npt
 
 from vllmx_core.plan import F32
 
-DType = Literal["f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u8", "bool", "f8e4m3"]
+DType = Literal[
+    "f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u8", "bool", "f8e4m3", "f8e5m2",
+    "f8e8m0",
+]  # fmt: skip
 ITEM_BYTES: Mapping[str, int] = {
     "f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1,
-    "bool": 1, "f8e4m3": 1,
+    "bool": 1, "f8e4m3": 1, "f8e5m2": 1, "f8e8m0": 1,
 }  # fmt: skip
 
 
@@ -36,6 +39,30 @@ def f32_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return np.where(nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
+def float8_to_f32(codes: npt.NDArray[np.uint8], dtype: str) -> F32:
+    """Exact values of f8e4m3 (finite: 0x7f and 0xff are NaN, no infinity), f8e5m2 (the upper half
+    of a float16) or f8e8m0 (2 to the power code - 127, 0xff is NaN) codes, in their shape."""
+    table: F32 = _FLOAT8[dtype][codes]
+    return table
+
+
+def _float8_tables() -> dict[str, F32]:
+    codes = np.arange(256, dtype=np.uint16)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    fraction = np.where(exponent == 0, mantissa, mantissa + 8)
+    e4m3 = np.ldexp(fraction.astype(np.float32), np.maximum(exponent, 1).astype(np.int32) - 10)
+    e4m3 = np.where(codes & 128, -e4m3, e4m3).astype(np.float32)
+    e4m3[[0x7F, 0xFF]] = np.nan
+    e8m0 = np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
+    e8m0[0xFF] = np.nan
+    e5m2 = (codes << np.uint16(8)).view(np.float16).astype(np.float32)
+    return {"f8e4m3": e4m3, "f8e5m2": e5m2, "f8e8m0": e8m0}
+
+
+with np.errstate(over="ignore"):  # 2 ** 128 at code 0xff, replaced by NaN
+    _FLOAT8 = _float8_tables()
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """One tensor as it lies in the file."""
@@ -50,7 +77,8 @@ class RawTensor:
         """The tensor in its own dtype without a copy; bf16 as uint16, fp8 as uint8."""
         numpy_dtype = {
             "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i64": "<i8", "i32": "<i4",
-            "i16": "<i2", "i8": "i1", "u8": "u1", "bool": "?", "f8e4m3": "u1",
+            "i16": "<i2", "i8": "i1", "u8": "u1", "bool": "?", "f8e4m3": "u1", "f8e5m2": "u1",
+            "f8e8m0": "u1",
         }[self.dtype]  # fmt: skip
         return self.data.view(numpy_dtype).reshape(self.shape)
 
@@ -59,6 +87,8 @@ class RawTensor:
         array = self.view()
         if self.dtype == "bf16":
             return bf16_to_f32(array)  # type: ignore[arg-type]
+        if self.dtype in _FLOAT8:
+            return float8_to_f32(array, self.dtype)  # type: ignore[arg-type]
         return array.astype(np.float32, copy=False)
 
 
