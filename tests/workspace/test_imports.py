@@ -24,7 +24,7 @@ ALLOWED = {
         "prometheus_client",
     },
     "vllmx_demo": {"vllmx_core"},
-    "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_server", "click", "rich", "yaml"},
+    "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_server", "click", "yaml"},
 }
 IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "ml_dtypes"},
@@ -32,7 +32,7 @@ IN_FUNCTIONS = {
     "vllmx": {"numpy", "msgspec", "prompt_toolkit"},
 }
 HEAVY = (
-    "numpy", "torch", "tokenizers", "jinja2", "starlette", "hypercorn", "rich", "yaml", "asyncio",
+    "numpy", "torch", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client",
 )  # fmt: skip
 

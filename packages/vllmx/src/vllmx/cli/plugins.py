@@ -17,15 +17,13 @@ def plugins(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(plugin) for plugin in found], indent=1))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("plugin", "version", "provides", title=None)
+    width = max((len(plugin.key) for plugin in found), default=0)
     for plugin in found:
-        provides = "\n".join(plugin.provides) if plugin.error is None else f"failed: {plugin.error}"
-        table.add_row(
-            plugin.key, plugin.version, provides, style=None if plugin.error is None else "red"
-        )
-    Console().print(table)
+        provides = plugin.provides or ("nothing",)
+        lines = provides if plugin.error is None else (f"failed: {plugin.error}",)
+        color = None if plugin.error is None else "red"
+        for index, line in enumerate(lines):
+            key, version = (plugin.key, plugin.version) if index == 0 else ("", "")
+            click.secho(f"{key:<{width}}  {version:<8}  {line}", fg=color)
     if any(plugin.error for plugin in found):
         raise SystemExit(1)
