@@ -143,8 +143,9 @@ class Worker {
     float prepared[kMaxHeadSize];
     for (int r = 0; r < rows_; ++r) {
       int token = tile.token + r / heads, head = first_head + r % heads;
-      prepare_head(a_, a_.qkv + token * stride + (size_t)head * a_.head_size, a_.q_norm,
-                   step_.positions[token], prepared);
+      const float* q = a_.qkv + token * stride + (size_t)head * a_.head_size;
+      if (token + 2 < step_.T) prefetch_head(q + 2 * stride, a_.head_size);
+      prepare_head(a_, q, a_.q_norm, step_.positions[token], prepared);
       for (int i = 0; i < width_; i += 16) Pages::store_operand(q_ + r * q_stride_, i, load(prepared + i));
       visible_[r] = visible_to(a_, step_, tile.row, token);
     }

@@ -43,6 +43,11 @@ VX_INLINE void rotate_pairs(float* x, const float* table, int rotary_dim) {
   }
 }
 
+// A head that will be wanted soon: heads of successive tokens lie too far apart for the machine to guess.
+VX_INLINE void prefetch_head(const float* x, int head_size) {
+  for (int i = 0; i < head_size; i += 16) prefetch(x + i);
+}
+
 // A q or k head of a token at `position`: normed where norm is not null, rotated where there is a
 // table. out: Dp floats, the padding 0.
 VX_INLINE void prepare_head(const VxAttention& a, const float* x, const float* norm, int position,

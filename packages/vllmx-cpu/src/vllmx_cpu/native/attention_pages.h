@@ -24,7 +24,15 @@ struct Bf16Pages {
   VX_INLINE U32x16 broadcast(const Operand* p) { return splat_u32(*p); }
   VX_INLINE F32x16 dot(F32x16 acc, U32x16 a, U32x16 b) { return dot_bf16(acc, a, b); }
   // Values i ... i + 15 of an operand row.
-  VX_INLINE void store_operand(Operand* row, int i, F32x16 v) { store_bf16((uint16_t*)row + i, v); }
+  VX_INLINE void store_operand(Operand* row, int i, F32x16 v) {
+#if defined(__AVX512BF16__)
+    // Flushes denormals, as the dot product that reads them does.
+    __m256bh words = _mm512_cvtneps_pbh((__m512)v);
+    __builtin_memcpy((uint16_t*)row + i, &words, sizeof words);
+#else
+    store_bf16((uint16_t*)row + i, v);
+#endif
+  }
 };
 
 struct F32Pages {

@@ -73,6 +73,10 @@ VX_INLINE void write_token(const VxAttention& a, const VxStep& step, const PageM
   size_t stride = (size_t)(a.num_heads + 2 * a.num_kv_heads) * a.head_size;
   const float* k = a.qkv + t * stride + (size_t)(a.num_heads + kv_head) * a.head_size;
   const float* v = k + (size_t)a.num_kv_heads * a.head_size;
+  if (t + 2 < step.T) {
+    prefetch_head(k + 2 * stride, a.head_size);
+    prefetch_head(v + 2 * stride, a.head_size);
+  }
   int slot = step.slots[t], block = slot / a.block_size, offset = slot % a.block_size;
   int group = offset / kGroup, lane = offset % kGroup;
   float prepared[kMaxHeadSize];

@@ -148,9 +148,9 @@ class RowSampler {
     uint64_t seed = a_.seed[row_];
     uint32_t position = (uint32_t)a_.position[row_];
     int likeliest = first_id(logits, top.greatest);
-    alignas(64) float noise[kNoiseBlock];
-    gumbel_block(seed, position, (uint32_t)(likeliest / kNoiseBlock * kNoiseBlock), noise);
-    float known_score = noise[likeliest % kNoiseBlock];  // its tempered logit is 0
+    alignas(64) float gumbel[kNoiseBlock];
+    store_gumbel(noise_words(seed, position, (uint32_t)(likeliest / kNoiseBlock * kNoiseBlock)), gumbel);
+    float known_score = gumbel[likeliest % kNoiseBlock];  // its tempered logit is 0
     SamplerWinner winner = {-kInfinity, -1};
     for (int s = begin_; s < end_; ++s) {
       draw_slice(logits + s * kSlice, s * kSlice, slice_length(s), t, seed, position, known_score, &winner);

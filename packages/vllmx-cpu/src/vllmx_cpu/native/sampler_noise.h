@@ -33,8 +33,13 @@ VX_INLINE WideProduct multiply_wide(U32x16 a, uint32_t b) {
 #endif
 }
 
-// Gumbel noise of ids first ... first + 63; first is a multiple of 64.
-VX_INLINE void gumbel_block(uint64_t seed, uint32_t position, uint32_t first, float* noise) {
+// Random words of 64 consecutive ids: that of id first + 4 * lane + w is words[w], lane by lane.
+struct NoiseWords {
+  U32x16 words[4];
+};
+
+// first is a multiple of 64.
+VX_INLINE NoiseWords noise_words(uint64_t seed, uint32_t position, uint32_t first) {
   U32x16 c0 = as_u32(lane_index()) + splat_u32(first >> 2), c1 = splat_u32(position);
   U32x16 c2 = splat_u32(0), c3 = splat_u32(0);
   uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -47,14 +52,28 @@ VX_INLINE void gumbel_block(uint64_t seed, uint32_t position, uint32_t first, fl
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  const U32x16 words[4] = {c0, c1, c2, c3};
+  return {{c0, c1, c2, c3}};
+}
+
+// uniform: (0, 1) as core makes it of a word.
+VX_INLINE F32x16 uniform_of(U32x16 word) {
+  return to_f32(as_i32(word >> 9)) * splat(0x1p-23f) + splat(0x1p-24f);
+}
+VX_INLINE F32x16 gumbel_of(F32x16 uniform) { return -log_positive(-log_positive(uniform)); }
+
+// The greatest noise among the 64, a little on the safe side.
+VX_INLINE float greatest_gumbel(const NoiseWords& noise) {
+  F32x16 greatest = max(max(uniform_of(noise.words[0]), uniform_of(noise.words[1])),
+                        max(uniform_of(noise.words[2]), uniform_of(noise.words[3])));
+  return reduce_max(gumbel_of(greatest)) + 1e-3f;
+}
+
+// In the order of the ids.
+VX_INLINE void store_gumbel(const NoiseWords& noise, float* out) {
   alignas(64) float by_word[4][16];
-  for (int w = 0; w < 4; ++w) {
-    F32x16 uniform = to_f32(as_i32(words[w] >> 9)) * splat(0x1p-23f) + splat(0x1p-24f);
-    store(by_word[w], -log_positive(-log_positive(uniform)));
-  }
+  for (int w = 0; w < 4; ++w) store(by_word[w], gumbel_of(uniform_of(noise.words[w])));
   for (int i = 0; i < 16; ++i)
-    for (int w = 0; w < 4; ++w) noise[4 * i + w] = by_word[w][i];
+    for (int w = 0; w < 4; ++w) out[4 * i + w] = by_word[w][i];
 }
 
 }  // namespace VX_ISA

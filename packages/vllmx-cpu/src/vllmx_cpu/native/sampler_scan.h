@@ -185,29 +185,28 @@ VX_INLINE void copy_masked(const float* src, int n, const uint32_t* mask, float*
 }
 
 // The id of greatest x + noise among first ... first + n - 1 that beats *winner (which keeps a tie).
+// known_score: that of some id of the row, so that what cannot reach it is passed over.
 VX_INLINE void draw_slice(const float* logits, int first, int n, const Tempering& t, uint64_t seed,
                           uint32_t position, float known_score, SamplerWinner* winner) {
   for (int i = 0; i < n; i += kNoiseBlock) {
-    float reach = (winner->score > known_score ? winner->score : known_score) - kGreatestNoise;
-    float bound = reach > t.cut ? reach : t.cut;
+    float goal = winner->score > known_score ? winner->score : known_score;
+    float bound = goal - kGreatestNoise > t.cut ? goal - kGreatestNoise : t.cut;
     int length = n - i < kNoiseBlock ? n - i : kNoiseBlock;
-    F32x16 logit_bound = splat(Tempering::logit_bound(t, bound)), v[4];
-    I32x16 hit = splat_i32(0);
+    F32x16 v[4];
     for (int j = 0; j < 4; ++j) {
       v[j] = 16 * j < length ? load_logits(logits + i, 16 * j, length) : splat(-kInfinity);
-      hit = hit | (v[j] >= logit_bound);
     }
-    if (!any(hit)) continue;
-    alignas(64) float noise[kNoiseBlock], scores[kNoiseBlock];
-    gumbel_block(seed, position, (uint32_t)(first + i), noise);
-    I32x16 better = splat_i32(0);
+    F32x16 greatest = max(max(v[0], v[1]), max(v[2], v[3]));
+    if (!any(greatest >= splat(Tempering::logit_bound(t, bound)))) continue;
+    NoiseWords noise = noise_words(seed, position, (uint32_t)(first + i));
+    float best_x = reduce_max(Tempering::apply(t, greatest));
+    if (best_x + greatest_gumbel(noise) < goal) continue;
+    alignas(64) float gumbel[kNoiseBlock], scores[kNoiseBlock];
+    store_gumbel(noise, gumbel);
     for (int j = 0; j < 4; ++j) {
       F32x16 x = Tempering::apply(t, v[j]);
-      F32x16 score = select(x >= splat(t.cut), x + load(noise + 16 * j), splat(-kInfinity));
-      store(scores + 16 * j, score);
-      better = better | (score > splat(winner->score));
+      store(scores + 16 * j, select(x >= splat(t.cut), x + load(gumbel + 16 * j), splat(-kInfinity)));
     }
-    if (!any(better)) continue;
     for (int k = 0; k < length; ++k)
       if (scores[k] > winner->score) *winner = {scores[k], first + i + k};
   }

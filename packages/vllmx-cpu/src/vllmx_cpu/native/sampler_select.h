@@ -54,17 +54,34 @@ inline SamplerDecision find_mass(const uint32_t* histogram, float scale, double 
   return found;
 }
 
+// Sum of exp(x).
+inline double sum_exp(const float* x, int count) {
+  F32x16 sum = zero();
+  for (int i = 0; i < count; i += 16) sum = sum + mass_of(load_logits(x, i, count), -kInfinity);
+  return (double)reduce_add(sum);
+}
+
 // The greatest value such that all values from it up, and the mass above them, weigh `target`; the
-// least one when they never do.
-inline float select_mass(float* values, int count, double mass_above, double target) {
-  std::sort(values, values + count, std::greater<float>());
-  double mass = mass_above;
-  for (int i = 0; i < count; ++i) {
-    mass += std::exp((double)values[i]);
-    bool last_of_its_value = i + 1 == count || values[i + 1] != values[i];
-    if (last_of_its_value && mass >= target) return values[i];
+// least one when they never do. Reorders the values: halves them by size until a few are left to sort.
+inline float select_mass(float* values, int count, double mass, double target) {
+  int first = 0, last = count;
+  while (last - first > 64) {
+    int middle = first + (last - first) / 2;
+    std::nth_element(values + first, values + middle, values + last, std::greater<float>());
+    double upper = sum_exp(values + first, middle - first);
+    if (mass + upper >= target) {
+      last = middle;
+    } else {
+      mass += upper;
+      first = middle;
+    }
   }
-  return values[count - 1];
+  std::sort(values + first, values + last, std::greater<float>());
+  for (int i = first; i < last; ++i) {
+    mass += std::exp((double)values[i]);
+    if (mass >= target) return values[i];
+  }
+  return values[last - 1];
 }
 
 }  // namespace VX_ISA
