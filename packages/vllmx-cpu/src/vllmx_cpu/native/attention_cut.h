@@ -1,0 +1,115 @@
+// How a step of attention is cut into work: tiles, units, pieces.
+//
+// A tile is a run of query tokens of one row; a unit is a tile with the query heads of one kv head (at
+// most kTileRows rows of queries). A decode row over a long context is one unit that would keep one
+// thread busy: it is cut into pieces of a few partitions, whose states go to the shared workspace and
+// are folded after a barrier, in the order in which an uncut unit folds them.
+#pragma once
+#include "attention_tile.h"
+
+namespace vx {
+namespace VX_ISA {
+
+constexpr int kTileRows = 64;
+constexpr int kSplitRows = 16;  // units of more rows are never cut: their states would be large
+
+VX_INLINE int minimum(int a, int b) { return a < b ? a : b; }
+VX_INLINE int maximum(int a, int b) { return a > b ? a : b; }
+VX_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Tile {
+  int row, token, tokens;
+  Visible keys;  // seen by any of its tokens
+};
+
+// How units of a tile are cut into pieces, and where the states of a cut one go.
+struct Cut {
+  int pieces;              // 1 = not cut
+  int piece_partitions;
+  size_t workspace_state;  // first state of the tile in the workspace
+};
+
+VX_INLINE Visible visible_to(const VxAttention& a, const VxStep& step, int row, int token) {
+  int position = step.positions[token], context = step.context_len[row];
+  Visible v = {0, a.causal ? position + 1 : context};
+  if (a.window > 0) {
+    v.lo = maximum(0, position - a.window + 1);
+    if (!a.causal) v.hi = minimum(context, position + a.window);
+  }
+  return v;
+}
+
+VX_INLINE int first_partition(const Tile& tile) { return tile.keys.lo / kPartition; }
+VX_INLINE int partitions(const Tile& tile) { return ceil_div(tile.keys.hi, kPartition) - first_partition(tile); }
+
+// Walks the tiles of a step in order; all threads see the same.
+class Tiling {
+ public:
+  Tiling(const VxAttention& a, const VxStep& step) : a_(a), step_(step) {
+    int group_heads = a.num_heads / a.num_kv_heads;
+    heads = minimum(group_heads, kTileRows);
+    head_blocks = ceil_div(group_heads, heads);
+    tile_tokens_ = kTileRows / heads;
+  }
+
+  bool next(Tile* tile) {
+    while (row_ < step_.R && token_ >= step_.query_start[row_ + 1]) ++row_;
+    if (row_ >= step_.R) return false;
+    int tokens = minimum(tile_tokens_, step_.query_start[row_ + 1] - token_);
+    *tile = {row_, token_, tokens,
+             {visible_to(a_, step_, row_, token_).lo, visible_to(a_, step_, row_, token_ + tokens - 1).hi}};
+    token_ += tokens;
+    return true;
+  }
+
+  int units() const { return a_.num_kv_heads * head_blocks; }
+  int heads;        // query heads of a unit (the last block of a kv head may have fewer)
+  int head_blocks;  // units of a kv head
+
+ private:
+  const VxAttention& a_;
+  const VxStep& step_;
+  int tile_tokens_;
+  int row_ = 0, token_ = 0;
+};
+
+// Decides on the cuts, the same on all threads. Costs are in cycles, roughly.
+class Cutter {
+ public:
+  Cutter(const VxAttention& a, const VxStep& step, int nth) : tiling_(a, step), nth_(nth) {
+    state_floats_ = padded(a.head_size) + 16;
+    capacity_ = a.workspace ? a.workspace_bytes / (state_floats_ * sizeof(float)) : 0;
+    if (nth == 1) return;
+    Tiling tiles(a, step);
+    for (Tile tile; tiles.next(&tile);) total_ += cost(tile) * tiles.units();
+  }
+
+  Cut cut(const Tile& tile) {
+    Cut whole = {1, partitions(tile), 0};
+    int rows = tile.tokens * tiling_.heads;
+    if (nth_ == 1 || (rows > kSplitRows && tile.tokens > 1)) return whole;
+    double fair = total_ / (4 * nth_);
+    if (cost(tile) < 2 * fair || partitions(tile) < 2) return whole;
+    int each = maximum(1, (int)(fair / (cost(tile) / partitions(tile))));
+    size_t states = (size_t)tiling_.units() * partitions(tile) * rows;
+    if (used_ + states > capacity_) return whole;
+    Cut result = {ceil_div(partitions(tile), each), each, used_};
+    used_ += states;
+    return result;
+  }
+
+  bool any() const { return used_ > 0; }
+  size_t state_floats() const { return state_floats_; }
+
+ private:
+  double cost(const Tile& tile) const {
+    return (tile.keys.hi - tile.keys.lo + 16.0) * (64.0 + 10.0 * tile.tokens * tiling_.heads);
+  }
+  Tiling tiling_;
+  int nth_;
+  double total_ = 0;
+  size_t state_floats_, capacity_, used_ = 0;
+};
+
+}  // namespace VX_ISA
+}  // namespace vx
