@@ -21,7 +21,9 @@ def allocate(num_bytes: int) -> Bytes:
     """Zeroed bytes in pages of their own (64-byte aligned), which the kernel hands out when they
     are first touched; huge pages where it has them. Raises CapacityError."""
     try:
-        area = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+        # Private: shared anonymous memory gets no huge pages on most systems.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        area = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
     except OSError as error:
         raise CapacityError(
             f"{format_bytes(num_bytes)} of address space cannot be reserved ({error}): raise the"
