@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, InvalidRequestError, WeightFormatError
+from vllmx_core.memory import format_bytes
 from vllmx_core.testing.harness import PAGE, VOCAB
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
-from vllmx_cpu import memory
 from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.kv_cache import KVPlan, plan_kv
 from vllmx_cpu.loaded import CpuLoadedModel
@@ -165,6 +165,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 
 
 def test_small_sizes_are_written_in_bytes() -> None:
-    assert memory.format_bytes(1000) == "1000 bytes"
-    assert memory.format_bytes(3 << 19) == "1.5 MiB"
-    assert memory.format_bytes(5 << 29) == "2.50 GiB"
+    assert format_bytes(1000) == "1000 bytes"
+    assert format_bytes(3 << 19) == "1.5 MiB"
+    assert format_bytes(5 << 29) == "2.50 GiB"

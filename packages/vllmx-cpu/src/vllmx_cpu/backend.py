@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.cores import available_cores
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
 from vllmx_core.weights import WeightSource
 
 from vllmx_cpu import native
 from vllmx_cpu.arena import ArenaPlan, plan_arena
-from vllmx_cpu.cores import available_cores
 from vllmx_cpu.fuse import fuse, gated_weights
 from vllmx_cpu.kv_cache import KVPlan, kv_dtype, plan_kv
 from vllmx_cpu.loaded import CpuLoadedModel, Forward, RecordedStep, bound_forward
 from vllmx_cpu.lower import Lowering, lower_all, make_tape
-from vllmx_cpu.memory import allocate, format_bytes, free_bytes
+from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import MatrixShape, load_weights, matrix_shapes, packed_bytes
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.errors import ConfigError
+from vllmx_core.kv_capacity import num_kv_blocks
+from vllmx_core.memory import GIB
 from vllmx_core.model import KVSpec
 
-from vllmx_cpu.memory import GIB, Bytes, allocate, format_bytes
+from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import VX_DTYPES
 
@@ -78,56 +80,10 @@ def plan_kv(
         )
     layer_bytes = tuple(_block_bytes(kv, size, dtype) for kv in layers)
     block_bytes = max(1, sum(k + v for k, v in layer_bytes))
-    needed = -(-options.max_model_len // size)
-    budget = int(free * options.memory_fraction) - used
-    if options.num_kv_blocks is not None:
-        blocks = options.num_kv_blocks
-        _check_memory(blocks * block_bytes, free - used, "num_kv_blocks")
-    elif options.kv_cache_memory_bytes is not None:
-        blocks = options.kv_cache_memory_bytes // block_bytes
-        _check_memory(blocks * block_bytes, free - used, "kv_cache_memory_bytes")
-    else:
-        most = max(DEFAULT_BYTES, needed * block_bytes)
-        blocks = min(max(0, budget), most) // block_bytes
-        blocks = min(blocks, needed * options.max_num_seqs)
-    if blocks < (1 if options.shrink_to_fit else needed):
-        raise _too_small(options, blocks, block_bytes, needed, free, used)
+    blocks = num_kv_blocks(options, block_bytes, free, used, default_bytes=DEFAULT_BYTES)
     return KVPlan(blocks, size, dtype, layer_bytes)
 
 
 def _block_bytes(kv: KVSpec, block_size: int, dtype: str) -> tuple[int, int]:
     arguments = (kv.num_kv_heads, kv.head_size, block_size, VX_DTYPES[dtype])
     return int(library().vx_k_page_bytes(*arguments)), int(library().vx_v_page_bytes(*arguments))
-
-
-def _check_memory(wanted: int, left: int, param: str) -> None:
-    if wanted > left:
-        flag = "--" + param.replace("_", "-")
-        raise CapacityError(
-            f"{param} asks for {format_bytes(wanted)} of KV cache, {format_bytes(max(0, left))} are"
-            f" free beside the weights: lower {flag}",
-            param=param,
-        )
-
-
-def _too_small(
-    options: LoadOptions, blocks: int, block_bytes: int, needed: int, free: int, used: int
-) -> CapacityError:
-    have, want = blocks * block_bytes, needed * block_bytes
-    if options.num_kv_blocks is not None:
-        remedy = f"raise --num-kv-blocks to {needed}"
-    elif options.kv_cache_memory_bytes is not None:
-        remedy = f"raise --kv-cache-memory-bytes to {want}"
-    else:
-        remedy = "raise --memory-fraction or free memory"
-        if used + want > free:
-            remedy = "use a machine with more memory"
-    fits = blocks * options.block_size
-    lower = f"lower --max-model-len to {fits} or " if fits else ""
-    return CapacityError(
-        f"one sequence of max_model_len {options.max_model_len} needs {format_bytes(want)} of KV"
-        f" cache ({needed} blocks), there is room for {format_bytes(have)} ({blocks} blocks;"
-        f" {format_bytes(free)} of memory are free, weights and activations take"
-        f" {format_bytes(used)}): {lower}{remedy}",
-        param="max_model_len",
-    )

@@ -1,20 +1,16 @@
-"""Large buffers for weights, activations and KV pages, and how much memory there is for them."""
+"""Large buffers for weights, activations and KV pages."""
 
 from __future__ import annotations
 
 import mmap
-import os
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import CapacityError
-
-from vllmx_cpu.cores import CGROUP_ROOT, cgroup_folders
+from vllmx_core.memory import format_bytes
 
 Bytes = npt.NDArray[np.uint8]
-GIB = 1 << 30
 
 
 def allocate(num_bytes: int) -> Bytes:
@@ -33,55 +29,3 @@ def allocate(num_bytes: int) -> Bytes:
         with suppress(OSError):  # a kernel without huge pages: slower, not wrong
             area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, np.uint8)[:num_bytes]
-
-
-def free_bytes(cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory that can be taken without swapping: the kernel's estimate, or what the cgroup's limit
-    leaves, whichever is less."""
-    free = _system_free()
-    for folder in cgroup_folders(cgroup_root, process, "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = _number(folder / limit_name), _number(folder / used_name)
-            if limit is not None and used is not None and limit < 1 << 60:
-                free = min(free, max(0, limit - used + _file_cache(folder)))
-    return free
-
-
-def _system_free() -> int:
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # macOS has no figure for what is free: half of the memory is a safe one
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _file_cache(folder: Path) -> int:
-    """Page cache that counts as used but is given up under pressure."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    values = dict(line.split()[:2] for line in lines if len(line.split()) >= 2)
-    return int(values.get("inactive_file", 0))
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def format_bytes(num_bytes: int) -> str:
-    """For messages, in the unit that fits."""
-    if num_bytes < 1 << 20:
-        return f"{num_bytes} bytes"
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"
