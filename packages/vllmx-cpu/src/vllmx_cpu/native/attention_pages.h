@@ -15,6 +15,10 @@ constexpr int kPartition = 256;  // positions with a softmax of their own
 
 VX_INLINE int padded(int head_size) { return (head_size + 15) & ~15; }
 
+// Into the second-level cache, which can wait for more lines at a time than the first: decoding from
+// memory reads 19.7 instead of 13.7 GB/s with one Zen 4 core.
+VX_INLINE void prefetch_pages(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 struct Bf16Pages {
   typedef uint32_t Cell;
   typedef uint32_t Operand;

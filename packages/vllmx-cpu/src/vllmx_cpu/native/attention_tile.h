@@ -57,7 +57,7 @@ void score_block(const typename Pages::Operand* q, int q_stride, const typename 
 #pragma GCC unroll 4
     for (int g = 0; g < groups; ++g) {
       k[g] = Pages::load(keys[g] + s * kGroup);
-      if (prefetching) prefetch(ahead[g] + s * kGroup);
+      if (prefetching) prefetch_pages(ahead[g] + s * kGroup);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
@@ -160,7 +160,7 @@ void value_block(const typename Pages::Operand* p, int p_stride, const float* fa
 #pragma GCC unroll 8
       for (int i = 0; i < vectors; ++i) {
         v[i] = Pages::load(cells + 16 * i);
-        if (prefetching) prefetch(far + 16 * i);
+        if (prefetching) prefetch_pages(far + 16 * i);
       }
       if (prefetching) far += v_width;
 #pragma GCC unroll 4
