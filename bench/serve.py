@@ -1,0 +1,225 @@
+"""CPU of the API process for a streamed token, beside a bare hypercorn, and open-loop latencies.
+
+    python bench/serve.py [--streams 64,256] [--rounds 4] [--real] [--rates 2,4,8] [--json]
+
+`--streams`: so many requests start together and stream `--tokens` tokens each, one a step of
+`--step-ms`, from a fake model that costs nothing: what is left is HTTP, detokenizing, JSON and the
+way from the engine core. The same load runs on `bench/bare_sse.py` (hypercorn and starlette sending
+ready bytes), round by round in turn. Figures are CPU microseconds of the API process alone (its
+threads' on-CPU time from /proc) for each token, requests and connections included: median and
+range. `--real` adds the demo model on the best backend. `--rates`: Poisson arrivals a second on the
+demo model, whatever the server does, with latencies as clients see them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllmx.bench.figures import show
+from vllmx.bench.serving import Load, open_loop
+from vllmx.bench.sse_client import Streamed, stream_completion
+from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
+
+Record = dict[str, float | int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server process and where it answers."""
+
+    name: str
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """On-CPU time of all threads so far."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
+
+    def memory_mb(self) -> float:
+        """Resident set."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@contextmanager
+def running(name: str, command: Sequence[str], plugins: Path | None = None) -> Iterator[Server]:
+    """A server whose output has its URL as the first word of a line."""
+    environment = dict(os.environ)
+    if plugins is not None:
+        environment["PYTHONPATH"] = str(plugins)
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.strip().startswith("http"):
+                break
+        else:
+            raise SystemExit(f"{name} did not start: {''.join(lines)}")
+        yield Server(name, line.strip().removesuffix("/v1"), process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+async def one_round(server: Server, streams: int, tokens: int) -> Record:
+    """`streams` requests at once; CPU of the server over all of them."""
+    body = {
+        "messages": [{"role": "user", "content": "Tell me a story about a fox and a lamp."}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    }
+    path = "/v1/chat/completions"
+    before, started = server.cpu_s(), time.perf_counter()
+    results = await asyncio.gather(
+        *(stream_completion(server.url, path, body) for _ in range(streams))
+    )
+    elapsed = time.perf_counter() - started
+    return _round_figures(results, server.cpu_s() - before, elapsed)
+
+
+def _round_figures(results: list[Streamed], cpu_s: float, elapsed_s: float) -> Record:
+    failed = [result.error for result in results if result.error is not None]
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(results)} streams failed: {failed[0]}")
+    tokens = sum(result.completion_tokens for result in results)
+    events = sum(len(result.event_s) for result in results)
+    return {
+        "us_per_token": cpu_s / tokens * 1e6,
+        "us_per_event": cpu_s / events * 1e6,
+        "events_per_token": events / tokens,
+        "tokens_per_s": tokens / elapsed_s,
+        "cpu_share": cpu_s / elapsed_s,
+    }
+
+
+def cpu_per_token(servers: list[Server], streams: int, tokens: int, rounds: int) -> list[Record]:
+    """One record a server; the servers take turns, and a short round first is not counted."""
+    found: dict[str, list[Record]] = {server.name: [] for server in servers}
+    for number in range(rounds + 1):
+        for server in servers:
+            record = asyncio.run(one_round(server, streams, tokens if number else 8))
+            if number:
+                found[server.name].append(record)
+    return [_summary(server, streams, found[server.name]) for server in servers]
+
+
+def _summary(server: Server, streams: int, rounds: list[Record]) -> Record:
+    costs = [float(record["us_per_token"]) for record in rounds]
+
+    def median(name: str) -> float:
+        return round(statistics.median(float(record[name]) for record in rounds), 2)
+
+    return {
+        "server": server.name,
+        "streams": streams,
+        "us_per_token": median("us_per_token"),
+        "min": round(min(costs), 2),
+        "max": round(max(costs), 2),
+        "us_per_event": median("us_per_event"),
+        "events_per_token": median("events_per_token"),
+        "tokens_per_s": median("tokens_per_s"),
+        "cpu_share": median("cpu_share"),
+        "memory_mb": round(server.memory_mb(), 1),
+    }
+
+
+def vllmx(*flags: str) -> list[str]:
+    return ["-m", "vllmx", "serve", "--port", "0", "--disable-access-log", *flags]
+
+
+def fake_model(folder: Path, step_s: float) -> Path:
+    """A model that draws ids below 128 alone: whole characters, so that every token is an event."""
+    behaviour: dict[str, Any] = {"step_s": step_s, "verify_pages": False, "strict": False}
+    make_fake_checkpoint(folder, vocab_size=259, **behaviour)
+    config = json.loads((folder / "config.json").read_text())
+    config["fake"]["vocab_size"] = 128
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", default="64,256", help="numbers of streams; empty: none")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--real", action="store_true", help="the demo model as well")
+    parser.add_argument("--rates", default="", help="arrivals a second on the demo model")
+    parser.add_argument("--requests", type=int, default=64, help="requests of each rate")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    tables: dict[str, list[Record]] = {}
+    if options.streams:
+        tables["cpu"] = _measure_cpu(options)
+    if options.rates:
+        tables["open_loop"] = _measure_rates(options)
+    if options.json:
+        print(json.dumps(tables, indent=1))
+        return
+    for table in tables.values():
+        print(show(table, as_json=False), end="\n\n")
+
+
+def _measure_cpu(options: argparse.Namespace) -> list[Record]:
+    step_s = options.step_ms / 1e3
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        plugins = install_fake_plugin(Path(scratch) / "plugins")
+        folder = fake_model(Path(scratch) / "model", step_s)
+        bare = [str(Path(__file__).with_name("bare_sse.py")), "--step-ms", str(options.step_ms)]
+        flags = ("--model", str(folder), "--backend", "fake", "--max-num-seqs", "256")
+        servers = [
+            stack.enter_context(running("bare hypercorn", bare)),
+            stack.enter_context(running("vllmx, fake model", vllmx(*flags), plugins)),
+        ]
+        if options.real:
+            servers.append(stack.enter_context(running("vllmx, demo model", vllmx())))
+        for streams in map(int, options.streams.split(",")):
+            records += cpu_per_token(servers, streams, options.tokens, options.rounds)
+    return records
+
+
+def _measure_rates(options: argparse.Namespace) -> list[Record]:
+    records: list[Record] = []
+    with running("vllmx, demo model", vllmx()) as server:
+        load = Load(server.url, "demo", 1000, 64, 64, options.requests)
+        for rate in map(float, options.rates.split(",")):
+            before = server.cpu_s()
+            found = asyncio.run(open_loop(load, rate))
+            cpu_s = server.cpu_s() - before
+            cost = cpu_s / (int(found["requests"]) * load.output_len) * 1e6
+            records.append({**found, "api_us_per_token": round(cost, 2)})
+    return records
+
+
+if __name__ == "__main__":
+    main()
