@@ -17,6 +17,7 @@ from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, t
 from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.kv_cache import KVPlan, plan_kv
 from vllmx_cpu.loaded import CpuLoadedModel
+from vllmx_cpu.memory import allocate
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -168,3 +169,11 @@ def test_small_sizes_are_written_in_bytes() -> None:
     assert format_bytes(1000) == "1000 bytes"
     assert format_bytes(3 << 19) == "1.5 MiB"
     assert format_bytes(5 << 29) == "2.50 GiB"
+
+
+def test_buffers_are_zero_and_aligned() -> None:
+    buffer = allocate(100_000)
+    assert buffer.nbytes == 100_000
+    assert buffer.ctypes.data % 64 == 0
+    assert not buffer.any()
+    assert allocate(0).nbytes == 0

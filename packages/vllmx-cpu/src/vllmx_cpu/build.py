@@ -81,9 +81,10 @@ def source_hash() -> str:
     return digest.hexdigest()[:32]
 
 
-def built_hash(library: Path = LIBRARY) -> str | None:
+def built_hash(library: Path | None = None) -> str | None:
     """The source hash that a built library carries; None without a library. Reads the file instead
     of loading it, because a loaded library could not be replaced in this process."""
+    library = library or LIBRARY
     if not library.exists():
         return None
     found = re.search(re.escape(MARKER) + rb"([0-9a-f]{32})", library.read_bytes())
@@ -105,9 +106,13 @@ def find_toolchain() -> Toolchain:
                 f"no kernels for the processor architecture {platform.machine()!r}: x86-64 and"
                 " 64-bit ARM are supported"
             )
-        isas = {name: flags for name, flags in table.items() if _accepts(command, flags)}
+        refusals = {name: _refusal(command, flags) for name, flags in table.items()}
+        isas = {name: flags for name, flags in table.items() if refusals[name] is None}
         if not isas:
-            raise BuildError(f"{version} cannot compile C++17: use GCC 10 or Clang 12 or newer")
+            raise BuildError(
+                f"{version} cannot compile our C++17 ({next(iter(refusals.values()))}): use GCC 10"
+                " or Clang 12 or newer"
+            )
         return Toolchain(command, version, isas)
     if named:
         raise BuildError(f"CXX names {named!r}, which is not on the PATH")
@@ -117,10 +122,10 @@ def find_toolchain() -> Toolchain:
     )
 
 
-def build(output: Path = LIBRARY, objects: Path | None = None) -> Toolchain:
+def build(output: Path | None = None, objects: Path | None = None) -> Toolchain:
     """Compiles and links the library, replacing it atomically. Objects that are still good in
     `objects` are taken from there. Raises BuildError with the compiler's message."""
-    toolchain = find_toolchain()
+    toolchain, output = find_toolchain(), output or LIBRARY
     keep = objects or _object_folder()
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
@@ -205,10 +210,13 @@ def _object_folder() -> Path | None:
     return root / "build" / "native" if (root / "pyproject.toml").exists() else None
 
 
-def _accepts(command: tuple[str, ...], flags: tuple[str, ...]) -> bool:
+def _refusal(command: tuple[str, ...], flags: tuple[str, ...]) -> str | None:
+    """What a compiler says against the flags of an instruction set; None: it knows them."""
     probe = [*command, "-std=c++17", *flags, "-x", "c++", "-fsyntax-only", "-"]
-    result = subprocess.run(probe, input=b"int x;", capture_output=True, check=False)  # noqa: S603
-    return result.returncode == 0
+    result = subprocess.run(probe, input="int x;", capture_output=True, text=True, check=False)  # noqa: S603
+    if result.returncode == 0:
+        return None
+    return (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[0]
 
 
 def _run(command: list[str]) -> str:

@@ -1,0 +1,136 @@
+"""Building the native library: real compiler runs on a small source tree, and what goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+from vllmx_core.errors import BackendUnavailableError
+from vllmx_cpu import build, native, plugin
+
+PER_ISA = """// VX: per instruction set
+#define NAME2(isa) answer_##isa
+#define NAME(isa) NAME2(isa)
+extern "C" int NAME(VX_ISA)() { return 42; }
+"""
+ONCE = """
+extern "C" __attribute__((visibility("default"))) const char* marker() { return VX_SOURCE_MARKER; }
+#define VX_X(name) extern "C" int answer_##name();
+VX_ISA_LIST
+#undef VX_X
+extern "C" __attribute__((visibility("default"))) int total() {
+  int sum = 0;
+#define VX_X(name) sum += answer_##name();
+  VX_ISA_LIST
+  return sum;
+}
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of two sources in place of the real one."""
+    folder = tmp_path / "package" / "native"
+    folder.mkdir(parents=True)
+    (folder / "kernel.cpp").write_text(PER_ISA)
+    (folder / "once.cpp").write_text(ONCE)
+    monkeypatch.setattr(build, "NATIVE", folder)
+    monkeypatch.setattr(build, "PACKAGE", folder.parent)
+    monkeypatch.setattr(build, "LIBRARY", folder.parent / "lib.so")
+    return folder
+
+
+@pytest.fixture
+def compiler() -> build.Toolchain:
+    try:
+        return build.find_toolchain()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+
+
+def test_each_source_is_compiled_once_for_each_instruction_set(
+    tree: Path, compiler: build.Toolchain
+) -> None:
+    output = tree.parent / "other.so"
+    build.build(output)
+    library = ctypes.CDLL(str(output))
+    assert library.total() == 42 * len(compiler.isas)
+    assert build.built_hash(output) == build.source_hash()
+
+
+def test_a_change_of_the_sources_makes_the_library_stale(
+    tree: Path, compiler: build.Toolchain
+) -> None:
+    assert build.ensure_built()
+    assert not build.ensure_built()
+    (tree / "new.h").write_text("// a header counts too\n")
+    assert build.built_hash() != build.source_hash()
+    assert build.ensure_built()
+
+
+def test_objects_are_kept_and_stale_ones_removed(tree: Path, compiler: build.Toolchain) -> None:
+    objects = tree.parent / "objects"
+    build.build(objects=objects)
+    first = {path: path.stat().st_mtime_ns for path in objects.glob("*.o")}
+    (tree / "once.cpp").write_text(ONCE + "// changed\n")
+    build.build(objects=objects)
+    second = {path: path.stat().st_mtime_ns for path in objects.glob("*.o")}
+    kept = {path.name.split(".")[0] for path in first.keys() & second.keys()}
+    assert kept == {"kernel"}
+    assert len(first) == len(second)
+    assert all(second[path] == first[path] for path in first.keys() & second.keys())
+
+
+def test_what_the_compiler_says_is_shown(
+    tree: Path, compiler: build.Toolchain, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tree / "once.cpp").write_text("int broken( {")
+    assert build.main([]) == 1
+    assert "once.cpp" in caplog.text
+    assert "error" in caplog.text
+    assert not build.LIBRARY.exists()
+
+
+def test_without_a_compiler_the_message_says_what_to_install(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(build, "built_hash", lambda: None)
+    with pytest.raises(build.BuildError, match=r"apt install g\+\+.*python -m vllmx_cpu.build"):
+        build.find_toolchain()
+    reason = plugin.probe()
+    assert reason is not None
+    assert "apt install g++" in reason
+    native.library.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailableError, match="no C\\+\\+ compiler was found"):
+            native.library()
+    finally:
+        native.library.cache_clear()
+
+
+def test_cxx_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler-anywhere")
+    with pytest.raises(build.BuildError, match="CXX names 'no-such-compiler-anywhere'"):
+        build.find_toolchain()
+
+
+def test_a_compiler_that_refuses_everything_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "cxx"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "old 1.0" && exit 0\necho too old >&2\nexit 1\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(build.BuildError, match=r"old 1\.0 cannot compile .*too old.*GCC 10"):
+        build.find_toolchain()
+
+
+def test_the_probe_is_content_with_a_library_that_is_there() -> None:
+    if build.LIBRARY.exists():
+        assert plugin.probe() is None

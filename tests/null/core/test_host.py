@@ -1,0 +1,85 @@
+"""Cores and memory that are really there: affinity and cgroups, version 1 and 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from vllmx_core.cores import available_cores
+from vllmx_core.memory import free_bytes
+
+MIB = 1 << 20
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    return tmp_path
+
+
+def process(root: Path, *lines: str) -> Path:
+    write(root / "cgroup", "\n".join(lines) + "\n")
+    return root / "cgroup"
+
+
+def test_without_a_quota_the_affinity_counts(root: Path) -> None:
+    assert available_cores(root, root / "missing") == 8
+    write(root / "pod" / "cpu.max", "max 100000")
+    assert available_cores(root, process(root, "0::/pod")) == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("200000 100000", 2), ("250000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8)],
+)
+def test_quota_of_version_2(root: Path, limit: str, cores: int) -> None:
+    write(root / "pod" / "cpu.max", limit)
+    assert available_cores(root, process(root, "0::/pod")) == cores
+
+
+def test_the_tightest_quota_above_counts(root: Path) -> None:
+    write(root / "pod" / "cpu.max", "300000 100000")
+    write(root / "pod" / "inner" / "cpu.max", "600000 100000")
+    assert available_cores(root, process(root, "0::/pod/inner")) == 3
+
+
+def test_a_path_of_the_host_that_is_not_mounted_leads_to_the_root(root: Path) -> None:
+    write(root / "cpu.max", "400000 100000")
+    assert available_cores(root, process(root, "0::/../kubepods/pod17")) == 4
+
+
+def test_quota_of_version_1(root: Path) -> None:
+    write(root / "cpu,cpuacct" / "docker" / "cpu.cfs_quota_us", "150000")
+    write(root / "cpu,cpuacct" / "docker" / "cpu.cfs_period_us", "100000")
+    lines = ("5:memory:/docker", "4:cpu,cpuacct:/docker")
+    assert available_cores(root, process(root, *lines)) == 2
+    write(root / "cpu,cpuacct" / "docker" / "cpu.cfs_quota_us", "-1")
+    assert available_cores(root, process(root, *lines)) == 8
+
+
+def test_memory_limit_of_version_2(root: Path) -> None:
+    write(root / "pod" / "memory.max", str(300 * MIB))
+    write(root / "pod" / "memory.current", str(120 * MIB))
+    write(root / "pod" / "memory.stat", f"anon {100 * MIB}\ninactive_file {20 * MIB}\n")
+    assert free_bytes(root, process(root, "0::/pod")) == 200 * MIB
+
+
+def test_memory_limit_of_version_1(root: Path) -> None:
+    write(root / "memory" / "docker" / "memory.limit_in_bytes", str(64 * MIB))
+    write(root / "memory" / "docker" / "memory.usage_in_bytes", str(24 * MIB))
+    assert free_bytes(root, process(root, "9:memory:/docker")) == 40 * MIB
+
+
+def test_without_a_limit_the_system_counts(root: Path) -> None:
+    write(root / "pod" / "memory.max", "max")
+    write(root / "pod" / "memory.current", "1")
+    unlimited = free_bytes(root, root / "missing")
+    assert unlimited > 64 * MIB
+    limited = free_bytes(root, process(root, "0::/pod"))
+    assert abs(limited - unlimited) < unlimited // 2
