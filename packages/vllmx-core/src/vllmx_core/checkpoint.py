@@ -50,7 +50,9 @@ def resolve_path(
 def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -> Checkpoint:
     """Opens a folder or file with the format that fits it. Raises ModelNotFoundError,
     UnsupportedModelError or WeightFormatError."""
-    checkpoint: Checkpoint = _format_of(registry, path, load_format)(path)
+    spec = _format_of(registry, path, load_format)
+    opener = spec.load()
+    checkpoint: Checkpoint = opener(path, registry) if spec.needs_registry else opener(path)
     quantization = checkpoint.config.get("quantization_config")
     if not quantization:
         return checkpoint
@@ -72,17 +74,17 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     )
 
 
-def _format_of(registry: Registry, path: Path, load_format: str) -> Any:
+def _format_of(registry: Registry, path: Path, load_format: str) -> WeightFormatSpec:
     if not path.exists():
         raise ModelNotFoundError(f"{path} does not exist: check the path", param="model")
     if load_format != "auto":
-        return registry.get(WeightFormatSpec, load_format).load()
+        return registry.get(WeightFormatSpec, load_format)
     formats = sorted(registry.all(WeightFormatSpec), key=lambda spec: -spec.priority)
     for spec in formats:
         if path.is_dir() and any(next(path.glob(pattern), None) for pattern in spec.patterns):
-            return spec.load()
+            return spec
         if path.is_file() and any(path.match(pattern) for pattern in spec.patterns):
-            return spec.load()
+            return spec
     patterns = ", ".join(pattern for spec in formats for pattern in spec.patterns)
     raise ModelNotFoundError(
         f"{path} holds no weights that an installed format reads (looked for: {patterns})",

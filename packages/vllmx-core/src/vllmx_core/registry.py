@@ -272,6 +272,7 @@ def _claims(spec: Any) -> set[str]:
     claims = {f"{_kind(spec)} {spec.name!r}"}
     if isinstance(spec, ModelSpec):
         claims |= {f"architecture {name!r}" for name in spec.architectures}
+        claims |= {f"GGUF architecture {name!r}" for name in spec.gguf_names}
     return claims
 
 

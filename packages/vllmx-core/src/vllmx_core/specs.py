@@ -23,12 +23,15 @@ class _Spec:
 
     def load(self) -> Any:
         """Imports and returns the implementation; raises PluginError that names it."""
-        module_name, _, attribute = self.implementation.partition(":")
+        return self._load(self.implementation)
+
+    def _load(self, reference: str) -> Any:
+        module_name, _, attribute = reference.partition(":")
         try:
             return getattr(import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:
             raise PluginError(
-                f"{type(self).__name__} {self.name!r}: cannot import {self.implementation!r}"
+                f"{type(self).__name__} {self.name!r}: cannot import {reference!r}"
                 f" ({error}); reinstall the package that provides it"
             ) from error
 
@@ -61,7 +64,15 @@ class ModelSpec(_Spec):
     """Values of config.json's `architectures` that it serves."""
     model_types: tuple[str, ...] = ()
     """Values of `model_type`, for configs without architectures."""
+    gguf_names: tuple[str, ...] = ()
+    """Values of a GGUF file's `general.architecture` that it serves."""
+    gguf: str = ""
+    """"package.module:attribute" of its form in GGUF files, as the format "gguf" wants it."""
     api: int = API_VERSION
+
+    def load_gguf(self) -> Any:
+        """Imports and returns what `gguf` names; raises PluginError."""
+        return self._load(self.gguf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +80,14 @@ class WeightFormatSpec(_Spec):
     """A checkpoint format: a callable `open(path: Path) -> Checkpoint`.
 
     `patterns` are globs of file names; a folder that holds a match, or a file that is one, is
-    opened by this format. `priority` decides when several match.
+    opened by this format. `priority` decides when several match. A format whose files name weights
+    in their own way `needs_registry` to find the architectures that know them: its callable is
+    `open(path, registry)`.
     """
 
     patterns: tuple[str, ...]
     priority: int = 0
+    needs_registry: bool = False
     api: int = API_VERSION
 
 

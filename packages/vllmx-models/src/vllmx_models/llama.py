@@ -14,6 +14,8 @@ from vllmx_models.decoder_config import (
     layer_specs,
     num_layers,
 )
+from vllmx_models.gguf.architecture import INTERLEAVED, GGUFArchitecture, decoder_config
+from vllmx_models.gguf.hyperparameters import GGUFHeader
 
 DEFAULT_POSITIONS = 2048
 
@@ -36,3 +38,18 @@ def llama(config: Mapping[str, Any]) -> Decoder:
             mlp_bias=read.flag("mlp_bias", False),
         )
     )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """Mistral's models are stored as Llama's; those with a window are told apart by it."""
+    config = decoder_config(header, "attention.sliding_window")
+    if header.integer("attention.sliding_window", 0, low=0):
+        window = header.integer("attention.sliding_window")
+        return config | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return config | {
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+    }
+
+
+GGUF = GGUFArchitecture("llama", "LlamaForCausalLM", interleaved=INTERLEAVED, config=_gguf_config)

@@ -9,18 +9,42 @@ from vllmx_core.specs import ModelSourceSpec, ModelSpec, WeightFormatSpec
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
     return (
-        ModelSpec("llama", "vllmx_models.llama:llama", ("LlamaForCausalLM",), ("llama",)),
-        ModelSpec("mistral", "vllmx_models.mistral:mistral", ("MistralForCausalLM",), ("mistral",)),
-        ModelSpec("qwen2", "vllmx_models.qwen2:qwen2", ("Qwen2ForCausalLM",), ("qwen2",)),
-        ModelSpec("qwen3", "vllmx_models.qwen3:qwen3", ("Qwen3ForCausalLM",), ("qwen3",)),
-        ModelSpec("smollm3", "vllmx_models.smollm3:smollm3", ("SmolLM3ForCausalLM",), ("smollm3",)),
+        _model("llama", "LlamaForCausalLM", gguf=True),
+        _model("mistral", "MistralForCausalLM", gguf=False),  # in GGUF files it is a llama
+        _model("qwen2", "Qwen2ForCausalLM", gguf=True),
+        _model("qwen3", "Qwen3ForCausalLM", gguf=True),
+        _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
+    )
+
+
+def _model(name: str, architecture: str, *, gguf: bool) -> ModelSpec:
+    """The module, its constructor, the model_type and the GGUF architecture are named alike."""
+    module = f"vllmx_models.{name}"
+    return ModelSpec(
+        name,
+        f"{module}:{name}",
+        (architecture,),
+        (name,),
+        gguf_names=(name,) if gguf else (),
+        gguf=f"{module}:GGUF" if gguf else "",
     )
 
 
 @hookimpl
 def vllmx_weight_formats() -> tuple[WeightFormatSpec, ...]:
-    implementation = "vllmx_models.safetensors:open_checkpoint"
-    return (WeightFormatSpec("safetensors", implementation, ("*.safetensors",)),)
+    return (
+        WeightFormatSpec(
+            "safetensors", "vllmx_models.safetensors:open_checkpoint", ("*.safetensors",)
+        ),
+        # below safetensors: a folder with both holds the GGUF as a smaller copy
+        WeightFormatSpec(
+            "gguf",
+            "vllmx_models.gguf.source:open_checkpoint",
+            ("*.gguf",),
+            priority=-1,
+            needs_registry=True,
+        ),
+    )
 
 
 @hookimpl

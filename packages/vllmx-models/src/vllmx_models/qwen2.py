@@ -17,6 +17,7 @@ from vllmx_models.decoder_config import (
     sliding_layers,
     switched_window,
 )
+from vllmx_models.gguf.architecture import GGUFArchitecture
 
 DEFAULT_POSITIONS = 32768
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
@@ -47,3 +48,6 @@ def qwen_layers(read: ConfigReader, head: int) -> tuple[LayerSpec, ...]:
     sliding = sliding_layers(read, upper)
     ropes = layer_ropes(read, head, sliding, default_positions=DEFAULT_POSITIONS)
     return layer_specs(read, ropes, sliding, window)
+
+
+GGUF = GGUFArchitecture("qwen2", "Qwen2ForCausalLM")

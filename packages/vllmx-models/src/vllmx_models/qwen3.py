@@ -9,6 +9,7 @@ from typing import Any
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import decoder_spec, head_size
+from vllmx_models.gguf.architecture import DECODER_TENSORS, HEAD_NORM_TENSORS, GGUFArchitecture
 from vllmx_models.qwen2 import DEFAULT_POSITIONS, WINDOW_KEYS, qwen_layers
 
 
@@ -29,3 +30,6 @@ def qwen3(config: Mapping[str, Any]) -> Decoder:
             o_bias=bias,
         )
     )
+
+
+GGUF = GGUFArchitecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})

@@ -16,6 +16,7 @@ from vllmx_models.decoder_config import (
     sliding_layers,
     switched_window,
 )
+from vllmx_models.gguf.architecture import INTERLEAVED, GGUFArchitecture
 
 DEFAULT_POSITIONS = 32768
 DEFAULT_THETA = 2_000_000.0
@@ -56,3 +57,7 @@ def _rotating_layers(read: ConfigReader) -> list[bool]:
         return [bool(entry) for entry in read.integers("no_rope_layers", layers)]
     interval = read.integer("no_rope_layer_interval", 4)
     return [(layer + 1) % interval != 0 for layer in range(layers)]
+
+
+# which layers rotate is not in the file: always three of four
+GGUF = GGUFArchitecture("smollm3", "SmolLM3ForCausalLM", interleaved=INTERLEAVED)

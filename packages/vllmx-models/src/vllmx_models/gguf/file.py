@@ -1,0 +1,203 @@
+"""Reader of one GGUF file over mmap.
+
+Layout (versions 2 and 3, little-endian): "GGUF", version, number of tensors, number of metadata
+entries; the entries; for each tensor name, dimensions (fastest first), type and offset; padding to
+the alignment; the data. Nothing in the file is believed: every number is checked against the
+file's real size before an array is made, and arrays are views into the mapping.
+
+Source: docs/gguf.md of ggml.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+
+from vllmx_models.gguf.blocks import FOREIGN_TYPES, TENSOR_TYPES, TensorType
+from vllmx_models.gguf.cursor import Cursor
+from vllmx_models.gguf.metadata import Value, read_metadata
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+MAX_TENSORS = 1 << 20
+MAX_NAME_BYTES = 256
+MAX_RANK = 4
+MAX_ELEMENTS = 1 << 56
+_SMALLEST_ENTRY = 8 + 1 + 4 + 8 + 4 + 8
+"""Bytes of the shortest tensor entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies."""
+
+    name: str
+    kind: TensorType
+    shape: tuple[int, ...]
+    """Slowest dimension first: (rows, cols) of a matrix."""
+    start: int
+    """First byte, counted from the start of the file."""
+    num_bytes: int
+
+
+class GGUFFile:
+    """An opened file. Thread-safe: nothing changes between construction and `close`.
+
+    Raises:
+        WeightFormatError: damaged, truncated or hostile file, or one of an unknown version.
+        ModelNotFoundError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < 24:
+                    raise WeightFormatError(
+                        f"{path} has {size} bytes, fewer than the 24 of a GGUF header: download the"
+                        " file again"
+                    )
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"{path} cannot be opened ({error}): check that it exists and is readable",
+                param="model",
+            ) from error
+        try:
+            cursor = Cursor(self._map, path)
+            num_tensors, num_entries = _read_start(cursor)
+            self.metadata: Mapping[str, Value] = read_metadata(cursor, num_entries)
+            self.tensors: Mapping[str, TensorInfo] = _read_tensors(
+                cursor, num_tensors, _alignment(cursor, self.metadata)
+            )
+        except BaseException:
+            self.metadata = {}
+            _unmap(self._map)
+            raise
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor, a view. Raises KeyError for an unknown name."""
+        info = self.tensors[name]
+        return self._bytes[info.start : info.start + info.num_bytes]
+
+    def close(self) -> None:
+        """Unmaps the file, at once or when the last view of it goes. The metadata goes too."""
+        self._bytes = np.empty(0, np.uint8)
+        self.metadata = {}
+        _unmap(self._map)
+
+
+def _unmap(mapping: mmap.mmap) -> None:
+    try:
+        mapping.close()
+    except BufferError:
+        return  # views are still alive; the mapping dies with them
+
+
+def _read_start(cursor: Cursor) -> tuple[int, int]:
+    """Numbers of tensors and of metadata entries."""
+    magic = cursor.data[: len(MAGIC)]
+    if magic != MAGIC:
+        raise WeightFormatError(
+            f"{cursor.path} begins with {magic!r}, not with {MAGIC!r}: it is no GGUF file"
+        )
+    cursor.skip(len(MAGIC), "the magic")
+    version = cursor.u32("the version")
+    if version and version & 0xFFFF == 0:
+        raise WeightFormatError(
+            f"{cursor.path} is a big-endian GGUF file: use the little-endian one, or convert it"
+            " with gguf_convert_endian.py of the gguf package"
+        )
+    if version not in VERSIONS:
+        raise WeightFormatError(
+            f"{cursor.path} is a GGUF file of version {version}, versions"
+            f" {' and '.join(map(str, VERSIONS))} are known: convert the model again"
+        )
+    num_tensors, num_entries = cursor.u64("the number of tensors"), cursor.u64("their metadata")
+    if num_tensors > MAX_TENSORS or num_tensors * _SMALLEST_ENTRY > cursor.remaining:
+        raise cursor.damaged(f"{num_tensors} tensors are claimed, more than the file can hold")
+    return num_tensors, num_entries
+
+
+def _alignment(cursor: Cursor, metadata: Mapping[str, Value]) -> int:
+    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(value) is not int or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
+        raise cursor.damaged(
+            f"general.alignment is {str(value)[:40]}, a power of two up to {MAX_ALIGNMENT} is"
+            " needed"
+        )
+    return value
+
+
+def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    """All entries, their data checked to lie inside the file and beside each other."""
+    entries = [_read_entry(cursor) for _ in range(count)]
+    data_start = -(-cursor.position // alignment) * alignment
+    found: dict[str, TensorInfo] = {}
+    for name, kind, shape, offset in entries:
+        num_bytes = math.prod(shape) // kind.values * kind.num_bytes
+        if offset % alignment:
+            raise cursor.damaged(
+                f"tensor {name!r} begins at offset {offset}, no multiple of the alignment"
+                f" {alignment}"
+            )
+        if data_start + offset + num_bytes > len(cursor.data):
+            raise WeightFormatError(
+                f"{cursor.path} is truncated: tensor {name!r} ends at byte"
+                f" {data_start + offset + num_bytes}, the file has {len(cursor.data)}; download the"
+                " file again"
+            )
+        if name in found:
+            raise cursor.damaged(f"tensor {name!r} is there twice")
+        found[name] = TensorInfo(name, kind, shape, data_start + offset, num_bytes)
+    _check_overlaps(cursor, found)
+    return found
+
+
+def _check_overlaps(cursor: Cursor, tensors: Mapping[str, TensorInfo]) -> None:
+    end, before = 0, ""
+    for info in sorted(tensors.values(), key=lambda info: info.start):
+        if info.start < end:
+            raise cursor.damaged(f"tensors {before!r} and {info.name!r} overlap", info.start)
+        end, before = info.start + info.num_bytes, info.name
+
+
+def _read_entry(cursor: Cursor) -> tuple[str, TensorType, tuple[int, ...], int]:
+    """(name, type, shape, offset from the start of the data)."""
+    name = cursor.string("a tensor's name", MAX_NAME_BYTES)
+    label = f"tensor {name!r}"
+    rank = cursor.u32(f"the rank of {label}")
+    if not 1 <= rank <= MAX_RANK:
+        raise cursor.damaged(f"{label} has {rank} dimensions, 1 to {MAX_RANK} are possible")
+    shape = tuple(cursor.u64(f"a dimension of {label}") for _ in range(rank))[::-1]
+    if 0 in shape or math.prod(shape) > MAX_ELEMENTS:
+        raise cursor.damaged(f"{label} has the impossible shape {list(shape)}")
+    kind = _tensor_type(cursor, cursor.u32(f"the type of {label}"), label)
+    if shape[-1] % kind.values:
+        raise cursor.damaged(
+            f"{label} has rows of {shape[-1]} values, {kind.name} needs a multiple of {kind.values}"
+        )
+    return name, kind, shape, cursor.u64(f"the offset of {label}")
+
+
+def _tensor_type(cursor: Cursor, code: int, label: str) -> TensorType:
+    if code in TENSOR_TYPES:
+        return TENSOR_TYPES[code]
+    known = ", ".join(kind.name for kind in TENSOR_TYPES.values())
+    if code in FOREIGN_TYPES:
+        raise WeightFormatError(
+            f"{cursor.path}: {label} is stored as {FOREIGN_TYPES[code]}, which vllmx does not read;"
+            f" use a file with these types only: {known}"
+        )
+    raise cursor.damaged(f"{label} is of the unknown type {code}; known: {known}")

@@ -1,0 +1,101 @@
+"""One model in several files: NAME-00001-of-00003.gguf and so on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+
+from vllmx_models.gguf.file import GGUFFile
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_SHARDS = 4096
+
+
+def shard_names(name: str) -> list[str]:
+    """Names of all files of the set that `name` belongs to; itself alone when it is no shard."""
+    match = _SHARD.fullmatch(name)
+    if match is None or not 1 <= int(match["count"]) <= MAX_SHARDS:
+        return [name]
+    count = int(match["count"])
+    return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def model_file(folder: Path) -> Path:
+    """The one model in a folder, the first of its shards. Projectors of vision models are passed
+    over. Raises ModelNotFoundError when there is none or a choice."""
+    names = sorted(path.name for path in folder.glob("*.gguf") if path.is_file())
+    models = sorted({shard_names(name)[0] for name in names if not name.startswith("mmproj")})
+    if len(models) == 1:
+        return folder / models[0]
+    listed = ", ".join(models[:10]) + (" ..." if len(models) > 10 else "")
+    raise ModelNotFoundError(
+        f"{folder} holds {len(models)} GGUF models ({listed or 'none'}): give one file by its path",
+        param="model",
+    )
+
+
+def open_shards(path: Path) -> list[GGUFFile]:
+    """The file and the others of its set, in order.
+
+    Raises:
+        ModelNotFoundError: the file cannot be opened.
+        WeightFormatError: one is damaged or missing, or they do not belong together.
+    """
+    first = GGUFFile(path)
+    files = [first]
+    try:
+        count = _number(first, "split.count", 1)
+        names = shard_names(path.name)
+        if count <= 1:
+            return files
+        if count != len(names):
+            raise WeightFormatError(
+                f"{path} is one of {count} files by its metadata (split.count), but its name does"
+                f" not end in -00001-of-{count:05}.gguf or the like: give the files their original"
+                " names"
+            )
+        files = [
+            first if name == path.name else _open_other(path.parent / name, path) for name in names
+        ]
+        _check_set(files)
+        return files
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _open_other(path: Path, asked: Path) -> GGUFFile:
+    if not path.is_file():
+        raise WeightFormatError(
+            f"{path} is missing: {asked.name} is one of several files, which must lie together;"
+            " download all of them"
+        )
+    return GGUFFile(path)
+
+
+def _check_set(files: Sequence[GGUFFile]) -> None:
+    total = sum(len(file.tensors) for file in files)
+    for index, file in enumerate(files):
+        number, count = _number(file, "split.no", -1), _number(file, "split.count", -1)
+        if (number, count) != (index, len(files)):
+            raise WeightFormatError(
+                f"{file.path} calls itself file {number} of {count} (counted from 0), by its name"
+                f" it is {index} of {len(files)}: give the files their original names"
+            )
+        claimed = _number(file, "split.tensors.count", total)
+        if claimed != total:
+            raise WeightFormatError(
+                f"{file.path} belongs to {claimed} tensors, the {len(files)} files hold {total}:"
+                " they are not of one model, download them again"
+            )
+
+
+def _number(file: GGUFFile, key: str, default: int) -> int:
+    value = file.metadata.get(key, default)
+    if type(value) is not int:
+        raise WeightFormatError(f"{file.path}: {key} = {str(value)[:40]} is no integer")
+    return value

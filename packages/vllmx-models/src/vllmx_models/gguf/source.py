@@ -1,0 +1,229 @@
+"""The weight format "gguf": a file, a set of shards, or a folder with one model."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.checkpoint import Checkpoint
+from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatError
+from vllmx_core.plan import F32
+from vllmx_core.registry import Registry
+from vllmx_core.specs import ModelSpec
+from vllmx_core.weights import WeightPart
+
+from vllmx_models.gguf.architecture import GGUFArchitecture
+from vllmx_models.gguf.blocks import weight_part
+from vllmx_models.gguf.file import GGUFFile, TensorInfo
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.gguf.shards import model_file, open_shards
+
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)")
+_DTYPES = {"F32": "float32", "F16": "float16"}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a weight comes from."""
+
+    file: GGUFFile
+    info: TensorInfo
+    heads: int | None
+    """Its rows are interleaved within each of so many heads; None: they are not."""
+
+
+class GGUFSource:
+    """A `WeightSource` under the names of the original checkpoint; see `blocks` for the layouts."""
+
+    def __init__(
+        self, files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Mapping[str, int]
+    ) -> None:
+        self._files = tuple(files)
+        self._places: dict[str, Place] = {}
+        for file in self._files:
+            for info in file.tensors.values():
+                if info.name not in table.unused:
+                    self._add(file, info, table, heads)
+
+    def names(self) -> Collection[str]:
+        """All tensor names."""
+        return self._places.keys()
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError, with the nearest names, when `name` is missing."""
+        place = self._places.get(name)
+        if place is None:
+            near = ", ".join(difflib.get_close_matches(name, self._places, n=3))
+            raise WeightFormatError(
+                f"{self._files[0].path} has no tensor for {name!r}"
+                f" ({'nearest: ' + near if near else f'it has {len(self._places)} others'}): the"
+                " file is incomplete or made by a converter of another model, download it again"
+            )
+        data = place.file.data(place.info.name)
+        if place.heads is not None:
+            data = deinterleave(data, place.info.shape[0], place.heads)
+        return weight_part(name, place.info.kind, place.info.shape, data)
+
+    def close(self) -> None:
+        """Unmaps the files; parts must not be used any more."""
+        for file in self._files:
+            file.close()
+
+    def _add(
+        self, file: GGUFFile, info: TensorInfo, table: GGUFArchitecture, heads: Mapping[str, int]
+    ) -> None:
+        pattern, layer, suffix = _split_name(info.name)
+        original = table.tensors.get(pattern)
+        if original is None:
+            raise UnsupportedModelError(
+                f"{file.path} has a tensor {info.name!r}, which a {table.name!r} model does not"
+                " have here: it is another variant of the architecture"
+            )
+        name = original.format(layer) + suffix
+        group = table.interleaved.get(pattern)
+        count = None if group is None else heads[group]
+        if count is not None and (info.shape[0] % (2 * count) or not _has_rows(info)):
+            raise WeightFormatError(
+                f"{file.path}: tensor {info.name!r}, {info.kind.name} {list(info.shape)}, cannot be"
+                f" cut into {count} heads: the file is damaged"
+            )
+        if name in self._places:
+            raise WeightFormatError(
+                f"{file.path} and {self._places[name].file.path} both hold {info.name!r}: the"
+                " files are not of one model"
+            )
+        self._places[name] = Place(file, info, count)
+
+
+def deinterleave(data: npt.NDArray[np.uint8], rows: int, heads: int) -> npt.NDArray[np.uint8]:
+    """Reorders whole rows from pairs (2i, 2i + 1) to halves (i, i + D / 2) in each head. A row
+    keeps its bytes, so this is exact for every type."""
+    pairs = data.reshape(heads, rows // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+
+
+def _has_rows(info: TensorInfo) -> bool:
+    """Whether entries of the first dimension are whole bytes of their own."""
+    return len(info.shape) > 1 or info.kind.values == 1
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """("blk.{}.attn_q", "3", ".weight") of blk.3.attn_q.weight."""
+    stem, dot, suffix = name.rpartition(".")
+    match = _LAYER.fullmatch(stem)
+    if match is None:
+        return stem, "", dot + suffix
+    return f"blk.{{}}.{match[2]}", match[1], dot + suffix
+
+
+def open_checkpoint(path: Path, registry: Registry) -> Checkpoint:
+    """Opens a file with its shards, or a folder that holds one model.
+
+    Raises:
+        ModelNotFoundError: there is no file, or several models to choose from.
+        WeightFormatError: a file is damaged, truncated or missing.
+        UnsupportedModelError: an architecture, or a trait of one, that no plugin knows.
+    """
+    path = model_file(path) if path.is_dir() else path
+    files = open_shards(path)
+    try:
+        return _checkpoint(path, files, registry)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Checkpoint:
+    metadata = files[0].metadata
+    table = _table(path, metadata, registry)
+    header = _header(path, files, table.name)
+    config: dict[str, Any] = {
+        "architectures": [table.architecture],
+        "model_type": table.name,
+        **_from_tensors(header),
+        **table.config(header),
+    }
+    heads = {
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+    }
+    return Checkpoint(
+        path,
+        config,
+        GGUFSource(files, table, heads),
+        _generation_config(metadata),
+        tokenizer={key: value for key, value in metadata.items() if _of_tokenizer(key)},
+    )
+
+
+def _table(path: Path, metadata: Mapping[str, Any], registry: Registry) -> GGUFArchitecture:
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
+    specs = [spec for spec in registry.all(ModelSpec) if spec.gguf_names]
+    for spec in specs:
+        if name in spec.gguf_names:
+            found = spec.load_gguf()
+            if not isinstance(found, GGUFArchitecture) or found.name != name:
+                raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUF form of {name!r}")
+            return found
+    known = ", ".join(sorted(known for spec in specs for known in spec.gguf_names))
+    raise UnsupportedModelError(
+        f"{path} holds a model of the GGUF architecture {name[:80]!r}, which no installed plugin"
+        f" serves; known: {known or 'none'}"
+    )
+
+
+def _header(path: Path, files: Sequence[GGUFFile], architecture: str) -> GGUFHeader:
+    tensors = {name: info for file in files for name, info in file.tensors.items()}
+    if not tensors:
+        raise WeightFormatError(f"{path} holds a vocabulary and no weights: take the model's file")
+
+    def vector(name: str) -> F32:
+        file = next(file for file in files if name in file.tensors)
+        info = file.tensors[name]
+        return weight_part(name, info.kind, info.shape, file.data(name)).dequantize()
+
+    return GGUFHeader(path, architecture, files[0].metadata, tensors, vector)
+
+
+def _from_tensors(header: GGUFHeader) -> dict[str, Any]:
+    """What the tensors say better than the metadata."""
+    table = header.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise WeightFormatError(
+            f"{header.path} has no matrix token_embd.weight: the file is incomplete"
+        )
+    by_type: Counter[str] = Counter()
+    for info in header.tensors.values():
+        by_type[info.kind.name] += info.num_bytes
+    return {
+        "vocab_size": table.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "torch_dtype": _DTYPES.get(by_type.most_common(1)[0][0], "bfloat16"),
+    }
+
+
+def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The author's sampling defaults, as generation_config.json would name them."""
+    values = {ours: metadata.get(f"general.sampling.{key}") for key, ours in _SAMPLING.items()}
+    return {key: value for key, value in values.items() if type(value) in (int, float)}
+
+
+def _of_tokenizer(key: str) -> bool:
+    return key.startswith("tokenizer.") or key in ("general.architecture", "general.name")
