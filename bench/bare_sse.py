@@ -2,7 +2,7 @@
 
     python bench/bare_sse.py [--step-ms 20]
 
-Prints its URL and serves POST requests: `max_tokens` ready-made events of a chat chunk's size to
+Prints its URL and serves POST requests: `max_tokens` ready-made events of a chunk's size to
 each, all streams woken together every step, as an engine wakes them.
 """
 
@@ -57,7 +57,7 @@ def build(clock: Clock) -> Starlette:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    return Starlette(routes=[Route("/v1/chat/completions", stream, methods=["POST"])])
+    return Starlette(routes=[Route("/v1/completions", stream, methods=["POST"])])
 
 
 async def main(step_s: float) -> None:

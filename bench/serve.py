@@ -91,11 +91,11 @@ def running(name: str, command: Sequence[str], plugins: Path | None = None) -> I
 async def one_round(server: Server, streams: int, tokens: int) -> Record:
     """`streams` requests at once; CPU of the server over all of them."""
     body = {
-        "messages": [{"role": "user", "content": "Tell me a story about a fox and a lamp."}],
+        "prompt": "Once upon a time a fox found a lamp.",
         "max_tokens": tokens,
         "ignore_eos": True,
     }
-    path = "/v1/chat/completions"
+    path = "/v1/completions"
     before, started = server.cpu_s(), time.perf_counter()
     results = await asyncio.gather(
         *(stream_completion(server.url, path, body) for _ in range(streams))
@@ -157,11 +157,7 @@ def vllmx(*flags: str) -> list[str]:
 def fake_model(folder: Path, step_s: float) -> Path:
     """A model that draws ids below 128 alone: whole characters, so that every token is an event."""
     behaviour: dict[str, Any] = {"step_s": step_s, "verify_pages": False, "strict": False}
-    make_fake_checkpoint(folder, vocab_size=259, **behaviour)
-    config = json.loads((folder / "config.json").read_text())
-    config["fake"]["vocab_size"] = 128
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return make_fake_checkpoint(folder, vocab_size=128, eos_id=None, **behaviour)
 
 
 def main() -> None:

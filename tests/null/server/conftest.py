@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ class Served:
     llm: AsyncLLM
     state: ServerState
     client: httpx.AsyncClient
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         """The fake model may draw its end of sequence at any time, so it is ignored."""
@@ -53,9 +57,24 @@ class Served:
         assert response.headers["content-type"].startswith("text/event-stream")
         return events_of(response.text)
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        port = int(self.url.rpartition(":")[2])
-        return await asyncio.open_connection("127.0.0.1", port)
+    async def connect(
+        self, receive_bytes: int | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of one's own, with a small buffer in the kernel when that is wanted; closed
+        with the server."""
+        connection = socket.socket()
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 26)
+        self.writers.append(writer)
+        return reader, writer
+
+    async def disconnect(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def metrics(self) -> dict[str, float]:
         """Sum over the labels of each metric that is not a bucket."""
@@ -82,7 +101,8 @@ class Served:
 
 
 def events_of(text: str) -> list[Any]:
-    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    """Of a body, with or without its chunks' sizes."""
+    lines = re.findall(r"data: (.*)\n\n", text)
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -108,6 +128,7 @@ def make_server(tmp_path: Path) -> MakeServer:
         engine: dict[str, Any] | None = None,
         *,
         verify: Any = True,
+        send_bytes: int | None = None,
         **fake: Any,
     ) -> AsyncIterator[Served]:
         settings = {"vocab_size": 259, "eos_id": None, "max_model_len": 512} | fake
@@ -121,6 +142,8 @@ def make_server(tmp_path: Path) -> MakeServer:
         listener, url = bind(own)
         async with await AsyncLLM.start(config, registry=registry, in_process=True) as llm:
             app = build_app(llm, own)
+            if send_bytes is not None:  # what the kernel holds for a client that does not read
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
             listen(listener, own)
             settings = hypercorn_config(own)
             settings.bind = [f"fd://{os.dup(listener.fileno())}"]
@@ -128,7 +151,11 @@ def make_server(tmp_path: Path) -> MakeServer:
             serving = asyncio.ensure_future(serve(app, settings, shutdown_trigger=stop.wait))
             try:
                 async with httpx.AsyncClient(base_url=url, timeout=20, verify=verify) as client:
-                    yield Served(url, llm, app.state.server, client)
+                    served = Served(url, llm, app.state.server, client)
+                    try:
+                        yield served
+                    finally:
+                        await served.disconnect()
             finally:
                 stop.set()
                 await serving

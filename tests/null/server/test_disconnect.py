@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
-from .conftest import MakeServer, Served, request_bytes
+from .conftest import MakeServer, Served, events_of, request_bytes
 
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
 CHAT = {**LONG, "messages": [{"role": "user", "content": "hello"}]}
@@ -85,27 +84,31 @@ async def test_a_client_that_leaves_while_sending_its_body(served: Served) -> No
 
 async def test_a_client_that_reads_nothing_holds_up_nobody(make_server: MakeServer) -> None:
     """Its answer ends in the engine at full speed; what it has not read is merged, not queued."""
-    async with make_server(max_model_len=100_000) as served:
-        _, writer = await served.connect()
+    async with make_server(max_model_len=10_000, verify_pages=False, send_bytes=8192) as served:
+        reader, writer = await served.connect(receive_bytes=4096)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        body = {**LONG, "max_tokens": 20_000, "stream": True, "return_token_ids": True}
-        writer.write(request_bytes("/v1/completions", body))
-        started = time.perf_counter()
-        await asyncio.gather(*(served.complete(max_tokens=50) for _ in range(8)))
-        assert time.perf_counter() - started < 10
+        body = {**LONG, "max_tokens": 1000, "stream": True, "logprobs": 20}
+        writer.write(request_bytes("/v1/completions", {**body, "return_token_ids": True}))
+        await served.in_flight_become(1)
+        await asyncio.gather(*(served.complete(max_tokens=20) for _ in range(8)))
         async with asyncio.timeout(20):
             while served.llm.num_in_flight:
                 await asyncio.sleep(0.02)
-        writer.transport.abort()
+        assert served.state.in_flight == 1, "the answer was small enough to be sent"
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        events = events_of((await reader.readuntil(b"[DONE]\n\n")).decode())
+        tokens = [event["choices"][0]["token_ids"] for event in events[:-1]]
+        assert sum(map(len, tokens)) == 1000
+        assert max(map(len, tokens)) > 50
         await served.becomes_idle()
 
 
 async def test_a_client_that_takes_nothing_counts_as_gone(make_server: MakeServer) -> None:
     server = {"send_timeout_s": 0.2}
-    async with make_server(server, max_model_len=200_000) as served:
-        _, writer = await served.connect()
+    async with make_server(server, max_model_len=10_000, send_bytes=8192) as served:
+        _, writer = await served.connect(receive_bytes=4096)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        body = {"prompt": "a" * 80_000, "echo": True, "n": 64, "max_tokens": 1, "stream": True}
+        body = {"prompt": "a" * 9000, "echo": True, "n": 64, "max_tokens": 1, "stream": True}
         writer.write(request_bytes("/v1/completions", body))
         await asyncio.sleep(0.3)
         await served.becomes_idle(10)

@@ -45,11 +45,11 @@ class HeldResponse:
         self._num_sent = 0
         self._sending = False
 
-    async def respond(self, send: Send, request_id: str) -> None:
+    async def respond(self, scope: Scope, send: Send) -> None:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        worker = asyncio.ensure_future(self.respond(send, scope["state"]["request_id"]))
+        worker = asyncio.ensure_future(self.respond(scope, send))
         watcher = asyncio.ensure_future(_disconnected(receive))
         try:
             await self._first_of(worker, watcher)
@@ -92,7 +92,7 @@ class JSONAnswer(HeldResponse):
         super().__init__(generation, release, send_timeout_s)
         self._make = make
 
-    async def respond(self, send: Send, request_id: str) -> None:
+    async def respond(self, scope: Scope, send: Send) -> None:
         body = await self._make()
         headers = [
             (b"content-type", b"application/json"),
@@ -120,11 +120,12 @@ class EventStream(HeldResponse):
         super().__init__(generation, release, send_timeout_s)
         self._events = events
 
-    async def respond(self, send: Send, request_id: str) -> None:
+    async def respond(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             event = await anext(events)
             self._sending = True
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            send = scope["state"]["send"]
             try:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
                 self._sending = False
@@ -136,6 +137,7 @@ class EventStream(HeldResponse):
             except VllmxError as error:
                 await send(_error_event(error))
             except Exception:
+                request_id = scope["state"]["request_id"]
                 logger.exception("unhandled error in the event stream of request %s", request_id)
                 await send(_error_event(internal_error()))
             self._sending = True

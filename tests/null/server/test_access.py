@@ -1,0 +1,193 @@
+"""Who gets in and how: API keys, CORS, path prefixes, TLS and HTTP/2."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from vllmx_core.errors import ConfigError
+from vllmx_server.app import ROUTES
+from vllmx_server.config import ServerConfig
+from vllmx_server.run import bind, hypercorn_config, listen
+
+from .conftest import MakeServer
+
+KEYS = {"api_key": ("first", "zweitër")}
+PUBLIC = ("/health", "/health/live", "/health/ready")
+
+
+async def test_a_key_is_wanted_on_every_route_but_health(make_server: MakeServer) -> None:
+    async with make_server(KEYS) as served:
+        for _, path, _ in (*ROUTES, ("GET", "/nothing", None), ("GET", "/health/../metrics", None)):
+            for method in ("GET", "POST", "OPTIONS", "DELETE"):
+                response = await served.client.request(method, path)
+                if path in PUBLIC:
+                    assert response.status_code in (200, 405)
+                else:
+                    assert response.status_code == 401, (method, path)
+                    assert response.headers["www-authenticate"] == "Bearer"
+                    assert response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("firs", "first2", "Bearer first"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await served.client.get("/version", headers=headers)).status_code == 401
+        for key in ("first", "zweitër"):
+            headers = {"authorization": f"bearer {key}".encode()}
+            assert (await served.client.get("/version", headers=headers)).status_code == 200
+            assert (await served.client.get("/nothing", headers=headers)).status_code == 404
+
+
+async def test_prefixes_are_shared_within_a_key_alone(make_server: MakeServer) -> None:
+    async with make_server(KEYS) as served:
+
+        async def cached(key: str, **fields: str) -> int:
+            response = await served.client.post(
+                "/v1/completions",
+                json={"prompt": "x" * 64, "max_tokens": 1, **fields},
+                headers={"authorization": f"Bearer {key}".encode()},
+            )
+            found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        assert await cached("first") == 0
+        assert await cached("first") > 0
+        assert await cached("zweitër") == 0, "another client could see what was asked before"
+        assert await cached("first", cache_salt="mine") == 0
+        assert await cached("first", cache_salt="mine") > 0
+
+
+async def test_cors(make_server: MakeServer) -> None:
+    async with make_server({**KEYS, "allowed_origins": ("http://a.example",)}) as served:
+        asks = {"origin": "http://a.example", "access-control-request-method": "POST"}
+        asks["access-control-request-headers"] = "authorization,content-type"
+        response = await served.client.options("/v1/completions", headers=asks)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "http://a.example"
+        for path, status in (("/version", 401), ("/health", 200)):
+            response = await served.client.get(path, headers={"origin": "http://a.example"})
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == "http://a.example"
+        response = await served.client.get("/health", headers={"origin": "http://b.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_no_cors_unless_asked_for(make_server: MakeServer) -> None:
+    async with make_server() as served:
+        response = await served.client.get("/health", headers={"origin": "http://a.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_path_prefix(make_server: MakeServer) -> None:
+    async with make_server({**KEYS, "root_path": "/llm"}) as served:
+        assert (await served.client.get("/llm/health")).status_code == 200
+        assert (await served.client.get("/llm/version")).status_code == 401
+        headers = {"authorization": "Bearer first"}
+        assert (await served.client.get("/llm/version", headers=headers)).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl, which is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+async def test_tls_and_http2(make_server: MakeServer, certificate: tuple[str, str]) -> None:
+    cert, key = certificate
+    trust = ssl.create_default_context(cafile=cert)
+    flags = {"ssl_certfile": cert, "ssl_keyfile": key, "max_body_bytes": 2000}
+    async with make_server(flags, verify=trust, step_s=0.01) as served:
+        assert served.url.startswith("https://")
+        assert (await served.complete(max_tokens=3))["usage"]["completion_tokens"] == 3
+        async with httpx.AsyncClient(
+            base_url=served.url, http2=True, verify=trust, timeout=10
+        ) as client:
+
+            async def stream(count: int) -> int:
+                body = {"prompt": "a", "max_tokens": count, "stream": True, "ignore_eos": True}
+                response = await client.post("/v1/completions", json=body)
+                assert response.http_version == "HTTP/2"
+                return response.text.count("data: {")
+
+            counts = await asyncio.gather(*(stream(count) for count in (5, 10, 20)))
+            assert all(counts)
+            # An answer before the end of the body must not end the other streams of the connection.
+            long = asyncio.ensure_future(stream(60))
+            await served.in_flight_become(1)
+            refused = await client.post(
+                "/v1/completions", content=b" " * 300_000,
+                headers={"content-type": "application/json"},
+            )  # fmt: skip
+            assert refused.status_code == 413
+            assert await long > 10
+            body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for _ in response.aiter_lines():
+                    break
+            await served.becomes_idle()
+            assert await stream(3)
+
+
+def test_a_certificate_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("nothing")
+    for path in (tmp_path / "bad.pem", tmp_path / "missing.pem"):
+        with pytest.raises(ConfigError, match="PEM"):
+            hypercorn_config(ServerConfig(ssl_certfile=str(path), ssl_keyfile=str(path)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"port": 70000},
+        {"max_body_bytes": 0},
+        {"drain_timeout_s": float("nan")},
+        {"ssl_certfile": "x"},
+        {"api_key": ("",)},
+        {"log_level": "loud"},
+        {"root_path": "llm/"},
+    ],
+)
+def test_settings_that_cannot_be_used(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        ServerConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
+    first, url = bind(ServerConfig(port=0))
+    with first:
+        listen(first, ServerConfig(port=0))
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*another --port"):
+            bind(ServerConfig(port=port))
+    for fields in ({"host": "no.such.host.invalid"}, {"host": "203.0.113.1"}):
+        with pytest.raises(ConfigError, match="cannot listen"):
+            bind(ServerConfig(port=0, **fields))
+    for path in (tmp_path / "missing" / "x.sock", tmp_path / ("x" * 200)):
+        with pytest.raises(ConfigError, match="--uds"):
+            bind(ServerConfig(uds=str(path)))
+
+
+def test_unix_sockets(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    server = ServerConfig(uds=str(path))
+    first, url = bind(server)
+    assert url == f"unix:{path}"
+    assert path.stat().st_mode & 0o777 == 0o600
+    with first:
+        listen(first, server)
+        with pytest.raises(ConfigError, match="in use"):
+            bind(server)
+    second, _ = bind(server)  # what a killed server left behind is no hindrance
+    second.close()
