@@ -1,4 +1,4 @@
-"""A real server in a subprocess, on the best backend that can run here, serving the demo model."""
+"""A real server in a subprocess: the demo model on the best backend, or a fake model."""
 
 from __future__ import annotations
 
@@ -6,30 +6,54 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
 
 @dataclass
 class RunningServer:
     url: str
     process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    """Standard error so far."""
 
-    def get(self, path: str, **options: object) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)  # type: ignore[arg-type]
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
 
-    def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)  # type: ignore[arg-type]
+    def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     def metric(self, name: str) -> float:
         """Sum over the samples of a metric."""
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllmx:{name}{{"))
+
+    def core_pid(self) -> int:
+        """Of the engine core, the server's only child."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def becomes_idle(self, within_s: float = 10.0) -> None:
+        """Waits until nothing runs and every block is free, as /metrics tells."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_until(lambda: not any(self.metric(name) for name in names), within_s)
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -46,19 +70,17 @@ def running_server(
     try:
         for line in process.stderr:
             lines.append(line)
-            if line.strip().startswith("http") and line.strip().endswith("/v1"):
+            if line.strip().startswith(("http", "unix")) and line.strip().endswith("/v1"):
                 break
         else:
             raise AssertionError(f"the server ended: {''.join(lines)}")
-        # Nobody reads the rest: a full pipe must not stop the server.
-        import threading
-
-        threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True).start()
-        server = RunningServer(line.strip().removesuffix("/v1"), process)
-        _wait_ready(server)
-        yield server
+        # A full pipe would stop the server.
+        reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+        reader.start()
+        yield RunningServer(line.strip().removesuffix("/v1"), process, lines)
     finally:
-        process.send_signal(signal.SIGTERM)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
@@ -67,19 +89,27 @@ def running_server(
         process.stderr.close()
 
 
-def _wait_ready(server: RunningServer) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if server.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("the server did not become ready within 60 s")
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """The demo model; shared."""
+    with running_server("--max-num-seqs", "64") as running:
+        yield running
+
+
+MakeFake = Callable[..., AbstractContextManager[RunningServer]]
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    with running_server("--max-num-seqs", "64") as running:
-        yield running
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
+    """`with fake_server(*flags)`: a model that needs 20 ms for each step and never ends by
+    itself."""
+    folder = tmp_path_factory.mktemp("fake")
+    plugins = install_fake_plugin(folder / "plugins")
+    model = make_fake_checkpoint(folder / "model", vocab_size=128, eos_id=None, step_s=0.02)
+    environment = {"PYTHONPATH": str(plugins)}
+
+    def make(*flags: str) -> AbstractContextManager[RunningServer]:
+        fixed = ("--model", str(model), "--backend", "fake", "--served-model-name", "fake")
+        return running_server(*fixed, *flags, environment=environment)
+
+    return make

@@ -1,0 +1,181 @@
+"""What only whole processes show: signals, the death of the core, sockets, exit codes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import MakeFake, RunningServer, wait_until
+
+PATH = "/v1/completions"
+
+
+def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": "abc", "max_tokens": max_tokens, "ignore_eos": True, **fields}
+
+
+def stream(server: RunningServer, max_tokens: int) -> list[Any]:
+    """The events of a streamed answer; "broken" last when the connection broke."""
+    events: list[Any] = []
+    request = body(max_tokens, stream=True)
+    try:
+        with httpx.stream("POST", server.url + PATH, json=request, timeout=30) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    text = line[6:]
+                    events.append(text if text == "[DONE]" else json.loads(text))
+    except httpx.TransportError:
+        events.append("broken")
+    return events
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def shared(fake_server: MakeFake) -> Iterator[RunningServer]:
+    with fake_server("--drain-timeout-s", "20") as server:
+        yield server
+
+
+def running(server: RunningServer, count: int) -> None:
+    wait_until(lambda: server.metric("num_requests_running") == count, 10)
+
+
+def test_the_death_of_the_core(
+    shared: RunningServer, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    streamed = pool.submit(stream, shared, 500)
+    whole = pool.submit(shared.post, PATH, body(500))
+    running(shared, 2)
+    os.kill(shared.core_pid(), signal.SIGKILL)
+    wait_until(lambda: shared.get("/health").status_code == 503, 5)
+    refused = shared.post(PATH, body(1))
+    assert refused.status_code in (503, 200)
+    events = streamed.result()
+    assert events[0]["choices"][0]["text"]
+    assert events[-2]["error"]["code"] == "engine_unavailable"
+    assert "restarted" in events[-2]["error"]["message"]
+    assert events[-1] == "[DONE]"
+    answer = whole.result()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    wait_until(lambda: shared.get("/health").status_code == 200, 20)
+    assert shared.get("/health/live").status_code == 200
+    assert shared.post(PATH, body(3)).json()["usage"]["completion_tokens"] == 3
+    shared.becomes_idle()
+
+
+def test_a_disconnect_frees_all_blocks(shared: RunningServer) -> None:
+    for streamed in (True, False):
+        request = body(500, stream=streamed, n=3)
+        with socket.create_connection(("127.0.0.1", int(shared.url.rpartition(":")[2]))) as client:
+            payload = json.dumps(request).encode()
+            client.sendall(
+                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (PATH.encode(), len(payload), payload)
+            )
+            running(shared, 3)
+            assert shared.metric("kv_cache_usage_perc") > 0
+        shared.becomes_idle()
+
+
+def test_sigterm_lets_streams_end(
+    fake_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    with fake_server() as server:
+        streams = [pool.submit(stream, server, 100) for _ in range(3)]
+        running(server, 3)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health").status_code == 503, 2)
+        refused = server.post(PATH, body(1))
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        for found in streams:
+            events = found.result()
+            assert events[-1] == "[DONE]"
+            assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(5) == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_drain_that_takes_too_long_aborts(
+    fake_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    with fake_server("--drain-timeout-s", "0.3") as server:
+        found = pool.submit(stream, server, 1000)
+        running(server, 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(8) == 0
+        events = found.result()
+        assert events[-2]["choices"][0]["finish_reason"] == "abort"
+        assert events[-1] == "[DONE]"
+
+
+def test_the_second_signal_stops_at_once(
+    fake_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    with fake_server() as server:
+        core = server.core_pid()
+        found = pool.submit(stream, server, 1000)
+        running(server, 1)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        server.process.wait(6)
+        assert found.result()[-1] in ("broken", "[DONE]")
+        wait_until(lambda: not Path(f"/proc/{core}").exists(), 5)
+
+
+def test_a_unix_socket(fake_server: MakeFake, tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    with fake_server("--uds", str(path), "--api-key", "secret") as server:
+        assert path.stat().st_mode & 0o777 == 0o600
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://server") as client:
+            assert client.get("/health").status_code == 200
+            assert client.post(PATH, json=body(2)).status_code == 401
+            headers = {"authorization": "Bearer secret"}
+            assert client.post(PATH, json=body(2), headers=headers).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "{taken}"],
+        ["--port", "70000"],
+        ["--log-level", "loud"],
+        ["--ssl-certfile", "missing.pem", "--ssl-keyfile", "missing.pem"],
+        ["--host", "203.0.113.1"],
+        ["--model", "/no/such/folder"],
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(
+    shared: RunningServer, flags: list[str]
+) -> None:
+    taken = shared.url.rpartition(":")[2]
+    command = [sys.executable, "-m", "vllmx", "serve"]
+    command += [flag.format(taken=taken) for flag in flags]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("vllmx: error: ")
