@@ -44,7 +44,7 @@ def installed(session: nox.Session) -> None:
     """The tests against installed wheels: what a user gets, nothing from the source tree."""
     wheels(session)
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
-    tools = [line for line in lines if line and not line.startswith(("#", "-r"))]
+    tools = [line for line in lines if line and not line.startswith(("#", "-"))]
     session.install(*tools)
     session.install("--no-index", "--no-deps", *map(str, sorted(DIST.glob("*.whl"))))
     session.install(*(f"{wheel}" for wheel in map(str, sorted(DIST.glob("*.whl")))))
@@ -73,5 +73,5 @@ def bump(session: nox.Session) -> None:
             text = path.read_text()
             text = text.replace(f'version = "{old[1]}"', f'version = "{new}"')
             text = text.replace(f'__version__ = "{old[1]}"', f'__version__ = "{new}"')
-            path.write_text(re.sub(rf"(vllmx[a-z-]*=={re.escape(old[1])})\b",
-                                   lambda match: match[0].split("==")[0] + f"=={new}", text))  # fmt: skip
+            pin = rf"(vllmx[a-z-]*)=={re.escape(old[1])}\b"
+            path.write_text(re.sub(pin, rf"\g<1>=={new}", text))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from vllmx_core.backend import Backend
+from vllmx_core.backend import Backend, LoadedModel
+from vllmx_core.model import Model
 from vllmx_core.registry import Registry, load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.backend_suite import BackendSuite
+from vllmx_core.weights import WeightSource
 
 REGISTRY: Registry = load_registry()
 
@@ -44,3 +48,14 @@ class TestNumpy(_Suite):
 class TestCpu(_Suite):
     backend = "cpu"
     block_sizes = (16, 32, 64, 128)
+
+
+class TestTorch(_Suite):
+    backend = "torch"
+    exact_batches = False  # so does torch
+
+    @contextmanager
+    def loaded(self, model: Model, source: WeightSource, **options: Any) -> Iterator[LoadedModel]:
+        """On one thread: small steps beside other tests."""
+        with super().loaded(model, source, **({"num_threads": 1} | options)) as loaded:
+            yield loaded

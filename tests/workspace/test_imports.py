@@ -15,6 +15,7 @@ ALLOWED = {
     "vllmx_engine": {"vllmx_core", "numpy", "msgspec", "tokenizers", "jinja2", "markupsafe"},
     "vllmx_models": {"vllmx_core", "numpy"},
     "vllmx_cpu": {"vllmx_core", "numpy"},
+    "vllmx_torch": {"vllmx_core", "numpy", "torch"},
     "vllmx_server": {
         "vllmx_core",
         "vllmx_engine",
@@ -84,6 +85,7 @@ def loaded_after(code: str) -> set[str]:
         "import vllmx",
         "import vllmx_core.registry as r; r.load_registry()",
         "import vllmx_cpu.plugin, vllmx_models.plugin, vllmx_demo.plugin",
+        "import vllmx_torch.plugin as p; p.vllmx_backends(); p.probe()",
         "import vllmx_core.config, vllmx_core.errors",
         "import sys; sys.argv = ['vllmx', '--help']\n"
         "import vllmx.cli\n"

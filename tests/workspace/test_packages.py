@@ -14,6 +14,7 @@ EXPECTED = {
     "vllmx-engine",
     "vllmx-models",
     "vllmx-server",
+    "vllmx-torch",
 }
 
 
@@ -55,8 +56,21 @@ def test_every_package_is_built_the_same_way(projects: dict[str, dict[str, Any]]
 
 
 def test_requirements_list_every_package(root: Path) -> None:
-    lines = set((root / "requirements.txt").read_text().splitlines())
-    assert {f"-e packages/{name}" for name in EXPECTED} <= lines
+    """torch comes with the developers' requirements alone: nobody gets it without asking."""
+    users = (root / "requirements.txt").read_text()
+    developers = (root / "requirements-dev.txt").read_text().splitlines()
+    listed = {f"-e packages/{name}" for name in EXPECTED}
+    assert "torch" not in users
+    assert listed <= {*users.splitlines(), *developers}
+
+
+def test_no_extra_but_its_own_pulls_torch(projects: dict[str, dict[str, Any]]) -> None:
+    extras = projects["vllmx"]["project"]["optional-dependencies"]
+    assert {name for name, needs in extras.items() if "torch" in str(needs)} == {"torch"}
+    needs_torch = {
+        name for name, data in projects.items() if "torch" in str(data["project"]["dependencies"])
+    }
+    assert needs_torch == {"vllmx-torch"}
 
 
 def test_the_readme_shows_the_commands_that_ci_runs(root: Path) -> None:

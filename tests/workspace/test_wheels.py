@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-PURE = ("vllmx", "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-server", "vllmx-demo")
+PURE = (
+    "vllmx", "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-server", "vllmx-demo",
+    "vllmx-torch",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,8 @@ def test_metadata(wheels: dict[str, Path]) -> None:
         assert metadata["Metadata-Version"] == "2.4", name
         assert metadata["License-Expression"] == "Apache-2.0", name
         requires = metadata.get_all("Requires-Dist") or []
-        assert not [line for line in requires if line.startswith(("torch", "transformers"))], name
+        heavy = [line for line in requires if line.startswith(("torch", "transformers"))]
+        assert heavy == (["torch>=2.4"] if name == "vllmx-torch" else []), name
 
 
 def test_only_the_cpu_wheel_is_for_one_platform(wheels: dict[str, Path]) -> None:

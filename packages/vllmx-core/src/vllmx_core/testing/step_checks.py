@@ -30,8 +30,8 @@ class StepChecks(Harness):
 
     @pytest.mark.parametrize("dtype", ["bf16", "f16"])
     def test_decoder_in_the_dtype_of_its_checkpoint(self, dtype: DType) -> None:
-        """Half precision all through: coarse, but no garbage."""
-        self.compare(*decoder(dtype=dtype), mixed_steps(1), tolerance=0.15, **self.native(dtype))
+        """Half precision all through: coarse (steps of bf16 are 0.125 at 25), but no garbage."""
+        self.compare(*decoder(dtype=dtype), mixed_steps(1), tolerance=0.25, **self.native(dtype))
 
     def native(self, dtype: DType) -> dict[str, Any]:
         """Options that load a checkpoint of `dtype` as it is; override where that is refused."""

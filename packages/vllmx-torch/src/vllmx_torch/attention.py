@@ -1,0 +1,76 @@
+"""Paged attention in plain torch: write this step's keys and values, gather each tile's context,
+attend. All of it is float32 but for the pages themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllmx_core.model import AttentionSpec
+
+from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.step import AttentionBatch, TorchStep
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * w over the last axis, both float32."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
+    """RoPE. x (T, heads, D); table (T, rotary_dim): cos, then sin, of each token's
+    position. Dimensions from rotary_dim on stay as they are."""
+    half = table.shape[1] // 2
+    cos, sin = table[:, None, :half], table[:, None, half:]  # (T, 1, rotary_dim / 2)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    rotated = x.clone()
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+    return rotated
+
+
+def attention(qkv: Tensor, spec: AttentionSpec, step: TorchStep, pages: LayerPages) -> Tensor:
+    """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    split = qkv.view(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
+    q, k, v = split.split([heads, kv_heads, kv_heads], dim=1)
+    if spec.q_norm is not None:
+        q = rms_norm(q, spec.q_norm, spec.norm_eps)
+    if spec.k_norm is not None:
+        k = rms_norm(k, spec.k_norm, spec.norm_eps)
+    if spec.rope is not None:
+        table = spec.rope[step.positions]  # (T, rotary_dim)
+        q = rotate(q, table, interleaved=spec.interleaved)
+        k = rotate(k, table, interleaved=spec.interleaved)
+    pages.k.index_copy_(0, step.slots, k.to(pages.k.dtype))
+    pages.v.index_copy_(0, step.slots, v.to(pages.v.dtype))
+    out = torch.empty_like(q)  # (T, H, D)
+    for batch in step.batches(spec.window, spec.causal):
+        out.index_copy_(0, batch.tokens, _attend(q[batch.tokens], batch, spec, pages))
+    return out.view(-1, heads * size)
+
+
+def _attend(q: Tensor, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages) -> Tensor:
+    """q (N * Q, H, D) -> (N * Q, H, D)."""
+    tiles, queries, _ = batch.mask.shape
+    kv_heads, size = spec.num_kv_heads, spec.head_size
+    group = spec.num_heads // kv_heads
+    # Query heads of one kv head become more queries of it: (N, K, G * Q, D)
+    q = q.view(tiles, queries, kv_heads, group, size).permute(0, 2, 3, 1, 4)
+    q = q.reshape(tiles, kv_heads, group * queries, size)
+    keys = pages.k[batch.slots].float().permute(0, 2, 3, 1)  # (N, K, D, C)
+    values = pages.v[batch.slots].float().permute(0, 2, 1, 3)  # (N, K, C, D)
+    scores = (q @ keys) * spec.scale  # (N, K, G * Q, C)
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.view(tiles, kv_heads, group, queries, -1)
+    scores = scores.masked_fill(~batch.mask[:, None, None], -torch.inf)
+    if spec.sinks is not None:
+        sinks = spec.sinks.view(1, kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : batch.mask.shape[-1]]
+    out = weights.reshape(tiles, kv_heads, group * queries, -1) @ values
+    out = out.view(tiles, kv_heads, group, queries, size).permute(0, 3, 1, 2, 4)
+    return out.reshape(tiles * queries, spec.num_heads, size)

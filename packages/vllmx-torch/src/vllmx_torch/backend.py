@@ -1,0 +1,155 @@
+"""The backend "torch": any model, op by op, on any device that torch has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.cores import available_cores
+from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.memory import format_bytes
+from vllmx_core.model import Model, ModelShape
+from vllmx_core.weights import WeightSource, WeightSpec
+
+from vllmx_torch import step
+from vllmx_torch.device import (
+    available_devices,
+    choose_device,
+    describe,
+    free_bytes,
+    has_float64,
+)
+from vllmx_torch.kv_cache import plan_kv
+from vllmx_torch.loaded import TorchLoadedModel
+from vllmx_torch.weights import DTYPES, WeightLoader, weight_bytes
+
+logger = logging.getLogger("vllmx.torch")
+
+DTYPE_NAMES = {
+    "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32",
+}  # fmt: skip
+LOGITS_BYTES = 256 << 20
+"""Logits beyond one row a sequence (prompt logprobs) grow to this size."""
+
+
+class TorchBackend:
+    """`vllmx_core.backend.Backend`. Steps run op by op, so `enforce_eager` changes nothing."""
+
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    def environment(self) -> dict[str, str]:
+        """Version of torch, its devices, and the one that a model would go to."""
+        device = choose_device()
+        return {
+            "torch": torch.__version__,
+            "devices": ", ".join(available_devices()),
+            "device": describe(device),
+            "free memory": format_bytes(free_bytes(device)),
+        }
+
+    def load(
+        self,
+        model: Model,
+        source: WeightSource,
+        options: LoadOptions,
+        comm: Communicator | None = None,
+    ) -> TorchLoadedModel:
+        """See `vllmx_core.backend.Backend.load`. On the CPU it sets torch's number of threads, of
+        which there is one for the whole process."""
+        if comm is not None and comm.world_size > 1:
+            raise ConfigError(
+                f"the torch backend runs on one rank, {comm.world_size} were asked for: set"
+                " --tensor-parallel-size 1",
+                param="tensor_parallel_size",
+            )
+        device = choose_device()
+        dtype = _dtype("dtype", options.dtype, model.shape.dtype)
+        kv_dtype = _dtype("kv_cache_dtype", options.kv_cache_dtype, dtype)
+        if device.type == "cpu":
+            torch.set_num_threads(_num_threads(options))
+        specs, constants = model.weights(), model.constants(options.max_model_len)
+        max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
+        max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
+        max_rows = min(max_tokens, max_rows)
+        weights_size = weight_bytes(specs, constants, DTYPES[dtype])
+        free = free_bytes(device)
+        _check_weights(weights_size, free, dtype, device)
+        used = weights_size + _activation_bytes(
+            model.shape, specs, options.max_model_len, max_tokens, max_rows
+        )
+        kv = plan_kv(model.shape.kv, options, kv_dtype, device, free, used)
+        loader = WeightLoader(source, DTYPES[dtype], device)
+        weights = loader.load(specs, constants, progress=options.progress)
+        info = LoadedInfo(
+            backend=self.name,
+            device=describe(device),
+            dtype=dtype,
+            kv_cache_dtype=kv_dtype,
+            block_size=kv.block_size,
+            num_kv_blocks=kv.num_blocks,
+            max_num_batched_tokens=max_tokens,
+            max_logit_rows=max_rows,
+            weight_bytes=weights_size,
+            kv_cache_bytes=kv.num_bytes,
+            details={"torch": torch.__version__},
+        )
+        logger.info("loaded on %s with torch %s", info.device, torch.__version__)
+        sampling_device = device if has_float64(device) else torch.device("cpu")
+        return TorchLoadedModel(model, weights, kv.allocate(device), info, device, sampling_device)
+
+
+def _dtype(param: str, wanted: str, automatic: str) -> str:
+    """Raises ConfigError for one that is not of `DTYPES`."""
+    name = automatic if wanted == "auto" else wanted
+    name = DTYPE_NAMES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(
+            f"the torch backend has no {param} {name!r}: choose {', '.join(DTYPES)}", param=param
+        )
+    return name
+
+
+def _num_threads(options: LoadOptions) -> int:
+    if options.num_threads is None:
+        return available_cores()
+    if options.num_threads < 1:
+        raise ConfigError(
+            f"num_threads must be at least 1, got {options.num_threads}", param="num_threads"
+        )
+    return options.num_threads
+
+
+def _check_weights(size: int, free: int, dtype: str, device: torch.device) -> None:
+    """Raises CapacityError before anything is read."""
+    if size > free:
+        raise CapacityError(
+            f"the weights take {format_bytes(size)} as {dtype}, {format_bytes(free)} of memory are"
+            f" free on {device}: choose a smaller model, or a 16-bit --dtype"
+        )
+
+
+def _activation_bytes(
+    shape: ModelShape,
+    specs: Iterable[WeightSpec],
+    max_model_len: int,
+    max_tokens: int,
+    max_rows: int,
+) -> int:
+    """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
+    the logits with the sampler's float64 copy, and the context of one batch of attention."""
+    vocab_size = shape.vocab_size
+    widths = [spec.rows for spec in specs if spec.kind == "linear" and spec.rows < vocab_size]
+    layer = 4 * max_tokens * (2 * max(widths, default=0) + 4 * shape.hidden_size)
+    logits = 4 * max_rows * vocab_size * 4
+    attention = 0
+    for kv in shape.kv:
+        keys = max(step.BATCH_KEYS, max_model_len)
+        gathered = 2 * keys * kv.num_kv_heads * kv.head_size * (2 + 4)
+        heads = max(kv.num_kv_heads, shape.hidden_size // kv.head_size)
+        scores = 3 * 4 * heads * step.TILE_TOKENS * keys
+        attention = max(attention, gathered + scores)
+    return layer + logits + attention

@@ -1,0 +1,84 @@
+"""Which torch device a model goes to, and how much room there is."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from vllmx_core.errors import ConfigError
+from vllmx_core.memory import free_bytes as free_host_bytes
+
+DEVICE_VARIABLE = "VLLMX_TORCH_DEVICE"
+KINDS = ("cuda", "xpu", "mps", "cpu")
+"""Best first."""
+
+
+def device_count(kind: str) -> int:
+    """How many devices of one of `KINDS` this torch can use."""
+    if kind == "cpu":
+        return 1
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = torch.cuda if kind == "cuda" else torch.xpu
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def available_devices() -> list[str]:
+    """Names that `VLLMX_TORCH_DEVICE` may have here, best first."""
+    names: list[str] = []
+    for kind in KINDS:
+        count = device_count(kind)
+        names += [kind] if kind in ("cpu", "mps") else [f"{kind}:{i}" for i in range(count)]
+        if not count:
+            names = [name for name in names if name != kind]
+    return names
+
+
+def choose_device() -> torch.device:
+    """The one that VLLMX_TORCH_DEVICE names, else the best. Raises ConfigError for a name that is
+    unknown or not available here."""
+    known = available_devices()
+    wanted = os.environ.get(DEVICE_VARIABLE, "").strip()
+    if not wanted:
+        return torch.device(known[0])
+    if wanted in ("cuda", "xpu"):
+        wanted += ":0"
+    if wanted not in known:
+        raise ConfigError(
+            f"{DEVICE_VARIABLE}={wanted} is no device of this torch ({torch.__version__}): choose"
+            f" {', '.join(known)}",
+            param=DEVICE_VARIABLE,
+        )
+    return torch.device(wanted)
+
+
+def describe(device: torch.device) -> str:
+    """For people: "cuda:0 (NVIDIA H200)", "cpu (8 threads)"."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type == "xpu":
+        return f"{device} ({torch.xpu.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return str(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that can still be taken, torch's own unused cache included."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    if device.type == "xpu":  # older versions of torch do not tell what others have taken
+        total = int(torch.xpu.get_device_properties(device).total_memory)
+        return total - int(torch.xpu.memory_allocated(device))
+    if device.type == "mps":
+        most = int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory())
+        return min(most, free_host_bytes())  # one memory for processor and GPU
+    return free_host_bytes()
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64, which the sampler's definition needs."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"

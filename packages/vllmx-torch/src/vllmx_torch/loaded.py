@@ -1,0 +1,100 @@
+"""A loaded model: a step is enqueued op by op and sampled on the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllmx_core.backend import LoadedInfo
+from vllmx_core.model import Model
+from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
+
+from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.ops import TorchOps
+from vllmx_torch.sampler import sample
+from vllmx_torch.step import TorchStep
+from vllmx_torch.transfer import Download, Stopwatch
+from vllmx_torch.weights import TorchWeight
+
+
+class TorchLoadedModel:
+    """`vllmx_core.backend.LoadedModel`.
+
+    Args:
+        sampling_device: where the sampler runs; the host for a device without float64, whose draws
+            would differ.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Mapping[str, TorchWeight],
+        pages: tuple[LayerPages, ...],
+        info: LoadedInfo,
+        device: torch.device,
+        sampling_device: torch.device,
+    ) -> None:
+        self._model, self._weights, self._ops = model, weights, TorchOps(pages)
+        self._info = info
+        self._device, self._sampling_device = device, sampling_device
+        self._last_ids = torch.zeros(1, dtype=torch.int64, device=device)  # (L,) of the last step
+        self._in_flight: deque[TorchStepHandle] = deque()
+        self._closed = False
+
+    @property
+    def info(self) -> LoadedInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan, rows: SamplingRows) -> TorchStepHandle:
+        """See `vllmx_core.backend.LoadedModel.step`. On the CPU the step has run when this
+        returns."""
+        assert not self._closed, "the model is closed"
+        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
+        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
+        assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        stopwatch = Stopwatch(self._device)
+        step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
+        results = self._sampled(step, rows)
+        if plan.num_logit_rows:
+            self._last_ids = results["ids"].long().to(self._device)
+        handle = TorchStepHandle(self._in_flight, Download(results, self._device, stopwatch))
+        self._in_flight.append(handle)
+        return handle
+
+    def _sampled(self, step: TorchStep, rows: SamplingRows) -> dict[str, Tensor]:
+        logits: Tensor = self._model.forward(self._ops, self._weights, step)  # (L, V)
+        fed_tokens = step.tokens[step.logit_rows]
+        return sample(logits.to(self._sampling_device), rows, fed_tokens.to(self._sampling_device))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._in_flight.clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._weights, self._ops = {}, TorchOps(())
+        self._last_ids = torch.zeros(1, dtype=torch.int64)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class TorchStepHandle:
+    """`vllmx_core.backend.StepHandle`."""
+
+    def __init__(self, queue: deque[TorchStepHandle], download: Download) -> None:
+        self._queue, self._download = queue, download
+
+    def result(self) -> StepResult:
+        """See `vllmx_core.backend.StepHandle.result`."""
+        assert self._queue, "result() was called twice"
+        assert self._queue[0] is self, "result() out of the order of the steps"
+        arrays, seconds = self._download.wait()
+        self._queue.popleft()
+        ids = arrays.pop("ids")
+        logprobs = LogprobRows(**arrays) if arrays else None
+        return StepResult(ids.astype(np.int32, copy=False), logprobs, seconds)

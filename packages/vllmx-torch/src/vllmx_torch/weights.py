@@ -1,0 +1,150 @@
+"""From a checkpoint to tensors of one dtype on the device. A layout that torch has no dtype for is
+dequantised on the way, one part after the other, so that no second copy of the model exists."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllmx_core.memory import format_bytes
+from vllmx_core.plan import AnyArray
+from vllmx_core.weight_map import checked
+from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+
+logger = logging.getLogger("vllmx.torch")
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32,
+}  # fmt: skip
+_COPY_BYTES = 64 << 20
+"""A dense tensor goes over in pieces of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """What `Ops.linear` and `Ops.logits` get."""
+
+    matrix: Tensor  # (out, in)
+    bias: Tensor | None  # (out,)
+
+
+TorchWeight = LinearWeight | Tensor
+"""Matrices and biases are of the model's dtype; vectors and constants are float32."""
+
+
+def weight_bytes(
+    specs: Iterable[WeightSpec], constants: Mapping[str, AnyArray], dtype: torch.dtype
+) -> int:
+    """Memory that `WeightLoader` will take for a map."""
+    matrices: dict[_TieKey, int] = {}
+    rest = sum(table.size * 4 for table in constants.values())
+    for spec in specs:
+        if spec.kind == "vector":
+            rest += spec.rows * 4
+            continue
+        has_bias = spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
+        rest += spec.rows * dtype.itemsize * has_bias
+        matrices[_tie_key(spec)] = spec.rows * spec.cols * dtype.itemsize
+    return sum(matrices.values()) + rest
+
+
+@dataclass
+class WeightLoader:
+    """Loads a weight map. `load` raises WeightFormatError that names the tensor when one is missing
+    or has another shape than the map says."""
+
+    source: WeightSource
+    dtype: torch.dtype
+    device: torch.device
+    _matrices: dict[_TieKey, Tensor] = field(default_factory=dict)
+    _dequantised: Counter[str] = field(default_factory=Counter)
+
+    def load(
+        self, specs: Sequence[WeightSpec], constants: Mapping[str, AnyArray], *, progress: bool
+    ) -> dict[str, TorchWeight]:
+        weights: dict[str, TorchWeight] = {}
+        for index, spec in enumerate(specs):
+            weights[spec.name] = self._weight(spec)
+            if progress:
+                _show(index + 1, len(specs))
+        for name, table in constants.items():
+            weights[name] = torch.from_numpy(np.array(table, np.float32)).to(self.device)
+        for kind, elements in self._dequantised.items():
+            size = format_bytes(elements * self.dtype.itemsize)
+            logger.info("%s weights are dequantised at load and take %s", kind, size)
+        return weights
+
+    def _weight(self, spec: WeightSpec) -> TorchWeight:
+        if spec.kind == "vector":
+            vector = torch.empty(spec.rows, dtype=torch.float32, device=self.device)
+            self._fill(vector, spec, (), spec.offset)
+            return vector
+        key = _tie_key(spec)
+        if key not in self._matrices:  # a head that is tied to the embedding is held once
+            shape = (spec.rows, spec.cols)
+            self._matrices[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._fill(self._matrices[key], spec, (spec.cols,), spec.offset)
+        if spec.kind == "embedding":
+            return self._matrices[key]
+        return LinearWeight(self._matrices[key], self._bias(spec))
+
+    def _bias(self, spec: WeightSpec) -> Tensor | None:
+        if all(part.bias is None for part in spec.parts):
+            return None
+        bias = torch.zeros(spec.rows, dtype=self.dtype, device=self.device)
+        first = 0
+        for part in spec.parts:
+            if part.bias is not None:
+                found = checked(self.source.part(part.bias), (part.rows,))
+                self._copy(bias[first : first + part.rows], found, 0.0)
+            first += part.rows
+        return bias
+
+    def _fill(self, out: Tensor, spec: WeightSpec, cols: tuple[int, ...], offset: float) -> None:
+        first = 0
+        for part in spec.parts:
+            found = checked(self.source.part(part.name), (part.rows, *cols))
+            self._copy(out[first : first + part.rows], found, offset)
+            first += part.rows
+
+    def _copy(self, out: Tensor, part: WeightPart, offset: float) -> None:
+        """Into `out`, rounded to its dtype."""
+        dense = part.layout == DENSE and part.decode is None
+        if dense and not offset and part.buffers["weight"].dtype in DTYPES:
+            raw = part.buffers["weight"]
+            rows = raw.view().reshape(part.shape)
+            step = max(1, _COPY_BYTES // max(1, raw.data.nbytes // part.shape[0]))
+            for begin in range(0, part.shape[0], step):
+                out[begin : begin + step].copy_(_tensor(rows[begin : begin + step], raw.dtype))
+            return
+        if part.layout != DENSE:
+            self._dequantised[part.layout.kind] += out.numel()
+        out.copy_(torch.from_numpy(part.dequantize() + np.float32(offset)))
+
+
+_TieKey = tuple[tuple[PartSpec, ...], float]
+
+
+def _tie_key(spec: WeightSpec) -> _TieKey:
+    """Equal for specs that one matrix serves."""
+    return spec.parts, spec.offset
+
+
+def _tensor(rows: AnyArray, dtype: str) -> Tensor:
+    """A copy: the mapped file is read-only, which torch has no notion of."""
+    copied = np.array(rows)
+    if dtype == "bf16":
+        return torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(copied)
+
+
+def _show(done: int, total: int) -> None:
+    share = done / total
+    end = "\n" if done == total else ""
+    sys.stderr.write(f"\rloading weights [{'#' * int(share * 30):<30}] {share:4.0%}{end}")
