@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import ModelSourceSpec, ModelSpec, WeightFormatSpec
+from vllmx_core.specs import ModelSourceSpec, ModelSpec, QuantizationSpec, WeightFormatSpec
 
 
 @hookimpl
@@ -44,6 +44,20 @@ def vllmx_weight_formats() -> tuple[WeightFormatSpec, ...]:
             priority=-1,
             needs_registry=True,
         ),
+    )
+
+
+@hookimpl
+def vllmx_quantizations() -> tuple[QuantizationSpec, ...]:
+    schemes = "vllmx_models.quantization"
+    return (
+        QuantizationSpec("awq", f"{schemes}.awq:awq"),
+        QuantizationSpec("compressed-tensors", f"{schemes}.compressed_tensors:compressed_tensors"),
+        QuantizationSpec("fbgemm_fp8", f"{schemes}.fp8:fp8"),
+        QuantizationSpec("fp8", f"{schemes}.fp8:fp8"),
+        QuantizationSpec("gptq", f"{schemes}.gptq:gptq"),
+        QuantizationSpec("modelopt", f"{schemes}.modelopt:modelopt"),
+        QuantizationSpec("mxfp4", f"{schemes}.mxfp4:mxfp4"),
     )
 
 

@@ -14,6 +14,7 @@ from vllmx_core.errors import ModelNotFoundError, WeightFormatError
 from vllmx_core.weights import DENSE, WeightPart
 
 from vllmx_models.json_files import MAX_INDEX_BYTES, read_json_object
+from vllmx_models.quantization.detect import find_quantization
 from vllmx_models.safetensors_file import SafetensorsFile
 
 SINGLE_NAME = "model.safetensors"
@@ -80,6 +81,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{folder} has no config.json: give the folder of a complete Hugging Face model",
             param="model",
         )
+    quantization = find_quantization(folder, config)
+    if quantization:
+        config["quantization_config"] = quantization
     generation_config = read_json_object(folder / "generation_config.json") or {}
     source = open_weights(path)
     if not config.get("dtype") and not config.get("torch_dtype"):

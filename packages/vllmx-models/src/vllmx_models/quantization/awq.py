@@ -1,0 +1,122 @@
+"""AWQ with 4 bits, as AutoAWQ writes it.
+
+"gemm": X.qweight (in, out / 8) int32, eight output features to a word, in the order 0 2 4 6 1 3 5 7
+from the lowest bits up; X.qzeros (groups, out / 8) int32 alike; X.scales (groups, out).
+"gemv": X.qweight (out, in / 8), eight input features to a word in their order; X.qzeros (out, z)
+and X.scales (out, 8 * z) with the groups along the columns, padded at the end.
+weight[o, i] = (q - zero) * scale of the group of i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.plan import F32, AnyArray
+from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
+
+from vllmx_models.quantization.affine import decode_affine, group_map
+from vllmx_models.quantization.bits import U8, unpack
+from vllmx_models.quantization.options import FLOATS, QuantReader
+from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
+
+VERSIONS = {"gemm": "gemm", "exllama": "gemm", "gemv": "gemv"}
+BITS = 4
+PER_WORD = 8
+_GEMM_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where feature i of a word lies
+
+
+def awq(source: WeightSource, config: Mapping[str, Any]) -> QuantizedSource:
+    """The scheme as a `QuantizationSpec` implementation; raises UnsupportedModelError."""
+    return QuantizedSource(source, AwqScheme(config))
+
+
+class AwqScheme:
+    weight_suffix = ".weight"
+    markers = (".qweight",)
+    companions = (".qzeros", ".scales")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        read = QuantReader(_modern(config), "awq")
+        read.choice("bits", (BITS,))
+        read.choice("backend", ("autoawq",), "autoawq")
+        read.choice("zero_point", (True,), True)
+        version_key = "version" if read.has("version") else "format"
+        self._packing = VERSIONS[read.choice(version_key, VERSIONS, "gemm")]
+        self._group_size = read.group_size()
+        self._excluded = read.modules("modules_to_not_convert")
+        self.name = f"awq {self._packing}"
+
+    def excludes(self, module: str) -> bool:
+        return self._excluded.match(module)
+
+    def part(self, name: str, tensors: ModuleTensors) -> WeightPart:
+        qweight = tensors.need(".qweight", ("i32",), rank=2)
+        if self._packing == "gemm":
+            cols, rows = qweight.shape[0], qweight.shape[1] * PER_WORD
+        else:
+            rows, cols = qweight.shape[0], qweight.shape[1] * PER_WORD
+        group_size = self._group_size or cols
+        groups = -(-cols // group_size)
+        if self._packing == "gemm":
+            words, scales = (groups, rows // PER_WORD), (groups, rows)
+        else:
+            width = _gemv_width(groups, group_size)
+            words, scales = (rows, width), (rows, width * PER_WORD)
+        buffers: dict[str, RawTensor] = {
+            "qweight": qweight,
+            "qzeros": tensors.shaped(".qzeros", ("i32",), words),
+            "scales": tensors.shaped(".scales", FLOATS, scales),
+        }
+        layout = QuantLayout("awq", BITS, group_size, {"packing": self._packing})
+        return WeightPart(name, (rows, cols), layout, buffers, decode)
+
+
+def decode(part: WeightPart) -> F32:
+    """(out, in) float32; the product of integer and scale is rounded once."""
+    rows, cols = part.shape
+    group_size = part.layout.group_size or cols
+    groups = -(-cols // group_size)
+    qweight = np.asarray(part.buffers["qweight"].view())
+    qzeros = np.asarray(part.buffers["qzeros"].view())
+    scales = part.buffers["scales"].to_f32()
+    if part.layout.options["packing"] == "gemm":
+
+        def codes(begin: int, end: int) -> AnyArray:
+            first, last = begin // PER_WORD, -(-end // PER_WORD)
+            features = _gemm_unpack(qweight[:, first:last]).T
+            return features[begin - first * PER_WORD : end - first * PER_WORD]
+
+        zeros, scales = _gemm_unpack(qzeros).T, scales.T
+    else:
+
+        def codes(begin: int, end: int) -> AnyArray:
+            return unpack(qweight[begin:end], BITS, cols)
+
+        zeros, scales = unpack(qzeros, BITS, groups), scales[:, :groups]
+    return decode_affine(codes, (rows, cols), scales, zeros, group_map(cols, group_size))
+
+
+def _gemm_unpack(words: npt.NDArray[np.int32]) -> U8:
+    """(n, 8w) output features of (n, w) words."""
+    values = unpack(words, BITS, words.shape[1] * PER_WORD)
+    return values.reshape(len(values), -1, PER_WORD)[..., _GEMM_PLACE].reshape(len(values), -1)
+
+
+def _gemv_width(groups: int, group_size: int) -> int:
+    """Words of zero points in a row: groups of 64 and 32 are padded to 2 and 4 words."""
+    multiple = {64: 2, 32: 4}.get(group_size, 1)
+    return -(-groups // (PER_WORD * multiple)) * multiple
+
+
+def _modern(config: Mapping[str, Any]) -> dict[str, Any]:
+    """AutoAWQ's own quant_config.json has other names for two options."""
+    named = dict(config)
+    for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
+        if named.get(new) is None:
+            named[new] = named.get(old)
+    if isinstance(named.get("version"), str):
+        named["version"] = named["version"].lower()
+    return named

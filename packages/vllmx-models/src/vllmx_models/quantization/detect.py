@@ -1,0 +1,42 @@
+"""Finds the quantisation of a folder: in config.json, or in a file of its own beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllmx_models.json_files import read_json_object
+
+OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+"""Files that AutoGPTQ and AutoAWQ wrote before transformers knew them -> quant_method."""
+
+
+def find_quantization(folder: Path, config: Mapping[str, Any]) -> Any:
+    """`quantization_config` with a `quant_method`, None where nothing says that the weights are
+    quantised; what is not an object comes back as it is."""
+    text_config = config.get("text_config")
+    nested = text_config if isinstance(text_config, Mapping) else {}
+    for holder in (config, nested):
+        for key in ("quantization_config", "compression_config"):
+            if holder.get(key):
+                return _with_method(holder[key])
+    modelopt = read_json_object(folder / "hf_quant_config.json")
+    if modelopt is not None and isinstance(modelopt.get("quantization"), Mapping):
+        return {**modelopt["quantization"], "quant_method": "modelopt"}
+    for name, method in OWN_FILES:
+        own = read_json_object(folder / name)
+        if own is not None:
+            return {"quant_method": method, **own}
+    return None
+
+
+def _with_method(found: Any) -> Any:
+    """ModelOpt and early compressed-tensors leave `quant_method` out."""
+    if not isinstance(found, Mapping) or found.get("quant_method"):
+        return found
+    if "quant_algo" in found:
+        return {**found, "quant_method": "modelopt"}
+    if "config_groups" in found:
+        return {**found, "quant_method": "compressed-tensors"}
+    return found

@@ -1,0 +1,50 @@
+"""Floats of 8 and 4 bits with a scale for the tensor, a row or a block, as float32."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllmx_core.plan import F32
+from vllmx_core.weights import RawTensor, float8_to_f32
+
+from vllmx_models.quantization.bits import U8
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1_PAIRS = np.stack(
+    np.meshgrid(np.concatenate([_E2M1, -_E2M1]), np.concatenate([_E2M1, -_E2M1])), axis=-1
+).reshape(256, 2)  # of each byte: the value of the low four bits, then of the high ones
+
+
+def e2m1_to_f32(packed: U8) -> F32:
+    """(..., 2n) values of (..., n) bytes; the low four bits come first."""
+    values: F32 = _E2M1_PAIRS[packed].reshape(*packed.shape[:-1], -1)
+    return values
+
+
+def scales_to_f32(scale: RawTensor) -> F32:
+    """Scales in their shape. Unsigned bytes are exponents, as F8_E8M0 has them."""
+    if scale.dtype == "u8":
+        return float8_to_f32(scale.view(), "f8e8m0")  # type: ignore[arg-type]
+    return scale.to_f32()
+
+
+def apply_scales(values: F32, scales: F32, block: tuple[int, int]) -> F32:
+    """values[i, j] * scales[i // block[0], j // block[1]], in place; blocks at the edges may be
+    smaller. One rounding; NaN and overflow are those of the file."""
+    rows, width = block
+    with np.errstate(invalid="ignore", over="ignore"):
+        if rows == 1:
+            _multiply(values, scales, width)
+        else:
+            for index, row in enumerate(scales):
+                _multiply(values[index * rows : (index + 1) * rows], row[None], width)
+    return values
+
+
+def _multiply(values: F32, scales: F32, width: int) -> None:
+    """In place, scales being (rows or 1, groups of `width` columns)."""
+    cols = values.shape[1]
+    if cols % width == 0:
+        grouped = values.reshape(len(values), -1, width)
+        grouped *= scales[:, :, None]
+    else:
+        values *= np.repeat(scales, width, axis=1)[:, :cols]

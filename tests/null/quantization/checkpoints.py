@@ -1,0 +1,70 @@
+"""Writes small quantised checkpoints and opens them as a user's would be."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from vllmx_core.checkpoint import open_checkpoint
+from vllmx_core.registry import Registry, load_registry
+from vllmx_core.weights import WeightPart, WeightSource
+
+Tensors = Mapping[str, NDArray[Any]]
+REGISTRY: Registry = load_registry()
+BF16, E4M3, E5M2, E8M0 = (
+    np.dtype(dtype)
+    for dtype in (
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+        ml_dtypes.float8_e8m0fnu,
+    )
+)
+_NAMES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int8": "I8", "uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
+    """config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        dtype = _NAMES[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return folder
+
+
+def open_source(folder: Path, tensors: Tensors, quantization: Any) -> WeightSource:
+    """The source that the plugins make of a checkpoint with this quantization_config."""
+    write_checkpoint(folder, tensors, {"quantization_config": quantization, "dtype": "float32"})
+    return open_checkpoint(REGISTRY, folder).weights
+
+
+def open_part(
+    folder: Path, tensors: Tensors, quantization: Any, name: str = "m.weight"
+) -> WeightPart:
+    return open_source(folder, tensors, quantization).part(name)
+
+
+def assert_same_bits(found: NDArray[Any], expected: NDArray[Any]) -> None:
+    """Equal float32, zeros with their sign, NaN for NaN."""
+    assert found.dtype == expected.dtype == np.float32
+    assert found.shape == expected.shape
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), ~number)
+    np.testing.assert_array_equal(found.view(np.uint32)[number], expected.view(np.uint32)[number])
