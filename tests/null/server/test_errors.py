@@ -76,6 +76,19 @@ async def test_a_prompt_that_is_too_long_says_the_numbers(served: Served) -> Non
     assert error["code"] == "context_length_exceeded"
 
 
+async def test_an_error_quotes_no_megabytes(served: Served) -> None:
+    long = "x" * 1_000_000
+    for body in (
+        {"prompt": "a", long: 1},
+        {"prompt": "a", "logit_bias": {long: 1}},
+        {"prompt": "a", "model": long},
+    ):
+        response = await served.client.post("/v1/completions", json=body)
+        error_of(response, response.status_code)
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 2000
+
+
 async def test_routes_and_methods(served: Served) -> None:
     for path in ("/v1/nothing", "/", "/v1/completions/", "//", "/%0a", "/v1/models/other"):
         error_of(await served.client.get(path), 404)

@@ -20,6 +20,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_MAX_MESSAGE, _MAX_PARAM = 1000, 200
 _encode = msgspec.json.Encoder().encode
 
 
@@ -73,13 +74,17 @@ class MethodNotAllowedError(VllmxError):
 
 
 def error_body(error: VllmxError) -> bytes:
-    """JSON of one error."""
+    """JSON of one error. Messages quote what the client sent, which may be megabytes: they are
+    cut."""
+    message, param = error.message, error.param
+    if len(message) > _MAX_MESSAGE:
+        message = message[:_MAX_MESSAGE] + " ..."
     return _encode(
         {
             "error": {
-                "message": error.message,
+                "message": message,
                 "type": _TYPES.get(error.http_status, "internal_error"),
-                "param": error.param,
+                "param": param[:_MAX_PARAM] if param is not None else None,
                 "code": error.code,
             }
         }

@@ -27,6 +27,7 @@ logger = logging.getLogger("vllmx.server")
 _CLOSE_S = 2.0
 """What connections get to end once all answers are sent."""
 _BACKLOG = 1024
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def run_server(
@@ -49,6 +50,8 @@ async def _serve(
 ) -> None:
     config = hypercorn_config(server)
     listener, url = bind(server)
+    if not (server.api_key or server.uds or server.host in _LOOPBACK):
+        logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
     try:
         signals = _Signals()
         async with await AsyncLLM.start(engine) as llm:

@@ -1,0 +1,38 @@
+"""docs/serving.md names every route, field, flag, error code and metric that there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from vllmx_engine.messages import CoreStats
+from vllmx_server.app import ROUTES
+from vllmx_server.config import ServerConfig
+from vllmx_server.metrics import Metrics
+from vllmx_server.schema.chat import ChatCompletionRequest
+from vllmx_server.schema.completions import CompletionRequest
+
+TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def test_routes() -> None:
+    for _, path, _ in ROUTES:
+        assert path.replace("{name:path}", "NAME") in TEXT
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+def test_fields(kind: type[ChatCompletionRequest | CompletionRequest]) -> None:
+    assert [name for name in kind.__struct_fields__ if f"`{name}`" not in TEXT] == []
+
+
+def test_flags() -> None:
+    flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServerConfig)]
+    assert [flag for flag in flags if flag not in TEXT] == []
+
+
+def test_metrics() -> None:
+    text = Metrics("m", CoreStats, {"block_size": 16}).render().decode()
+    names = set(re.findall(r"# TYPE vllmx:(\w+)", text))
+    assert [name for name in sorted(names) if f"`{name}`" not in TEXT] == []
