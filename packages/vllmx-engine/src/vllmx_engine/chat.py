@@ -8,13 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, ModelNotFoundError
 
 from vllmx_engine.load import LoadPlan
 from vllmx_engine.text.chat_template import ChatTemplate
+from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
-from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
 
 ChatMessage = Mapping[str, Any]
 """An OpenAI message: role, content, and what else the template knows."""
@@ -97,6 +99,19 @@ class ChatRenderer:
 
 
 def load_tokenizer(plan: LoadPlan) -> Tokenizer:
-    """The model's tokenizer, or the one that the configuration names. Raises ModelNotFoundError,
-    ConfigError."""
-    return Tokenizer.from_folder(plan.config.tokenizer or plan.path)
+    """The model's tokenizer, or the one that the configuration names: a folder's files, or what a
+    model file says itself. Raises ModelNotFoundError, ConfigError, WeightFormatError,
+    UnsupportedModelError."""
+    place = Path(plan.config.tokenizer or plan.path)
+    if not place.exists() or (place / TOKENIZER_NAME).is_file():
+        return Tokenizer.from_folder(place)
+    try:
+        checkpoint = open_checkpoint(plan.registry, place)
+    except ModelNotFoundError:  # a folder without a model: what it lacks is a tokenizer
+        return Tokenizer.from_folder(place)
+    try:
+        if checkpoint.tokenizer is None:
+            return Tokenizer.from_folder(checkpoint.path)
+        return gguf_tokenizer(checkpoint.tokenizer)
+    finally:
+        checkpoint.weights.close()

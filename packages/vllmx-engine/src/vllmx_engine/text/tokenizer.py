@@ -23,6 +23,7 @@ from vllmx_engine.text.model_files import (
 )
 from vllmx_engine.text.pieces import PiecePlan, PieceTable, TextTable, plan_pieces
 
+TOKENIZER_NAME = "tokenizer.json"
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -194,7 +195,7 @@ class Tokenizer:
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
-    data = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    data = read_bytes(folder / TOKENIZER_NAME, MAX_TOKENIZER_BYTES)
     if data is None:
         what = "no tokenizer.json" if folder.is_dir() else "no such folder"
         raise ModelNotFoundError(

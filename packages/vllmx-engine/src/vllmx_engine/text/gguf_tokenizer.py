@@ -1,0 +1,206 @@
+"""The tokenizer of a GGUF file, from its metadata.
+
+`tokenizer.ggml.model` names the algorithm: "gpt2" is byte-level BPE behind one of many
+pre-tokenizers, "llama" is SentencePiece's BPE with a score for each token, "bert" is WordPiece.
+Which tokens begin and end a text follows llama.cpp, since files are made for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+
+from vllmx_engine.text.gguf_backends import (
+    byte_level_bpe,
+    byte_tokens,
+    score_bpe,
+    word_piece,
+)
+from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizerKind
+from vllmx_engine.text.gguf_vocabulary import PREFIX, GGUFVocabulary, TokenType, wrong_value
+from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES
+from vllmx_engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("vllmx.text")
+
+_TEMPLATE = "tokenizer.chat_template"
+_NAMED_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # the key is misspelt in the format
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+}
+# Tokens that end a turn whatever the file says of them: most files name only one such token.
+_END_TOKENS = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+        "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How a value of `tokenizer.ggml.model` becomes a tokenizer."""
+
+    build: Callable[[GGUFVocabulary], tuple[tokenizers.Tokenizer, bool]]
+    """Gives the tokenizer, and whether it puts BOS first where the file does not say."""
+    default_ids: Mapping[str, int]
+    """Token ids where the file names none."""
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a file's metadata describe (`Checkpoint.tokenizer`).
+
+    Raises:
+        WeightFormatError: values are missing or damaged.
+        UnsupportedModelError: an algorithm or a pre-tokenizer that is not known.
+    """
+    name = metadata.get(f"{PREFIX}model")
+    if not isinstance(name, str):
+        raise WeightFormatError(
+            "the GGUF file has no tokenizer (tokenizer.ggml.model): give a folder with"
+            " tokenizer.json by --tokenizer"
+        )
+    if name not in _ALGORITHMS:
+        raise UnsupportedModelError(
+            f"the GGUF file's tokenizer is of the kind {name[:80]!r}, which is not known here;"
+            f" known: {', '.join(_ALGORITHMS)}; give a folder with tokenizer.json by --tokenizer"
+        )
+    algorithm, vocabulary = _ALGORITHMS[name], GGUFVocabulary(metadata)
+    backend, adds_bos = algorithm.build(vocabulary)
+    _add_tokens(backend, vocabulary)
+    ids = {
+        token: vocabulary.token_id(key, algorithm.default_ids.get(token))
+        for token, key in _NAMED_IDS.items()
+    }
+    config: dict[str, Any] = {
+        token: vocabulary.tokens[token_id]
+        for token, token_id in ids.items()
+        if token_id is not None
+    }
+    config["add_bos_token"] = vocabulary.flag("add_bos_token", adds_bos)
+    config["add_eos_token"] = vocabulary.flag("add_eos_token", False)
+    return Tokenizer(
+        backend,
+        config,
+        eos_token_ids=_end_ids(vocabulary, ids["eos_token"]),
+        chat_templates=_chat_templates(metadata),
+    )
+
+
+def _pre_tokenizer(vocabulary: GGUFVocabulary) -> PreTokenizerKind:
+    name = vocabulary.text("pre", "")
+    if not name:
+        logger.warning(
+            "the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre); the default one"
+            " may cut texts in another way than the model has learnt"
+        )
+        name = "default"
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the GGUF file's pre-tokenizer {name[:80]!r} is not known here; known:"
+            f" {', '.join(sorted(PRE_TOKENIZERS))}; give a folder with tokenizer.json by"
+            " --tokenizer"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _build_bpe(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    kind = _pre_tokenizer(vocabulary)
+    return byte_level_bpe(vocabulary.ids, vocabulary.merges, kind), kind.add_bos
+
+
+def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    made = frozenset(vocabulary.of_type(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED))
+    unknown = vocabulary.token_id("unknown_token_id", 0)
+    backend = score_bpe(
+        vocabulary.ids,
+        vocabulary.scores,
+        made,
+        unknown=None if unknown is None else vocabulary.tokens[unknown],
+        byte_fallback=byte_tokens() <= vocabulary.ids.keys(),
+        space_prefix=vocabulary.flag("add_space_prefix", True),
+    )
+    return backend, True
+
+
+def _build_word_piece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    def token(key: str, default: int) -> tuple[str, int]:
+        found = vocabulary.token_id(key, default)
+        if found is None:
+            raise wrong_value(key, vocabulary.value(key), "the id of a token")
+        return vocabulary.tokens[found], found
+
+    backend = word_piece(
+        vocabulary.tokens,
+        special=frozenset(vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)),
+        unknown=token("unknown_token_id", 100)[0],
+        begin=token("cls_token_id", 101),
+        end=token("seperator_token_id", 102),
+    )
+    return backend, False  # its post-processor adds both marks
+
+
+_ALGORITHMS: Mapping[str, Algorithm] = {
+    "gpt2": Algorithm(_build_bpe, {}),
+    "llama": Algorithm(_build_sentencepiece, {"bos_token": 1, "eos_token": 2, "unk_token": 0}),
+    "bert": Algorithm(
+        _build_word_piece, {"unk_token": 100, "cls_token": 101, "sep_token": 102, "pad_token": 0}
+    ),
+}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> None:
+    """Tokens that are found in a text before anything else."""
+    name = str(vocabulary.metadata.get("general.name", "")).lower()
+    phi3 = "phi-3" in name or "phi3" in name
+
+    def added(token_id: int, special: bool) -> AddedToken:
+        content = vocabulary.tokens[token_id]
+        # Phi-3's own tokenizer swallows the spaces behind its turn marks; no key says so
+        strips = phi3 and content not in ("<unk>", "<s>", "<|endoftext|>")
+        return AddedToken(content, special=special, normalized=False, rstrip=strips)
+
+    special = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
+    backend.add_special_tokens([added(index, True) for index in special])
+    plain = vocabulary.of_type(TokenType.USER_DEFINED)
+    backend.add_tokens([added(index, False) for index in plain])
+
+
+def _end_ids(vocabulary: GGUFVocabulary, eos: int | None) -> list[int]:
+    """Every token that ends a sequence."""
+    named = (vocabulary.token_id(f"{kind}_token_id", None) for kind in ("eot", "eom"))
+    found = {index for index in (eos, *named) if index is not None}
+    for index in vocabulary.of_type(TokenType.CONTROL, TokenType.USER_DEFINED):
+        if vocabulary.tokens[index] in _END_TOKENS:
+            found.add(index)
+    texts = {vocabulary.tokens[index] for index in found}
+    # in these two formats a message ends with <|end|>, and the turn goes on
+    if {"<|return|>", "<|call|>"} <= texts or {"<|calls|>", "<|flush|>"} <= texts:
+        found.discard(vocabulary.ids.get("<|end|>", -1))
+    return sorted(found)
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`tokenizer.chat_template` as "default", `tokenizer.chat_template.NAME` as NAME."""
+    templates: dict[str, str] = {}
+    for key, value in metadata.items():
+        if key != _TEMPLATE and not key.startswith(f"{_TEMPLATE}."):
+            continue
+        if not isinstance(value, str) or len(value.encode("utf-8")) > MAX_TEMPLATE_BYTES:
+            raise WeightFormatError(
+                f"{key[:80]} of the GGUF file must be text of at most {MAX_TEMPLATE_BYTES} bytes"
+            )
+        templates[key[len(_TEMPLATE) + 1 :] or "default"] = value
+    return templates

@@ -1,0 +1,304 @@
+"""Tokenizers from GGUF metadata: token-exact against the models' own, and damaged tables."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
+from vllmx_demo.source import MODEL_FOLDER
+from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
+from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
+from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_models.gguf.file import GGUFFile
+
+from .models import tokens_of
+
+ROOT = Path(__file__).parents[3]
+DATA = ROOT / "tests" / "data" / "ggml-vocab"
+SHARED = ROOT.parent / "shared" / "tokenizers"
+TEXTS = (DATA / "texts.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+OWN = ("gpt-2", "phi-3", "bert-bge")
+OTHERS = ("deepseek-coder", "deepseek-llm", "falcon", "llama-spm", "mpt", "refact", "starcoder")
+CONTROL = 3
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+OTHER_BYTES = [byte for byte in range(256) if byte not in PRINTABLE]
+ALPHABET = [
+    chr(byte if byte in PRINTABLE else 0x100 + OTHER_BYTES.index(byte)) for byte in range(256)
+]
+"""GPT-2's characters for the bytes."""
+
+
+def expected_ids(path: Path) -> list[list[int]]:
+    lines = path.read_text().split("\n")
+    return [[int(word) for word in line.split()] for line in lines[: len(TEXTS)]]
+
+
+def open_file(name: str, folder: Path) -> Tokenizer:
+    """The tokenizer of a vocabulary file, unpacked into `folder` where it is our own copy."""
+    path = SHARED / "ggml-vocab" / f"ggml-vocab-{name}.gguf"
+    if name in OWN:
+        path = folder / "vocab.gguf"
+        packed = DATA / f"ggml-vocab-{name}.gguf.gz"
+        path.write_bytes(gzip.decompress(packed.read_bytes()))
+    file = GGUFFile(path)
+    try:
+        return gguf_tokenizer(file.metadata)
+    finally:
+        file.close()
+
+
+def metadata_of(folder: Path, pre: str, **more: Any) -> dict[str, Any]:
+    """What a converter makes of a byte-level tokenizer.json."""
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens, types = tokens_of(model)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": merges,
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
+
+
+def small(**more: Any) -> dict[str, Any]:
+    """A byte-level tokenizer without merges: 256 bytes and three special tokens."""
+    tokens = ["<s>", "</s>", "<|end|>", *ALPHABET]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([CONTROL] * 3 + [1] * 256, np.int32),
+        "tokenizer.ggml.merges": [],
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
+
+
+@pytest.mark.parametrize("name", OWN + OTHERS)
+def test_ids_are_those_of_the_models_own_tokenizer(name: str, tmp_path: Path) -> None:
+    folder = DATA if name in OWN else SHARED / "ggml-vocab"
+    if not folder.is_dir():
+        pytest.skip("the larger vocabularies lie outside the repository")
+    tokenizer = open_file(name, tmp_path)
+    expected = expected_ids(folder / f"ggml-vocab-{name}.gguf.out")
+    assert len(expected) == len(TEXTS) == 47
+    for text, ids in zip(TEXTS, expected, strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize(
+    ("folder", "pre"),
+    [("qwen3", "qwen2"), ("qwen3", "deepseek-r1-qwen"), ("llama3", "llama-bpe")],
+)
+def test_kinds_whose_vocabulary_is_a_tokenizer_json(folder: str, pre: str) -> None:
+    if not (SHARED / folder / "tokenizer.json").is_file():
+        pytest.skip("the larger vocabularies lie outside the repository")
+    tokenizer = gguf_tokenizer(metadata_of(SHARED / folder, pre))
+    expected = expected_ids(SHARED / "ggml-vocab" / f"ggml-vocab-{pre}.gguf.out")
+    for text, ids in zip(TEXTS, expected, strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+def test_the_demo_tokenizer_survives_the_way_through_metadata() -> None:
+    original = Tokenizer.from_folder(MODEL_FOLDER)
+    config = json.loads((MODEL_FOLDER / "tokenizer_config.json").read_text())
+    metadata = metadata_of(MODEL_FOLDER, "smollm", eos_token_id=2, padding_token_id=0)
+    metadata["tokenizer.chat_template"] = config["chat_template"]
+    metadata["tokenizer.chat_template.tool_use"] = "{{ tools }}"
+    ours = gguf_tokenizer(metadata)
+    for text in (*TEXTS, "<|im_start|>user\nHi 2024<|im_end|>\n<think>x</think><tool_call>"):
+        ids = original.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == original.decode(ids)
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    assert ours.special_ids == original.special_ids
+    assert (ours.vocab_size, ours.eos_token_id) == (original.vocab_size, original.eos_token_id)
+    assert ours.named_tokens["pad_token"] == "<|endoftext|>"
+    assert ours.eos_token_ids == original.eos_token_ids
+    assert ours.chat_templates["default"] == original.chat_templates["default"]
+    assert ours.chat_templates["tool_use"] == "{{ tools }}"
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_every_kind_cuts_without_loss(pre: str) -> None:
+    tokenizer = gguf_tokenizer(small(pre=pre, add_bos_token=False))
+    for text in TEXTS:
+        plain = text.encode() if not PRE_TOKENIZERS[pre].nfc else None
+        ids = tokenizer.encode(text)
+        if plain is not None:
+            assert [token - 3 for token in ids] == list(plain)
+            assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("tekken", ["Hello", "World", "'s", " ", "1", "2", "3", "4", " MIXed", "Case"]),
+        ("gpt-4o", ["Hello", "World's", " ", "123", "4", " MIXed", "Case"]),
+        ("llama-bpe", ["HelloWorld", "'s", " ", "123", "4", " MIXedCase"]),
+        ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", " MIXedCase"]),
+        ("gpt-2", ["HelloWorld", "'s", " 1234", " MIXedCase"]),
+        ("smollm", ["HelloWorld", "'s", " ", "1", "2", "3", "4", " MIXedCase"]),
+    ],
+)
+def test_where_the_kinds_cut(pre: str, pieces: list[str]) -> None:
+    backend = gguf_tokenizer(small(pre=pre)).backend
+    assert backend.pre_tokenizer is not None
+    cut = backend.pre_tokenizer.pre_tokenize_str("HelloWorld's 1234 MIXedCase")
+    assert [piece.replace("Ġ", " ") for piece, _ in cut] == pieces
+
+
+def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
+    """SentencePiece's BPE as its paper says it: the neighbours whose union has the best score are
+    joined, the leftmost of equals, until no union is a token."""
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        unions = [left + right for left, right in pairwise(symbols)]
+        found = [(scores[union], -at) for at, union in enumerate(unions) if union in scores]
+        if not found:
+            return symbols
+        at = -max(found)[1]
+        symbols[at : at + 2] = [unions[at]]
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("phi3")
+    tokenizer = open_file("phi-3", folder)
+    file = GGUFFile(folder / "vocab.gguf")
+    types = file.metadata["tokenizer.ggml.token_type"]
+    scores = file.metadata["tokenizer.ggml.scores"]
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    table = {t: float(scores[i]) for i, t in enumerate(tokens) if types[i] == 1}
+    return tokenizer, table
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet="abcdeinorst ,.=-\t\u2581é", min_size=1, max_size=40))
+def test_scores_join_as_sentencepiece_does(
+    phi3: tuple[Tokenizer, dict[str, float]], text: str
+) -> None:
+    tokenizer, scores = phi3
+    got = [tokenizer.id_to_token(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+    expected: list[str] = []
+    for symbol in sentencepiece(text, scores):
+        known = tokenizer.token_to_id(symbol) is not None
+        expected += [symbol] if known else [f"<0x{byte:02X}>" for byte in symbol.encode()]
+    assert got == expected
+
+
+def test_marks_of_phi_3_and_bert(phi3: tuple[Tokenizer, dict[str, float]], tmp_path: Path) -> None:
+    tokenizer = phi3[0]
+    ids = tokenizer.encode("<|user|>\n Hi<|end|>")
+    assert [tokenizer.id_to_token(i) for i in ids] == ["<s>", "<|user|>", "▁Hi", "<|end|>"]
+    assert tokenizer.eos_token_ids == {2, 32000, 32007}
+    assert tokenizer.decode(ids) == "Hi"
+    bert = open_file("bert-bge", tmp_path)
+    assert bert.encode("Hello") == [101, 7592, 102]
+
+
+def test_bos_rules() -> None:
+    for more, begins in (
+        ({}, False),
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"add_bos_token": True}, True),
+    ):
+        tokenizer = gguf_tokenizer(small(bos_token_id=0, eos_token_id=1, **more))
+        assert (tokenizer.encode("a")[0] == 0) == begins
+    both = gguf_tokenizer(small(bos_token_id=0, eos_token_id=1, add_eos_token=True))
+    assert both.encode("a")[-1] == 1
+    beyond = gguf_tokenizer(small(bos_token_id=4000, eos_token_id=1))
+    assert beyond.bos_token_id is None
+
+
+def test_end_tokens() -> None:
+    assert gguf_tokenizer(small(eos_token_id=1)).eos_token_ids == {1, 2}
+    assert gguf_tokenizer(small(eos_token_id=1, eot_token_id=5)).eos_token_ids == {1, 2, 5}
+    harmony = small(eos_token_id=1)
+    harmony["tokenizer.ggml.tokens"][:2] = ["<|call|>", "<|return|>"]
+    assert gguf_tokenizer(harmony).eos_token_ids == {0, 1}
+
+
+def test_without_a_space_prefix() -> None:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.array([0.0] * 259 + [-1, -2, -3], np.float32),
+        "tokenizer.ggml.token_type": np.array([2, 3, 3] + [6] * 256 + [1] * 3, np.int32),
+    }
+    ours = gguf_tokenizer(metadata)
+    assert ours.encode("a aé") == [1, 261, 261, 3 + 0xC3, 3 + 0xA9]
+    assert ours.decode([261, 261]) == "a a"
+    bare = gguf_tokenizer(metadata | {"tokenizer.ggml.add_space_prefix": False})
+    assert bare.encode("a a") == [1, 260, 261]
+    assert bare.decode([260, 261]) == "a a"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": None}, "has no tokenizer"),
+        ({"tokenizer.ggml.tokens": None}, r"tokens .* array of strings"),
+        ({"tokenizer.ggml.tokens": np.zeros(4)}, r"tokens .* array of strings"),
+        ({"tokenizer.ggml.tokens": []}, "0 tokens"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokens twice"),
+        ({"tokenizer.ggml.token_type": np.zeros(4, np.int32)}, "4 entries for 259 tokens"),
+        ({"tokenizer.ggml.token_type": "x"}, "array of numbers"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "is not a pair"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, "do not belong together"),
+        ({"tokenizer.ggml.merges": None}, r"merges .* array of strings"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "truth value"),
+        ({"tokenizer.ggml.bos_token_id": "0"}, "token id"),
+        ({"tokenizer.chat_template": 5}, "must be text"),
+        ({"tokenizer.chat_template": "x" * (1 << 21)}, "at most"),
+    ],
+)
+def test_damaged_tables_are_named(change: dict[str, Any], message: str) -> None:
+    metadata = {key: value for key, value in (small() | change).items() if value is not None}
+    with pytest.raises(WeightFormatError, match=message):
+        gguf_tokenizer(metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, r"'rwkv'.*known: gpt2, llama, bert"),
+        ({"tokenizer.ggml.pre": "kimi-k9"}, r"'kimi-k9'.*known: .*qwen2"),
+    ],
+)
+def test_unknown_kinds_list_the_known(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        gguf_tokenizer(small() | change)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.dictionaries(
+        st.sampled_from(
+            ["pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "add_bos_token",
+             "eot_token_id", "model", "add_space_prefix", "unknown_token_id", "cls_token_id"]
+        ),
+        st.one_of(
+            st.none(), st.integers(-3, 600), st.booleans(), st.text(max_size=5), st.floats(),
+            st.sampled_from(["llama", "bert", "gpt2", "default"]),
+            st.lists(st.text(max_size=4), max_size=5),
+            st.lists(st.integers(-5, 9), max_size=300).map(lambda v: np.array(v, np.int32)),
+        ),
+        max_size=4,
+    )
+)  # fmt: skip
+def test_wild_metadata_never_crash(values: dict[str, Any]) -> None:
+    with suppress(VllmxError):
+        gguf_tokenizer(small(**values)).encode("a b")
