@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import msgspec
@@ -79,22 +80,27 @@ def test_start_brings_the_registry(registry: Registry) -> None:
     assert KnownSpecs.of(rebuilt) == message.specs
 
 
-@given(st.lists(st.integers(1, 40), max_size=60))
-def test_any_cut_gives_the_same_messages(cuts: list[int]) -> None:
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_each_message_is_out_as_soon_as_its_last_byte_is_in(cuts: list[int]) -> None:
     messages: list[ipc.ToCore] = [
         ipc.AddRequest(REQUEST),
         ipc.AbortRequests(["x"]),
         ipc.Shutdown(),
         ipc.AddRequest(REQUEST),
+        ipc.Shutdown(),
     ]
-    stream = b"".join(bytes(ipc.encode_frame(message)) for message in messages)
+    frames = [bytes(ipc.encode_frame(message)) for message in messages]
+    ends = [sum(map(len, frames[: i + 1])) for i in range(len(frames))]
+    stream = b"".join(frames)
     reader = ipc.FrameReader(ipc.to_core_decoder)
     got: list[ipc.ToCore] = []
-    for cut in cuts:
-        got += reader.feed(stream[:cut])
-        stream = stream[cut:]
-    got += reader.feed(stream)
-    assert got == messages
+    fed = 0
+    for cut in itertools.cycle(cuts):
+        got += reader.feed(stream[fed : fed + cut])
+        fed += cut
+        assert got == messages[: sum(end <= fed for end in ends)]
+        if fed >= len(stream):
+            break
 
 
 @given(st.binary(min_size=4, max_size=200))

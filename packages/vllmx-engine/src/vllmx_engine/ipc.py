@@ -145,7 +145,8 @@ class FrameReader(Generic[M]):
     def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
         self._decoder = decoder
         self._rest = bytearray()
-        self._wanted = 0
+        self._wanted = _LENGTH.size
+        """Bytes that `_rest` must reach before it is worth a look."""
 
     def feed(self, data: bytes | bytearray) -> Iterator[M]:
         """Every message that `data` completes. Raises FrameError for a length over the limit and
@@ -156,7 +157,7 @@ class FrameReader(Generic[M]):
                 return
             data, self._rest = self._rest, bytearray()
         view = memoryview(data)
-        start, end = 0, len(view)
+        start, end, self._wanted = 0, len(view), _LENGTH.size
         while end - start >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(view, start)
             if size > MAX_FRAME_BYTES:
