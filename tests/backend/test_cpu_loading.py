@@ -159,7 +159,7 @@ class TestCacheSize:
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllmx_cpu.backend.free_bytes", lambda: 1000)
+    monkeypatch.setattr("vllmx_cpu.planning.free_bytes", lambda: 1000)
     model, _ = decoder()
     with pytest.raises(CapacityError, match=r"weights take .* 1000 bytes"):
         load(model, ArraySource({}))

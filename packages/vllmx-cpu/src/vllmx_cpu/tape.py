@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllmx_core.model import Activation, AttentionSpec, StepInputs
-from vllmx_core.weights import WeightSpec
 
 Rows = Literal["T", "L"]
 
@@ -50,8 +49,6 @@ class WeightRef:
     name: str
     rows: int
     cols: int
-    spec: WeightSpec | None = None
-    """None: a constant."""
 
 
 @dataclass(frozen=True, slots=True)
