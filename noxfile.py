@@ -65,13 +65,13 @@ def bump(session: nox.Session) -> None:
     if len(session.posargs) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+\S*", session.posargs[0]):
         session.error("give the new version: nox -s bump -- 0.2.0")
     new = session.posargs[0]
-    old = re.search(r'^version = "(.+)"', (PACKAGES[0] / "pyproject.toml").read_text(), re.M)
-    assert old is not None
+    found = re.search(r'^version = "(.+)"', (PACKAGES[0] / "pyproject.toml").read_text(), re.M)
+    assert found is not None
+    old = re.escape(found[1])
     for package in PACKAGES:
-        name = package.name.replace("-", "_")
-        for path in (package / "pyproject.toml", package / "src" / name / "__init__.py"):
-            text = path.read_text()
-            text = text.replace(f'version = "{old[1]}"', f'version = "{new}"')
-            text = text.replace(f'__version__ = "{old[1]}"', f'__version__ = "{new}"')
-            pin = rf"(vllmx[a-z-]*)=={re.escape(old[1])}\b"
-            path.write_text(re.sub(pin, rf"\g<1>=={new}", text))
+        init = package / "src" / package.name.replace("-", "_") / "__init__.py"
+        for path in (package / "pyproject.toml", init):
+            text = re.sub(
+                rf'^((__)?version(__)? = )"{old}"', rf'\1"{new}"', path.read_text(), flags=re.M
+            )
+            path.write_text(re.sub(rf"\b(vllmx[a-z-]*)=={old}(?=\")", rf"\1=={new}", text))
