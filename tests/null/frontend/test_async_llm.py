@@ -140,6 +140,20 @@ async def test_prefix_cache_and_its_reset(make_engine: MakeEngine, in_process: b
         assert (await stream.last()).num_cached_tokens == 0
 
 
+@both
+async def test_a_reset_that_nobody_waits_for_any_more_does_no_harm(
+    make_engine: MakeEngine, in_process: bool
+) -> None:
+    async with make_engine(in_process=in_process) as llm:
+        before = await collect(llm, "hi", GREEDY)
+        waiting = asyncio.create_task(llm.reset_prefix_cache())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert await llm.reset_prefix_cache()  # answered after the first one
+        assert llm.is_ready
+        assert await collect(llm, "hi", GREEDY) == before
+
+
 async def test_several_choices_stream_side_by_side(make_engine: MakeEngine) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=15, ignore_eos=True)
     async with make_engine() as llm:

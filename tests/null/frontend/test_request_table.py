@@ -11,6 +11,7 @@ from vllmx_engine.messages import CoreInfo, CoreOutput, TokenLogprobs
 from vllmx_engine.outputs import Logprob
 from vllmx_engine.request import Request, RequestBuilder
 from vllmx_engine.request_table import RequestTable
+from vllmx_engine.text.output import SequenceText
 from vllmx_engine.text.tokenizer import Tokenizer
 
 
@@ -198,6 +199,48 @@ def test_an_unknown_error_code_becomes_the_base_error(bench: Bench) -> None:
     state = bench.table.add(request)
     bench.table.take([news(request, "", finish_reason="error", error_code="of the future")])
     assert type(state.error) is VllmxError
+
+
+@pytest.mark.parametrize("where", ["push", "finish"])
+def test_a_fault_in_one_text_spares_the_others(
+    bench: Bench, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [bench.build() for _ in range(3)]
+    states = [bench.table.add(request, "delta") for request in requests]
+    broken = states[1].choices[0].text
+
+    class Boom:
+        num_tokens = 0
+
+        def __getattr__(self, name: str) -> object:
+            if name == where:
+                raise RuntimeError("boom")
+            return getattr(broken, name)
+
+    monkeypatch.setattr(states[1].choices[0], "text", Boom())
+    last = [news(request, "ab", finish_reason="length") for request in requests]
+    assert bench.table.take(last) == [requests[1].core[0].request_id]
+    assert [state.finished for state in states] == [True, True, True]
+    assert [state.output().outputs[0].text for state in (states[0], states[2])] == ["ab", "ab"]
+    assert states[1].error is not None
+    assert "boom" not in states[1].error.message
+    assert states[1].output().outputs[0].finish_reason == "error"
+    assert len(bench.table) == 0
+
+
+def test_a_fault_at_the_end_of_a_text_does_not_keep_others_from_ending(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [bench.table.add(bench.build()) for _ in range(3)]
+
+    def boom(text: object, reason: str) -> str:
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceText, "finish", boom)
+        bench.table.end(states[0], "abort")
+    assert len(bench.table.end_all("abort")) == 2
+    assert [state.finished for state in states] == [True, True, True]
 
 
 def test_end_all(bench: Bench) -> None:

@@ -108,7 +108,10 @@ class _Core:
         call_id = next(self._call_ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()
         self._send(ResetPrefixCache(call_id))
-        return await self._calls[call_id]
+        try:
+            return await self._calls[call_id]
+        finally:
+            self._calls.pop(call_id, None)  # who waited may have been cancelled
 
     def unavailable(self) -> EngineDeadError:
         return EngineDeadError(f"the engine core is not running: {START_AGAIN}")
@@ -123,7 +126,9 @@ class _Core:
             case Stats(stats) if self.listener is not None:
                 self.listener.stats(stats)
             case PrefixCacheReset(call_id, done):
-                self._calls.pop(call_id).set_result(done)
+                call = self._calls.pop(call_id, None)
+                if call is not None:
+                    call.set_result(done)
 
     def _tell_lost(self, error: VllmxError) -> None:
         """Every request and call in flight is lost."""

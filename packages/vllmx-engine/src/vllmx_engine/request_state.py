@@ -83,15 +83,16 @@ class ChoiceState:
         return stop is not None and output.finish_reason is None
 
     def end(self, reason: FinishReason, stop_id: int | None = None) -> None:
-        """Ends the sequence, unless it has ended."""
+        """Ends the sequence, unless it has ended. After an error, which may be one of the text,
+        what was held back of it stays so."""
         if self.finish_reason is not None:
             return
+        rest = "" if reason == "error" else self.text.finish(reason)
+        if rest:
+            self.pieces.append(rest)
         self.finish_reason = reason
         if stop_id is not None and stop_id in self.request.request.params.stop_token_ids:
             self.stop_reason = stop_id
-        rest = self.text.finish(reason)
-        if rest:
-            self.pieces.append(rest)
         self.has_news = True
 
     def _take_logprobs(self, rows: list[TokenLogprobs]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from vllmx_engine.request_state import (
     decode_logprobs,
 )
 from vllmx_engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("vllmx.requests")
 
 
 class RequestTable:
@@ -51,20 +54,28 @@ class RequestTable:
             choice = self._choices.get(output.request_id)
             if choice is None:
                 continue  # it was aborted while this was on its way
-            state = choice.request
             if output.finish_reason == "error":
-                aborted += self.end(state, "error", error_of(output))
+                aborted += self.end(choice.request, "error", error_of(output))
                 continue
-            if choice.take(output):
-                aborted.append(output.request_id)
-            if output.ids or output.prompt_logprobs is not None:
-                self._take_facts(state, output, now_s)
-            if choice.finish_reason is not None:
-                del self._choices[output.request_id]
-                state.num_unfinished -= 1
-            if state.notify is not None and state.wants_news:
-                state.notify()
+            try:
+                if self._take_one(choice, output, now_s):
+                    aborted.append(output.request_id)
+            except Exception as error:  # one request's fault must not stop the others
+                aborted += self.end(choice.request, "error", _internal(choice.request, error))
         return aborted
+
+    def _take_one(self, choice: ChoiceState, output: CoreOutput, now_s: float) -> bool:
+        """News of one sequence; returns whether the core must abort it."""
+        state = choice.request
+        stopped = choice.take(output)
+        if output.ids or output.prompt_logprobs is not None:
+            self._take_facts(state, output, now_s)
+        if choice.finish_reason is not None:
+            del self._choices[output.request_id]
+            state.num_unfinished -= 1
+        if state.notify is not None and state.wants_news:
+            state.notify()
+        return stopped
 
     def _take_facts(self, state: RequestState, output: CoreOutput, now_s: float) -> None:
         state.tokens_came(len(output.ids), now_s)
@@ -81,7 +92,10 @@ class RequestTable:
         ids = [core.request_id for core in state.request.core]
         ids = [core_id for core_id in ids if self._choices.pop(core_id, None) is not None]
         if ids:
-            state.end(reason, error)
+            try:
+                state.end(reason, error)
+            except Exception as fault:  # the same
+                state.end("error", _internal(state, fault))
             if state.notify is not None:
                 state.notify()
         return ids
@@ -90,6 +104,13 @@ class RequestTable:
         """Ends everything; returns the ids that the core must abort."""
         states = list(dict.fromkeys(choice.request for choice in self._choices.values()))
         return [core_id for state in states for core_id in self.end(state, reason, error)]
+
+
+def _internal(state: RequestState, error: Exception) -> VllmxError:
+    """What the user of a request hears of a bug of ours."""
+    request_id = state.request.request_id
+    logger.error("request %s ends with an unexpected error", request_id, exc_info=error)
+    return VllmxError("internal error; the server's log has the details")
 
 
 def error_of(output: CoreOutput) -> VllmxError:
