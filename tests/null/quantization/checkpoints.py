@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.registry import Registry, load_registry
@@ -26,26 +26,14 @@ BF16, E4M3, E5M2, E8M0 = (
         ml_dtypes.float8_e8m0fnu,
     )
 )
-_NAMES = {
-    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int8": "I8", "uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
 
 
 def write_checkpoint(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
     """config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    header, data = {}, b""
-    for name, array in tensors.items():
-        raw = np.ascontiguousarray(array).tobytes()
-        offsets = [len(data), len(data) + len(raw)]
-        dtype = _NAMES[array.dtype.name]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
-        data += raw
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
     return folder
 
 

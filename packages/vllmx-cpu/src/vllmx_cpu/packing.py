@@ -4,6 +4,7 @@ no copy of the model besides the packed one."""
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.weight_map import checked
-from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
@@ -122,6 +123,7 @@ def load_weights(
     matrices: dict[str, PackedMatrix] = {}
     vectors = {name: np.ascontiguousarray(table, np.float32) for name, table in constants.items()}
     jobs: list[Callable[[], None]] = []
+    decoded: list[tuple[WeightPart, str]] = []
     tied: dict[tuple[object, ...], PackedMatrix] = {}
     for spec in specs:
         if spec.kind == "vector":
@@ -131,8 +133,9 @@ def load_weights(
         key = tie_key(spec, shape)
         if key not in tied:
             tied[key] = PackedMatrix(shape, allocate(shape.num_bytes), _bias(spec, source, shape))
-            jobs += _matrix_jobs(spec, source, tied[key])
+            jobs += _matrix_jobs(spec, source, tied[key], decoded)
         matrices[spec.name] = tied[key]
+    _log_decoded(decoded)
     _run(jobs, num_threads, progress)
     return LoadedWeights(matrices, vectors)
 
@@ -158,14 +161,20 @@ def _bias(spec: WeightSpec, source: WeightSource, shape: MatrixShape) -> F32 | N
 
 
 def _matrix_jobs(
-    spec: WeightSpec, source: WeightSource, matrix: PackedMatrix
+    spec: WeightSpec,
+    source: WeightSource,
+    matrix: PackedMatrix,
+    decoded: list[tuple[WeightPart, str]],
 ) -> list[Callable[[], None]]:
-    """Pieces of at most ROWS_AT_ONCE rows, cut where blocks of 16 rows end."""
+    """Pieces of at most ROWS_AT_ONCE rows, cut where blocks of 16 rows end. Parts in a layout that
+    the kernels do not read go to `decoded`, with the dtype that they get."""
     jobs: list[Callable[[], None]] = []
     first = 0
     for part_spec in spec.parts:
         part = checked(source.part(part_spec.name), (part_spec.rows, spec.cols))
-        rows = _Rows(part, part_spec, spec.offset)
+        rows = _Rows(part, spec.offset)
+        if part.layout != DENSE:
+            decoded.append((part, matrix.shape.kind))
         begin = 0
         while begin < part_spec.rows:
             boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
@@ -195,18 +204,17 @@ def _piece(
 class _Rows:
     """Row ranges of a checkpoint tensor in a dtype that the packer reads."""
 
-    def __init__(self, part: WeightPart, spec: PartSpec, offset: float) -> None:
+    def __init__(self, part: WeightPart, offset: float) -> None:
         raw = part.buffers["weight"] if part.layout == DENSE and part.decode is None else None
         self._direct = raw is not None and raw.dtype in VX_DTYPES and offset == 0.0
         self._offset = np.float32(offset)
         self._lock = threading.Lock()
         self._part = part
         self._decoded: F32 | None = None
-        if raw is None:
-            logger.info("%s: %s is dequantised at load", spec.name, part.layout.kind)
+        self._rows_left = part.shape[0]
 
     def between(self, begin: int, end: int) -> tuple[AnyArray, str]:
-        """(rows, cols) and the dtype's name."""
+        """(rows, cols) and the dtype's name; each row may be asked for once."""
         if self._direct:
             raw = self._part.buffers["weight"]
             return np.ascontiguousarray(raw.view().reshape(self._part.shape)[begin:end]), raw.dtype
@@ -214,7 +222,24 @@ class _Rows:
             if self._decoded is None:
                 values = self._part.dequantize() + self._offset
                 self._decoded = np.ascontiguousarray(values, np.float32)
-        return self._decoded[begin:end], "f32"
+            wanted = self._decoded[begin:end]
+            self._rows_left -= end - begin
+            if self._rows_left == 0:  # the jobs live until the last tensor is packed
+                self._decoded = None
+        return wanted, "f32"
+
+
+def _log_decoded(decoded: Sequence[tuple[WeightPart, str]]) -> None:
+    """One line a load: what the memory is spent on."""
+    if not decoded:
+        return
+    layouts = sorted({f"{part.layout.kind} ({part.layout.bits:g} bit)" for part, _ in decoded})
+    stored = sum(raw.data.nbytes for part, _ in decoded for raw in part.buffers.values())
+    used = sum(math.prod(part.shape) * ITEM_BYTES[kind] for part, kind in decoded)
+    logger.info(
+        "%d matrices stored as %s are dequantised to %s at load: %.1f MiB instead of %.1f MiB",
+        len(decoded), ", ".join(layouts), decoded[0][1], used / (1 << 20), stored / (1 << 20),
+    )  # fmt: skip
 
 
 def _run(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -> None:
