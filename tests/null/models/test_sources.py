@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_models.sources import hub_snapshot, local_path
+from vllmx_models.sources import hub_file, hub_snapshot, local_path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
@@ -25,6 +25,8 @@ FILES = {
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"hello",
     "model.gguf": b"another format",
+    "Q8/big-00001-of-00002.gguf": b"first half",
+    "Q8/big-00002-of-00002.gguf": b"second half",
     "pytorch_model.bin": b"pickle",
     "onnx/config.json": b"{}",
     "consolidated.safetensors": b"second copy",
@@ -33,10 +35,11 @@ WANTED = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.j
 SCRIPT = """
 import json, sys
 from vllmx_core.errors import ModelNotFoundError
-from vllmx_models.sources import hub_snapshot
+from vllmx_models.sources import hub_file, hub_snapshot
 model, revision, progress = json.loads(sys.argv[1])
 try:
-    print(json.dumps({"path": str(hub_snapshot(model, revision, progress))}))
+    source = hub_file if ":" in model else hub_snapshot
+    print(json.dumps({"path": str(source(model, revision, progress))}))
 except ModelNotFoundError as error:
     print(json.dumps({"error": error.message, "param": error.param}))
 """
@@ -226,3 +229,40 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_path("~/file.gguf", None, False) == tmp_path / "file.gguf"
     for name in ("~/missing", "~nobody-here/x", "x" * 10_000, "nul\0byte", "Qwen/Qwen3-0.6B"):
         assert local_path(name, None, False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("model.gguf", {"model.gguf"}),
+        ("Q8/big-00002-of-00002.gguf",
+         {"Q8/big-00001-of-00002.gguf", "Q8/big-00002-of-00002.gguf"}),
+    ],
+)  # fmt: skip
+def test_one_file_of_a_model_and_its_shards(
+    tmp_path: Path, endpoint: str, name: str, files: set[str]
+) -> None:
+    answer, _ = snapshot(tmp_path, endpoint, f"org/model:{name}")
+    path = Path(answer["path"])
+    assert path.name == min(files).rpartition("/")[2]
+    folder = path.parents[name.count("/")]
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert found == files
+    offline, _ = snapshot(tmp_path, closed_endpoint(), f"org/model:{name}", HF_HUB_OFFLINE="1")
+    assert offline == answer
+
+
+def test_a_file_that_the_model_lacks(tmp_path: Path, endpoint: str) -> None:
+    answer, _ = snapshot(tmp_path, endpoint, "org/model:other.gguf")
+    assert "no file 'other.gguf'" in answer["error"]
+    answer, _ = snapshot(tmp_path, endpoint, "org/gated:model.gguf")
+    assert "gated" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["org/model", "org/model:", "org/model:x.bin", "org/model:../x.gguf", "org/model:*.gguf",
+     "org/model:/etc/x.gguf", "/a/b:x.gguf", "c:\\x.gguf"],
+)  # fmt: skip
+def test_names_that_are_no_files_on_the_hub(name: str) -> None:
+    assert hub_file(name, None, False) is None

@@ -66,4 +66,5 @@ def vllmx_model_sources() -> tuple[ModelSourceSpec, ...]:
     return (
         ModelSourceSpec("local path", "vllmx_models.sources:local_path", 100),
         ModelSourceSpec("Hugging Face hub", "vllmx_models.sources:hub_snapshot", 0),
+        ModelSourceSpec("file on the hub", "vllmx_models.sources:hub_file", 0),
     )

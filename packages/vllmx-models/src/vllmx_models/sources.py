@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError
+
+from vllmx_models.shard_names import shard_names
 
 # A snapshot takes what serving needs and nothing else: no second copies of the weights in other
 # formats or namings, no folders of other runtimes.
@@ -15,6 +18,7 @@ ALLOW = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "model*.safetensors")
 IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensors")
 MAX_ID_LENGTH = 128
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_GGUF_NAME = re.compile(r"[\w.+-][\w.+ /-]{0,250}\.gguf")  # no pattern's signs
 _ACCESS_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
 
 
@@ -31,23 +35,55 @@ def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | Non
     Raises:
         ModelNotFoundError: no such model or revision, no access, or no network and not cached.
     """
-    if not _REPO_ID.fullmatch(model) or len(model) > MAX_ID_LENGTH:
+    if not _is_repo_id(model):
         return None
+    return _download(model, revision, progress, ALLOW, IGNORE)
+
+
+def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
+    """One file of a Hugging Face model, "org/repo:folder/file.gguf"; of a set of shards all of
+    them, the first is returned. Otherwise as `hub_snapshot`."""
+    repo, _, name = model.partition(":")
+    if not _is_repo_id(repo) or not _GGUF_NAME.fullmatch(name) or ".." in name:
+        return None
+    folder, slash, file = name.rpartition("/")
+    wanted = [f"{folder}{slash}{shard}" for shard in shard_names(file)]
+    snapshot = _download(repo, revision, progress, wanted, ())
+    if snapshot is None:
+        return None
+    for path in wanted:
+        if not (snapshot / path).is_file():
+            raise ModelNotFoundError(
+                f"model {repo!r} has no file {path!r} on the Hugging Face hub: check the name on"
+                f" the model's page{'' if revision is None else f', at revision {revision!r}'}",
+                param="model",
+            )
+    return snapshot / wanted[0]
+
+
+def _is_repo_id(text: str) -> bool:
+    return _REPO_ID.fullmatch(text) is not None and len(text) <= MAX_ID_LENGTH
+
+
+def _download(
+    repo: str, revision: str | None, progress: bool, allow: Sequence[str], ignore: Sequence[str]
+) -> Path | None:
+    """The snapshot's folder with the files whose names match; None for an impossible id."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         folder = snapshot_download(
-            model,
+            repo,
             revision=revision,
-            allow_patterns=list(ALLOW),
-            ignore_patterns=list(IGNORE),
+            allow_patterns=list(allow),
+            ignore_patterns=list(ignore),
             tqdm_class=None if progress else _silent_bar(),
         )
     except HFValidationError:
         return None
     except Exception as error:  # the errors of its HTTP client share no base with its own
-        label = repr(model) if revision is None else f"{model!r} at revision {revision!r}"
+        label = repr(repo) if revision is None else f"{repo!r} at revision {revision!r}"
         raise ModelNotFoundError(f"model {label} {_reason(error)}", param="model") from error
     return Path(folder)
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
 
 from vllmx_models.gguf.file import GGUFFile
-
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-MAX_SHARDS = 4096
-
-
-def shard_names(name: str) -> list[str]:
-    """Names of all files of the set that `name` belongs to; itself alone when it is no shard."""
-    match = _SHARD.fullmatch(name)
-    if match is None or not 1 <= int(match["count"]) <= MAX_SHARDS:
-        return [name]
-    count = int(match["count"])
-    return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+from vllmx_models.shard_names import shard_names
 
 
 def model_file(folder: Path) -> Path:
