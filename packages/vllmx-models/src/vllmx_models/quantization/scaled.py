@@ -9,14 +9,15 @@ from vllmx_core.weights import RawTensor, float8_to_f32
 from vllmx_models.quantization.bits import U8
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1_PAIRS = np.stack(
-    np.meshgrid(np.concatenate([_E2M1, -_E2M1]), np.concatenate([_E2M1, -_E2M1])), axis=-1
-).reshape(256, 2)  # of each byte: the value of the low four bits, then of the high ones
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+_BYTES = np.arange(256)
+_E2M1_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.uint64)[:, 0]
+"""Of each byte: both float32 values as they lie in memory, the one of the low four bits first."""
 
 
 def e2m1_to_f32(packed: U8) -> F32:
     """(..., 2n) values of (..., n) bytes; the low four bits come first."""
-    values: F32 = _E2M1_PAIRS[packed].reshape(*packed.shape[:-1], -1)
+    values: F32 = _E2M1_PAIRS[packed].view(np.float32)
     return values
 
 
