@@ -18,8 +18,10 @@ from vllmx_models.gguf.cursor import MAX_STRING_BYTES, Cursor
 
 MAX_ENTRIES = 1 << 16
 MAX_KEY_BYTES = (1 << 16) - 1  # the specification's
-MAX_WALKED_ITEMS = 1 << 23
-"""Strings and inner arrays of one file, all of which Python has to step over."""
+MAX_STRINGS = 1 << 23
+"""Strings of one file's arrays, all of which Python has to step over."""
+MAX_INNER_ARRAYS = 1 << 16
+"""Arrays inside arrays of one file, each an object of its own."""
 MAX_DEPTH = 4
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -91,11 +93,11 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
 
 
 class _Reader:
-    """Values of one file, with a common budget for what has to be walked."""
+    """Values of one file, with a common budget for what costs more than its bytes."""
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
-        self._budget = MAX_WALKED_ITEMS
+        self._left = {_STRING: MAX_STRINGS, _ARRAY: MAX_INNER_ARRAYS}
 
     def value(self, kind: int, key: str, depth: int) -> Value:
         cursor = self._cursor
@@ -126,12 +128,12 @@ class _Reader:
         smallest = 8 if kind == _STRING else 12
         if count * smallest > cursor.remaining:
             raise cursor.damaged(f"{key!r} claims {count} items, more than the file can hold")
-        self._budget -= count
-        if self._budget < 0:
+        if count > self._left[kind]:
             raise cursor.damaged(
-                f"{key!r} brings the strings and inner arrays above {MAX_WALKED_ITEMS}, the most"
-                " that are allowed"
+                f"{key!r} brings {count} strings or inner arrays, {self._left[kind]} are left of"
+                " what a file may have"
             )
+        self._left[kind] -= count
         if kind == _ARRAY:
             return tuple(self._array(key, depth + 1) for _ in range(count))
         return self._strings(count, key)
