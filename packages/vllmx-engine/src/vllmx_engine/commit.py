@@ -73,7 +73,7 @@ class Committer:
                 self._scheduler.file_blocks(sequence, length)
 
     def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:
-        """A first token, one with log-probabilities or counts, or a row without a result."""
+        """A first token, one with log-probabilities, or a row without a result."""
         if token < 0:
             raise NonFiniteLogitsError(
                 f"the model's logits for token {len(sequence.tokens)} of this request are not"
@@ -82,8 +82,6 @@ class Committer:
             )
         is_first = len(sequence.tokens) == sequence.num_prompt
         reason = sequence.accept(token)
-        if sequence.rules is not None and sequence.rules.counts is not None:
-            sequence.rules.counts.add(token)
         wanted = sequence.request.params.logprobs
         logprobs = None if wanted is None else [details.of(logit, token, wanted)]
         if not is_first:
@@ -167,6 +165,7 @@ class _Details:
                 rows.top.tolist(),
             )
         chosen, rank, top_ids, top = self._lists
-        return TokenLogprobs(
-            token, chosen[logit], rank[logit], top_ids[logit][:count], top[logit][:count]
-        )
+        ids, values = top_ids[logit], top[logit]
+        if len(ids) > count:
+            ids, values = ids[:count], values[:count]
+        return TokenLogprobs(token, chosen[logit], rank[logit], ids, values)

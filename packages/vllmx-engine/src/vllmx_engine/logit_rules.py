@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
-from vllmx_core.plan import F32, I32, U32
+from vllmx_core.plan import U32
 
 from vllmx_engine.messages import CoreRequest
 
@@ -15,66 +15,69 @@ _BANNED = float("-inf")
 class LogitRules:
     """Edits, mask and token counts of one sequence; made only for requests that need them."""
 
-    __slots__ = ("counts", "fixed", "mask", "min_tokens", "phrases", "stop_ids")
+    __slots__ = (
+        "_fixed",
+        "_fixed_arrays",
+        "counts",
+        "has_edits",
+        "mask",
+        "min_tokens",
+        "phrases",
+        "stop_ids",
+    )
 
     def __init__(self, request: CoreRequest, vocab_size: int) -> None:
         params = request.params
         words = [word for word in request.bad_words_ids if word and max(word) < vocab_size]
-        edits = dict(params.logit_bias) | {word[0]: _BANNED for word in words if len(word) == 1}
-        self.fixed: dict[int, float] = edits
-        self.phrases = [(array("i", word[:-1]), word[-1]) for word in words if len(word) > 1]
-        """Bad words of several tokens: after the first ones the last is banned."""
+        self._fixed = dict(params.logit_bias) | {word[0]: _BANNED for word in words if not word[1:]}
+        self._fixed_arrays = _edit_arrays(self._fixed)
+        self.phrases: dict[int, list[tuple[array[int], int]]] = {}
+        """Bad words of several tokens, by the last but one: after all but the last one, the last
+        is banned."""
+        for *prefix, last in words:
+            if prefix:
+                self.phrases.setdefault(prefix[-1], []).append((array("i", prefix), last))
         self.min_tokens = params.min_tokens
         self.stop_ids = [token for token in request.stop_ids if token < vocab_size]
         self.mask = _bitset(params.allowed_token_ids, vocab_size)
         self.counts = Counts(request.prompt_ids) if params.needs_counts else None
+        bans_stops = self.min_tokens > 0 and bool(self.stop_ids)
+        self.has_edits = bool(self._fixed) or bool(self.phrases) or bans_stops
 
-    @property
-    def has_edits(self) -> bool:
-        return bool(self.fixed or self.phrases or (self.min_tokens and self.stop_ids))
-
-    @property
-    def tail(self) -> int:
-        """Newest output tokens that `edits` must see."""
-        return max((len(prefix) for prefix, _ in self.phrases), default=0)
-
-    def edits(self, output: array[int], num_generated: int) -> dict[int, float]:
-        """Additions to the logits of token number `num_generated` of the output; `output` ends with
-        the `tail` tokens before it."""
-        edits = self.fixed
+    def edits(self, tokens: array[int], num_generated: int) -> tuple[array[int], array[float]]:
+        """Ids, each once, and additions to their logits, for token number `num_generated` of the
+        output. Where there are phrases, `tokens` are all tokens before it."""
+        more: dict[int, float] = {}
         if num_generated < self.min_tokens:
-            edits = edits | dict.fromkeys(self.stop_ids, _BANNED)
-        for prefix, last in self.phrases:
-            if output[-len(prefix) :] == prefix:
-                edits = edits | {last: _BANNED}
-        return edits
+            more = dict.fromkeys(self.stop_ids, _BANNED)
+        if self.phrases and num_generated:
+            for prefix, last in self.phrases.get(tokens[-1], ()):
+                size = len(prefix)
+                if size <= num_generated and tokens[-size:] == prefix:
+                    more[last] = _BANNED
+        return _edit_arrays(self._fixed | more) if more else self._fixed_arrays
 
 
 class Counts:
     """How often each id occurred, for the penalties; grows by one token at a time."""
 
-    __slots__ = ("_counts", "_ids", "_index")
+    __slots__ = ("_index", "ids", "output_counts")
 
     def __init__(self, prompt_ids: list[int]) -> None:
         self._index = {token: i for i, token in enumerate(dict.fromkeys(prompt_ids))}
-        self._ids = np.zeros(len(self._index) + 64, np.int32)
-        self._ids[: len(self._index)] = list(self._index)
-        self._counts = np.zeros(self._ids.size, np.int32)
+        self.ids = array("i", self._index)
+        self.output_counts = array("i", bytes(4 * len(self._index)))
+        """How often each of `ids` was generated (0: in the prompt alone)."""
 
     def add(self, token: int) -> None:
         """Counts a generated token."""
-        index = self._index.setdefault(token, len(self._index))
-        if index == self._ids.size:
-            room = np.zeros(index, np.int32)
-            self._ids = np.concatenate([self._ids, room])
-            self._counts = np.concatenate([self._counts, room])
-        self._ids[index] = token
-        self._counts[index] += 1
-
-    def arrays(self) -> tuple[I32, I32]:
-        """Views of the ids and of how often each was generated (0: in the prompt alone)."""
-        size = len(self._index)
-        return self._ids[:size], self._counts[:size]
+        index = self._index.get(token)
+        if index is None:
+            self._index[token] = len(self.ids)
+            self.ids.append(token)
+            self.output_counts.append(1)
+        else:
+            self.output_counts[index] += 1
 
 
 def make_rules(request: CoreRequest, vocab_size: int) -> LogitRules | None:
@@ -91,12 +94,9 @@ def make_rules(request: CoreRequest, vocab_size: int) -> LogitRules | None:
     return None
 
 
-def edit_arrays(edits: dict[int, float]) -> tuple[I32, F32]:
+def _edit_arrays(edits: dict[int, float]) -> tuple[array[int], array[float]]:
     """ids and values of one row."""
-    return (
-        np.fromiter(edits.keys(), np.int32, len(edits)),
-        np.fromiter(edits.values(), np.float32, len(edits)),
-    )
+    return array("i", edits.keys()), array("f", edits.values())
 
 
 def _bitset(ids: tuple[int, ...] | None, vocab_size: int) -> U32 | None:

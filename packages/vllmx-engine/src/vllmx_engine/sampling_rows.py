@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.plan import (
     F32,
     I32,
+    U32,
     AnyArray,
     LogitEdits,
     SamplingRows,
@@ -15,10 +19,12 @@ from vllmx_core.plan import (
     TokenCounts,
 )
 
-from vllmx_engine.logit_rules import LogitRules, edit_arrays
+from vllmx_engine.logit_rules import Counts, LogitRules
 from vllmx_engine.rows import FLOAT_FIELDS, RowTable
 from vllmx_engine.scheduler import Batch
 from vllmx_engine.sequence import Limits, Sequence
+
+Number = TypeVar("Number", np.int32, np.float32)
 
 
 @dataclass(slots=True)
@@ -45,8 +51,10 @@ class LogitOwners:
     logits: I32  # (S,) their logit rows, ascending
     sequences: list[Sequence]  # S of them
     scored: list[Scored] = field(default_factory=list)
-    ruled: list[tuple[int, Sequence, LogitRules]] = field(default_factory=list)
-    """Logit rows of sequences with edits, masks or counts."""
+    edited: list[tuple[int, Sequence, LogitRules]] = field(default_factory=list)
+    masked: list[tuple[int, U32]] = field(default_factory=list)
+    counted: list[tuple[int, Counts]] = field(default_factory=list)
+    """Logit rows with edits, masks and penalties, ascending."""
     broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences whose rules raised."""
 
@@ -66,8 +74,10 @@ class RowsBuilder:
     ) -> tuple[LogitOwners, SamplingRows]:
         """For the plan of `batch`, whose rows of the table are `rows`."""
         owners, sampling = self._gathered(batch, rows, plan)
-        if owners.ruled:
-            self._apply_rules(owners, sampling, plan)
+        if owners.edited:
+            sampling.edits = _edits(owners, sampling)
+        if owners.counted:
+            sampling.counts = _counts(owners.counted, plan)
         return owners, sampling
 
     def _gathered(
@@ -89,15 +99,21 @@ class RowsBuilder:
 
     def _owners(self, rows: AnyArray, logits: I32) -> LogitOwners:
         """Of sampling rows: row `rows[i]` of the table draws from logit row `logits[i]`."""
-        sequences: list[Sequence] = []
-        ruled: list[tuple[int, Sequence, LogitRules]] = []
+        owners = LogitOwners(rows, logits, [])
         for row, logit in zip(rows.tolist(), logits.tolist(), strict=True):
             sequence = self._table.owner[row]
             assert sequence is not None
-            sequences.append(sequence)
-            if sequence.rules is not None:
-                ruled.append((logit, sequence, sequence.rules))
-        return LogitOwners(rows, logits, sequences, ruled=ruled)
+            owners.sequences.append(sequence)
+            rules = sequence.rules
+            if rules is None:
+                continue
+            if rules.has_edits:
+                owners.edited.append((logit, sequence, rules))
+            if rules.mask is not None:
+                owners.masked.append((logit, rules.mask))
+            if rules.counts is not None:
+                owners.counted.append((logit, rules.counts))
+        return owners
 
     def _mixed_owners(self, batch: Batch, rows: AnyArray) -> LogitOwners:
         next_logit = batch.decodes.size
@@ -142,48 +158,49 @@ class RowsBuilder:
             max_logprobs=int(num_logprobs.max(initial=-1)),
             all_greedy=not floats[0].any(),
         )
-        self._gather_masks(owners, sampling)
+        if owners.masked:
+            logits, masks = zip(*owners.masked, strict=True)
+            sampling.mask_index = np.full(num_logits, -1, np.int32)
+            sampling.mask_index[list(logits)] = range(len(masks))
+            sampling.masks = np.stack(masks)
         return sampling
 
-    def _gather_masks(self, owners: LogitOwners, sampling: SamplingRows) -> None:
-        masks = [(logit, rules.mask) for logit, _, rules in owners.ruled if rules.mask is not None]
-        if masks:
-            sampling.mask_index = np.full(sampling.num_rows, -1, np.int32)
-            sampling.mask_index[[logit for logit, _ in masks]] = range(len(masks))
-            sampling.masks = np.stack([mask for _, mask in masks])
 
-    def _apply_rules(self, owners: LogitOwners, sampling: SamplingRows, plan: StepPlan) -> None:
-        """Edits and counts, which change from step to step."""
-        count = sampling.num_rows
-        edits: list[tuple[int, I32, AnyArray]] = []
-        counts: list[tuple[int, I32, AnyArray]] = []
-        for logit, sequence, rules in owners.ruled:
-            try:
-                if rules.has_edits:
-                    generated = int(sampling.position[logit]) - sequence.num_prompt
-                    start = max(sequence.num_prompt, len(sequence.tokens) - rules.tail)
-                    row = rules.edits(sequence.tokens[start:], generated)
-                    edits.append((logit, *edit_arrays(row)))
-                if rules.counts is not None:
-                    counts.append((logit, *rules.counts.arrays()))
-            except Exception as error:  # one request's fault must not stop the others
-                owners.broken.append((sequence, error))
-        sampling.edits = sampling.counts = None
-        if edits:
-            sampling.edits = LogitEdits(*_compressed(edits, count))
-        if counts:
-            pending = plan.tokens[plan.logit_rows] < 0
-            sampling.counts = TokenCounts(*_compressed(counts, count), pending)
+def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
+    """Bans and biases, which may change from step to step."""
+    logits: list[int] = []
+    ids: list[array[int]] = []
+    values: list[array[float]] = []
+    for logit, sequence, rules in owners.edited:
+        try:
+            generated = int(sampling.position[logit]) - sequence.num_prompt
+            own_ids, own_values = rules.edits(sequence.tokens, generated)
+        except Exception as error:  # one request's fault must not stop the others
+            owners.broken.append((sequence, error))
+            continue
+        logits.append(logit)
+        ids.append(own_ids)
+        values.append(own_values)
+    start = _starts(logits, ids, sampling.num_rows)
+    return LogitEdits(start, _flat(ids, np.int32), _flat(values, np.float32))
 
 
-def _compressed(
-    entries: list[tuple[int, I32, AnyArray]], num_rows: int
-) -> tuple[I32, I32, AnyArray]:
-    """Rows (index ascending, ids, values) as (num_rows + 1,) starts and flat ids and values."""
-    lengths = np.zeros(num_rows, np.int32)
-    for index, ids, _ in entries:
-        lengths[index] = ids.size
+def _counts(counted: list[tuple[int, Counts]], plan: StepPlan) -> TokenCounts:
+    """What was seen of each token, which grows from step to step."""
+    logits = [logit for logit, _ in counted]
+    ids = [counts.ids for _, counts in counted]
+    values = _flat([counts.output_counts for _, counts in counted], np.int32)
+    start = _starts(logits, ids, plan.num_logit_rows)
+    return TokenCounts(start, _flat(ids, np.int32), values, plan.tokens[plan.logit_rows] < 0)
+
+
+def _starts(logits: list[int], ids: list[array[int]], num_rows: int) -> I32:
+    """(num_rows + 1,) where each logit row's entries begin; `logits` ascending."""
     start = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(lengths, out=start[1:])
-    ids = np.concatenate([ids for _, ids, _ in entries])
-    return start, ids, np.concatenate([values for _, _, values in entries])
+    start[1:][logits] = [len(row) for row in ids]
+    return np.cumsum(start, out=start)
+
+
+def _flat(rows: list[array[int]] | list[array[float]], dtype: type[Number]) -> npt.NDArray[Number]:
+    """One array of all rows, whose items have the same size."""
+    return np.frombuffer(bytearray().join(rows), dtype)

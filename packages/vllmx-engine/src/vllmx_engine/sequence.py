@@ -38,6 +38,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "counts",
         "digests",
         "finished",
         "is_plain",
@@ -81,6 +82,7 @@ class Sequence:
             [] if params.prompt_logprobs is not None else None
         )
         self.rules: LogitRules | None = make_rules(request, limits.vocab_size)
+        self.counts = None if self.rules is None else self.rules.counts
         self.is_plain = False
         """Committing a token needs no more than appending it; never so for the first one."""
 
@@ -96,12 +98,13 @@ class Sequence:
 
     def settle(self) -> None:
         """The first token is out: decides `is_plain` for the others."""
-        counts = self.rules is not None and self.rules.counts is not None
-        self.is_plain = self.request.params.logprobs is None and not counts
+        self.is_plain = self.request.params.logprobs is None
 
     def accept(self, token: int) -> FinishReason | None:
         """Appends a sampled id and says whether the sequence ends with it."""
         self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.add(token)
         if token in self.stop_ids:  # before min_tokens they are banned, see LogitRules
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
