@@ -15,7 +15,9 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import pytest
+from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine import supervisor
 from vllmx_engine.async_llm import AsyncLLM
@@ -128,6 +130,39 @@ async def test_a_core_that_cannot_be_restarted_stays_dead(
             await llm.submit("hi")
 
 
+async def test_a_restart_that_goes_wrong_in_any_way_is_tried_again(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessFrontend, "FIRST_DELAY_S", 0.01)
+    async with make_engine(in_process=False) as llm:
+        spawn, calls = supervisor.spawn, []
+
+        def failing_once(path: Path) -> subprocess.Popen[bytes]:
+            calls.append(path)
+            if len(calls) == 1:
+                raise RuntimeError("as the test ordered")
+            return spawn(path)
+
+        monkeypatch.setattr(supervisor, "spawn", failing_once)
+        os.kill(frontend_of(llm).pid, 37 if sys.platform == "linux" else 9)  # 37 has no name
+        await until(lambda: len(calls) == 2 and llm.is_ready)
+        assert await answer(llm)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4, 0.8])
+async def test_a_start_that_is_cancelled_leaves_nothing(
+    folder: str, registry: Registry, delay_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model=folder, backend="fake")
+    starting = asyncio.create_task(AsyncLLM.start(config, registry=registry))
+    await asyncio.sleep(delay_s)
+    starting.cancel()
+    with suppress(asyncio.CancelledError):
+        await (await starting).shutdown()
+    assert len(asyncio.all_tasks()) == 1
+    assert not caplog.records, "an error went to the log"
+
+
 async def test_shutdown_while_restarting(make_engine: MakeEngine, slow_folder: str) -> None:
     async with make_engine(in_process=False, model=slow_folder) as llm:
         os.kill(frontend_of(llm).pid, signal.SIGKILL)
@@ -230,6 +265,7 @@ def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -
 PARENT = """
 import asyncio, os, signal, sys
 from vllmx_core.config import EngineConfig
+from vllmx_core.registry import Registry
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake_checkpoint import FakePlugin

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.ipc import AddRequest, encode_frame
 from vllmx_engine.messages import CoreInfo
 from vllmx_engine.request import RequestBuilder, RequestOptions
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -85,6 +86,22 @@ def test_choices_follow_a_leader(builder: RequestBuilder) -> None:
         (3, "me", "salt")
     }
     assert len({request.request_id for request in core}) == 3
+
+
+def test_texts_of_the_parameters_stay_here(builder: RequestBuilder) -> None:
+    params = SamplingParams(n=2, stop=("\ud800", "END"), bad_words=("bad",), top_k=3)
+    request = builder.build("hi", params)
+    assert request.params.stop == ("\ud800", "END")
+    for core in request.core:
+        encode_frame(AddRequest(core))  # a lone surrogate has no UTF-8
+        assert (core.params.stop, core.params.bad_words, core.params.top_k) == ((), (), 3)
+        assert core.bad_words_ids
+
+
+@pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, 1 << 70, 1.5, True, None])
+def test_priorities_have_bounds(priority: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="priority must be"):
+        RequestOptions(priority)
 
 
 def test_core_ids_never_repeat(builder: RequestBuilder) -> None:

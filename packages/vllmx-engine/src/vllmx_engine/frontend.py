@@ -289,9 +289,9 @@ class ProcessFrontend(_Core):
             await asyncio.sleep(self._delay_s())
             try:
                 await self._spawn()
-            except (VllmxError, OSError) as error:
+            except Exception as error:  # if this task died, nobody would ever try again
                 reason = str(error)
-                logger.error("the engine core cannot be restarted: %s", reason)
+                logger.error("the engine core cannot be restarted: %s", reason, exc_info=error)
                 continue
             self.status = "ready"
             if self.listener is not None:

@@ -21,7 +21,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    """Stop strings in it are the frontend's; `bad_words_ids` below replaces `bad_words`."""
+    """Without its texts: `stop` is the frontend's, `bad_words_ids` below replaces `bad_words`."""
     stop_ids: list[int] = []
     """End-of-sequence ids of the model (empty when ignore_eos) and `params.stop_token_ids`."""
     bad_words_ids: list[list[int]] = []

@@ -44,11 +44,18 @@ class RequestOptions:
     """Who asks, and how urgently."""
 
     priority: int = 0
-    """Smaller is served first."""
+    """Smaller is served first; 32 bits."""
     client: str = ""
     """For fair share between clients."""
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        if not whole or not -(1 << 31) <= self.priority < 1 << 31:
+            raise InvalidRequestError(
+                f"priority must be an integer of 32 bits, got {self.priority!r}", param="priority"
+            )
 
 
 def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +168,7 @@ class RequestBuilder:
         leader = CoreRequest(
             request_id=f"{number}.0",
             prompt_ids=ids,
-            params=_ranked(params),
+            params=_core_params(params),
             stop_ids=[*stop_ids, *params.stop_token_ids],
             bad_words_ids=self._bad_words(params.bad_words),
             max_tokens=self._max_tokens(len(ids), params),
@@ -203,11 +210,13 @@ class RequestBuilder:
         return found
 
 
-def _ranked(params: SamplingParams) -> SamplingParams:
-    """With best_of the choices are ranked by log-probability, so the core must report it."""
-    if params.logprobs is None and (params.best_of or params.n) > params.n:
-        return dataclasses.replace(params, logprobs=0)
-    return params
+def _core_params(params: SamplingParams) -> SamplingParams:
+    """Without the texts, which are the frontend's business. With best_of the choices are ranked by
+    log-probability, so the core must report it."""
+    logprobs = params.logprobs
+    if logprobs is None and (params.best_of or params.n) > params.n:
+        logprobs = 0
+    return dataclasses.replace(params, logprobs=logprobs, stop=(), bad_words=())
 
 
 def _checked_ids(ids: Any) -> list[int]:

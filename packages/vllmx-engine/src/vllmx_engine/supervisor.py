@@ -128,7 +128,9 @@ class CoreProcess(asyncio.Protocol):
         if code is None:
             return "the engine core closed its connection"
         if code < 0:
-            return f"the engine core was killed by {signal.Signals(-code).name}"
+            known = -code in set(signal.Signals)  # the others are real-time signals
+            name = signal.Signals(-code).name if known else f"signal {-code}"
+            return f"the engine core was killed by {name}"
         return f"the engine core exited with code {code}"
 
     def send(self, message: ToCore) -> None:
@@ -171,7 +173,7 @@ class CoreProcess(asyncio.Protocol):
 
     def _take(self, message: FromCore) -> None:
         match message:
-            case Ready(info):
+            case Ready(info) if not self._started.done():  # else the start was cancelled
                 self._started.set_result(info)
             case Failed(error):
                 self._failure = error.rebuild()
