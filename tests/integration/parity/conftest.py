@@ -87,6 +87,7 @@ def open_runner(backend_name: str) -> Iterator[RunnerFactory]:
                 max_num_batched_tokens=4096,
                 block_size=BLOCK_SIZE,
                 num_kv_blocks=max_num_seqs * -(-max_model_len // BLOCK_SIZE),
+                num_threads=1,  # small models, and other tests on the other cores
             )
             backend = registry().get(BackendSpec, backend_name).load()()
             loaded = backend.load(model, checkpoint.weights, options)
