@@ -153,8 +153,9 @@ def test_longrope_factors_are_tensors(open_config: Callable[..., dict[str, Any]]
 @pytest.mark.parametrize(
     ("key", "kind", "item", "error", "message"),
     [
-        ("rope.freq_base", "float32", float("nan"), WeightFormatError, "finite number above 0"),
-        ("rope.freq_base", "string", "x", WeightFormatError, "finite number above 0"),
+        ("rope.freq_base", "float32", float("nan"), WeightFormatError, "number above 0 and"),
+        ("rope.freq_base", "string", "x", WeightFormatError, "number above 0 and"),
+        ("rope.freq_base", "float64", 1e300, WeightFormatError, "at most 3"),
         ("rope.scaling.type", "string", "warp", UnsupportedModelError, "'warp' is not known"),
         ("rope.scaling.type", "uint32", 1, WeightFormatError, "must be text"),
         ("attention.head_count", "array", [4, 2], UnsupportedModelError, "layer to layer"),

@@ -271,6 +271,12 @@ def test_damaged_tables_are_named(change: dict[str, Any], message: str) -> None:
         gguf_tokenizer(metadata)
 
 
+def test_scores_must_be_finite() -> None:
+    scores = np.full(259, np.nan, np.float32)
+    with pytest.raises(WeightFormatError, match=r"scores .* not finite"):
+        gguf_tokenizer(small(model="llama", scores=scores))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -48,7 +48,13 @@ class GGUFVocabulary:
     @property
     def scores(self) -> Sequence[float]:
         """One for each token; the higher, the earlier it is made."""
-        scores: list[float] = self._numbers("scores", "iuf", 0.0).astype(np.float64).tolist()
+        values = self._numbers("scores", "iuf", 0.0)
+        if not np.isfinite(values).all():
+            raise WeightFormatError(
+                f"{PREFIX}scores of the GGUF file has values that are not finite: the file is"
+                " damaged, download it again"
+            )
+        scores: list[float] = values.tolist()
         return scores
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from vllmx_models.gguf.file import TensorInfo
 from vllmx_models.gguf.metadata import Value
 
 _ABSENT = object()
+_LARGEST = float(np.finfo(np.float32).max)
 
 # Keys that change the result, with the values that do not: a file that sets one of them to anything
 # else is refused, unless the architecture honours the key.
@@ -88,8 +88,8 @@ class GGUFHeader:
         """A finite number above 0: the shortest decimal of a float32, 1e-06 rather than
         9.999999974752427e-07."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise self.error(key, "must be a finite number above 0")
+        if type(value) not in (int, float) or not 0 < value <= _LARGEST:
+            raise self.error(key, f"must be a number above 0 and at most {_LARGEST:g}")
         return float(str(np.float32(value)))
 
     def text(self, key: str, default: str) -> str:

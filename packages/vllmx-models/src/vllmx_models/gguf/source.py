@@ -197,7 +197,8 @@ def _header(path: Path, files: Sequence[GGUFFile], architecture: str) -> GGUFHea
     def vector(name: str) -> F32:
         file = next(file for file in files if name in file.tensors)
         info = file.tensors[name]
-        return weight_part(name, info.kind, info.shape, file.data(name)).dequantize()
+        with np.errstate(all="ignore"):  # a NaN is judged by who asked
+            return weight_part(name, info.kind, info.shape, file.data(name)).dequantize()
 
     return GGUFHeader(path, architecture, files[0].metadata, tensors, vector)
 
