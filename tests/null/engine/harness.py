@@ -11,6 +11,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import (
+    FakeError,
     FakeLoadedModel,
     FakeRules,
     FakeStep,
@@ -42,10 +43,15 @@ class RecordingModel(FakeLoadedModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.records: list[PlanRecord] = []
+        self.refuse_steps: set[int] = set()
+        """Numbers of steps whose launch raises, once."""
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
         lengths = np.diff(plan.query_start)
         decodes = int((plan.tokens[plan.query_start[:-1]][lengths == 1] < 0).sum())
+        if self.num_steps in self.refuse_steps:
+            self.refuse_steps.remove(self.num_steps)
+            raise FakeError("no launch, as the test ordered")
         self.records.append(PlanRecord(decodes, lengths.tolist(), plan.num_logit_rows))
         return super().step(plan, rows)
 
@@ -81,6 +87,8 @@ class Harness:
         self.order: list[str] = []
         """Requests by the arrival of their first output."""
         self.aborted: set[str] = set()
+        self.num_faults = 0
+        self._last_fault = -4
 
     def add(
         self, prompt: Sequence[int], max_tokens: int = 8, *, name: str | None = None, **fields: Any
@@ -104,6 +112,17 @@ class Harness:
         self.aborted.update(name for name in names if name not in self.last)
         self.core.abort(names)
         self.check_blocks()
+
+    def order_fault(self, ahead: int, *, at_launch: bool) -> None:
+        """Lets a step soon fail, unless another one near it does: several in a row are the end."""
+        number = self.loaded.num_steps + ahead
+        if number - self._last_fault > 3:
+            self._last_fault = number
+            self.num_faults += 1
+            if at_launch:
+                self.loaded.refuse_steps.add(number)
+            else:
+                self.loaded.fail_steps |= {number}
 
     def step(self) -> list[CoreOutput]:
         """One step, with everything that came out of it checked."""
@@ -163,9 +182,11 @@ class Harness:
         assert len(scheduler.share) == 0
 
     def check_outputs(self) -> None:
-        """Every request that was not aborted got what it must get, whatever else went on."""
+        """Every request that was not aborted got what it must get, whatever else went on; where
+        the device failed, what its requests got before is right."""
+        lost = {name for name, last in self.last.items() if last.error_code == "internal_error"}
         for name in self.requests:
-            if name in self.aborted:
+            if name in self.aborted or (name in lost and self.num_faults):
                 expected = self.expected(name)
                 assert self.ids[name] == expected[: len(self.ids[name])], name
             else:

@@ -118,6 +118,10 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.harness.step()
 
+    @rule(ahead=st.integers(0, 3), at_launch=st.booleans())
+    def fault(self, ahead: int, at_launch: bool) -> None:
+        self.harness.order_fault(ahead, at_launch=at_launch)
+
     @rule()
     def reset(self) -> None:
         running = self.harness.core.stats().num_running
