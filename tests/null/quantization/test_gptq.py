@@ -185,6 +185,8 @@ def test_three_bits_need_whole_triples(tmp_path: Path) -> None:
     [
         ({"bits": 5}, r"bits = 5 .*known: 2, 3, 4, 8"),
         ({"bits": True}, "bits = True"),
+        ({"bits": 4.0}, "bits = 4.0"),
+        ({"bits": [4]}, r"bits = \[4\]"),
         ({"bits": None}, r"bits = None .*known: 2"),
         ({"group_size": 0}, "group_size = 0 must be an integer"),
         ({"group_size": "128"}, "group_size = 128 must be"),

@@ -85,9 +85,8 @@ def decode(part: WeightPart) -> F32:
     if part.layout.options["packing"] == "gemm":
 
         def codes(begin: int, end: int) -> AnyArray:
-            first, last = begin // PER_WORD, -(-end // PER_WORD)
-            features = _gemm_unpack(qweight[:, first:last]).T
-            return features[begin - first * PER_WORD : end - first * PER_WORD]
+            # whole words: rows and ROWS_AT_ONCE are multiples of PER_WORD
+            return _gemm_unpack(qweight[:, begin // PER_WORD : end // PER_WORD]).T
 
         zeros, scales = _gemm_unpack(qzeros).T, scales.T
     else:
