@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.testing.fake import FakeRules
@@ -149,6 +150,66 @@ def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
     harness.run()
     assert list(harness.last) == [important, old, new]
     harness.check_outputs()
+
+
+def test_a_higher_priority_takes_the_row_of_a_running_sequence() -> None:
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 2})
+    slow = [harness.add([index] * 20, 30, priority=1) for index in range(3)]
+    for _ in range(5):
+        harness.step()
+    urgent = [harness.add([9 + index] * 5, 3, priority=0) for index in range(3)]
+    harness.step()  # one way is made in each step
+    harness.step()
+    running = {sequence.request_id for sequence in harness.core._scheduler.running}
+    assert running == {urgent[0], urgent[1]}
+    harness.run()
+    assert harness.core.stats().num_preemptions == 2
+    assert list(harness.last) == [*urgent, *slow]
+    assert [harness.first[name].num_cached_tokens for name in slow[:2]] == [0, 0]
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_a_higher_priority_takes_the_blocks_of_running_sequences() -> None:
+    harness = Harness(rules=QUIET, model={"num_blocks": 10})
+    old, new = (harness.add([index] * 30, 10, priority=1) for index in range(2))
+    for _ in range(5):
+        harness.step()
+    urgent = harness.add([9] * 30, 3)
+    harness.step()
+    running = {sequence.request_id for sequence in harness.core._scheduler.running}
+    assert running == {old, urgent}
+    harness.run()
+    assert list(harness.last) == [urgent, old, new]
+    assert harness.core.stats().num_preemptions == 1
+    harness.check_outputs()
+    harness.check_idle()
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    harness = Harness(rules=QUIET, model={"num_blocks": 8})
+    equal = harness.add([1] * 30, 20, priority=0)
+    lower = harness.add([2] * 5, 20, priority=1)
+    for _ in range(5):
+        harness.step()
+    urgent = harness.add([3] * 40, 3, priority=0)  # not without the blocks of its equal
+    for _ in range(5):
+        harness.step()
+    assert harness.core.stats().num_preemptions == 0
+    harness.run()
+    assert set(harness.last) == {equal, lower, urgent}
+    harness.check_outputs()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_equals_take_nothing_from_each_other(policy: str) -> None:
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 2, "scheduling_policy": policy})
+    for index in range(6):
+        priority = -index if policy == "fcfs" else 0
+        harness.add([index] * 9, 9, priority=priority, client=f"c{index}")
+        harness.step()
+    harness.run()
+    assert harness.core.stats().num_preemptions == 0
 
 
 def test_nobody_is_admitted_only_to_be_preempted() -> None:

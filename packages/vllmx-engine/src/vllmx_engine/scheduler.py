@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,9 +49,10 @@ class Scheduler:
     One token budget a step: running decodes first, then unfinished prefills, then the waiting
     queue. A sequence's prompt gets all its blocks on admission, and one block at a time is added
     while it decodes; when there is none, the newest sequence of the lowest priority gives up all of
-    its own and waits again (recompute). Blocks that are given up or freed while a step that reads
-    or writes them is still in flight are safe to hand out at once: the device runs steps in order,
-    so their next owner's writes, of a later step, come after.
+    its own and waits again (recompute). It does so too when a sequence of strictly higher priority
+    waits for a row or for blocks. Blocks that are given up or freed while a step that reads or
+    writes them is still in flight are safe to hand out at once: the device runs steps in order, so
+    their next owner's writes, of a later step, come after.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Scheduler:
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
         """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
         prefill only a prompt that is too long for its step is ever cut."""
+        self._ranks: Counter[int] = Counter()
+        """Live sequences of each priority."""
         self._leaders: dict[str, Sequence] = {}
         """Live sequences that others may name as their leader, while their prompt is computed."""
         self._followers: dict[str, list[Sequence]] = {}
@@ -98,6 +101,7 @@ class Scheduler:
         sequence.root = self.cache.root(request.cache_salt)
         self.live[sequence.request_id] = sequence
         self.share.enter(request.client)
+        self._ranks[self.queue.priority(sequence)] += 1
         leader = self._leaders.get(request.leader or "")
         if leader is not None and self._can_share(sequence):
             self._followers.setdefault(leader.request_id, []).append(sequence)
@@ -118,6 +122,10 @@ class Scheduler:
             self.queue.remove(sequence)
         self._release_followers(sequence)
         self.share.leave(sequence.request.client)
+        rank = self.queue.priority(sequence)
+        self._ranks[rank] -= 1
+        if not self._ranks[rank]:
+            del self._ranks[rank]
 
     def _can_share(self, sequence: Sequence) -> bool:
         long_enough = sequence.num_prompt > self.limits.block_size
@@ -137,14 +145,13 @@ class Scheduler:
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can be computed before a result comes in."""
-        preempted = self.num_preemptions
-        decodes = self._decodes()
+        decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size
         tokens_left = self.limits.token_budget - decodes.size
         logits_left = self.limits.max_logit_rows - decodes.size
         seconds_left: float | None = None
         chunks: list[Chunk] = []
-        for sequence in self._prefilling(may_admit=preempted == self.num_preemptions):
+        for sequence in self._prefilling(victim):
             start = int(self.table.computed[sequence.row])
             wanted = len(sequence.tokens) - start
             if seconds_left is None:
@@ -168,26 +175,49 @@ class Scheduler:
         self._charge(batch)
         return batch
 
-    def _decodes(self) -> AnyArray:
-        """Ready rows, each with a block for its next token; preempts until that is so."""
+    def _decodes(self) -> tuple[AnyArray, Sequence | None]:
+        """Ready rows, each with a block for its next token, and the last one of those that had to
+        be preempted for them or for who waits."""
         table, size = self.table, self.limits.block_size
+        victim: Sequence | None = None
         while True:
             rows = table.ready()
             full = rows[table.computed[rows] >= table.num_blocks[rows] * size]
-            if full.size <= self.pool.num_available:
+            if full.size <= self.pool.num_available and not self._must_yield(full.size):
                 break
-            self._preempt(max(self.running, key=self.queue.order))
+            victim = max(self.running, key=self.queue.order)
+            self._preempt(victim)
         if full.size:
             table.blocks[full, table.num_blocks[full]] = self.pool.allocate(full.size)
             table.num_blocks[full] += 1
-        return rows
+        return rows, victim
 
-    def _prefilling(self, *, may_admit: bool) -> Iterator[Sequence]:
+    def _must_yield(self, num_taken: int) -> bool:
+        """Whether the next one of the queue outranks running sequences, does not fit beside them
+        and the `num_taken` blocks that decodes are to get, and would fit in their place."""
+        head = self.queue.first() if len(self._ranks) > 1 else None
+        if head is None:
+            return False
+        lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
+        if not lower or not self.table.num_free:
+            return bool(lower)
+        try:
+            missing = self._missing_blocks(head, self._cached_blocks(head)) + num_taken
+        except Exception:  # its admission will meet it again, and end it
+            return False
+        held = int(self.table.num_blocks[lower].sum())
+        return 0 < missing <= held + len(lower)
+
+    def _prefilling(self, victim: Sequence | None) -> Iterator[Sequence]:
         """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but who waits
-        with a higher priority than an unfinished prefill goes before it."""
+        with a higher priority than an unfinished prefill goes before it. In a step that preempts,
+        only who outranks the victims is admitted."""
         prefills = deque(self.prefills)
+        may_admit = True
         while True:
             head = self.queue.first() if may_admit and self.table.num_free else None
+            if victim is not None and head is not None and not self.queue.outranks(head, victim):
+                head = None
             if prefills and (head is None or not self.queue.outranks(head, prefills[0])):
                 yield prefills.popleft()
             elif head is None:
@@ -237,16 +267,14 @@ class Scheduler:
         """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
         its known tokens, and leaves one more block for each running row."""
         cached = self._cached_blocks(sequence)
-        wanted = -(-len(sequence.tokens) // self.limits.block_size)
-        new = wanted - len(cached)
-        taken = new + self.pool.num_idle_of(cached)
-        if taken + len(self.running) > self.pool.num_available:
+        if self._missing_blocks(sequence, cached) > 0:
             return False
         self.queue.remove(sequence)
         self.running.append(sequence)
         self.prefills.append(sequence)
         self.prefills.sort(key=self.queue.order)
         self.pool.acquire(cached)
+        new = self._num_blocks_of(sequence) - len(cached)
         blocks = np.concatenate([np.array(cached, np.int32), self.pool.allocate(new)])
         self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
         if not self._prefix_caching:
@@ -256,6 +284,14 @@ class Scheduler:
             self.num_queried_tokens += sequence.num_prompt if self._prefix_caching else 0
             self.num_hit_tokens += sequence.num_cached_tokens
         return True
+
+    def _missing_blocks(self, sequence: Sequence, cached: list[int]) -> int:
+        """How many more blocks would have to be free for its admission."""
+        taken = self._num_blocks_of(sequence) - len(cached) + self.pool.num_idle_of(cached)
+        return taken + len(self.running) - self.pool.num_available
+
+    def _num_blocks_of(self, sequence: Sequence) -> int:
+        return -(-len(sequence.tokens) // self.limits.block_size)
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """Of its longest cached prefix. The last known token is always computed, because its logits
