@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.weights import WeightPart, WeightSource
 from vllmx_demo.source import MODEL_FOLDER
 
 from . import quantizers
@@ -160,10 +162,10 @@ def demo_log_probabilities(backend: str) -> Array:
 
 def backends() -> list[Any]:
     found = []
-    for name in ("numpy", "cpu"):
-        reason = REGISTRY.get(BackendSpec, name).unavailable_reason()
-        marks = [pytest.mark.skip(reason=f"backend {name}: {reason}")] if reason else []
-        found.append(pytest.param(name, marks=marks))
+    for spec in REGISTRY.all(BackendSpec):
+        reason = spec.unavailable_reason()
+        marks = [pytest.mark.skip(reason=f"backend {spec.name}: {reason}")] if reason else []
+        found.append(pytest.param(spec.name, marks=marks))
     return found
 
 
@@ -183,6 +185,53 @@ def test_logits_are_those_of_the_dequantised_twin(
         lines = [r.getMessage() for r in caplog.records if "dequantised" in r.getMessage()]
         assert len(lines) == 1
         assert "42 matrices" in lines[0]  # 7 in each of 6 layers
+
+
+class Watched:
+    """A source that counts the decoded matrices that are alive while the next one is decoded."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.decoded: list[weakref.ref[Array]] = []
+        self.most_alive = 0
+
+    def names(self) -> Collection[str]:
+        return self.source.names()
+
+    def part(self, name: str) -> WeightPart:
+        part = self.source.part(name)
+        decode = part.decode
+        if decode is None:
+            return part
+
+        def watched(part: WeightPart) -> Array:
+            self.most_alive = max(self.most_alive, self.alive())
+            values = decode(part)
+            self.decoded.append(weakref.ref(values))
+            return values
+
+        return replace(part, decode=watched)
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.decoded)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def test_the_cpu_backend_drops_what_it_packed(tmp_path: Path) -> None:
+    reason = REGISTRY.get(BackendSpec, "cpu").unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    quantised, _ = write_pair(tmp_path, CASES["w8a8"])
+    checkpoint = open_checkpoint(REGISTRY, quantised)
+    model, watched = build_model(REGISTRY, checkpoint), Watched(checkpoint.weights)
+    options = LoadOptions(max_model_len=64, num_kv_blocks=4, num_threads=1)
+    backend = REGISTRY.get(BackendSpec, "cpu").load()()
+    with closing(watched), closing(backend.load(model, watched, options)):
+        assert len(watched.decoded) == 42
+        assert watched.most_alive <= 2
+        assert watched.alive() == 0
 
 
 @pytest.mark.parametrize("name", ["gptq 4 bit act-order", "fp8 blocks"])

@@ -220,7 +220,9 @@ class _Rows:
             return np.ascontiguousarray(raw.view().reshape(self._part.shape)[begin:end]), raw.dtype
         with self._lock:
             if self._decoded is None:
-                values = self._part.dequantize() + self._offset
+                values = self._part.dequantize()
+                if self._offset:
+                    values = values + self._offset
                 self._decoded = np.ascontiguousarray(values, np.float32)
             wanted = self._decoded[begin:end]
             self._rows_left -= end - begin
