@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_batch_equals_one_at_a_time(llm: LLM) -> None:
     for (prompt, params), output in list(zip(requests, together, strict=True))[::4]:
         (alone,) = llm.generate(prompt, params)
         assert alone.outputs == output.outputs
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preemption_changes_nothing(llm: LLM, prefix_caching: bool) -> None:
+    """32 requests, of which the KV cache holds five to their end."""
+    requests = mixed_requests()[:32]
+    prompts = [prompt for prompt, _ in requests]
+    params = [replace(params, max_tokens=45, ignore_eos=True) for _, params in requests]
+    roomy = llm.generate(prompts, params)
+    config: dict[str, Any] = {"max_num_batched_tokens": 64, "num_kv_blocks": 21}
+    with LLM("demo", enable_prefix_caching=prefix_caching, **config) as small:
+        tight = small.generate(prompts, params)
+        stats = small._engine._core.stats()
+    assert stats.num_preemptions > 5
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks == 21
+    assert [output.outputs for output in tight] == [output.outputs for output in roomy]
 
 
 def test_logprobs_are_those_of_the_greedy_choice(llm: LLM) -> None:
