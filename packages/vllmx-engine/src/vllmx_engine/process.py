@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from vllmx_core.errors import VllmxError
+from vllmx_core.logs import configure_logging
 
 from vllmx_engine.core_loop import CoreLoop
 from vllmx_engine.ipc import (
@@ -141,9 +142,7 @@ def main() -> int:
     """Signals are the parent's business: it drains first, then tells the core to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(
-        stream=sys.stderr, format="%(asctime)s %(levelname)s [core] %(name)s: %(message)s"
-    )
+    configure_logging()
     return serve(Connection(sys.argv[1]))
 
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.logs import configure_logging
 
 from vllmx.bench.figures import show
-from vllmx.cli.logs import configure_logging
 from vllmx.cli.options import engine_options, resolve
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.logs import configure_logging
 
-from vllmx.cli.logs import configure_logging
 from vllmx.cli.options import engine_options, resolve
 from vllmx.cli.sampling import sampling_options, take_sampling
 

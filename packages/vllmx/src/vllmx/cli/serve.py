@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from vllmx_core.config import EngineConfig
+from vllmx_core.logs import configure_logging
 from vllmx_server.config import ServerConfig
 
-from vllmx.cli.logs import configure_logging
 from vllmx.cli.options import engine_options, options_of, resolve
 
 if TYPE_CHECKING:
