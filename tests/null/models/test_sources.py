@@ -30,8 +30,12 @@ FILES = {
     "pytorch_model.bin": b"pickle",
     "onnx/config.json": b"{}",
     "consolidated.safetensors": b"second copy",
+    "gptq_model-4bit-128g.safetensors": b"under a name of AutoGPTQ",
 }
-WANTED = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+WANTED = {
+    "config.json", "model.safetensors", "gptq_model-4bit-128g.safetensors", "tokenizer.json",
+    "chat_template.jinja",
+}  # fmt: skip
 SCRIPT = """
 import json, sys
 from vllmx_core.errors import ModelNotFoundError

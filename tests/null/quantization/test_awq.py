@@ -49,7 +49,13 @@ def test_gemm(tmp_path: Path, rows: int, cols: int, group_size: int, scale_dtype
 
 def test_one_group_and_names_of_autoawq(tmp_path: Path) -> None:
     tensors = gemm(16, 40, 40)
-    own = {"quant_method": "awq", "w_bit": 4, "q_group_size": -1, "version": "GEMM"}
+    own = {
+        "quant_method": "awq",
+        "w_bit": 4,
+        "q_group_size": -1,
+        "version": "GEMM",
+        "backend": "auto",
+    }
     expected = statement.awq_gemm(*tensors.values(), group_size=40)
     assert_same_bits(open_part(tmp_path, tensors, own).dequantize(), expected)
 
@@ -102,7 +108,8 @@ def test_damaged_tensors(tmp_path: Path, changed: Tensors, message: str) -> None
         ({"bits": 8}, r"bits = 8 .*known: 4"),
         ({"version": "gemv_fast"}, r"version = gemv_fast .*known: gemm, exllama, gemv"),
         ({"format": "marlin"}, r"format = marlin .*known: gemm"),
-        ({"backend": "llm-awq"}, r"backend = llm-awq .*autoawq"),
+        ({"backend": "llm-awq"}, r"backend = llm-awq .*known: auto, .*autoawq"),
+        ({"version": "llm-awq"}, r"version = llm-awq .*known: gemm"),
         ({"zero_point": False}, r"zero_point = False .*known: True"),
         ({"group_size": 0}, "group_size = 0"),
     ],

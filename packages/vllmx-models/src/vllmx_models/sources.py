@@ -14,7 +14,14 @@ from vllmx_models.shard_names import shard_names
 
 # A snapshot takes what serving needs and nothing else: no second copies of the weights in other
 # formats or namings, no folders of other runtimes.
-ALLOW = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "model*.safetensors")
+ALLOW = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "tokenizer.model",
+    "model*.safetensors",
+    "gptq_model*.safetensors",  # AutoGPTQ's own name for a single file
+)
 IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensors")
 MAX_ID_LENGTH = 128
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -23,6 +23,11 @@ from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 VERSIONS = {"gemm": "gemm", "exllama": "gemm", "gemv": "gemv"}
+BACKENDS = (
+    "auto", "auto_trainable", "autoawq", "exllama_v1", "exllama_v2", "gemm", "gemm_triton", "gemv",
+    "machete", "marlin", "torch_awq", "torch_fused_awq",
+)  # fmt: skip
+"""Whose kernels ran it last; all of them read the same tensors. llm-awq has its own."""
 BITS = 4
 PER_WORD = 8
 _GEMM_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where feature i of a word lies
@@ -41,7 +46,7 @@ class AwqScheme:
     def __init__(self, config: Mapping[str, Any]) -> None:
         read = QuantReader(_modern(config), "awq")
         read.choice("bits", (BITS,))
-        read.choice("backend", ("autoawq",), "autoawq")
+        read.choice("backend", BACKENDS, "auto")
         read.choice("zero_point", (True,), True)
         version_key = "version" if read.has("version") else "format"
         self._packing = VERSIONS[read.choice(version_key, VERSIONS, "gemm")]
