@@ -178,6 +178,20 @@ def test_min_tokens_bans_stop_ids() -> None:
     harness.check_outputs()
 
 
+def test_no_edit_leaves_the_vocabulary() -> None:
+    """A backend would write there."""
+    harness = Harness(rules=QUIET)
+    stops, words = [-1, 3, VOCAB_SIZE], [[-1], [2, -1], [VOCAB_SIZE], [4]]
+    name = harness.add([1, 2], 6, params={"min_tokens": 6}, stop_ids=stops, bad_words_ids=words)
+    sequence = harness.core._scheduler.live[name]
+    assert sequence.rules is not None
+    ids, _ = sequence.rules.edits(sequence.tokens, 0)
+    assert sorted(ids) == [3, 4]
+    assert not sequence.rules.phrases
+    harness.run()
+    assert len(harness.ids[name]) == 6
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rules_on_logits(overlap: bool) -> None:
     harness = Harness(rules=RULES, config={"async_scheduling": overlap})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.chat import ChatOptions, Message
+from vllmx_engine.frontend import ProcessFrontend, ThreadFrontend
 from vllmx_engine.llm import LLM
 from vllmx_engine.outputs import RequestOutput
 
@@ -366,6 +367,32 @@ async def test_load_errors_keep_their_type(
     with pytest.raises(error, match=text):
         async with make_engine(in_process=in_process, **config):
             pass
+
+
+@both
+async def test_what_is_wrong_after_loading_leaves_no_core_behind(
+    make_engine: MakeEngine,
+    make_folder: Callable[..., str],
+    in_process: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[object] = []
+    for kind in (ThreadFrontend, ProcessFrontend):
+        monkeypatch.setattr(kind, "close", _noting(kind.close, closed))
+    model = make_folder("wrong")
+    (Path(model) / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        async with make_engine(in_process=in_process, model=model, tokenizer=make_folder("good")):
+            pass
+    assert len(closed) == 1
+
+
+def _noting(close: Callable[[Any], Awaitable[None]], closed: list[object]) -> Any:
+    async def noting(frontend: object) -> None:
+        await close(frontend)
+        closed.append(frontend)
+
+    return noting
 
 
 async def test_an_architecture_that_the_core_finds_wanting(

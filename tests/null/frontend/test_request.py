@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
-from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.ipc import AddRequest, encode_frame
 from vllmx_engine.messages import CoreInfo
@@ -166,6 +166,30 @@ def test_defaults_come_from_the_model(tokenizer: Tokenizer, info: CoreInfo) -> N
     assert builder.build("hi").params == SamplingParams(temperature=0.6, top_k=20, max_tokens=33)
     explicit = builder.sampling_params(temperature=0.0, max_tokens=5)
     assert explicit == SamplingParams(temperature=0.0, top_k=20, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": "hot"}, {"temperature": -5.0}, {"top_k": [3]}, {"max_new_tokens": 0}],
+)
+def test_defaults_that_nobody_could_ask_for_are_passed_over(
+    tokenizer: Tokenizer, info: CoreInfo, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"min_p": 0.1, **wrong}
+    builder = RequestBuilder(tokenizer, msgspec.structs.replace(info, generation_config=config))
+    assert builder.build("hi").params == SamplingParams(min_p=0.1)
+    assert "passed over" in caplog.text
+
+
+def test_end_ids_outside_the_vocabulary_do_not_reach_the_core(
+    tokenizer: Tokenizer, info: CoreInfo
+) -> None:
+    config = {"eos_token_id": [-1, 5, 259, 1 << 80]}
+    builder = RequestBuilder(tokenizer, msgspec.structs.replace(info, generation_config=config))
+    assert builder.build("hi").core[0].stop_ids == sorted({*tokenizer.eos_token_ids, 5})
+    wrong = msgspec.structs.replace(info, generation_config={"eos_token_id": ["x"]})
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        RequestBuilder(tokenizer, wrong)
 
 
 def test_bos_is_added_once(make_folder: Callable[..., str], info: CoreInfo) -> None:

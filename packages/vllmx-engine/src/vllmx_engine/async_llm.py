@@ -95,15 +95,14 @@ class AsyncLLM:
             tokenizer = await asyncio.to_thread(load_tokenizer, plan)
             renderer = ChatRenderer.of(config, tokenizer)
             frontend = await starting
+            builder = RequestBuilder(tokenizer, frontend.info, config.seed)
         except BaseException:
             starting.cancel()
             await asyncio.wait([starting])
             if not starting.cancelled() and starting.exception() is None:
                 await starting.result().close()
             raise
-        return cls(
-            config, frontend, renderer, RequestBuilder(tokenizer, frontend.info, config.seed)
-        )
+        return cls(config, frontend, renderer, builder)
 
     # --- state ------------------------------------------------------------------------------------
     @property

@@ -35,7 +35,11 @@ class InlineFrontend:
         self.tokenizer = load_tokenizer(plan)
         self.renderer = ChatRenderer.of(config, self.tokenizer)
         self._core, self.info = load_planned(plan)
-        self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
+        try:
+            self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
+        except BaseException:
+            self._core.close()
+            raise
         self._table = RequestTable(self.tokenizer)
         self._turn = Turn()
         self._closed: str | None = None

@@ -28,7 +28,11 @@ class LogitRules:
 
     def __init__(self, request: CoreRequest, vocab_size: int) -> None:
         params = request.params
-        words = [word for word in request.bad_words_ids if word and max(word) < vocab_size]
+        words = [
+            word
+            for word in request.bad_words_ids
+            if word and min(word) >= 0 and max(word) < vocab_size
+        ]
         self._fixed = dict(params.logit_bias) | {word[0]: _BANNED for word in words if not word[1:]}
         self._fixed_arrays = _edit_arrays(self._fixed)
         self.phrases: dict[int, list[tuple[array[int], int]]] = {}
@@ -38,7 +42,7 @@ class LogitRules:
             if prefix:
                 self.phrases.setdefault(prefix[-1], []).append((array("i", prefix), last))
         self.min_tokens = params.min_tokens
-        self.stop_ids = [token for token in request.stop_ids if token < vocab_size]
+        self.stop_ids = [token for token in request.stop_ids if 0 <= token < vocab_size]
         self.mask = _bitset(params.allowed_token_ids, vocab_size)
         self.counts = Counts(request.prompt_ids) if params.needs_counts else None
         bans_stops = self.min_tokens > 0 and bool(self.stop_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.messages import CoreInfo, CoreRequest
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("vllmx.requests")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -60,15 +63,32 @@ class RequestOptions:
 
 def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
-    `--generation-config auto`); whatever a user names explicitly wins over them."""
-    params = {
-        name: generation_config[name]
-        for name in _DEFAULTS
-        if generation_config.get(name) is not None
-    }
-    if generation_config.get("max_new_tokens") is not None:
-        params["max_tokens"] = generation_config["max_new_tokens"]
+    `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
+    request could have is left out with a warning: it is not the users' mistake."""
+    found = {name: generation_config.get(name) for name in _DEFAULTS}
+    found["max_tokens"] = generation_config.get("max_new_tokens")
+    params: dict[str, Any] = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequestError as error:
+            logger.warning("generation_config.json of the model is passed over: %s", error)
+        else:
+            params[name] = value
     return params
+
+
+def _eos_ids(generation_config: Mapping[str, Any]) -> list[int]:
+    """As the checkpoint names them. Raises ConfigError."""
+    own = generation_config.get("eos_token_id")
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(
+            f"eos_token_id in generation_config.json must be one id or a list of ids, got {own!r}"
+        )
+    return ids
 
 
 class RequestBuilder:
@@ -83,9 +103,8 @@ class RequestBuilder:
     def __init__(self, tokenizer: Tokenizer, info: CoreInfo, seed: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.info = info
-        own = info.generation_config.get("eos_token_id")
-        ids = own if isinstance(own, list) else [] if own is None else [own]
-        self._eos_ids = sorted(tokenizer.eos_token_ids | set(ids))
+        ids = tokenizer.eos_token_ids.union(_eos_ids(info.generation_config))
+        self._eos_ids = sorted(i for i in ids if 0 <= i < info.vocab_size)  # -1 means none
         self._seeds = random.Random(seed)  # noqa: S311 - draws of text, not secrets
         self._numbers = itertools.count()
         self.defaults = default_params(info.generation_config)
