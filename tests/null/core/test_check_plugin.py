@@ -51,6 +51,16 @@ PROBLEMS = {
     "no_attribute": (MODEL.format(implementation="os.path:Nothing"), "Nothing"),
     "no_colon": (MODEL.format(implementation="os.path"), "not 'package.module:attribute'"),
     "not_callable": (MODEL.format(implementation="os.path:sep"), "not callable"),
+    "no_gguf": (
+        MODEL.format(implementation="builtins:dict").replace(
+            '("A",))', '("A",), gguf_names=("a",), gguf="os.path:Nothing")'
+        ),
+        "cannot import 'os.path:Nothing'",
+    ),
+    "half_gguf": (
+        MODEL.format(implementation="builtins:dict").replace('("A",))', '("A",), gguf="x:y")'),
+        "go together",
+    ),
     "heavy_import": (
         "import numpy\n" + MODEL.format(implementation="builtins:dict"),
         "importing it imports numpy",

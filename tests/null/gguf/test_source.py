@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -287,4 +288,65 @@ def test_sampling_defaults_of_the_author(registry: Registry, tmp_path: Path) -> 
     path = write_model(tmp_path / "model.gguf", BASE, tensors, of_type(TYPES.F32), extra=sampling)
     opened = open_checkpoint(registry, path)
     assert opened.generation_config == {"temperature": 0.5, "top_k": 20}
+    opened.weights.close()
+
+
+PLUGIN = """
+from vllmx_core.hooks import hookimpl
+from vllmx_core.specs import ModelSpec, WeightFormatSpec
+from vllmx_models.gguf.architecture import DECODER_TENSORS, GGUFArchitecture, decoder_config
+
+
+def config(header):
+    return decoder_config(header, "logit_scale") | {"logits_scaling": header.number("logit_scale")}
+
+
+GGUF = GGUFArchitecture(
+    "MineForCausalLM",
+    {**DECODER_TENSORS, "blk.{}.attn_sinks": "model.layers.{}.sinks"},
+    config=config,
+)
+
+
+@hookimpl
+def vllmx_models():
+    return (
+        ModelSpec(
+            "mine", "builtins:dict", ("MineForCausalLM",), gguf_names=("llama",),
+            gguf=__name__ + ":GGUF",
+        ),
+    )
+
+
+@hookimpl
+def vllmx_weight_formats():
+    return (
+        WeightFormatSpec(
+            "gguf", "vllmx_models.gguf.source:open_checkpoint", ("*.gguf",), needs_registry=True
+        ),
+    )
+"""
+
+
+def test_a_plugin_brings_its_own_architecture(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllmx_gguf_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = Registry()
+    own.add(importlib.import_module("vllmx_gguf_plugin"), "mine")
+    tensors = convert_tensors(BASE, original(registry, BASE))
+    sinks = np.arange(4, dtype=np.float32)
+    path = write_model(
+        tmp_path / "mine.gguf", BASE, tensors | {"blk.1.attn_sinks.weight": sinks},
+        of_type(TYPES.F32), extra=lambda writer: writer.add_logit_scale(0.25),
+    )  # fmt: skip
+    opened = open_checkpoint(own, path)
+    assert opened.config["architectures"] == ["MineForCausalLM"]
+    assert opened.config["logits_scaling"] == 0.25
+    np.testing.assert_array_equal(
+        opened.weights.part("model.layers.1.sinks.weight").dequantize(), sinks
+    )
+    q = opened.weights.part("model.layers.0.self_attn.q_proj.weight").dequantize()
+    np.testing.assert_array_equal(q, tensors["blk.0.attn_q.weight"])  # in the file's order
     opened.weights.close()

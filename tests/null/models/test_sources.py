@@ -65,20 +65,21 @@ class HubHandler(BaseHTTPRequestHandler):
         model, _, rest = path.removeprefix("/api/models/").partition("/revision/")
         if "/tree/" in path:
             model, _, rest = path.removeprefix("/api/models/").partition("/tree/")
+        files = {n: d for n, d in FILES.items() if "safetensors" not in n or "GGUF" not in model}
         if model == "org/broken":
             self._send(503, b"{}")
-        elif model not in ("org/model", "org/gated") and not self._authorised():
+        elif model not in ("org/model", "org/gated", "org/model-GGUF") and not self._authorised():
             self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif rest not in ("main", COMMIT):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif "/tree/" in path:
             tree = [
                 {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
-                for name, data in FILES.items()
+                for name, data in files.items()
             ]
             self._send(200, json.dumps(tree).encode())
         else:
-            siblings = [{"rfilename": name} for name in FILES]
+            siblings = [{"rfilename": name} for name in files]
             info = {"id": model, "sha": COMMIT, "siblings": siblings}
             self._send(200, json.dumps(info).encode())
 
@@ -261,6 +262,14 @@ def test_a_file_that_the_model_lacks(tmp_path: Path, endpoint: str) -> None:
     assert "no file 'other.gguf'" in answer["error"]
     answer, _ = snapshot(tmp_path, endpoint, "org/gated:model.gguf")
     assert "gated" in answer["error"]
+
+
+def test_a_model_of_gguf_files_asks_for_one(tmp_path: Path, endpoint: str) -> None:
+    answer, _ = snapshot(tmp_path, endpoint, "org/model-GGUF")
+    assert answer["error"].endswith(
+        "as in org/model-GGUF:Q8/big-00001-of-00002.gguf; it has Q8/big-00001-of-00002.gguf,"
+        " model.gguf"
+    )
 
 
 @pytest.mark.parametrize(

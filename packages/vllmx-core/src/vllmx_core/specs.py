@@ -67,7 +67,8 @@ class ModelSpec(_Spec):
     gguf_names: tuple[str, ...] = ()
     """Values of a GGUF file's `general.architecture` that it serves."""
     gguf: str = ""
-    """"package.module:attribute" of its form in GGUF files, as the format "gguf" wants it."""
+    """"package.module:attribute" of its form in such files, a
+    `vllmx_models.gguf.architecture.GGUFArchitecture`."""
     api: int = API_VERSION
 
     def load_gguf(self) -> Any:

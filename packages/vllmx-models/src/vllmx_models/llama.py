@@ -52,4 +52,4 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-GGUF = GGUFArchitecture("llama", "LlamaForCausalLM", interleaved=INTERLEAVED, config=_gguf_config)
+GGUF = GGUFArchitecture("LlamaForCausalLM", interleaved=INTERLEAVED, config=_gguf_config)

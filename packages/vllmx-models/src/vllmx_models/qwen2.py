@@ -50,4 +50,4 @@ def qwen_layers(read: ConfigReader, head: int) -> tuple[LayerSpec, ...]:
     return layer_specs(read, ropes, sliding, window)
 
 
-GGUF = GGUFArchitecture("qwen2", "Qwen2ForCausalLM")
+GGUF = GGUFArchitecture("Qwen2ForCausalLM")

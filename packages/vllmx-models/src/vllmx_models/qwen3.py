@@ -32,4 +32,4 @@ def qwen3(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-GGUF = GGUFArchitecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})
+GGUF = GGUFArchitecture("Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})

@@ -15,3 +15,8 @@ def shard_names(name: str) -> list[str]:
         return [name]
     count = int(match["count"])
     return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def first_shard(name: str) -> str:
+    """The file of a set that stands for it."""
+    return shard_names(name)[0]

@@ -60,4 +60,4 @@ def _rotating_layers(read: ConfigReader) -> list[bool]:
 
 
 # which layers rotate is not in the file: always three of four
-GGUF = GGUFArchitecture("smollm3", "SmolLM3ForCausalLM", interleaved=INTERLEAVED)
+GGUF = GGUFArchitecture("SmolLM3ForCausalLM", interleaved=INTERLEAVED)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError
 
-from vllmx_models.shard_names import shard_names
+from vllmx_models.shard_names import first_shard, shard_names
 
 # A snapshot takes what serving needs and nothing else: no second copies of the weights in other
 # formats or namings, no folders of other runtimes.
@@ -24,6 +24,7 @@ ALLOW = (
 )
 IGNORE = ("original/*", "onnx/*", "openvino/*", "coreml/*", "*/model*.safetensors")
 MAX_ID_LENGTH = 128
+MAX_LISTED = 20
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GGUF_NAME = re.compile(r"[\w.+-][\w.+ /-]{0,250}\.gguf")  # no pattern's signs
 _ACCESS_REMEDY = "set HF_TOKEN to a token that has access (https://huggingface.co/settings/tokens)"
@@ -44,7 +45,29 @@ def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | Non
     """
     if not _is_repo_id(model):
         return None
-    return _download(model, revision, progress, ALLOW, IGNORE)
+    folder = _download(model, revision, progress, ALLOW, IGNORE)
+    if folder is not None and next(folder.glob("*.safetensors"), None) is None:
+        _refuse_choice(model, revision)
+    return folder
+
+
+def _refuse_choice(repo: str, revision: str | None) -> None:
+    """Raises ModelNotFoundError for a model that is there as GGUF files alone, which one has to
+    choose from; passes over everything else."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        files = list_repo_files(repo, revision=revision)
+    except Exception:  # offline, say: the message is not worth another error
+        return
+    models = sorted({first_shard(name) for name in files if name.endswith(".gguf")})
+    if models:
+        listed = ", ".join(models[:MAX_LISTED]) + (" ..." if len(models) > MAX_LISTED else "")
+        raise ModelNotFoundError(
+            f"model {repo!r} has GGUF files and no safetensors: name one of them, as in"
+            f" {repo}:{models[0]}; it has {listed}",
+            param="model",
+        )
 
 
 def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
@@ -53,8 +76,7 @@ def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
     repo, _, name = model.partition(":")
     if not _is_repo_id(repo) or not _GGUF_NAME.fullmatch(name) or ".." in name:
         return None
-    folder, slash, file = name.rpartition("/")
-    wanted = [f"{folder}{slash}{shard}" for shard in shard_names(file)]
+    wanted = shard_names(name)
     snapshot = _download(repo, revision, progress, wanted, ())
     if snapshot is None:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllmx_core.errors import PluginError
 from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec, Spec
+from vllmx_core.specs import BackendSpec, ModelSpec, Spec
 
 HEAVY = (
     "numpy", "torch", "cupy", "mlx", "jax", "scipy", "pandas", "transformers", "tokenizers",
@@ -100,7 +100,21 @@ def _problems(spec: Spec) -> list[str]:
             problems.append(f"{what}: {role}: {error.message}")
     if isinstance(spec, BackendSpec) and not problems:
         problems += _backend_problems(spec, what)
+    if isinstance(spec, ModelSpec):
+        problems += _gguf_problems(spec, what)
     return problems
+
+
+def _gguf_problems(spec: ModelSpec, what: str) -> list[str]:
+    if bool(spec.gguf) != bool(spec.gguf_names):
+        return [f"{what}: gguf and gguf_names go together, it has only one of them"]
+    if not spec.gguf:
+        return []
+    try:
+        spec.load_gguf()
+    except PluginError as error:
+        return [error.message]
+    return []
 
 
 def _backend_problems(spec: BackendSpec, what: str) -> list[str]:

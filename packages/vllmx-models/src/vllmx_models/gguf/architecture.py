@@ -2,7 +2,7 @@
 
 An architecture's own file states it once, beside its config reader:
 
-    GGUF = GGUFArchitecture("qwen3", "Qwen3ForCausalLM", DECODER_TENSORS | HEAD_NORM_TENSORS)
+    GGUF = GGUFArchitecture("Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})
 
 and its `ModelSpec` names it (`gguf="package.module:GGUF"`, `gguf_names=("qwen3",)`).
 """
@@ -67,8 +67,6 @@ def decoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
 class GGUFArchitecture:
     """The GGUF form of one architecture."""
 
-    name: str
-    """`general.architecture`, which is also the prefix of its metadata."""
     architecture: str
     """Of config.json's `architectures`; `config` may name another one."""
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER_TENSORS)

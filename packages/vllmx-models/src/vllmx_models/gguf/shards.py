@@ -8,14 +8,14 @@ from pathlib import Path
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
 
 from vllmx_models.gguf.file import GGUFFile
-from vllmx_models.shard_names import shard_names
+from vllmx_models.shard_names import first_shard, shard_names
 
 
 def model_file(folder: Path) -> Path:
     """The one model in a folder, the first of its shards. Projectors of vision models are passed
     over. Raises ModelNotFoundError when there is none or a choice."""
     names = sorted(path.name for path in folder.glob("*.gguf") if path.is_file())
-    models = sorted({shard_names(name)[0] for name in names if not name.startswith("mmproj")})
+    models = sorted({first_shard(name) for name in names if not name.startswith("mmproj")})
     if len(models) == 1:
         return folder / models[0]
     listed = ", ".join(models[:10]) + (" ..." if len(models) > 10 else "")

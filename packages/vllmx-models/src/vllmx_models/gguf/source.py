@@ -90,8 +90,8 @@ class GGUFSource:
         original = table.tensors.get(pattern)
         if original is None:
             raise UnsupportedModelError(
-                f"{file.path} has a tensor {info.name!r}, which a {table.name!r} model does not"
-                " have here: it is another variant of the architecture"
+                f"{file.path} has a tensor {info.name!r}, which a model of {table.architecture}"
+                " does not have: it is another variant of the architecture"
             )
         name = original.format(layer) + suffix
         group = table.interleaved.get(pattern)
@@ -150,11 +150,14 @@ def open_checkpoint(path: Path, registry: Registry) -> Checkpoint:
 
 def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Checkpoint:
     metadata = files[0].metadata
-    table = _table(path, metadata, registry)
-    header = _header(path, files, table.name)
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
+    table = _table(path, name, registry)
+    header = _header(path, files, name)
     config: dict[str, Any] = {
         "architectures": [table.architecture],
-        "model_type": table.name,
+        "model_type": name,
         **_from_tensors(header),
         **table.config(header),
     }
@@ -171,16 +174,13 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
     )
 
 
-def _table(path: Path, metadata: Mapping[str, Any], registry: Registry) -> GGUFArchitecture:
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
+def _table(path: Path, name: str, registry: Registry) -> GGUFArchitecture:
     specs = [spec for spec in registry.all(ModelSpec) if spec.gguf_names]
     for spec in specs:
         if name in spec.gguf_names:
             found = spec.load_gguf()
-            if not isinstance(found, GGUFArchitecture) or found.name != name:
-                raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUF form of {name!r}")
+            if not isinstance(found, GGUFArchitecture):
+                raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUFArchitecture")
             return found
     known = ", ".join(sorted(known for spec in specs for known in spec.gguf_names))
     raise UnsupportedModelError(
