@@ -50,12 +50,32 @@ class TestCpu(_Suite):
     block_sizes = (16, 32, 64, 128)
 
 
-class TestTorch(_Suite):
+class _Torch(_Suite):
     backend = "torch"
-    exact_batches = False  # so does torch
+    exact_batches = False  # as in TestNumpy
 
     @contextmanager
     def loaded(self, model: Model, source: WeightSource, **options: Any) -> Iterator[LoadedModel]:
         """On one thread: small steps beside other tests."""
         with super().loaded(model, source, **({"num_threads": 1} | options)) as loaded:
             yield loaded
+
+
+class TestTorch(_Torch):
+    pass
+
+
+class TestTorchInPieces(_Torch):
+    """Steps so small that all that the backend cuts into pieces is cut."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend_spec("torch").load()
+        for name, size in {
+            "step.TILE_TOKENS": 5,
+            "step.BATCH_KEYS": 48,
+            "sampler._CHUNK_VALUES": 300,
+            "ops._HEAD_VALUES": 100,
+            "weights._COPY_BYTES": 200,
+        }.items():
+            monkeypatch.setattr(f"vllmx_torch.{name}", size)

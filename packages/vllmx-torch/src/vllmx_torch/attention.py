@@ -3,12 +3,42 @@ attend. All of it is float32 but for the pages themselves."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from vllmx_core.model import AttentionSpec
 
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import AttentionBatch, TorchStep
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Buffers for gathered context, kept from layer to layer: megabytes that malloc gives back and
+    asks for again cost more in page faults than the copy into them."""
+
+    _buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def gather(self, name: str, pages: Tensor, slots: Tensor) -> Tensor:
+        """pages (K, blocks * P, D), slots (N, C) -> (K, N, C, D) float32, good until the next call
+        with this name."""
+        kv_heads, _, size = pages.shape
+        shape = (kv_heads, slots.numel(), size)
+        gathered = self._take(name, shape, pages.dtype, pages.device)
+        torch.index_select(pages, 1, slots.flatten(), out=gathered)
+        if pages.dtype != torch.float32:
+            gathered = self._take(name, shape, torch.float32, pages.device).copy_(gathered)
+        return gathered.view(kv_heads, *slots.shape, size)
+
+    def _take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        key, values = (name, dtype), math.prod(shape)
+        if key not in self._buffers or self._buffers[key].numel() < values:
+            self._buffers[key] = torch.empty(values, dtype=dtype, device=device)
+        return self._buffers[key][:values].view(shape)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -31,7 +61,9 @@ def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     return rotated
 
 
-def attention(qkv: Tensor, spec: AttentionSpec, step: TorchStep, pages: LayerPages) -> Tensor:
+def attention(
+    qkv: Tensor, spec: AttentionSpec, step: TorchStep, pages: LayerPages, scratch: Scratch
+) -> Tensor:
     """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.view(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
@@ -44,33 +76,35 @@ def attention(qkv: Tensor, spec: AttentionSpec, step: TorchStep, pages: LayerPag
         table = spec.rope[step.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
-    pages.k.index_copy_(0, step.slots, k.to(pages.k.dtype))
-    pages.v.index_copy_(0, step.slots, v.to(pages.v.dtype))
+    pages.k.index_copy_(1, step.slots, k.transpose(0, 1).to(pages.k.dtype))
+    pages.v.index_copy_(1, step.slots, v.transpose(0, 1).to(pages.v.dtype))
     out = torch.empty_like(q)  # (T, H, D)
     for batch in step.batches(spec.window, spec.causal):
-        out.index_copy_(0, batch.tokens, _attend(q[batch.tokens], batch, spec, pages))
+        out.index_copy_(0, batch.tokens, _attend(q[batch.tokens], batch, spec, pages, scratch))
     return out.view(-1, heads * size)
 
 
-def _attend(q: Tensor, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages) -> Tensor:
+def _attend(
+    q: Tensor, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages, scratch: Scratch
+) -> Tensor:
     """q (N * Q, H, D) -> (N * Q, H, D)."""
     tiles, queries, _ = batch.mask.shape
     kv_heads, size = spec.num_kv_heads, spec.head_size
     group = spec.num_heads // kv_heads
-    # Query heads of one kv head become more queries of it: (N, K, G * Q, D)
-    q = q.view(tiles, queries, kv_heads, group, size).permute(0, 2, 3, 1, 4)
-    q = q.reshape(tiles, kv_heads, group * queries, size)
-    keys = pages.k[batch.slots].float().permute(0, 2, 3, 1)  # (N, K, D, C)
-    values = pages.v[batch.slots].float().permute(0, 2, 1, 3)  # (N, K, C, D)
-    scores = (q @ keys) * spec.scale  # (N, K, G * Q, C)
+    # Query heads of one kv head become more queries of it: (K, N, G * Q, D)
+    q = q.view(tiles, queries, kv_heads, group, size).permute(2, 0, 3, 1, 4)
+    q = q.reshape(kv_heads, tiles, group * queries, size)
+    keys = scratch.gather("k", pages.k, batch.slots)  # (K, N, C, D)
+    values = scratch.gather("v", pages.v, batch.slots)  # (K, N, C, D)
+    scores = (q @ keys.mT) * spec.scale  # (K, N, G * Q, C)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = scores.view(tiles, kv_heads, group, queries, -1)
-    scores = scores.masked_fill(~batch.mask[:, None, None], -torch.inf)
+    scores = scores.view(kv_heads, tiles, group, queries, -1)
+    scores = scores.masked_fill(~batch.mask[:, None], -torch.inf)
     if spec.sinks is not None:
-        sinks = spec.sinks.view(1, kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = spec.sinks.view(kv_heads, 1, group, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : batch.mask.shape[-1]]
-    out = weights.reshape(tiles, kv_heads, group * queries, -1) @ values
-    out = out.view(tiles, kv_heads, group, queries, size).permute(0, 3, 1, 2, 4)
+    out = weights.reshape(kv_heads, tiles, group * queries, -1) @ values
+    out = out.view(kv_heads, tiles, group, queries, size).permute(1, 3, 0, 2, 4)
     return out.reshape(tiles * queries, spec.num_heads, size)

@@ -42,14 +42,15 @@ class TorchBackend:
         return "torch"
 
     def environment(self) -> dict[str, str]:
-        """Version of torch, its devices, and the one that a model would go to."""
-        device = choose_device()
-        return {
-            "torch": torch.__version__,
-            "devices": ", ".join(available_devices()),
-            "device": describe(device),
-            "free memory": format_bytes(free_bytes(device)),
-        }
+        """Version of torch, its devices, and the one that a model would go to, or why to none."""
+        facts = {"torch": torch.__version__, "devices": ", ".join(available_devices())}
+        try:
+            device = choose_device()
+        except ConfigError as error:
+            return facts | {"device": error.message}
+        return facts | {
+            "device": describe(device), "free memory": format_bytes(free_bytes(device))
+        }  # fmt: skip
 
     def load(
         self,

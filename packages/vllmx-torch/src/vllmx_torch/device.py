@@ -27,10 +27,8 @@ def available_devices() -> list[str]:
     """Names that `VLLMX_TORCH_DEVICE` may have here, best first."""
     names: list[str] = []
     for kind in KINDS:
-        count = device_count(kind)
-        names += [kind] if kind in ("cpu", "mps") else [f"{kind}:{i}" for i in range(count)]
-        if not count:
-            names = [name for name in names if name != kind]
+        numbered = kind in ("cuda", "xpu")
+        names += [f"{kind}:{i}" if numbered else kind for i in range(device_count(kind))]
     return names
 
 
@@ -68,9 +66,11 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    if device.type == "xpu":  # older versions of torch do not tell what others have taken
-        total = int(torch.xpu.get_device_properties(device).total_memory)
-        return total - int(torch.xpu.memory_allocated(device))
+    if device.type == "xpu":
+        if hasattr(torch.xpu, "mem_get_info"):
+            return int(torch.xpu.mem_get_info(device)[0])
+        # older versions of torch do not tell what is taken
+        return int(torch.xpu.get_device_properties(device).total_memory)
     if device.type == "mps":
         most = int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory())
         return min(most, free_host_bytes())  # one memory for processor and GPU

@@ -1,4 +1,5 @@
-"""KV pages as tensors: (blocks * P, K, D) for keys and as many values in each attention layer."""
+"""KV pages as tensors: (K, blocks * P, D) for keys and as many values in each attention layer, so
+that gathered context is ready for a batched product over the heads."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ unless one sequence needs more."""
 class LayerPages:
     """KV pages of one attention layer."""
 
-    k: Tensor  # (blocks * P, K, D)
-    v: Tensor  # (blocks * P, K, D)
+    k: Tensor  # (K, blocks * P, D)
+    v: Tensor  # (K, blocks * P, D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class KVPlan:
         return tuple(
             LayerPages(
                 *(
-                    torch.zeros(slots, kv.num_kv_heads, kv.head_size, dtype=dtype, device=device)
+                    torch.zeros(kv.num_kv_heads, slots, kv.head_size, dtype=dtype, device=device)
                     for _ in range(2)
                 )
             )

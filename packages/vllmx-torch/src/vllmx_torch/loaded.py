@@ -16,7 +16,7 @@ from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.ops import TorchOps
 from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep
-from vllmx_torch.transfer import Download, Stopwatch
+from vllmx_torch.transfer import Download, StepClock
 from vllmx_torch.weights import TorchWeight
 
 
@@ -41,6 +41,7 @@ class TorchLoadedModel:
         self._info = info
         self._device, self._sampling_device = device, sampling_device
         self._last_ids = torch.zeros(1, dtype=torch.int64, device=device)  # (L,) of the last step
+        self._clock = StepClock(device)
         self._in_flight: deque[TorchStepHandle] = deque()
         self._closed = False
 
@@ -56,12 +57,13 @@ class TorchLoadedModel:
         assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
         assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
         assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
-        stopwatch = Stopwatch(self._device)
+        started = self._clock.start()
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
         results = self._sampled(step, rows)
         if plan.num_logit_rows:
             self._last_ids = results["ids"].long().to(self._device)
-        handle = TorchStepHandle(self._in_flight, Download(results, self._device, stopwatch))
+        download = Download(results, self._device, self._clock, started)
+        handle = TorchStepHandle(self._in_flight, download)
         self._in_flight.append(handle)
         return handle
 

@@ -3,14 +3,14 @@ the model's dtype, except for the head, whose rounded logits would tie."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from vllmx_core.model import Activation, AttentionSpec, StepInputs
 
-from vllmx_torch.attention import attention, rms_norm
+from vllmx_torch.attention import Scratch, attention, rms_norm
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import TorchStep
 from vllmx_torch.weights import LinearWeight
@@ -24,6 +24,7 @@ class TorchOps:
     """Computes one step at once."""
 
     pages: tuple[LayerPages, ...]
+    scratch: Scratch = field(default_factory=Scratch)
 
     def embedding(self, ids: Tensor, w: Tensor) -> Tensor:
         return w[ids].float()
@@ -45,7 +46,7 @@ class TorchOps:
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, step: StepInputs) -> Tensor:
         assert isinstance(step, TorchStep)
-        return attention(qkv, spec, step, self.pages[spec.layer])
+        return attention(qkv, spec, step, self.pages[spec.layer], self.scratch)
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

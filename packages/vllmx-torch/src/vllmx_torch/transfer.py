@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,45 +23,68 @@ def upload(array: AnyArray, dtype: npt.DTypeLike, device: torch.device) -> Tenso
     return host.to(device)
 
 
-class Stopwatch:
-    """Started where a step is enqueued; `Download` stops it."""
+@dataclass(frozen=True, slots=True)
+class Started:
+    """When a step was enqueued."""
+
+    host_s: float
+    event: torch.cuda.Event | None
+
+
+class StepClock:
+    """How long steps take on a device. One for each model."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-        self._begin = time.perf_counter()
+        self._device = device
+        self._last_end_s = 0.0
 
-    def seconds(self, end: torch.cuda.Event | None) -> float:
-        """Time on the device until `end`, which has happened, or on the host until now."""
-        if self._event is not None and end is not None:
-            return float(self._event.elapsed_time(end)) / 1000
-        return time.perf_counter() - self._begin
+    def start(self) -> Started:
+        return Started(time.perf_counter(), self.event())
+
+    def event(self) -> torch.cuda.Event | None:
+        """Happens when what was enqueued so far has run; None where only the host's clock is."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, started: Started, end: torch.cuda.Event | None) -> float:
+        """Until `end`, which has happened, or else until now; a step that was enqueued behind
+        another counts from that one's end."""
+        if started.event is not None and end is not None:
+            return float(started.event.elapsed_time(end)) / 1000
+        now_s = time.perf_counter()
+        begin_s, self._last_end_s = max(started.host_s, self._last_end_s), now_s
+        return now_s - begin_s
 
 
 class Download:
     """A step's results on their way to the host."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], device: torch.device, stopwatch: Stopwatch
+        self,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        clock: StepClock,
+        started: Started,
     ) -> None:
-        self._tensors, self._stopwatch = dict(tensors), stopwatch
-        self._done: torch.cuda.Event | None = None
+        self._tensors = dict(tensors)
+        self._clock, self._started = clock, started
         self._seconds: float | None = None
         if device.type == "cuda":
             for name, tensor in tensors.items():
                 pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 self._tensors[name] = pinned.copy_(tensor, non_blocking=True)
-            self._done = torch.cuda.Event(enable_timing=True)
-            self._done.record(torch.cuda.current_stream(device))
         elif device.type == "cpu":
-            self._seconds = stopwatch.seconds(None)  # the step has run
+            self._seconds = clock.seconds(started, None)  # the step has run
+        self._done = clock.event()
 
     def wait(self) -> tuple[dict[str, AnyArray], float]:
         """The arrays, owned by the caller, and how long the step took in seconds."""
         if self._done is not None:
             self._done.synchronize()
         arrays = {name: np.array(tensor.cpu().numpy()) for name, tensor in self._tensors.items()}
-        seconds = self._seconds
-        return arrays, self._stopwatch.seconds(self._done) if seconds is None else seconds
+        if self._seconds is None:
+            self._seconds = self._clock.seconds(self._started, self._done)
+        return arrays, self._seconds

@@ -1,0 +1,59 @@
+"""The engine on the torch backend: the demo model, and the same draws as the cpu backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllmx import LLM, SamplingParams
+from vllmx_core.errors import BackendUnavailableError, PluginError
+from vllmx_core.registry import load_registry
+
+REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
+CONFIG: dict[str, Any] = {
+    "dtype": "float32", "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27, "num_threads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _backends() -> None:
+    for name in ("torch", "cpu"):
+        try:
+            load_registry().choose_backend(name)
+        except (BackendUnavailableError, PluginError) as error:
+            pytest.skip(str(error))
+
+
+def test_reference_answers() -> None:
+    cases = json.loads(REFERENCE.read_text())["cases"]
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    with LLM("demo", backend="torch", **CONFIG) as llm:
+        outputs = llm.generate([case["prompt_ids"] for case in cases], params)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        case["greedy_ids"] for case in cases
+    ]
+
+
+def test_a_seeded_answer_is_that_of_the_cpu_backend() -> None:
+    """Every rule of the sampler, in one batch."""
+    rules: list[dict[str, Any]] = [
+        {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.3}, {"logit_bias": {300: 4.0}},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.9, max_tokens=24, seed=seed, logprobs=2, **rule)
+        for seed, rule in enumerate(rules)
+    ]
+    answers = {}
+    for backend in ("cpu", "torch"):
+        with LLM("demo", backend=backend, **CONFIG) as llm:
+            outputs = llm.generate(["Once upon a time there was"] * len(params), params)
+            answers[backend] = [output.outputs[0] for output in outputs]
+    assert [answer.token_ids for answer in answers["torch"]] == [
+        answer.token_ids for answer in answers["cpu"]
+    ]
+    for one, other in zip(answers["torch"], answers["cpu"], strict=True):
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
