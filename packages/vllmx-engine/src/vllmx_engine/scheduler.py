@@ -19,6 +19,10 @@ from vllmx_engine.waiting import FairShare, WaitingQueue
 
 logger = logging.getLogger("vllmx.scheduler")
 
+_PATIENCE_STEPS = 16
+"""Who did not fit is looked at again after so many steps, unless blocks come free before: to look a
+long prompt up in the prefix cache takes milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -41,6 +45,19 @@ class Batch:
     """Rows of the table that decode one token each, ascending."""
     chunks: tuple[Chunk, ...]
     load: StepLoad
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """The head of the queue does not fit."""
+
+    sequence: Sequence
+    room: int
+    patience: int = _PATIENCE_STEPS
+
+    def holds(self, sequence: Sequence, room: int) -> bool:
+        """Whether it need not be looked at again."""
+        return sequence is self.sequence and room <= self.room and self.patience > 0
 
 
 class Scheduler:
@@ -84,6 +101,7 @@ class Scheduler:
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
         """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
         prefill only a prompt that is too long for its step is ever cut."""
+        self._refused: _Refusal | None = None
         self._ranks: Counter[int] = Counter()
         """Live sequences of each priority."""
         self._leaders: dict[str, Sequence] = {}
@@ -201,6 +219,8 @@ class Scheduler:
         lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
         if not lower or not self.table.num_free:
             return bool(lower)
+        if self._refused is not None and self._refused.holds(head, self._room):
+            return False
         try:
             missing = self._missing_blocks(head, self._cached_blocks(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
@@ -228,11 +248,21 @@ class Scheduler:
                 may_admit = False
 
     def _try_admit(self, sequence: Sequence) -> bool:
+        if self._refused is not None and self._refused.holds(sequence, self._room):
+            self._refused.patience -= 1
+            return False
         try:
-            return self._admit(sequence)
+            admitted = self._admit(sequence)
         except Exception as error:  # one request's fault must not stop the others
             self.failed.append((sequence, error))
             return False
+        self._refused = None if admitted else _Refusal(sequence, self._room)
+        return admitted
+
+    @property
+    def _room(self) -> int:
+        """Blocks beside the one that each running sequence may soon need."""
+        return self.pool.num_available - len(self.running)
 
     def _cut(self, sequence: Sequence, start: int, size: int) -> Chunk:
         """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
@@ -288,7 +318,7 @@ class Scheduler:
     def _missing_blocks(self, sequence: Sequence, cached: list[int]) -> int:
         """How many more blocks would have to be free for its admission."""
         taken = self._num_blocks_of(sequence) - len(cached) + self.pool.num_idle_of(cached)
-        return taken + len(self.running) - self.pool.num_available
+        return taken - self._room
 
     def _num_blocks_of(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self.limits.block_size)
