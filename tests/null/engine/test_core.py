@@ -348,10 +348,10 @@ def test_a_fault_in_one_request_spares_the_others(
     elif where == "admission":
         sequence.request = msgspec.structs.replace(sequence.request, seed=-1)
     else:
-        scheduler = harness.core._scheduler
-        look_up = scheduler._cached_blocks
+        prefixes = harness.core._scheduler.prefixes
+        look_up = prefixes.cached_blocks
         monkeypatch.setattr(
-            scheduler, "_cached_blocks", lambda s: boom() if s is sequence else look_up(s)
+            prefixes, "cached_blocks", lambda s: boom() if s is sequence else look_up(s)
         )
     harness.run()
     assert harness.last[bad].error_code == "internal_error"

@@ -70,7 +70,7 @@ class Committer:
         for row, length in zip(rows, lengths, strict=True):
             sequence = self._table.owner[row]
             if sequence is not None:
-                self._scheduler.file_blocks(sequence, length)
+                self._scheduler.prefixes.file(sequence, length)
 
     def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:
         """A first token, one with log-probabilities, or a row without a result."""

@@ -13,6 +13,7 @@ from vllmx_core.plan import AnyArray
 from vllmx_engine.cost import StepCost, StepLoad
 from vllmx_engine.kv import BlockPool
 from vllmx_engine.prefix_cache import PrefixCache
+from vllmx_engine.prefixes import Prefixes
 from vllmx_engine.rows import RowTable
 from vllmx_engine.sequence import Limits, Sequence
 from vllmx_engine.waiting import FairShare, WaitingQueue
@@ -87,6 +88,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks, self.cache)
         size = limits.block_size
         self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size)
+        self.prefixes = Prefixes(self.table, self.pool, self.cache, enabled=prefix_caching)
         self.live: dict[str, Sequence] = {}
         """All sequences between `add` and `finish`, by request id."""
         self.running: list[Sequence] = []
@@ -97,7 +99,6 @@ class Scheduler:
         self.failed: list[tuple[Sequence, Exception]] = []
         """Sequences whose own bookkeeping raised; the owner takes them out and ends them."""
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
-        self._prefix_caching = prefix_caching
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
         """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
         prefill only a prompt that is too long for its step is ever cut."""
@@ -147,7 +148,7 @@ class Scheduler:
 
     def _can_share(self, sequence: Sequence) -> bool:
         long_enough = sequence.num_prompt > self.limits.block_size
-        return self._prefix_caching and long_enough and sequence.all_scored
+        return self.prefixes.enabled and long_enough and sequence.all_scored
 
     def prompt_computed(self, sequence: Sequence) -> None:
         """Its prompt's blocks are in the prefix cache: who waited for them may go on."""
@@ -222,7 +223,7 @@ class Scheduler:
         if self._refused is not None and self._refused.holds(head, self._room):
             return False
         try:
-            missing = self._missing_blocks(head, self._cached_blocks(head)) + num_taken
+            missing = self._missing_blocks(head, self.prefixes.cached_blocks(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
             return False
         held = int(self.table.num_blocks[lower].sum())
@@ -296,7 +297,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
         its known tokens, and leaves one more block for each running row."""
-        cached = self._cached_blocks(sequence)
+        cached = self.prefixes.cached_blocks(sequence)
         if self._missing_blocks(sequence, cached) > 0:
             return False
         self.queue.remove(sequence)
@@ -307,11 +308,11 @@ class Scheduler:
         new = self._num_blocks_of(sequence) - len(cached)
         blocks = np.concatenate([np.array(cached, np.int32), self.pool.allocate(new)])
         self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
-        if not self._prefix_caching:
+        if not self.prefixes.enabled:
             self.table.never_file(sequence.row)
         if not sequence.was_preempted:
             sequence.num_cached_tokens = len(cached) * self.limits.block_size
-            self.num_queried_tokens += sequence.num_prompt if self._prefix_caching else 0
+            self.num_queried_tokens += sequence.num_prompt if self.prefixes.enabled else 0
             self.num_hit_tokens += sequence.num_cached_tokens
         return True
 
@@ -322,55 +323,6 @@ class Scheduler:
 
     def _num_blocks_of(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self.limits.block_size)
-
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Of its longest cached prefix. The last known token is always computed, because its logits
-        are needed; so are tokens that are to be scored."""
-        blocks: list[int] = []
-        if not self._prefix_caching:
-            return blocks
-        size = self.limits.block_size
-        end = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
-        most = end // size
-        tokens = sequence.tokens[: most * size].tobytes()
-        parent = sequence.root
-        for index in range(most):
-            part = tokens[4 * size * index : 4 * size * (index + 1)]
-            digest = self._digest(sequence, index, parent, part)
-            block = self.cache.find(digest, parent, part)
-            if block is None:
-                break
-            blocks.append(block)
-            parent = digest
-        return blocks
-
-    def _digest(self, sequence: Sequence, index: int, parent: bytes, tokens: bytes) -> bytes:
-        if index == len(sequence.digests):
-            sequence.digests.append(self.cache.digest(parent, tokens))
-        return sequence.digests[index]
-
-    def file_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Puts the full blocks among the first `num_tokens`, whose step came back sound, into the
-        prefix cache. Where an equal block is there already, the row changes over to it: so the
-        cached ancestors of a cached block are owned by all who own the block."""
-        table, row, size = self.table, sequence.row, self.limits.block_size
-        first, end = int(table.filed[row]), num_tokens // size
-        blocks = table.blocks[row]
-        parent = sequence.digests[first - 1] if first else sequence.root
-        for index in range(first, end):
-            tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
-            digest = self._digest(sequence, index, parent, tokens)
-            block = int(blocks[index])
-            holder = self.cache.insert(block, digest, parent, tokens)
-            if holder is None:  # the digest stands for other tokens
-                table.never_file(row)
-                return
-            if holder != block:
-                self.pool.acquire([holder])
-                self.pool.release(blocks[index : index + 1].copy())
-                blocks[index] = holder
-            parent = digest
-        table.filed[row] = end
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, and a result on its way still counts."""
