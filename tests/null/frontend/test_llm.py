@@ -190,6 +190,12 @@ def test_load_errors(
         LLM(registry=registry, **settings)  # type: ignore[arg-type]
 
 
+def test_info_says_what_a_step_holds(folder: str, registry: Registry) -> None:
+    config: dict[str, Any] = {"max_num_seqs": 50, "max_num_batched_tokens": 20}
+    with LLM(folder, backend="fake", registry=registry, **config) as llm:
+        assert (llm.info.max_num_seqs, llm.info.max_num_batched_tokens) == (20, 20)
+
+
 def test_context_shrinks_to_what_the_cache_holds(
     folder: str, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from vllmx_core.registry import Registry, load_registry
 
 from vllmx_engine.core import EngineCore
 from vllmx_engine.messages import CoreInfo
+from vllmx_engine.sequence import Limits
 
 logger = logging.getLogger("vllmx.load")
 
@@ -82,7 +83,7 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         loaded.close()
         raise
     seconds = time.monotonic() - started
-    info = _core_info(plan, checkpoint, loaded, model.shape, max_model_len, seconds)
+    info = _core_info(plan, checkpoint, loaded, core.limits, seconds)
     _log(info)
     return core, info
 
@@ -151,8 +152,7 @@ def _core_info(
     plan: LoadPlan,
     checkpoint: Checkpoint,
     loaded: LoadedModel,
-    shape: ModelShape,
-    max_model_len: int,
+    limits: Limits,
     seconds: float,
 ) -> CoreInfo:
     info = loaded.info
@@ -161,16 +161,16 @@ def _core_info(
         model=plan.config.name,
         path=str(plan.path),
         architecture=str(names[0]),
-        max_model_len=max_model_len,
-        vocab_size=shape.vocab_size,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
         backend=info.backend,
         device=info.device,
         dtype=info.dtype,
         kv_cache_dtype=info.kv_cache_dtype,
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
-        max_num_seqs=plan.config.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_num_seqs=limits.max_rows,
+        max_num_batched_tokens=limits.token_budget,
         weight_bytes=info.weight_bytes,
         kv_cache_bytes=info.kv_cache_bytes,
         load_seconds=seconds,
