@@ -59,6 +59,14 @@ def bench(session: nox.Session) -> None:
     session.run("python", f"bench/{name}.py", *arguments)
 
 
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """A fuzz target for a while: `nox -s fuzz -- fuzz_gguf -max_total_time=600`."""
+    session.install("-r", "requirements-dev.txt", "atheris")
+    options = session.posargs or ["fuzz_gguf", "-max_total_time=600", "-rss_limit_mb=1024"]
+    session.run("python", "tests/fuzz/run.py", *options)
+
+
 @nox.session(venv_backend="none")
 def bump(session: nox.Session) -> None:
     """Sets one version everywhere: `nox -s bump -- 0.2.0`."""

@@ -1,15 +1,9 @@
-"""Fuzz target: any bytes as a GGUF file, opened, decoded and read to the end.
-
-    python tests/fuzz/fuzz_gguf.py [CORPUS] [libFuzzer's options]
-
-needs atheris; `test_fuzz_gguf.py` runs the same target on damaged copies of `seed()` without it.
-"""
+"""Fuzz target: any bytes as a GGUF file, opened, decoded and read to the end."""
 
 from __future__ import annotations
 
 import os
 import struct
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -107,14 +101,3 @@ def _entry(key: str, kind: int, value: bytes) -> bytes:
 def _tensor(name: str, dims: tuple[int, ...], kind: int, offset: int) -> bytes:
     shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
     return _string(name) + shape + struct.pack("<IQ", kind, offset)
-
-
-def main() -> None:
-    import atheris
-
-    atheris.Setup(sys.argv, lambda data: one_input(data) and None)
-    atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    main()

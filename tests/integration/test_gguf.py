@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,3 +126,27 @@ def test_a_sentencepiece_llama(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
         output = llm.generate([{"prompt_token_ids": reference["prompt_ids"]}], params)[0]
     assert list(output.outputs[0].token_ids) == reference["greedy_ids"]
+
+
+def test_the_command_line_takes_a_file(tmp_path: Path, demo: dict[str, Path]) -> None:
+    arguments = ("--temperature", "0", "--max-tokens", "8", "--prompts", "Once upon a time")
+    done = complete("--file", str(demo["BF16"]), *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Once upon a time, there was a")
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(demo["BF16"].read_bytes()[:20_000])
+    done = complete(str(damaged), *arguments)
+    assert done.returncode == 2
+    assert "damaged.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def complete(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllmx", "complete", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

@@ -241,6 +241,19 @@ def test_unmapped_tensors_and_quirks_are_refused(registry: Registry, tmp_path: P
         open_checkpoint(registry, path)
 
 
+def test_parts_of_models_are_refused(registry: Registry, tmp_path: Path) -> None:
+    tensors = {"token_embd.weight": np.zeros((48, 64), np.float32)}
+    path = write_model(
+        tmp_path / "adapter.gguf", BASE, tensors, of_type(TYPES.F32),
+        extra=lambda writer: writer.add_type("adapter"),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="'adapter'"):
+        open_checkpoint(registry, path)
+    vocabulary = write_model(tmp_path / "vocab.gguf", BASE, {}, of_type(TYPES.F32))
+    with pytest.raises(WeightFormatError, match="vocabulary and no weights"):
+        open_checkpoint(registry, vocabulary)
+
+
 def test_types_without_a_reader_are_named(registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")

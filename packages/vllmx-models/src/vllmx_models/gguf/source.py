@@ -153,6 +153,12 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModelError(
+            f"{path} holds no whole model but one of general.type {str(kind)[:40]!r}: give the"
+            " model's file"
+        )
     table = _table(path, name, registry)
     header = _header(path, files, name)
     config: dict[str, Any] = {
