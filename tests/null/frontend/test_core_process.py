@@ -209,6 +209,24 @@ async def test_the_core_leaves_signals_to_its_parent(
         assert len(await task) == 20
 
 
+async def test_a_core_that_starts_leaves_signals_to_its_parent_too(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn = supervisor.spawn
+
+    def signalled(path: Path) -> subprocess.Popen[bytes]:
+        process = spawn(path)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        return process
+
+    monkeypatch.setattr(supervisor, "spawn", signalled)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    async with make_engine(in_process=False) as llm:
+        assert await answer(llm)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
 async def test_a_process_that_dies_before_it_connects(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,12 @@ def test_priority_is_served_first(llm: LLM) -> None:
     assert ends[5] == min(ends)
 
 
+def test_a_priority_for_each_prompt_or_for_none(llm: LLM) -> None:
+    for priority in ([], [1], [1, 2, 3]):
+        with pytest.raises(InvalidRequestError, match="for 2 prompts"):
+            llm.generate(["a", "b"], GREEDY, priority=priority)
+
+
 def test_an_interrupt_aborts_and_leaves_the_engine_usable(llm: LLM) -> None:
     def interrupt(progress: Progress) -> None:
         if progress.generated_tokens > 5:

@@ -97,7 +97,13 @@ class LLM:
         several = _as_prompts(prompts)
         params = _one_each(sampling_params, len(several))
         builder = self._engine.builder
-        priorities = priority or [0] * len(several)
+        priorities = [0] * len(several) if priority is None else priority
+        if len(priorities) != len(several):
+            raise InvalidRequestError(
+                f"{len(priorities)} priorities were given for {len(several)} prompts: give one for"
+                " each",
+                param="priority",
+            )
         requests = [
             builder.build(prompt, each, options=RequestOptions(priority=rank))
             for prompt, each, rank in zip(several, params, priorities, strict=True)

@@ -190,9 +190,14 @@ class CoreProcess(asyncio.Protocol):
 
 def spawn(path: Path) -> subprocess.Popen[bytes]:
     """The core process; its output goes to our standard error. `-P`: the working directory must
-    not shadow modules."""
+    not shadow modules. It inherits a mask that holds back what a terminal or a service manager
+    sends to the whole group, until it has begun to ignore it."""
     command = [sys.executable, "-P", "-m", "vllmx_engine.process", str(path)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _socket_folder() -> Path:
