@@ -13,6 +13,7 @@ import pytest
 from vllmx import LLM, AsyncLLM, EngineConfig, Message, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, ModelNotFoundError
 from vllmx_core.registry import load_registry
+from vllmx_core.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
@@ -66,6 +67,20 @@ def test_tokenizer_and_template_come_from_the_file(demo: dict[str, Path]) -> Non
         answer = llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=24))[0]
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
+
+
+def test_every_backend_takes_blocks(demo: dict[str, Path]) -> None:
+    """Those that do not multiply them get float32 values, and agree."""
+    prompt = [DEMO["cases"][0]["prompt_ids"]]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    answers = set()
+    for spec in load_registry().all(BackendSpec):
+        if spec.unavailable_reason() is not None:
+            continue
+        with open_llm(demo["Q8_0"], backend=spec.name, dtype="float32") as llm:
+            output = llm.generate([{"prompt_token_ids": ids} for ids in prompt], params)[0]
+            answers.add(tuple(output.outputs[0].token_ids))
+    assert len(answers) == 1
 
 
 async def test_the_core_process_knows_the_format(demo: dict[str, Path]) -> None:

@@ -172,6 +172,29 @@ def test_whole_blocks_of_256_keep_their_bytes(registry: Registry, tmp_path: Path
     opened.weights.close()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_fused_queries_keys_and_values(registry: Registry, tmp_path: Path, name: str) -> None:
+    config = BASE | VARIANTS[name]
+    weights = original(registry, config)
+    tensors = convert_tensors(config, weights)
+    for suffix in ("weight", "bias") if name == "qwen2" else ("weight",):
+        parts = [tensors.pop(f"blk.1.attn_{part}.{suffix}") for part in "qkv"]
+        tensors[f"blk.1.attn_qkv.{suffix}"] = np.concatenate(parts)
+    path = write_model(tmp_path / "model.gguf", config, tensors, of_type(TYPES.F32))
+    opened = open_checkpoint(registry, path)
+    assert set(opened.weights.names()) == set(weights.names())
+    for weight in weights.names():
+        np.testing.assert_array_equal(
+            opened.weights.part(weight).dequantize(), weights.arrays[weight], err_msg=weight
+        )
+    opened.weights.close()
+    fused = tensors["blk.1.attn_qkv.weight"]
+    tensors["blk.1.attn_qkv.weight"] = fused[:-1]
+    path = write_model(tmp_path / "short.gguf", config, tensors, of_type(TYPES.F32))
+    with pytest.raises(WeightFormatError, match=r"attn_qkv.* 4 \+ 2 \* 2 heads of 16"):
+        open_checkpoint(registry, path)
+
+
 def test_dense_parts_are_views_into_the_file(registry: Registry, tmp_path: Path) -> None:
     config = BASE | VARIANTS["qwen2"]
     tensors = convert_tensors(config, original(registry, config))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +36,37 @@ _SAMPLING = {
 }
 
 
+_FUSED = "blk.{}.attn_qkv"
+"""The rows of queries, keys and values in one tensor, for architectures that keep them apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Rows of the attention's matrices: `query` or `kv` heads of `size` each."""
+
+    query: int
+    kv: int
+    size: int
+
+    def count(self, group: Literal["heads", "kv_heads"]) -> int:
+        return self.query if group == "heads" else self.kv
+
+    @property
+    def fused(self) -> dict[str, int]:
+        """Rows of each tensor in `_FUSED`, in their order."""
+        rows = {"q": self.query, "k": self.kv, "v": self.kv}
+        return {f"blk.{{}}.attn_{name}": count * self.size for name, count in rows.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a weight comes from."""
 
     file: GGUFFile
     info: TensorInfo
+    first: int
+    rows: int
+    """Its entries of the first dimension, from `first` on."""
     heads: int | None
     """Its rows are interleaved within each of so many heads; None: they are not."""
 
@@ -49,9 +74,7 @@ class Place:
 class GGUFSource:
     """A `WeightSource` under the names of the original checkpoint; see `blocks` for the layouts."""
 
-    def __init__(
-        self, files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Mapping[str, int]
-    ) -> None:
+    def __init__(self, files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) -> None:
         self._files = tuple(files)
         self._places: dict[str, Place] = {}
         for file in self._files:
@@ -73,40 +96,52 @@ class GGUFSource:
                 f" ({'nearest: ' + near if near else f'it has {len(self._places)} others'}): the"
                 " file is incomplete or made by a converter of another model, download it again"
             )
-        data = place.file.data(place.info.name)
+        info, data = place.info, place.file.data(place.info.name)
+        if place.rows != info.shape[0]:
+            data = data.reshape(info.shape[0], -1)[place.first : place.first + place.rows]
         if place.heads is not None:
-            data = deinterleave(data, place.info.shape[0], place.heads)
-        return weight_part(name, place.info.kind, place.info.shape, data)
+            data = deinterleave(data, place.rows, place.heads)
+        return weight_part(name, info.kind, (place.rows, *info.shape[1:]), data.reshape(-1))
 
     def close(self) -> None:
         """Unmaps the files; parts must not be used any more."""
         for file in self._files:
             file.close()
 
-    def _add(
-        self, file: GGUFFile, info: TensorInfo, table: GGUFArchitecture, heads: Mapping[str, int]
-    ) -> None:
+    def _add(self, file: GGUFFile, info: TensorInfo, table: GGUFArchitecture, heads: Heads) -> None:
         pattern, layer, suffix = _split_name(info.name)
-        original = table.tensors.get(pattern)
-        if original is None:
-            raise UnsupportedModelError(
-                f"{file.path} has a tensor {info.name!r}, which a model of {table.architecture}"
-                " does not have: it is another variant of the architecture"
-            )
-        name = original.format(layer) + suffix
-        group = table.interleaved.get(pattern)
-        count = None if group is None else heads[group]
-        if count is not None and (info.shape[0] % (2 * count) or not _has_rows(info)):
-            raise WeightFormatError(
-                f"{file.path}: tensor {info.name!r}, {info.kind.name} {list(info.shape)}, cannot be"
-                f" cut into {count} heads: the file is damaged"
-            )
-        if name in self._places:
-            raise WeightFormatError(
-                f"{file.path} and {self._places[name].file.path} both hold {info.name!r}: the"
-                " files are not of one model"
-            )
-        self._places[name] = Place(file, info, count)
+        pieces = {pattern: info.shape[0]}
+        if pattern == _FUSED and pattern not in table.tensors:
+            pieces = heads.fused
+            if sum(pieces.values()) != info.shape[0] or not _has_rows(info):
+                raise _uncut(file, info, f"{heads.query} + 2 * {heads.kv} heads of {heads.size}")
+        first = 0
+        for piece, rows in pieces.items():
+            if piece not in table.tensors:
+                raise UnsupportedModelError(
+                    f"{file.path} has a tensor {info.name!r}, which a model of {table.architecture}"
+                    " does not have: it is another variant of the architecture"
+                )
+            group = table.interleaved.get(piece)
+            count = None if group is None else heads.count(group)
+            if count is not None and (rows % (2 * count) or not _has_rows(info)):
+                raise _uncut(file, info, f"{count} heads")
+            name = table.tensors[piece].format(layer) + suffix
+            if name in self._places:
+                raise WeightFormatError(
+                    f"{file.path}: {info.name!r} is there twice, also as"
+                    f" {self._places[name].info.name!r} of {self._places[name].file.path}: the"
+                    " files are not of one model"
+                )
+            self._places[name] = Place(file, info, first, rows, count)
+            first += rows
+
+
+def _uncut(file: GGUFFile, info: TensorInfo, wanted: str) -> WeightFormatError:
+    return WeightFormatError(
+        f"{file.path}: tensor {info.name!r}, {info.kind.name} {list(info.shape)}, cannot be cut"
+        f" into {wanted}: the file is damaged"
+    )
 
 
 def deinterleave(data: npt.NDArray[np.uint8], rows: int, heads: int) -> npt.NDArray[np.uint8]:
@@ -167,10 +202,8 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
         **_from_tensors(header),
         **table.config(header),
     }
-    heads = {
-        "heads": config["num_attention_heads"],
-        "kv_heads": config["num_key_value_heads"],
-    }
+    count = config.get("num_attention_heads", 1)
+    heads = Heads(count, config.get("num_key_value_heads", count), config.get("head_dim", 1))
     return Checkpoint(
         path,
         config,
