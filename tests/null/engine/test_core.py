@@ -267,6 +267,16 @@ def test_context_end_is_length() -> None:
         ([1, 2.5], {}, "invalid_request", "got 2.5"),
         (["1"], {}, "invalid_request", "got '1'"),
         ([1], {"seed": -1}, "invalid_request", "-1"),
+        (
+            [1],
+            {
+                "params": {"allowed_token_ids": (3, 4), "min_tokens": 1},
+                "stop_ids": [3],
+                "bad_words_ids": [[4]],
+            },
+            "invalid_request",
+            "allowed_token_ids",
+        ),
     ],
 )
 def test_bad_requests_end_alone(

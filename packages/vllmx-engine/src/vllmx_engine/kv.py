@@ -74,13 +74,9 @@ class BlockPool:
     def distrust(self, blocks: I32) -> None:
         """Takes these blocks of one table out of the prefix cache, from its tail on, but for those
         that others own or continue. For content that may be broken; to be followed by `release`."""
-        children = self._cache.num_children()
         for block in reversed(blocks.tolist()):
-            if block in self._cache and self._refs[block] == 1:
-                digest, parent = self._cache.links(block)
-                if not children[digest]:
-                    self._cache.remove(block)
-                    children[parent] -= 1
+            if block in self._cache and self._refs[block] == 1 and self._cache.is_leaf(block):
+                self._cache.remove(block)
 
     def clear_idle(self) -> None:
         """Forgets all prefixes that no row owns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
+from vllmx_core.errors import InvalidRequestError
 from vllmx_core.plan import U32
 
 from vllmx_engine.messages import CoreRequest
@@ -13,7 +14,10 @@ _BANNED = float("-inf")
 
 
 class LogitRules:
-    """Edits, mask and token counts of one sequence; made only for requests that need them."""
+    """Edits, mask and token counts of one sequence; made only for requests that need them.
+
+    Raises (constructor): InvalidRequestError when none of the allowed tokens can come first.
+    """
 
     __slots__ = (
         "_fixed",
@@ -45,6 +49,7 @@ class LogitRules:
         self.stop_ids = [token for token in request.stop_ids if 0 <= token < vocab_size]
         self.mask = _bitset(params.allowed_token_ids, vocab_size)
         self.counts = Counts(request.prompt_ids) if params.needs_counts else None
+        _check_allowed(params.allowed_token_ids, dict(zip(*self.edits(array("i"), 0), strict=True)))
         bans_stops = self.min_tokens > 0 and bool(self.stop_ids)
         self.has_edits = bool(self._fixed) or bool(self.phrases) or bans_stops
 
@@ -101,6 +106,16 @@ def make_rules(request: CoreRequest, vocab_size: int) -> LogitRules | None:
 def _edit_arrays(edits: dict[int, float]) -> tuple[array[int], array[float]]:
     """ids and values of one row."""
     return array("i", edits.keys()), array("f", edits.values())
+
+
+def _check_allowed(allowed: tuple[int, ...] | None, edits: dict[int, float]) -> None:
+    """`edits` of the first token."""
+    if allowed is not None and all(edits.get(token) == _BANNED for token in allowed):
+        raise InvalidRequestError(
+            "nothing can be generated: all allowed_token_ids are bad_words or, with min_tokens, end"
+            " the sequence; allow at least one other id",
+            param="allowed_token_ids",
+        )
 
 
 def _bitset(ids: tuple[int, ...] | None, vocab_size: int) -> U32 | None:

@@ -24,6 +24,8 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, tuple[bytes, bytes, bytes]] = {}
         """digest, parent and tokens of each cached block."""
+        self._children: Counter[bytes] = Counter()
+        """How many cached blocks follow a digest; those of none are left out."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -54,17 +56,17 @@ class PrefixCache:
             return self.find(digest, parent, tokens)
         self._blocks[digest] = block
         self._entries[block] = (digest, parent, tokens)
+        self._children[parent] += 1
         return block
 
     def remove(self, block: int) -> None:
         """Forgets a cached block."""
-        del self._blocks[self._entries.pop(block)[0]]
+        digest, parent, _ = self._entries.pop(block)
+        del self._blocks[digest]
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
 
-    def links(self, block: int) -> tuple[bytes, bytes]:
-        """Digest and parent of a cached block."""
-        digest, parent, _ = self._entries[block]
-        return digest, parent
-
-    def num_children(self) -> Counter[bytes]:
-        """How many cached blocks follow each digest; walks them all."""
-        return Counter(parent for _, parent, _ in self._entries.values())
+    def is_leaf(self, block: int) -> bool:
+        """Whether no cached block follows this one."""
+        return self._entries[block][0] not in self._children
