@@ -67,14 +67,14 @@ class CpuBackend:
         isa = native.choose_isa()
         dtype = _dtype(options, model)
         threads = _num_threads(options)
-        plan = plan_load(model, options, dtype, threads)
+        plan = plan_load(model, source, options, dtype, threads)
         weights = load_weights(
-            model.weights(), model.constants(options.max_model_len), source, plan.shapes,
+            plan.specs, model.constants(options.max_model_len), source, plan.shapes,
             num_threads=threads, progress=options.progress,
         )  # fmt: skip
         lowering = Lowering(
-            isa.kernels, weights, plan.kv.allocate(), plan.kv.block_size, plan.kv.dtype,
-            allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
+            isa.kernels, weights, plan.segments, plan.kv.allocate(), plan.kv.block_size,
+            plan.kv.dtype, allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
         info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})

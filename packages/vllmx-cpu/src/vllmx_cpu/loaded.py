@@ -172,8 +172,8 @@ class EagerOps(Recorder):
         for value in node.writes:
             rows = self._step.num_tokens if value.rows == "T" else self._step.num_logit_rows
             self._buffers[value] = np.empty((rows, value.width), np.float32)
-        function, arguments = self._lowering.lower(node, self.address)
-        self.run(node.op, function, arguments)
+        for function, arguments in self._lowering.lower(node, self.address):
+            self.run(node.op, function, arguments)
 
     def run(self, name: str, function: int, arguments: ctypes.Structure) -> None:
         """One native call; the step's time adds up."""

@@ -34,6 +34,8 @@ class Lowering:
 
     kernels: VxKernels
     weights: LoadedWeights
+    segments: Mapping[str, Sequence[str]]
+    """Names of the matrices that make up a weight, one below the other."""
     pages: tuple[LayerPages, ...]
     block_size: int
     kv_dtype: str
@@ -42,30 +44,41 @@ class Lowering:
     workspace: Bytes
     """The attention's; in use only inside one op."""
 
-    def lower(self, node: Node, address: Address) -> tuple[int, ctypes.Structure]:
-        """(function, arguments) of a node whose values lie at `address(value)`."""
+    def lower(self, node: Node, address: Address) -> list[tuple[int, ctypes.Structure]]:
+        """(function, arguments) of a node whose values lie at `address(value)`; more than one where
+        its weight has several segments."""
+        function = getattr(self.kernels, node.op)
+        if node.op == "linear":
+            return [(function, arguments) for arguments in self._linears(node, address)]
         build = {
-            "embedding": self._embedding, "linear": self._linear, "rms_norm": self._norm,
-            "layer_norm": self._norm, "attention": self._attention,
+            "embedding": self._embedding, "rms_norm": self._norm, "layer_norm": self._norm,
+            "attention": self._attention,
         }.get(node.op, self._elementwise)  # fmt: skip
-        return getattr(self.kernels, node.op), build(node, address)
+        return [(function, build(node, address))]
 
     def _embedding(self, node: Node, address: Address) -> VxEmbedding:
         matrix = self.weights.matrices[node.weights["w"].name]
         return VxEmbedding(matrix.struct(), address(node.writes[0]))
 
-    def _linear(self, node: Node, address: Address) -> VxLinear:
-        matrix = self.weights.matrices[node.weights["w"].name]
+    def _linears(self, node: Node, address: Address) -> list[VxLinear]:
         kind = node.options.get("activation")
-        return VxLinear(
-            w=matrix.struct(),
-            x=address(node.reads[0]),
-            y=address(node.writes[0]),
-            panels=self.panels.ctypes.data,
-            activation=NO_ACTIVATION if kind is None else ACTIVATIONS[kind],
-            logit_rows=int(node.writes[0].rows == "L"),
-            softcap=node.options.get("softcap", 0.0),
-        )
+        arguments: list[VxLinear] = []
+        column = 0
+        for name in self.segments[node.weights["w"].name]:
+            matrix = self.weights.matrices[name]
+            one = VxLinear(
+                w=matrix.struct(),
+                x=address(node.reads[0]),
+                y=address(node.writes[0]) + column * 4,
+                panels=self.panels.ctypes.data,
+                activation=NO_ACTIVATION if kind is None else ACTIVATIONS[kind],
+                logit_rows=int(node.writes[0].rows == "L"),
+                softcap=node.options.get("softcap", 0.0),
+                stride=node.writes[0].width,
+            )
+            arguments.append(one)
+            column += matrix.shape.rows
+        return arguments
 
     def _norm(self, node: Node, address: Address) -> VxNorm:
         residual = node.reads[1] if len(node.reads) > 1 else None
@@ -147,4 +160,8 @@ def lower_all(
     lowering: Lowering, nodes: Sequence[Node], offsets: Mapping[Value, int], base: int
 ) -> list[tuple[str, int, ctypes.Structure]]:
     """The recorded step over one buffer at address `base`."""
-    return [(node.op, *lowering.lower(node, lambda value: base + offsets[value])) for node in nodes]
+    return [
+        (node.op, function, arguments)
+        for node in nodes
+        for function, arguments in lowering.lower(node, lambda value: base + offsets[value])
+    ]

@@ -16,9 +16,10 @@ from vllmx_core.plan import F32, AnyArray
 from vllmx_core.weight_map import checked
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
+from vllmx_cpu.kinds import block_kind
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
-from vllmx_cpu.structs import VX_DTYPES, VxWeight
+from vllmx_cpu.structs import BLOCK_KINDS, VX_DTYPES, WEIGHT_KINDS, VxWeight
 
 logger = logging.getLogger("vllmx.cpu")
 
@@ -46,7 +47,7 @@ class MatrixShape:
 
     @property
     def num_bytes(self) -> int:
-        return int(library().vx_packed_bytes(self.tiles, self.cols, VX_DTYPES[self.kind]))
+        return int(library().vx_packed_bytes(self.tiles, self.cols, WEIGHT_KINDS[self.kind]))
 
     def packed_row(self, row: int) -> int:
         """Where a row of the logical matrix lies among the tiles' rows."""
@@ -68,7 +69,7 @@ class PackedMatrix:
         bias = None if self.bias is None else self.bias.ctypes.data
         shape = self.shape
         return VxWeight(
-            self.data.ctypes.data, bias, VX_DTYPES[shape.kind], shape.rows, shape.cols,
+            self.data.ctypes.data, bias, WEIGHT_KINDS[shape.kind], shape.rows, shape.cols,
             shape.tiles, int(shape.gated),
         )  # fmt: skip
 
@@ -87,11 +88,20 @@ class LoadedWeights:
 
 
 def matrix_shapes(
-    specs: Sequence[WeightSpec], kind: str, gated: Collection[str]
+    specs: Sequence[WeightSpec],
+    kind: str,
+    gated: Collection[str],
+    source: WeightSource | None = None,
 ) -> dict[str, MatrixShape]:
-    """Layout of every matrix of a weight map; a table that is tied to the head appears twice."""
+    """Layout of every matrix of a weight map; a table that is tied to the head appears twice. With
+    `source`, matrices that it holds in a quantised type of the kernels stay as they are."""
     return {
-        spec.name: MatrixShape(spec.rows, spec.cols, kind, spec.name in gated)
+        spec.name: MatrixShape(
+            spec.rows,
+            spec.cols,
+            (None if source is None else block_kind(spec, source)) or kind,
+            spec.name in gated,
+        )
         for spec in specs
         if spec.kind != "vector"
     }
@@ -173,7 +183,7 @@ def _matrix_jobs(
     for part_spec in spec.parts:
         part = checked(source.part(part_spec.name), (part_spec.rows, spec.cols))
         rows = _Rows(part, spec.offset)
-        if part.layout != DENSE:
+        if part.layout != DENSE and matrix.shape.kind not in BLOCK_KINDS:
             decoded.append((part, matrix.shape.kind))
         begin = 0
         while begin < part_spec.rows:
@@ -191,6 +201,13 @@ def _piece(
     shape = matrix.shape
     features = shape.rows // 2 if shape.gated else 0
 
+    def pack_blocks() -> None:
+        blocks = rows.blocks(begin, end)
+        library().vx_pack_blocks(
+            matrix.data.ctypes.data, BLOCK_KINDS[shape.kind], shape.cols, features,
+            blocks.ctypes.data, first + begin, end - begin,
+        )  # fmt: skip
+
     def pack() -> None:
         values, kind = rows.between(begin, end)
         library().vx_pack_rows(
@@ -198,7 +215,7 @@ def _piece(
             values.ctypes.data, VX_DTYPES[kind], first + begin, end - begin,
         )  # fmt: skip
 
-    return pack
+    return pack_blocks if shape.kind in BLOCK_KINDS else pack
 
 
 class _Rows:
@@ -212,6 +229,11 @@ class _Rows:
         self._part = part
         self._decoded: F32 | None = None
         self._rows_left = part.shape[0]
+
+    def blocks(self, begin: int, end: int) -> Bytes:
+        """(rows, bytes) as they lie in the file."""
+        raw = self._part.buffers["weight"]
+        return np.ascontiguousarray(raw.data.reshape(self._part.shape[0], -1)[begin:end])
 
     def between(self, begin: int, end: int) -> tuple[AnyArray, str]:
         """(rows, cols) and the dtype's name; each row may be asked for once."""

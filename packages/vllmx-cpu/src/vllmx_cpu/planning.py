@@ -9,9 +9,11 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
+from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cpu.arena import ArenaPlan, plan_arena
 from vllmx_cpu.fuse import fuse, gated_weights
+from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import KVPlan, kv_dtype, plan_kv
 from vllmx_cpu.loaded import Forward, bound_forward
 from vllmx_cpu.native import library
@@ -29,6 +31,10 @@ class LoadPlan:
     forward: Forward
     nodes: Sequence[Node]
     logits: Value
+    specs: Sequence[WeightSpec]
+    """The weight map, with matrices of several types cut."""
+    segments: Mapping[str, Sequence[str]]
+    """Names in `specs` of each matrix of the map, one below the other."""
     shapes: Mapping[str, MatrixShape]
     max_rows: Mapping[Rows, int]
     arena: ArenaPlan
@@ -41,20 +47,30 @@ class LoadPlan:
         return self.arena.num_bytes + self.panel_bytes + self.workspace_bytes
 
 
-def plan_load(model: Model, options: LoadOptions, dtype: str, num_threads: int) -> LoadPlan:
+def plan_load(
+    model: Model, source: WeightSource, options: LoadOptions, dtype: str, num_threads: int
+) -> LoadPlan:
     """Records the model's step and sizes it. Raises CapacityError when weights or one sequence of
     max_model_len do not fit into the memory that is free."""
     forward = bound_forward(model, _weight_refs(model, options))
     recorder = Recorder()
     logits = forward(recorder, RecordedInputs())
-    shapes = matrix_shapes(model.weights(), dtype, gated_weights(recorder.nodes))
+    # float32 asks for float32 throughout: no activation is rounded to int8 then.
+    kept = None if dtype == "f32" else source
+    gated = gated_weights(recorder.nodes)
+    cut = {
+        spec.name: (spec,) if kept is None else segments(spec, kept, gated)
+        for spec in model.weights()
+    }
+    specs = [spec for group in cut.values() for spec in group]
+    shapes = matrix_shapes(specs, dtype, gated, kept)
     nodes = fuse(recorder.nodes)
     max_rows = _max_rows(options, model.shape.vocab_size)
     arena = plan_arena(nodes, max_rows, [logits])
     panel_bytes = _panel_bytes(nodes, max_rows)
     workspace_bytes = _workspace_bytes(nodes, options, num_threads)
     free = free_bytes()
-    weight_bytes = packed_bytes(model.weights(), shapes)
+    weight_bytes = packed_bytes(specs, shapes)
     if weight_bytes > free:
         raise CapacityError(
             f"the weights take {format_bytes(weight_bytes)} as {dtype}, {format_bytes(free)} of"
@@ -63,8 +79,10 @@ def plan_load(model: Model, options: LoadOptions, dtype: str, num_threads: int) 
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
     kv = plan_kv(model.shape.kv, options, kv_dtype(options, dtype), free, used)
     return LoadPlan(
-        forward, nodes, logits, shapes, max_rows, arena, panel_bytes, workspace_bytes, kv
-    )
+        forward, nodes, logits, specs,
+        {name: [spec.name for spec in group] for name, group in cut.items()},
+        shapes, max_rows, arena, panel_bytes, workspace_bytes, kv,
+    )  # fmt: skip
 
 
 def _weight_refs(model: Model, options: LoadOptions) -> dict[str, WeightRef]:

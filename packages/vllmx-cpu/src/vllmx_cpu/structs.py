@@ -6,6 +6,9 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_size_t, c_v
 
 VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+BLOCK_KINDS = {"Q4_0": 16, "Q8_0": 17, "Q4_K": 18, "Q5_K": 19, "Q6_K": 20}
+"""GGUF types that are multiplied as they are."""
+WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 NO_ACTIVATION = -1
 
@@ -52,6 +55,7 @@ class VxLinear(Structure):
     _fields_ = [
         ("w", VxWeight), ("x", c_void_p), ("y", c_void_p), ("panels", c_void_p),
         ("activation", c_int32), ("logit_rows", c_int32), ("softcap", c_float),
+        ("stride", c_int32),
     ]  # fmt: skip
 
 

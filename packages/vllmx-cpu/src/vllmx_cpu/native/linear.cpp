@@ -2,7 +2,8 @@
 // y = x W^T for packed weights, with what follows it fused in: bias, gated activation, softcap.
 //
 // Weight layout: a tile is 32 output rows = two blocks of 16 rows; a block is [units][16 rows] of
-// elements (bf16: [units][16][2], pairs of k). Rows beyond N and the odd k beyond K hold zeros. A
+// elements (bf16: [units][16][2], pairs of k; quantised: block_layout.h). Rows beyond N and the odd k
+// beyond K hold zeros. A
 // gated weight has gate rows in the first block of a tile and the matching up rows in the second.
 //
 // Activation layout: the M rows are cut into panels of at most MICRO_TOKENS tokens, each
@@ -42,17 +43,21 @@ VX_INLINE const float* activation_row(const VxLinear* a, const VxStep* step, int
 template <class Kind>
 static void pack_row(const float* x, int32_t cols, int32_t tokens, uint8_t* out) {
   const size_t stride = (size_t)tokens * Kind::PANEL_BYTES;
-  for (int32_t k = 0; k < cols; k += 16) {
-    const int32_t left = cols - k < 16 ? cols - k : 16;
-    const F32x16 v = left == 16 ? load(x + k) : load_n(x + k, left);
-    float lanes[16];
-    if (Kind::PANEL_BYTES * Kind::UNIT_COLS == 8)  // pairs of bf16 in one word
-      store_bf16((uint16_t*)lanes, v);
-    else
-      store(lanes, v);
-    const int32_t units = (left + Kind::UNIT_COLS - 1) / Kind::UNIT_COLS;
-    for (int32_t u = 0; u < units; ++u, out += stride)
-      __builtin_memcpy(out, (const uint8_t*)lanes + u * Kind::PANEL_BYTES, Kind::PANEL_BYTES);
+  if constexpr (Kind::INT8) {
+    for (int32_t k = 0; k < cols; k += Kind::UNIT_COLS, out += stride) Kind::quantise_unit(x + k, out);
+  } else {
+    for (int32_t k = 0; k < cols; k += 16) {
+      const int32_t left = cols - k < 16 ? cols - k : 16;
+      const F32x16 v = left == 16 ? load(x + k) : load_n(x + k, left);
+      float lanes[16];
+      if (Kind::PANEL_BYTES * Kind::UNIT_COLS == 8)  // pairs of bf16 in one word
+        store_bf16((uint16_t*)lanes, v);
+      else
+        store(lanes, v);
+      const int32_t units = (left + Kind::UNIT_COLS - 1) / Kind::UNIT_COLS;
+      for (int32_t u = 0; u < units; ++u, out += stride)
+        __builtin_memcpy(out, (const uint8_t*)lanes + u * Kind::PANEL_BYTES, Kind::PANEL_BYTES);
+    }
   }
 }
 
@@ -87,6 +92,7 @@ static Panels pack(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* c
 VX_INLINE void finish_tile(const VxLinear* a, int32_t tile, int32_t row, int32_t tokens, const float* c) {
   const VxWeight* w = &a->w;
   const int32_t features = w->rows / 2;
+  const size_t stride = (size_t)(a->stride ? a->stride : a->activation != VX_NONE ? features : w->rows);
   F32x16 bias[2] = {zero(), zero()};
   if (w->bias)
     for (int h = 0; h < 2; ++h) bias[h] = load(w->bias + (size_t)tile * 32 + h * 16);
@@ -94,7 +100,7 @@ VX_INLINE void finish_tile(const VxLinear* a, int32_t tile, int32_t row, int32_t
     F32x16 sums[2] = {load(c + t * 32) + bias[0], load(c + t * 32 + 16) + bias[1]};
     if (a->activation != VX_NONE) {
       const int32_t left = features - tile * 16;
-      float* y = a->y + (size_t)(row + t) * features + tile * 16;
+      float* y = a->y + (size_t)(row + t) * stride + tile * 16;
       store_n(y, activate(sums[0], a->activation) * sums[1], left < 16 ? left : 16);
       continue;
     }
@@ -104,7 +110,7 @@ VX_INLINE void finish_tile(const VxLinear* a, int32_t tile, int32_t row, int32_t
       if (left <= 0) continue;
       if (a->softcap != 0.0f)
         sums[h] = splat(a->softcap) * tanh(sums[h] / splat(a->softcap));
-      store_n(a->y + (size_t)(row + t) * w->rows + column, sums[h], left < 16 ? left : 16);
+      store_n(a->y + (size_t)(row + t) * stride + column, sums[h], left < 16 ? left : 16);
     }
   }
 }
@@ -151,6 +157,11 @@ void linear(const void* args, const VxStep* step, VxCtx* ctx) {
     case VX_F32: return run_linear<WeightF32>(a, step, rows, ctx);
     case VX_F16: return run_linear<WeightF16>(a, step, rows, ctx);
     case VX_BF16: return run_linear<WeightBf16>(a, step, rows, ctx);
+    case VX_Q4_0: return run_linear<BlocksQ4_0>(a, step, rows, ctx);
+    case VX_Q8_0: return run_linear<BlocksQ8_0>(a, step, rows, ctx);
+    case VX_Q4_K: return run_linear<BlocksQ4K>(a, step, rows, ctx);
+    case VX_Q5_K: return run_linear<BlocksQ5K>(a, step, rows, ctx);
+    case VX_Q6_K: return run_linear<BlocksQ6K>(a, step, rows, ctx);
   }
 }
 

@@ -5,11 +5,14 @@
 
 enum VxActivation : int32_t { VX_NONE = -1, VX_SILU = 0, VX_GELU = 1, VX_GELU_TANH = 2, VX_RELU = 3 };
 
+// Quantised weights of a GGUF file, beside the VxDType kinds; block_layout.h.
+enum VxBlockKind : int32_t { VX_Q4_0 = 16, VX_Q8_0 = 17, VX_Q4_K = 18, VX_Q5_K = 19, VX_Q6_K = 20 };
+
 // A packed matrix: tiles of 32 output rows, each two blocks of 16 rows; see linear.cpp.
 struct VxWeight {
   const void* data;
   const float* bias;      // in packed row order, or null
-  int32_t kind;           // VxDType of the elements
+  int32_t kind;           // VxDType of the elements, or VxBlockKind
   int32_t rows, cols;     // N output features, K input features
   int32_t tiles;
   int32_t gated;          // 1: tile j holds gate rows 16j ... and up rows 16j ... (rows = 2F)
@@ -25,6 +28,7 @@ struct VxLinear {
   int32_t activation;     // VxActivation of a gated weight, or VX_NONE
   int32_t logit_rows;     // 1: rows of x are picked by step->logit_rows
   float softcap;          // 0 = none
+  int32_t stride;         // from a row of y to the next; 0: as many as the row has
 };
 
 struct VxEmbedding {

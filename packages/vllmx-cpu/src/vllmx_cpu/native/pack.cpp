@@ -1,4 +1,5 @@
 // Repacks a row-major matrix into the tiles that linear.cpp reads. Runs once, at load.
+#include "block_layout.h"
 #include "simd.h"
 #include "team.h"
 
@@ -46,6 +47,8 @@ void copy_words(const uint16_t* row, uint16_t* block, int32_t kind, int32_t cols
 
 // Bytes of a packed matrix of `tiles` tiles.
 VX_API size_t vx_packed_bytes(int32_t tiles, int32_t cols, int32_t kind) {
+  if (kind >= VX_Q4_0)
+    return (size_t)tiles * 2 * (size_t)(cols / vx::layout::unit_cols(kind)) * vx::layout::unit_bytes(kind);
   const size_t units = kind == VX_BF16 ? ((size_t)cols + 1) / 2 * 2 : (size_t)cols;
   return (size_t)tiles * 32 * units * (kind == VX_F32 ? 4 : 2);
 }

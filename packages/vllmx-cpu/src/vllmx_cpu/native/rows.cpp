@@ -5,6 +5,7 @@
 #include "activation.h"
 #include "kernels.h"
 #include "simd.h"
+#include "unpack_blocks.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -40,6 +41,7 @@ VX_INLINE void store_some(float* p, F32x16 v, int n) {
 
 // Row `row` of a packed table (linear.cpp tells the layout): every element lies 16 rows further on.
 static void unpack_row(const VxWeight* w, int32_t row, float* y) {
+  if (w->kind >= VX_Q4_0) return unpack_block_row(w, row, y);
   const int32_t block = row / 16, lane = row % 16;
   if (w->kind == VX_F32) {
     const float* p = (const float*)w->data + (size_t)block * w->cols * 16 + lane;

@@ -1,0 +1,280 @@
+"""Matrices in GGUF's block types: the integers of a plain statement of the arithmetic, on every
+instruction set, and a row's bits never depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from vllmx_core.plan import F32, I32, AnyArray
+from vllmx_core.weights import DENSE, PartSpec, RawTensor, WeightPart, WeightSpec
+from vllmx_cpu.kinds import segments
+from vllmx_cpu.native import Isa
+from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes
+from vllmx_cpu.structs import (
+    ACTIVATIONS,
+    BLOCK_KINDS,
+    NO_ACTIVATION,
+    VxElementwise,
+    VxEmbedding,
+    VxLinear,
+    VxStep,
+)
+from vllmx_models.gguf.blocks import TENSOR_TYPES, TensorType, weight_part
+from vllmx_models.gguf.k_blocks import _scales_and_minima
+from vllmx_models.gguf.legacy_blocks import half, planes
+
+RunOp = Callable[..., None]
+Blocks = npt.NDArray[np.uint8]
+TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in BLOCK_KINDS}
+HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+MAX_ROWS = 300
+
+
+@dataclass
+class Source:
+    """Random blocks of given types, and float32 vectors."""
+
+    parts: dict[str, WeightPart]
+
+    def names(self) -> list[str]:
+        return list(self.parts)
+
+    def part(self, name: str) -> WeightPart:
+        return self.parts[name]
+
+    def close(self) -> None: ...
+
+
+def random_part(name: str, kind: TensorType, n: int, k: int, seed: int = 0) -> WeightPart:
+    """Every code and every scale of the type occurs."""
+    random = np.random.default_rng([n, k, seed])
+    blocks = random.integers(0, 256, (n * k // kind.values, kind.num_bytes)).astype(np.uint8)
+    for at in HALVES[kind.name]:
+        scale = (random.uniform(0.5, 2, len(blocks)) / 100).astype("<f2")
+        blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return weight_part(name, kind, (n, k), blocks.reshape(-1))
+
+
+def dense_part(name: str, values: F32) -> WeightPart:
+    raw = RawTensor(name, "f32", values.shape, values.view(np.uint8).reshape(-1))
+    return WeightPart(name, values.shape, DENSE, {"weight": raw})
+
+
+@dataclass
+class Case:
+    """A packed matrix and the part it was made of."""
+
+    kind: str
+    part: WeightPart
+    bias: F32
+    matrix: PackedMatrix
+    panels: AnyArray = field(repr=False)
+
+    def run(
+        self, run_op: RunOp, isa: Isa, x: F32, *, threads: int = 2, activation: str | None = None,
+        rows: I32 | None = None,
+    ) -> F32:  # fmt: skip
+        count = len(x) if rows is None else len(rows)
+        width = self.part.shape[0] // (2 if activation else 1)
+        y = np.full((count + 1, width), 7.0, np.float32)
+        arguments = VxLinear(
+            self.matrix.struct(), x.ctypes.data, y.ctypes.data, self.panels.ctypes.data,
+            NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+            int(rows is not None), 0.0, 0,
+        )  # fmt: skip
+        step = VxStep(T=len(x))
+        if rows is not None:
+            step.L, step.logit_rows = count, rows.ctypes.data
+        run_op(isa, "linear", arguments, step, threads)
+        np.testing.assert_array_equal(y[count], 7.0)  # nothing beyond the last row
+        return y[:count]
+
+
+def make_case(kind: str, n: int, k: int, *, gated: bool = False) -> Case:
+    part = random_part("w", TYPES[kind], n, k)
+    bias = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    source = Source({"w": part, "b": dense_part("b", bias)})
+    spec = WeightSpec("w", "linear", (PartSpec("w", n, "b"),), k)
+    shapes = matrix_shapes([spec], "bf16", {"w"} if gated else (), source)
+    assert shapes["w"].kind == kind
+    loaded = load_weights([spec], {}, source, shapes, num_threads=2, progress=False)
+    panels = np.empty(MAX_ROWS * (k + 1), np.float32)
+    return Case(kind, part, bias, loaded.matrices["w"], panels)
+
+
+def inputs(rows: int, k: int, seed: int = 0) -> F32:
+    return np.random.default_rng(seed).standard_normal((rows, k)).astype(np.float32)
+
+
+def rounded(x: F32, width: int) -> tuple[npt.NDArray[np.int64], F32]:
+    """(T, units, width) int8 activations and their scales (T, units)."""
+    units = x.reshape(len(x), -1, width)
+    largest = np.abs(units).max(axis=2)
+    factor = np.where(largest > 0, np.float32(127) / np.maximum(largest, 1e-30), np.float32(0))
+    codes = np.rint(units * factor[:, :, None].astype(np.float32)).astype(np.int64)
+    return codes, largest / np.float32(127)
+
+
+def stated(case: Case, x: F32, fused: bool) -> F32:
+    """The kernels' arithmetic: integer sums of a unit, then float32 in the units' order."""
+    kind, (n, k) = TYPES[case.kind], case.part.shape
+    blocks = case.part.buffers["weight"].data.reshape(-1, kind.num_bytes)
+    unit = kind.values
+    q, scale = rounded(x, unit)
+    terms, factors = _terms(case.kind, blocks, (n, k // unit), q, scale)
+    total = np.zeros((len(x), n), np.float32)
+    for u in range(k // unit):
+        if fused:
+            exact = factors[:, :, u].astype(np.float64) * terms[:, :, u]
+            total = (exact + total).astype(np.float32)
+        else:
+            total = factors[:, :, u] * terms[:, :, u] + total
+    return total + case.bias
+
+
+def _terms(
+    kind: str, blocks: Blocks, shape: tuple[int, int], q: npt.NDArray[np.int64], scale: F32
+) -> tuple[F32, F32]:
+    """Two factors (T, N, units) of each unit's term."""
+
+    def sums(codes: AnyArray, groups: int) -> npt.NDArray[np.int64]:  # (T, N, units, groups)
+        cut = codes.astype(np.int64).reshape(*shape, groups, -1)
+        grouped = q.reshape(*q.shape[:2], groups, -1)
+        found: npt.NDArray[np.int64] = np.einsum("tugk,nugk->tnug", grouped, cut)
+        return found
+
+    d = half(blocks, HALVES[kind][0]).reshape(shape)
+    codes: AnyArray
+    if kind in ("Q8_0", "Q4_0"):
+        eight = blocks[:, 2:].view(np.int8)
+        codes = eight if kind == "Q8_0" else planes(blocks[:, 2:], 16, 4).astype(np.int8) - 8
+        return sums(codes, 1)[..., 0].astype(np.float32), d * scale[:, None]
+    if kind == "Q6_K":
+        high = planes(blocks[:, 128:192], 32, 2) << np.uint8(4)
+        codes = (planes(blocks[:, :128], 64, 4) | high).astype(np.int64) - 32
+        scales = blocks[:, 192:208].view(np.int8).astype(np.int64).reshape(*shape, 16)
+        return (sums(codes, 16) * scales).sum(axis=3).astype(np.float32), d * scale[:, None]
+    codes = planes(blocks[:, -128:], 32, 4)
+    if kind == "Q5_K":
+        codes = codes | planes(blocks[:, 16:48], 32, 1) << np.uint8(4)
+    scales, minima = (
+        v.astype(np.int64).reshape(*shape, 8) for v in _scales_and_minima(blocks[:, 4:16])
+    )
+    total = (sums(codes, 8) * scales).sum(axis=3).astype(np.float32)
+    low = (sums(np.ones_like(codes), 8) * minima).sum(axis=3).astype(np.float32)
+    value = d * total - half(blocks, 2).reshape(shape) * low
+    return value, np.broadcast_to(scale[:, None], value.shape)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("n", "k"), [(32, 256), (33, 512), (70, 1280), (1, 256)])
+def test_the_arithmetic_is_the_stated_one(
+    isa: Isa, run_op: RunOp, kind: str, n: int, k: int
+) -> None:
+    case = make_case(kind, n, k)
+    for rows in (1, 3, 14):
+        x = inputs(rows, k, rows)
+        x[0, : k // 2] = 0
+        got, wanted = case.run(run_op, isa, x), stated(case, x, isa.name != "portable")
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("k", [32, 96, 416])
+def test_widths_of_single_blocks(isa: Isa, run_op: RunOp, kind: str, k: int) -> None:
+    case, x = make_case(kind, 40, k), inputs(5, k)
+    wanted = stated(case, x, isa.name != "portable")
+    np.testing.assert_array_equal(case.run(run_op, isa, x), wanted)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_only_the_rounding_of_activations_is_lost(isa: Isa, run_op: RunOp, kind: str) -> None:
+    case, x = make_case(kind, 96, 2048), inputs(20, 2048)
+    exact = x.astype(np.float64) @ case.part.dequantize().T.astype(np.float64) + case.bias
+    error = np.linalg.norm(case.run(run_op, isa, x) - exact) / np.linalg.norm(exact)
+    assert error < (0.009 if TYPES[kind].values == 256 else 0.007)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_bits_of_a_row_do_not_depend_on_the_batch(isa: Isa, run_op: RunOp, kind: str) -> None:
+    n, k = 70, 1280
+    case, x = make_case(kind, n, k), inputs(MAX_ROWS, k)
+    alone = np.concatenate([case.run(run_op, isa, x[i : i + 1], threads=1) for i in range(70)])
+    random = np.random.default_rng(n)
+    for rows in (*range(1, 15), *random.integers(15, 71, 8)):
+        first = int(random.integers(0, 71 - rows))
+        threads = int(random.choice([1, 2, 5]))
+        got = case.run(run_op, isa, np.ascontiguousarray(x[first : first + rows]), threads=threads)
+        np.testing.assert_array_equal(got, alone[first : first + rows], err_msg=f"{rows} rows")
+    np.testing.assert_array_equal(case.run(run_op, isa, x)[:70], alone)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("features", [16, 33])
+def test_a_fused_gate_gives_the_bits_of_two_ops(
+    isa: Isa, run_op: RunOp, kind: str, features: int
+) -> None:
+    case, x = make_case(kind, 2 * features, 512, gated=True), inputs(5, 512)
+    gate_up = make_case(kind, 2 * features, 512).run(run_op, isa, x)
+    np.testing.assert_array_equal(case.run(run_op, isa, x), gate_up)
+    apart = np.empty((5, features), np.float32)
+    arguments = VxElementwise(
+        x=gate_up.ctypes.data, y=apart.ctypes.data, width=features, activation=ACTIVATIONS["silu"]
+    )
+    run_op(isa, "gated_act", arguments, VxStep(T=5), 2)
+    np.testing.assert_array_equal(case.run(run_op, isa, x, activation="silu"), apart)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_logit_rows_and_broken_rows(isa: Isa, run_op: RunOp, kind: str) -> None:
+    case, x = make_case(kind, 40, 512), inputs(9, 512)
+    rows = np.array([0, 3, 8], np.int32)
+    good = case.run(run_op, isa, x)
+    np.testing.assert_array_equal(case.run(run_op, isa, x, rows=rows), good[rows])
+    x[3, 5], x[4, 300] = np.nan, np.inf
+    bad = case.run(run_op, isa, x)
+    assert not np.isfinite(bad[3:5]).any()
+    others = [0, 1, 2, 5, 6, 7, 8]
+    np.testing.assert_array_equal(bad[others], good[others])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_embedding_reads_rows_out_of_the_packed_table(isa: Isa, run_op: RunOp, kind: str) -> None:
+    case = make_case(kind, 50, 512)
+    ids = np.array([0, 49, 16, 1, 15, 50], np.int32)
+    y = np.zeros((len(ids), 512), np.float32)
+    step = VxStep(T=len(ids), tokens=ids.ctypes.data)
+    run_op(isa, "embedding", VxEmbedding(case.matrix.struct(), y.ctypes.data), step, 2)
+    np.testing.assert_array_equal(y[:5], case.part.dequantize()[ids[:5]])
+    assert np.isnan(y[5]).all()
+
+
+def test_what_stays_quantised() -> None:
+    parts = {name: random_part(name, TYPES[kind], 32, 256) for name, kind in
+             (("q", "Q4_K"), ("k", "Q4_K"), ("v", "Q6_K"))}  # fmt: skip
+    source = Source(parts | {"dense": dense_part("dense", np.ones((32, 256), np.float32))})
+
+    def kind(*names: str, offset: float = 0.0) -> str:
+        spec = WeightSpec("w", "linear", tuple(PartSpec(n, 32) for n in names), 256, offset=offset)
+        return matrix_shapes([spec], "bf16", (), source)["w"].kind
+
+    assert kind("q", "k") == "Q4_K"
+    assert kind("v") == "Q6_K"
+    assert kind("q", "k", "v") == "bf16"  # unless it is cut
+    assert kind("dense") == kind("q", "dense") == "bf16"
+    assert kind("q", offset=1.0) == "bf16"
+
+
+def test_a_fused_matrix_is_cut_where_the_type_changes() -> None:
+    kinds = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K"}
+    source = Source({name: random_part(name, TYPES[kind], 32, 256) for name, kind in kinds.items()})
+    fused = WeightSpec("qkv", "linear", tuple(PartSpec(name, 32) for name in kinds), 256)
+    cut = segments(fused, source, ())
+    assert [[part.name for part in spec.parts] for spec in cut] == [["q", "k"], ["v"]]
+    assert len({spec.name for spec in cut}) == 2
+    assert segments(fused, source, {"qkv"}) == (fused,)  # gate and up rows lie side by side
+    assert segments(cut[0], source, ()) == (cut[0],)
