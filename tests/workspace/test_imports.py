@@ -30,7 +30,7 @@ ALLOWED = {
 IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "ml_dtypes"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
-    "vllmx": {"numpy", "msgspec", "prompt_toolkit"},
+    "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},
 }
 HEAVY = (
     "numpy", "torch", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",

@@ -15,6 +15,7 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "chat": ("vllmx.cli.chat:chat", "Chat with a model in the terminal."),
     "complete": ("vllmx.cli.complete:complete", "Complete prompts from flags, a file or stdin."),
     "bench": ("vllmx.cli.bench:bench", "Measure throughput, latency, serving and start-up."),
+    "quantize": ("vllmx.cli.quantize:quantize", "Write a model to a GGUF file with fewer bits."),
     "plugins": ("vllmx.cli.plugins:plugins", "List plugins and what they provide."),
     "env": ("vllmx.cli.env:env", "Print what a bug report needs."),
 }

@@ -1,0 +1,172 @@
+"""A checkpoint's config as GGUF metadata: the inverse of an architecture's config reader.
+
+What is written is read back before the file is made, and the two models must be equal: a trait
+that the format cannot state is refused rather than lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllmx_core.checkpoint import Checkpoint, build_model
+from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.plan import F32
+from vllmx_core.registry import Registry
+from vllmx_core.specs import ModelSpec
+
+from vllmx_models.decoder import Decoder, DecoderSpec
+from vllmx_models.gguf.architecture import GGUFArchitecture
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.gguf.quantize.writer import NewTensor
+from vllmx_models.gguf.rope import FREQS, LONG, SHORT, llama3_divisors
+from vllmx_models.rope import Rope
+
+_STORED_AS: Mapping[str, str] = {"MistralForCausalLM": "LlamaForCausalLM"}
+_YARN: Mapping[str, str] = {
+    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}  # fmt: skip
+_SAMPLING: Mapping[str, str] = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The form that a checkpoint takes in a file."""
+
+    name: str
+    """Of `general.architecture`."""
+    table: GGUFArchitecture
+    spec: DecoderSpec
+    metadata: Mapping[str, Any]
+    extra: Mapping[str, F32]
+    """Tensors that the metadata need, by their names in the file."""
+
+
+def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
+    """Raises UnsupportedModelError for an architecture that has no form in GGUF files here."""
+    model = build_model(registry, checkpoint)
+    architecture = registry.model_for(checkpoint.config).architectures[0]
+    name, table = _table(registry, architecture)
+    if not isinstance(model, Decoder):
+        raise UnsupportedModelError(f"{architecture} cannot be written to a GGUF file by vllmx yet")
+    metadata, extra = _decoder(model.spec, name)
+    for ours, theirs in _SAMPLING.items():
+        value = checkpoint.generation_config.get(ours)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            metadata[f"general.sampling.{theirs}"] = int(value) if ours == "top_k" else float(value)
+    return Target(name, table, model.spec, metadata, extra)
+
+
+def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path: Path) -> None:
+    """Reads the metadata back. Raises UnsupportedModelError when another model comes out."""
+    header = GGUFHeader(
+        path,
+        target.name,
+        target.metadata,
+        {tensor.name: tensor.info for tensor in tensors},
+        target.extra.__getitem__,
+    )
+    config = {
+        "architectures": [target.table.architecture],
+        "vocab_size": target.spec.vocab_size,
+        "tie_word_embeddings": target.spec.tied_embeddings,
+        "torch_dtype": "bfloat16",  # of no matter: each tensor has its own
+        **target.table.config(header),
+    }
+    found = registry.model_for(config).load()(config).spec
+    wanted = replace(target.spec, dtype=found.dtype)
+    for name in (field.name for field in fields(DecoderSpec)):
+        ours, theirs = getattr(wanted, name), getattr(found, name)
+        if ours != theirs and not (name == "layers" and _same_layers(wanted, found)):
+            raise UnsupportedModelError(
+                f"the GGUF architecture {target.name!r} cannot state {name} ="
+                f" {str(ours)[:200]} of this model; a reader would take {str(theirs)[:200]}"
+            )
+
+
+def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
+    """Whether windows are alike and tables equal, however they are described."""
+    pairs = list(zip(one.layers, other.layers, strict=True))
+    ropes = {(str(a.rope), str(b.rope)): (a.rope, b.rope) for a, b in pairs}
+    return all(a.window == b.window for a, b in pairs) and all(
+        a is b is None or (a is not None and b is not None and _same_table(one, a, b))
+        for a, b in ropes.values()
+    )
+
+
+def _same_table(spec: DecoderSpec, one: Rope, other: Rope) -> bool:
+    first, second = (rope.frequencies(spec.max_model_len) for rope in (one, other))
+    return (
+        len(first[0]) == len(second[0])
+        and np.allclose(first[0], second[0], rtol=1e-5, atol=0)
+        and abs(first[1] - second[1]) < 1e-5
+    )
+
+
+def _table(registry: Registry, architecture: str) -> tuple[str, GGUFArchitecture]:
+    wanted = _STORED_AS.get(architecture, architecture)
+    specs = [spec for spec in registry.all(ModelSpec) if spec.gguf_names]
+    for spec in specs:
+        if wanted in spec.architectures:
+            table: GGUFArchitecture = spec.load_gguf()
+            return spec.gguf_names[0], table
+    known = ", ".join(name for spec in specs for name in spec.architectures)
+    raise UnsupportedModelError(
+        f"{architecture} has no form in GGUF files that vllmx knows; known: {known}"
+    )
+
+
+def _decoder(spec: DecoderSpec, name: str) -> tuple[dict[str, Any], dict[str, F32]]:
+    values: dict[str, Any] = {
+        "block_count": len(spec.layers),
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": spec.intermediate_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_size,
+        "attention.value_length": spec.head_size,
+        "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "vocab_size": spec.vocab_size,
+    }
+    windows = {layer.window for layer in spec.layers}
+    if windows != {None}:
+        values["attention.sliding_window"] = max(window or 0 for window in windows)
+    rotating = [layer.rope for layer in spec.layers if layer.rope is not None]
+    rope = rotating[0]
+    values["context_length"] = rope.max_positions
+    values["rope.dimension_count"] = rope.rotary_dim
+    values["rope.freq_base"] = float(rope.theta)
+    scaling, extra = _scaling(rope)
+    values |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    return {f"{name}.{key}": value for key, value in values.items()}, extra
+
+
+def _scaling(rope: Rope) -> tuple[dict[str, Any], dict[str, F32]]:
+    options = rope.options
+    if rope.kind == "linear":
+        return {"type": "linear", "factor": rope.number("factor")}, {}
+    if rope.kind == "yarn":
+        original = rope.number("original_max_position_embeddings", rope.max_positions)
+        stated = {theirs: rope.number(ours) for ours, theirs in _YARN.items() if ours in options}
+        factor = rope.number("factor")
+        length = {"original_context_length": int(original)}
+        return {"type": "yarn", "factor": factor, **length, **stated}, {}
+    if rope.kind == "llama3":
+        context = int(rope.number("original_max_position_embeddings"))
+        divisors = llama3_divisors(rope.theta, rope.rotary_dim, rope.number("factor"), context)
+        return {}, {FREQS: divisors}
+    if rope.kind == "longrope":
+        factors = {LONG: "long_factor", SHORT: "short_factor"}
+        extra = {name: np.asarray(options[key], np.float32) for name, key in factors.items()}
+        original = rope.number("original_max_position_embeddings", rope.max_positions)
+        return {"type": "longrope", "original_context_length": int(original)}, extra
+    if rope.kind == "default":
+        return {}, {}
+    raise UnsupportedModelError(f"RoPE scaling {rope.kind!r} has no form in GGUF files")

@@ -1,0 +1,99 @@
+"""Blocks of 32 values: the inverse of `vllmx_models.gguf.legacy_blocks`.
+
+Each function takes (N, 32) finite float32 values and gives (N, bytes) blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from vllmx_core.plan import F32
+
+from vllmx_models.gguf.legacy_blocks import Blocks
+from vllmx_models.gguf.quantize.search import (
+    F16_MAX,
+    affine,
+    codes,
+    f16,
+    inverse,
+    spread,
+    squared_error,
+    symmetric,
+)
+
+
+def half_bytes(values: F32) -> Blocks:
+    """(N,) numbers that fit float16 -> (N, 2)."""
+    return values.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def join_planes(values: Blocks, width: int, bits: int) -> Blocks:
+    """The inverse of `planes`: (N, n) codes -> (N, n * bits / 8) bytes."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    shifted = values.reshape(len(values), -1, 8 // bits, width) << shifts
+    joined: Blocks = np.bitwise_or.reduce(shifted, axis=2)
+    return joined.reshape(len(values), -1)
+
+
+def _columns(values: F32, reach: int) -> F32:
+    """(32, N), cut to what scales of float16 can express."""
+    limit = F16_MAX * np.float32(reach)
+    return np.ascontiguousarray(np.clip(values, -limit, limit).T)
+
+
+def _symmetric(values: F32, low: int, high: int, count: int) -> tuple[F32, Blocks]:
+    """Scales (N,) as float16 holds them and codes (N, 32) counted from `low`."""
+    columns = _columns(values, high)
+    plain = np.float32(1 / high) * np.abs(columns).max(axis=0)
+    scale = f16(symmetric(columns, low, high, spread(-0.9, 0.9, count)))
+    best = codes(columns, inverse(scale), low, high)
+    least = squared_error(columns, best * scale)
+    for other in (f16(plain), f16(scale * np.float32(1 + 2**-10))):
+        found = codes(columns, inverse(other), low, high)
+        error = squared_error(columns, found * other)
+        better = error < least
+        np.copyto(best, found, where=better)
+        np.copyto(scale, other, where=better)
+        np.copyto(least, error, where=better)
+    return scale, np.ascontiguousarray((best.T - np.float32(low)).astype(np.uint8))
+
+
+def _affine(values: F32, high: int, count: int) -> tuple[F32, F32, Blocks]:
+    """Scales and offsets (N,) as float16 holds them and codes (N, 32)."""
+    columns = _columns(values, 1)
+    scale, offset = affine(columns, high, spread(-0.9, 0.9, count), signed=True)
+    scale, offset = f16(scale), f16(offset)
+    found = codes(columns - offset, inverse(scale), 0, high)
+    return scale, offset, np.ascontiguousarray(found.T.astype(np.uint8))
+
+
+def _five_bits(found: Blocks) -> tuple[Blocks, Blocks]:
+    high = np.packbits(found >> np.uint8(4), axis=1, bitorder="little")
+    return high, join_planes(found & np.uint8(15), 16, 4)
+
+
+def q4_0(values: F32) -> Blocks:
+    scale, found = _symmetric(values, -8, 7, 19)
+    return np.concatenate((half_bytes(scale), join_planes(found, 16, 4)), axis=1)
+
+
+def q4_1(values: F32) -> Blocks:
+    scale, offset, found = _affine(values, 15, 19)
+    parts = half_bytes(scale), half_bytes(offset), join_planes(found, 16, 4)
+    return np.concatenate(parts, axis=1)
+
+
+def q5_0(values: F32) -> Blocks:
+    scale, found = _symmetric(values, -16, 15, 13)
+    return np.concatenate((half_bytes(scale), *_five_bits(found)), axis=1)
+
+
+def q5_1(values: F32) -> Blocks:
+    scale, offset, found = _affine(values, 31, 13)
+    return np.concatenate((half_bytes(scale), half_bytes(offset), *_five_bits(found)), axis=1)
+
+
+def q8_0(values: F32) -> Blocks:
+    """Codes in [-127, 127], as every kernel expects."""
+    scale, found = _symmetric(values, -127, 127, 5)
+    signed = (found.astype(np.int16) - 127).astype(np.int8).view(np.uint8)
+    return np.concatenate((half_bytes(scale), signed), axis=1)

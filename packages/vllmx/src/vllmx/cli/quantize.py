@@ -1,0 +1,101 @@
+"""`vllmx quantize`: a checkpoint in, a smaller GGUF file out."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("model")
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option(
+    "--type", "mix", default="q4_k_m", show_default=True,
+    help="q8_0, q6_k, q5_k_m, q5_k_s, q4_k_m, q4_k_s, q3_k_l, q3_k_m, q3_k_s, q2_k, q2_k_s, q5_1,"
+    " q5_0, q4_1, q4_0, f16, bf16 or f32.",
+)  # fmt: skip
+@click.option("--revision", help="Branch, tag or commit on the hub.")
+@click.option("--threads", "-t", type=click.IntRange(1, 1024), help="Default: the cores at hand.")
+@click.option("--pre", help="The pre-tokenizer's name in llama.cpp, where vllmx cannot tell.")
+@click.option("--json", "as_json", is_flag=True, help="The summary as JSON, for scripts.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
+def quantize(
+    model: str,
+    output: Path,
+    mix: str,
+    revision: str | None,
+    threads: int | None,
+    pre: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write MODEL (folder, file or Hugging Face id) to OUTPUT, a GGUF file, with fewer bits.
+
+    The summary tells for each tensor type how many bytes it takes and its RMS error.
+    """
+    from vllmx_core.checkpoint import resolve_path
+    from vllmx_core.cores import available_cores
+    from vllmx_core.registry import load_registry
+    from vllmx_models.gguf.quantize.convert import quantize as convert
+
+    registry = load_registry()
+    source = resolve_path(registry, model, revision=revision, progress=not quiet)
+    start = time.perf_counter()
+    summary = convert(
+        registry,
+        source,
+        output,
+        mix.lower(),
+        threads=threads or available_cores(),
+        pre=pre,
+        progress=None if quiet else _report,
+    )
+    found = _figures(summary, time.perf_counter() - start)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        _print(found)
+
+
+def _report(name: str, index: int, count: int) -> None:
+    click.echo(f"[{index + 1:>{len(str(count))}}/{count}] {name}", err=True)
+
+
+def _figures(summary: Any, seconds: float) -> dict[str, Any]:
+    """Of a `vllmx_models.gguf.quantize.convert.Summary`."""
+    types = {
+        name: {
+            "tensors": entry.tensors,
+            "values": entry.values,
+            "bytes": entry.num_bytes,
+            "rms_error": entry.rms_error,
+            "relative_error": entry.relative_error,
+        }
+        for name, entry in summary.types.items()
+    }
+    values = sum(entry.values for entry in summary.types.values())
+    stored = sum(entry.num_bytes for entry in summary.types.values())
+    return {
+        "path": str(summary.path),
+        "bytes": summary.num_bytes,
+        "bits_per_weight": stored * 8 / values,
+        "seconds": seconds,
+        "types": types,
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    click.echo(f"{'type':<6}{'tensors':>8}{'MiB':>10}{'RMS error':>12}{'relative':>10}")
+    for name, entry in found["types"].items():
+        click.echo(
+            f"{name:<6}{entry['tensors']:>8}{entry['bytes'] / 2**20:>10.2f}"
+            f"{entry['rms_error']:>12.3e}{entry['relative_error']:>10.4f}"
+        )
+    click.echo(
+        f"{found['path']}: {found['bytes'] / 2**20:.2f} MiB, {found['bits_per_weight']:.2f} bits a"
+        f" weight, {found['seconds']:.1f} s"
+    )

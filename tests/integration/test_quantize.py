@@ -1,0 +1,171 @@
+"""`vllmx quantize` on real models, and what the files are worth afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from vllmx import LLM, SamplingParams
+from vllmx_core.errors import BackendUnavailableError, ConfigError, UnsupportedModelError
+from vllmx_core.registry import load_registry
+from vllmx_demo.source import MODEL_FOLDER
+from vllmx_models.gguf.file import GGUFFile
+from vllmx_models.gguf.quantize.convert import Summary, quantize
+
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+MIXES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k", "q4_0")
+
+
+def convert(source: Path, path: Path, mix: str) -> Summary:
+    return quantize(load_registry(), source, path, mix, threads=2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Summary]:
+    folder = tmp_path_factory.mktemp("quantized")
+    return {
+        mix: convert(MODEL_FOLDER, folder / f"{mix}.gguf", mix) for mix in (*MIXES, "f32", "bf16")
+    }
+
+
+@pytest.fixture
+def backend() -> None:
+    try:
+        load_registry().choose_backend()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def test_fewer_bits_are_smaller_and_less_exact(files: dict[str, Summary]) -> None:
+    sizes = [files[mix].num_bytes for mix in MIXES[:-1]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(files[mix].path.stat().st_size == files[mix].num_bytes for mix in MIXES)
+    base = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k_m": "Q5_K", "q4_k_m": "Q4_K", "q2_k": "Q2_K"}
+    errors = [files[mix].types[kind].relative_error for mix, kind in base.items()]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.01
+    assert errors[-1] < 0.4
+
+
+def test_the_gguf_package_reads_every_file(files: dict[str, Summary]) -> None:
+    for mix, summary in files.items():
+        reader = gguf.GGUFReader(summary.path)
+        ours = GGUFFile(summary.path)
+        assert {tensor.name for tensor in reader.tensors} == ours.tensors.keys(), mix
+        for tensor in reader.tensors:
+            np.testing.assert_array_equal(
+                tensor.data.reshape(-1).view(np.uint8), ours.data(tensor.name)
+            )
+        ours.close()
+
+
+def greedy(llm: LLM, text: str = "Once upon a time") -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    return llm.generate([text], params)[0].outputs[0].text
+
+
+def open_llm(path: Path | str, **options: object) -> LLM:
+    return LLM(str(path), max_num_seqs=4, kv_cache_memory_bytes=1 << 26, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("backend")
+def test_lossless_files_write_the_same_text(files: dict[str, Summary]) -> None:
+    with open_llm("demo", dtype="float32") as llm:
+        expected = greedy(llm)
+    for mix in ("f32", "bf16"):
+        with open_llm(files[mix].path, dtype="float32") as llm:
+            assert greedy(llm) == expected
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("mix", MIXES[:4])
+def test_quantised_files_tell_a_story(files: dict[str, Summary], mix: str) -> None:
+    with open_llm(files[mix].path) as llm:
+        assert greedy(llm).startswith(", there was a")
+
+
+def test_a_gguf_file_is_quantised_further(files: dict[str, Summary], tmp_path: Path) -> None:
+    """From float32 it is what the folder gives, tokenizer included."""
+    again = convert(files["f32"].path, tmp_path / "again.gguf", "q4_k_m")
+    first, second = GGUFFile(files["q4_k_m"].path), GGUFFile(again.path)
+    for name in first.tensors:
+        np.testing.assert_array_equal(first.data(name), second.data(name))
+    assert list(first.metadata["tokenizer.ggml.tokens"]) == list(
+        second.metadata["tokenizer.ggml.tokens"]
+    )
+    assert first.metadata.keys() == second.metadata.keys()
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_interleaved_sentencepiece_llama(tmp_path: Path) -> None:
+    if not STORIES.is_dir():
+        pytest.skip("stories260K lies outside the repository")
+    reference = json.loads((STORIES / "reference_greedy.json").read_text())
+    path = convert(STORIES, tmp_path / "stories.gguf", "f32").path
+    with open_llm(path) as llm:
+        for case in reference["token_cases"]:
+            assert llm.tokenizer.encode(case["text"]) == case["ids"]
+        params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
+        output = llm.generate([{"prompt_token_ids": reference["prompt_ids"]}], params)[0]
+    assert list(output.outputs[0].token_ids) == reference["greedy_ids"]
+
+
+def test_what_a_file_cannot_state_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    shutil.copytree(MODEL_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "odd.gguf"
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        convert(folder, path, "q8_0")
+    with pytest.raises(ConfigError, match="not known"):
+        convert(MODEL_FOLDER, path, "q9_9")
+    with pytest.raises(ConfigError, match=r"\.gguf"):
+        convert(MODEL_FOLDER, tmp_path / "model.bin", "q8_0")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["odd"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "demo.gguf"
+    command = [sys.executable, "-m", "vllmx", "quantize", "demo", str(path), "--type", "Q8_0"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["bytes"] == path.stat().st_size
+    assert 8.4 < found["bits_per_weight"] < 8.6
+    assert found["types"]["Q8_0"]["relative_error"] < 0.01
+    assert "blk.5.ffn_up.weight" in done.stderr
+    refused = subprocess.run([*command[:-1], "tiny"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "q4_k_m" in refused.stderr
+
+
+def test_llama_cpp_runs_the_file(files: dict[str, Summary]) -> None:
+    """VLLMX_LLAMA_CPP names the folder of llama-completion."""
+    binary = Path(os.environ.get("VLLMX_LLAMA_CPP", "")) / "llama-completion"
+    if not binary.is_file():
+        pytest.skip("no llama.cpp: name the folder of its programs by VLLMX_LLAMA_CPP")
+    for mix in MIXES[:4]:
+        command = [
+            str(binary), "-m", str(files[mix].path), "-p", "Once upon a time", "-n", "12",
+            "--temp", "0", "-no-cnv", "-t", "2",
+        ]  # fmt: skip
+        for _ in range(10):  # now and then its log thread ends before the text is out
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+                stdin=subprocess.DEVNULL,
+            )
+            if done.stdout.strip():
+                break
+        assert "Once upon a time, there was a" in done.stdout, mix

@@ -1,0 +1,49 @@
+"""Which tensor of a mix gets which type."""
+
+import pytest
+from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
+
+SMALL = Layers(24, 2, tied=False)
+
+
+def kinds(mix, name, layers=SMALL, cols=1024):
+    return [
+        type_of(mix, f"blk.{layer}.{name}.weight", (512, cols), layers)
+        for layer in range(layers.count)
+    ]
+
+
+def test_q4_k_m_spends_more_on_values_and_down_projections_of_half_the_layers():
+    expected = [
+        "Q6_K" if layer < 3 or layer >= 21 or layer % 3 == 2 else "Q4_K" for layer in range(24)
+    ]
+    assert kinds("q4_k_m", "attn_v") == expected
+    assert kinds("q4_k_m", "ffn_down") == expected
+    assert set(kinds("q4_k_m", "attn_q") + kinds("q4_k_m", "ffn_up")) == {"Q4_K"}
+
+
+def test_q3_k_m_and_q2_k():
+    assert kinds("q3_k_m", "attn_v") == ["Q5_K"] * 2 + ["Q4_K"] * 22
+    assert kinds("q3_k_m", "ffn_down") == ["Q5_K"] + ["Q4_K"] * 23
+    assert set(kinds("q3_k_m", "attn_output")) == {"Q4_K"}
+    assert set(kinds("q2_k", "attn_v")) == {"Q3_K"}
+    assert set(kinds("q2_k", "attn_v", Layers(24, 4, tied=False))) == {"Q4_K"}
+
+
+@pytest.mark.parametrize("mix", [mix for mix in MIXES if mix not in ("f32", "f16", "bf16", "q8_0")])
+def test_head_and_tied_table_have_six_bits(mix):
+    assert type_of(mix, "output.weight", (4096, 1024), SMALL) == "Q6_K"
+    assert type_of(mix, "token_embd.weight", (4096, 1024), Layers(24, 2, tied=True)) == "Q6_K"
+    assert type_of(mix, "token_embd.weight", (4096, 1024), SMALL) == MIXES[mix].base
+
+
+def test_rows_that_do_not_fit_get_the_next_type():
+    assert type_of("q4_k_s", "blk.9.attn_q.weight", (64, 96), SMALL) == "Q5_0"
+    assert type_of("q6_k", "blk.9.attn_q.weight", (64, 96), SMALL) == "Q8_0"
+    assert type_of("q6_k", "blk.9.attn_q.weight", (64, 90), SMALL) == "F16"
+    assert type_of("q4_0", "blk.9.attn_q.weight", (64, 90), SMALL) == "F16"
+    assert type_of("q4_k_m", "output.weight", (64, 96), SMALL) == "Q8_0"
+
+
+def test_vectors_stay_exact():
+    assert {type_of(mix, "blk.0.attn_norm.weight", (1024,), SMALL) for mix in MIXES} == {"F32"}
