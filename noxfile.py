@@ -82,4 +82,6 @@ def bump(session: nox.Session) -> None:
             text = re.sub(
                 rf'^((__)?version(__)? = )"{old}"', rf'\1"{new}"', path.read_text(), flags=re.M
             )
-            path.write_text(re.sub(rf"\b(vllmx[a-z-]*)=={old}(?=\")", rf"\1=={new}", text))
+            path.write_text(
+                re.sub(rf"\b(vllmx[a-z-]*(?:\[\w+\])?)=={old}(?=\")", rf"\1=={new}", text)
+            )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vllmx_cpu.arena import plan_arena
+from vllmx_core.arena import plan_arena
+from vllmx_core.tape import LogitRows, Node, Recorder, TokenIds, Value, WeightRef
 from vllmx_cpu.fuse import fuse, gated_weights
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape
-from vllmx_cpu.tape import LogitRows, Node, Recorder, TokenIds, Value, WeightRef
 
 EMBED, HEAD = WeightRef("embed", 50, 8), WeightRef("head", 50, 8)
 GATE_UP, OTHER, DOWN = (
@@ -73,7 +73,7 @@ def test_values_that_live_together_never_overlap(seed: int) -> None:
         nodes.append(Node("any", reads, writes))
         values.extend(writes)
     keep = [values[3]]
-    plan = plan_arena(nodes, {"T": 5, "L": 2}, keep)
+    plan = plan_arena(nodes, lambda value: value.width * 20, keep)
     born = {value: i for i, node in enumerate(nodes) for value in node.writes}
     dies = {value: i for i, node in enumerate(nodes) for value in (*node.reads, *node.writes)}
     dies[values[3]] = len(nodes)
@@ -86,6 +86,18 @@ def test_values_that_live_together_never_overlap(seed: int) -> None:
             begin, end = plan.offsets[one], plan.offsets[one] + one.width * 20
             assert plan.offsets[two] >= end or plan.offsets[two] + two.width * 20 <= begin
     assert plan.num_bytes < sum(value.width * 20 for value in values)
+
+
+def test_an_output_may_take_over_the_space_of_an_input() -> None:
+    first, other, total = Value(9), Value(50), Value(9)
+    nodes = [
+        Node("embedding", (), (first,)),
+        Node("linear", (first,), (other,)),
+        Node("rms_norm", (other, first), (Value(9), total)),
+    ]
+    plan = plan_arena(nodes, lambda v: v.width * 4, [total], in_place={total: first})
+    assert plan.offsets[total] == plan.offsets[first]
+    assert len({plan.offsets[node.writes[0]] for node in nodes}) == 3
 
 
 @pytest.mark.parametrize("rows", [2, 32, 33, 66, 100])

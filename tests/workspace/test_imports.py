@@ -16,6 +16,7 @@ ALLOWED = {
     "vllmx_models": {"vllmx_core", "numpy"},
     "vllmx_cpu": {"vllmx_core", "numpy"},
     "vllmx_torch": {"vllmx_core", "numpy", "torch"},
+    "vllmx_cuda": {"vllmx_core", "numpy"},
     "vllmx_server": {
         "vllmx_core",
         "vllmx_engine",
@@ -29,12 +30,13 @@ ALLOWED = {
 }
 IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "ml_dtypes"},
+    "vllmx_cuda": {"cupy"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
     "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},
 }
 HEAVY = (
     "numpy", "torch", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
-    "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client",
+    "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
 )  # fmt: skip
 
 
@@ -86,6 +88,7 @@ def loaded_after(code: str) -> set[str]:
         "import vllmx_core.registry as r; r.load_registry()",
         "import vllmx_cpu.plugin, vllmx_models.plugin, vllmx_demo.plugin",
         "import vllmx_torch.plugin as p; p.vllmx_backends(); p.probe()",
+        "import vllmx_cuda.plugin as p; p.vllmx_backends(); p.probe()",
         "import vllmx_core.config, vllmx_core.errors",
         "import sys; sys.argv = ['vllmx', '--help']\n"
         "import vllmx.cli\n"

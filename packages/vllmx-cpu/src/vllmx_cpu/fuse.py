@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllmx_cpu.tape import Node, Value
+from vllmx_core.tape import Node, Value
 
 
 def gated_weights(nodes: Sequence[Node]) -> frozenset[str]:

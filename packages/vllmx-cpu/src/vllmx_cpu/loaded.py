@@ -12,13 +12,13 @@ import numpy as np
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.model import Array
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
+from vllmx_core.tape import Node, RecordedInputs, Recorder, Value
 
 from vllmx_cpu.lower import Lowering, Tape, make_tape
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Team
 from vllmx_cpu.sampling import SamplerCall
 from vllmx_cpu.structs import VxJob, VxRecord, VxStep
-from vllmx_cpu.tape import Node, RecordedInputs, Recorder, Value
 
 Forward = Callable[[Recorder, RecordedInputs], Array]
 """`Model.forward` with its weights bound."""

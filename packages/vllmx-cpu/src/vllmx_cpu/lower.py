@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllmx_core.model import AttentionSpec
+from vllmx_core.tape import Node, Value
 
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
@@ -23,7 +24,6 @@ from vllmx_cpu.structs import (
     VxNorm,
     VxRecord,
 )
-from vllmx_cpu.tape import Node, Value
 
 Address = Callable[[Value], int]
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
+from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
 from vllmx_core.weights import WeightSource, WeightSpec
 
-from vllmx_cpu.arena import ArenaPlan, plan_arena
 from vllmx_cpu.fuse import fuse, gated_weights
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import KVPlan, kv_dtype, plan_kv
 from vllmx_cpu.loaded import Forward, bound_forward
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
-from vllmx_cpu.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
 
 LOGITS_BYTES = 256 << 20
 """Logit buffers beyond one row a sequence (prompt logprobs) grow to this size."""
@@ -66,7 +66,7 @@ def plan_load(
     shapes = matrix_shapes(specs, dtype, gated, kept)
     nodes = fuse(recorder.nodes)
     max_rows = _max_rows(options, model.shape.vocab_size)
-    arena = plan_arena(nodes, max_rows, [logits])
+    arena = plan_arena(nodes, lambda value: value.width * max_rows[value.rows] * 4, [logits])
     panel_bytes = _panel_bytes(nodes, max_rows)
     workspace_bytes = _workspace_bytes(nodes, options, num_threads)
     free = free_bytes()

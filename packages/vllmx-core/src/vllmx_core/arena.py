@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllmx_cpu.tape import Node, Rows, Value
-
-ALIGNMENT = 64
+from vllmx_core.tape import Node, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,22 +17,32 @@ class ArenaPlan:
 
 
 def plan_arena(
-    nodes: Sequence[Node], max_rows: Mapping[Rows, int], keep: Sequence[Value]
+    nodes: Sequence[Node],
+    value_bytes: Callable[[Value], int],
+    keep: Sequence[Value],
+    *,
+    alignment: int = 64,
+    in_place: Mapping[Value, Value] | None = None,
 ) -> ArenaPlan:
     """First fit over the values' lifetimes, from the op that writes one to the last that reads it;
-    `keep` live to the end. An op's outputs never share space with its inputs."""
+    `keep` live to the end. An op's outputs never share space with its inputs, but for those of
+    `in_place`: output -> input of the same op, read by no later one, whose space it takes over."""
     last = {
         value: index for index, node in enumerate(nodes) for value in (*node.reads, *node.writes)
     }
     last.update({value: len(nodes) for value in keep})
     offsets: dict[Value, int] = {}
+    taken_over = in_place or {}
     live: list[tuple[int, int, Value]] = []  # (begin, end, value), by begin
     high = 0
     for index, node in enumerate(nodes):
         live = [entry for entry in live if last[entry[2]] >= index]
         for value in node.writes:
-            size = -(-value.width * max_rows[value.rows] * 4 // ALIGNMENT) * ALIGNMENT
-            begin = _first_gap(live, size)
+            size = -(-value_bytes(value) // alignment) * alignment
+            if value in taken_over:
+                begin = offsets[taken_over[value]]
+            else:
+                begin = _first_gap(live, size)
             live.append((begin, begin + size, value))
             live.sort(key=lambda entry: entry[0])
             offsets[value] = begin

@@ -1,8 +1,8 @@
 """The recorded step: what `Model.forward` asked for, as a list of ops over symbolic arrays.
 
 `Recorder` implements `vllmx_core.model.Ops` without computing anything: every call appends a
-`Node` whose operands are `Value`s. `fuse.py` rewrites the list, `lower.py` gives the values buffers
-and turns nodes into the structs that the native team replays.
+`Node` whose operands are `Value`s. A backend may rewrite the list; `vllmx_core.arena` gives the
+values their places; then the backend lowers the nodes to whatever it replays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Rows = Literal["T", "L"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A float32 array (rows, width) of the step; identity is what tells two apart."""
+    """An array (rows, width) of the step; identity is what tells two apart. Logits (rows L) are
+    float32, the others of the type that the backend computes in."""
 
     width: int
     rows: Rows = "T"

@@ -1,0 +1,24 @@
+"""Which batch sizes a captured decode step is kept for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+SMALL = (1, 2, 4, 8)
+STEP = 8
+DENSE_UP_TO = 256
+LARGE = (512,)
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then every 8 to 256, then 512, as far as `max_rows` goes; the greatest serves
+    exactly `max_rows` where that lies between. Ascending."""
+    sizes = [*SMALL, *range(2 * STEP, DENSE_UP_TO + 1, STEP), *LARGE]
+    greatest = min(max_rows, LARGE[-1])
+    return (*(size for size in sizes if size < greatest), greatest) if greatest > 0 else ()
+
+
+def bucket_of(rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest bucket that holds so many rows; None when there is none."""
+    index = bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,137 @@
+"""What NVIDIA's driver says of this machine, by ctypes on libcuda alone: no context is made and
+nothing heavy is imported, so that a probe costs milliseconds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllmx_core.errors import ConfigError
+
+DEVICE_VARIABLE = "VLLMX_CUDA_DEVICE"
+MIN_CAPABILITY = (7, 5)
+"""Turing, the oldest that the kernels and CUDA 13 know."""
+_LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_STATUS = {
+    3: "the driver is not ready: is the nvidia kernel module loaded?",
+    34: "the library is CUDA's stub, not a driver: install NVIDIA's driver",
+    100: "no GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES",
+    101: "a GPU that CUDA_VISIBLE_DEVICES names does not exist: check nvidia-smi -L",
+    802: "the GPUs are not initialised yet: is nvidia-fabricmanager running?",
+    803: "driver and library do not fit together: reboot after the driver's update",
+    999: "unknown error of the driver: see dmesg and nvidia-smi",
+}
+
+Library = Any
+"""libcuda as `ctypes.CDLL` opens it, or what a test puts in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One GPU, by the driver's numbering."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFacts:
+    """The driver and its GPUs."""
+
+    cuda_version: tuple[int, int]
+    """Newest CUDA that the driver runs."""
+    devices: tuple[DeviceFacts, ...]
+
+
+class DriverError(Exception):
+    """No driver, or one that refuses; the message says why and what to do."""
+
+
+def open_libcuda() -> Library:
+    """Raises DriverError where there is no driver."""
+    for name in _LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise DriverError(
+        "NVIDIA's driver is not installed (no libcuda.so.1): install it, and in a container start"
+        " with --gpus all"
+    )
+
+
+def query(open_library: Callable[[], Library] = open_libcuda) -> DriverFacts:
+    """Asks the driver. Raises DriverError."""
+    library = open_library()
+    _check(library.cuInit(0))
+    version = ctypes.c_int()
+    _check(library.cuDriverGetVersion(ctypes.byref(version)))
+    count = ctypes.c_int()
+    _check(library.cuDeviceGetCount(ctypes.byref(count)))
+    devices = tuple(_device(library, ordinal) for ordinal in range(count.value))
+    return DriverFacts((version.value // 1000, version.value % 1000 // 10), devices)
+
+
+def _device(library: Library, ordinal: int) -> DeviceFacts:
+    handle, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    _check(library.cuDeviceGet(ctypes.byref(handle), ordinal))
+    _check(library.cuDeviceGetName(name, len(name), handle))
+    _check(library.cuDeviceTotalMem_v2(ctypes.byref(memory), handle))
+    capability = []
+    for attribute in (_MAJOR, _MINOR):
+        value = ctypes.c_int()
+        _check(library.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle))
+        capability.append(value.value)
+    return DeviceFacts(
+        ordinal, name.value.decode(errors="replace"), (capability[0], capability[1]), memory.value
+    )
+
+
+def _check(status: int) -> None:
+    if status:
+        meaning = _STATUS.get(status, "see CUDA's documentation of CUresult")
+        raise DriverError(f"NVIDIA's driver answers error {status}: {meaning}")
+
+
+def choose_device(facts: DriverFacts) -> DeviceFacts:
+    """The one that VLLMX_CUDA_DEVICE numbers, else the first that the kernels run on. Raises
+    ConfigError for a number that is not there, DriverError where no GPU is new enough."""
+    wanted = os.environ.get(DEVICE_VARIABLE, "").strip()
+    if wanted:
+        known = [str(device.ordinal) for device in facts.devices]
+        if wanted not in known:
+            raise ConfigError(
+                f"{DEVICE_VARIABLE}={wanted} is no GPU of this machine: choose"
+                f" {', '.join(known) or 'none, there is no GPU'}",
+                param=DEVICE_VARIABLE,
+            )
+        return _new_enough([facts.devices[int(wanted)]])
+    return _new_enough(facts.devices)
+
+
+def _new_enough(devices: tuple[DeviceFacts, ...] | list[DeviceFacts]) -> DeviceFacts:
+    if not devices:
+        raise DriverError(_STATUS[100])
+    for device in devices:
+        if device.capability >= MIN_CAPABILITY:
+            return device
+    found = ", ".join(f"{d.name} ({d.capability[0]}.{d.capability[1]})" for d in devices)
+    raise DriverError(
+        f"the kernels need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Turing) or"
+        f" newer, found {found}: use --backend cpu"
+    )
+
+
+def unavailable_reason(open_library: Callable[[], Library] = open_libcuda) -> str | None:
+    """None when a GPU can be used; else one sentence that names the remedy."""
+    try:
+        choose_device(query(open_library))
+    except (DriverError, ConfigError) as error:
+        return str(error)
+    return None

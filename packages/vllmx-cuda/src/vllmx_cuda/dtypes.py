@@ -1,0 +1,21 @@
+"""The types that the kernels compute in, by the names of `vllmx_core.weights`."""
+
+from __future__ import annotations
+
+from vllmx_core.errors import ConfigError
+
+ITEM_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+_ALIASES = {
+    "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32",
+}  # fmt: skip
+
+
+def resolve(param: str, wanted: str, automatic: str) -> str:
+    """The name that `wanted` (a flag's value, "auto" among them) stands for. Raises ConfigError."""
+    name = automatic if wanted == "auto" else wanted
+    name = _ALIASES.get(name, name)
+    if name not in ITEM_BYTES:
+        raise ConfigError(
+            f"the CUDA backend has no {param} {name!r}: choose {', '.join(ITEM_BYTES)}", param=param
+        )
+    return name
