@@ -30,7 +30,11 @@ from vllmx_models.gguf.legacy_blocks import half, planes
 RunOp = Callable[..., None]
 Blocks = npt.NDArray[np.uint8]
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in BLOCK_KINDS}
-HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES = {
+    "Q4_0": (0,), "Q8_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "IQ4_NL": (0,),
+    "MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,), "IQ4_XS": (0,),
+}  # fmt: skip
 MAX_ROWS = 300
 
 
@@ -56,6 +60,8 @@ def random_part(name: str, kind: TensorType, n: int, k: int, seed: int = 0) -> W
     for at in HALVES[kind.name]:
         scale = (random.uniform(0.5, 2, len(blocks)) / 100).astype("<f2")
         blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = random.integers(118, 123, len(blocks))
     return weight_part(name, kind, (n, k), blocks.reshape(-1))
 
 
@@ -125,49 +131,115 @@ def stated(case: Case, x: F32, fused: bool) -> F32:
     blocks = case.part.buffers["weight"].data.reshape(-1, kind.num_bytes)
     unit = kind.values
     q, scale = rounded(x, unit)
-    terms, factors = _terms(case.kind, blocks, (n, k // unit), q, scale)
+    terms = _terms(case.kind, blocks, (n, k // unit), q, scale)
     total = np.zeros((len(x), n), np.float32)
     for u in range(k // unit):
-        if fused:
-            exact = factors[:, :, u].astype(np.float64) * terms[:, :, u]
-            total = (exact + total).astype(np.float32)
-        else:
-            total = factors[:, :, u] * terms[:, :, u] + total
+        for a, b in terms:
+            total = fma(a[:, :, u], b[:, :, u], total, fused)
     return total + case.bias
+
+
+def fma(a: F32, b: F32, c: F32, fused: bool) -> F32:
+    """a * b + c, rounded once or twice."""
+    if not fused:
+        return a * b + c
+    total: F32 = (a.astype(np.float64) * b + c).astype(np.float32)
+    return total
 
 
 def _terms(
     kind: str, blocks: Blocks, shape: tuple[int, int], q: npt.NDArray[np.int64], scale: F32
-) -> tuple[F32, F32]:
-    """Two factors (T, N, units) of each unit's term."""
-
-    def sums(codes: AnyArray, groups: int) -> npt.NDArray[np.int64]:  # (T, N, units, groups)
-        cut = codes.astype(np.int64).reshape(*shape, groups, -1)
-        grouped = q.reshape(*q.shape[:2], groups, -1)
-        found: npt.NDArray[np.int64] = np.einsum("tugk,nugk->tnug", grouped, cut)
-        return found
-
+) -> list[tuple[F32, F32]]:
+    """Pairs of factors (T, N, units), whose products are added to the sum one after the other."""
+    codes = CODES[kind](blocks)
+    grid = scale[:, None]  # (T, 1, units)
+    if TYPES[kind].values == 32:
+        dots = _sums(codes, shape, 1, q)[..., 0].astype(np.float32)
+        if kind == "MXFP4":
+            d = np.ldexp(np.float32(1), blocks[:, 0].astype(np.int32) - 128).reshape(shape)
+        else:
+            d = half(blocks, 0).reshape(shape)
+        terms = [(d * grid, dots)]
+        if kind in ("Q4_1", "Q5_1"):
+            total = scale * q.sum(axis=2).astype(np.float32)
+            low = np.broadcast_to(half(blocks, 2).reshape(shape), dots.shape)
+            terms.append((low, np.broadcast_to(total[:, None], dots.shape)))
+        return terms
+    scales, minima = GROUPS[kind](blocks)
+    groups = scales.shape[1]
+    scales = scales.astype(np.int64).reshape(*shape, groups)
+    total = (_sums(codes, shape, groups, q) * scales).sum(axis=3).astype(np.float32)
     d = half(blocks, HALVES[kind][0]).reshape(shape)
-    codes: AnyArray
-    if kind in ("Q8_0", "Q4_0"):
-        eight = blocks[:, 2:].view(np.int8)
-        codes = eight if kind == "Q8_0" else planes(blocks[:, 2:], 16, 4).astype(np.int8) - 8
-        return sums(codes, 1)[..., 0].astype(np.float32), d * scale[:, None]
-    if kind == "Q6_K":
-        high = planes(blocks[:, 128:192], 32, 2) << np.uint8(4)
-        codes = (planes(blocks[:, :128], 64, 4) | high).astype(np.int64) - 32
-        scales = blocks[:, 192:208].view(np.int8).astype(np.int64).reshape(*shape, 16)
-        return (sums(codes, 16) * scales).sum(axis=3).astype(np.float32), d * scale[:, None]
-    codes = planes(blocks[:, -128:], 32, 4)
-    if kind == "Q5_K":
-        codes = codes | planes(blocks[:, 16:48], 32, 1) << np.uint8(4)
-    scales, minima = (
-        v.astype(np.int64).reshape(*shape, 8) for v in _scales_and_minima(blocks[:, 4:16])
-    )
-    total = (sums(codes, 8) * scales).sum(axis=3).astype(np.float32)
-    low = (sums(np.ones_like(codes), 8) * minima).sum(axis=3).astype(np.float32)
-    value = d * total - half(blocks, 2).reshape(shape) * low
-    return value, np.broadcast_to(scale[:, None], value.shape)
+    if minima is None:
+        return [(d * grid, total)]
+    minima = minima.astype(np.int64).reshape(*shape, groups)
+    low = (_sums(np.ones_like(codes), shape, groups, q) * minima).sum(axis=3).astype(np.float32)
+    value = d * total - half(blocks, HALVES[kind][1]).reshape(shape) * low
+    return [(np.broadcast_to(grid, value.shape), value)]
+
+
+def _sums(
+    codes: AnyArray, shape: tuple[int, int], groups: int, q: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """(T, N, units, groups) exact dot products."""
+    cut = codes.astype(np.int64).reshape(*shape, groups, -1)
+    grouped = q.reshape(*q.shape[:2], groups, -1)
+    found: npt.NDArray[np.int64] = np.einsum("tugk,nugk->tnug", grouped, cut)
+    return found
+
+
+def _nibbles(blocks: Blocks, at: int) -> npt.NDArray[np.int64]:
+    return planes(blocks[:, at : at + 16], 16, 4).astype(np.int64)
+
+
+def _fifth(blocks: Blocks, at: int) -> npt.NDArray[np.int64]:
+    bits = blocks[:, at : at + 4].copy().view("<u4") >> np.arange(32, dtype=np.uint32) & 1
+    return bits.astype(np.int64) << 4
+
+
+def _wide(low: Blocks, high: Blocks, place: int) -> npt.NDArray[np.int64]:
+    return low.astype(np.int64) | high.astype(np.int64) << place
+
+
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+CODES: dict[str, Callable[[Blocks], AnyArray]] = {  # less a constant zero
+    "Q8_0": lambda b: b[:, 2:].view(np.int8),
+    "Q4_0": lambda b: _nibbles(b, 2) - 8,
+    "Q4_1": lambda b: _nibbles(b, 4),
+    "Q5_0": lambda b: (_nibbles(b, 6) | _fifth(b, 2)) - 16,
+    "Q5_1": lambda b: _nibbles(b, 8) | _fifth(b, 4),
+    "IQ4_NL": lambda b: IQ4[_nibbles(b, 2)],
+    "MXFP4": lambda b: E2M1_DOUBLED[_nibbles(b, 1)],
+    "Q2_K": lambda b: planes(b[:, 16:80], 32, 2),
+    "Q3_K": lambda b: _wide(planes(b[:, 32:96], 32, 2), planes(b[:, :32], 32, 1), 2) - 4,
+    "Q4_K": lambda b: planes(b[:, 16:], 32, 4),
+    "Q5_K": lambda b: _wide(planes(b[:, 48:], 32, 4), planes(b[:, 16:48], 32, 1), 4),
+    "Q6_K": lambda b: _wide(planes(b[:, :128], 64, 4), planes(b[:, 128:192], 32, 2), 4) - 32,
+    "IQ4_XS": lambda b: IQ4[planes(b[:, 8:], 16, 4)],
+}
+
+
+def _q3_k_scales(blocks: Blocks) -> AnyArray:
+    packed = blocks[:, 96:108]
+    return _wide(planes(packed[:, :8], 8, 4), planes(packed[:, 8:], 4, 2), 4) - 32
+
+
+def _iq4_xs_scales(blocks: Blocks) -> AnyArray:
+    low = blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15
+    high = blocks[:, 2:4, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return _wide(low.reshape(-1, 8), high.reshape(-1, 8), 4) - 32
+
+
+Groups = Callable[[Blocks], tuple[AnyArray, AnyArray | None]]
+GROUPS: dict[str, Groups] = {  # integer scales and minima
+    "Q2_K": lambda b: (b[:, :16] & 15, b[:, :16] >> 4),
+    "Q3_K": lambda b: (_q3_k_scales(b), None),
+    "Q4_K": lambda b: _scales_and_minima(b[:, 4:16]),
+    "Q5_K": lambda b: _scales_and_minima(b[:, 4:16]),
+    "Q6_K": lambda b: (b[:, 192:208].view(np.int8), None),
+    "IQ4_XS": lambda b: (_iq4_xs_scales(b), None),
+}
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -183,7 +255,7 @@ def test_the_arithmetic_is_the_stated_one(
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", [name for name, kind in TYPES.items() if kind.values == 32])
 @pytest.mark.parametrize("k", [32, 96, 416])
 def test_widths_of_single_blocks(isa: Isa, run_op: RunOp, kind: str, k: int) -> None:
     case, x = make_case(kind, 40, k), inputs(5, k)
@@ -251,6 +323,22 @@ def test_embedding_reads_rows_out_of_the_packed_table(isa: Isa, run_op: RunOp, k
     run_op(isa, "embedding", VxEmbedding(case.matrix.struct(), y.ctypes.data), step, 2)
     np.testing.assert_array_equal(y[:5], case.part.dequantize()[ids[:5]])
     assert np.isnan(y[5]).all()
+
+
+def test_every_exponent_of_mxfp4(isa: Isa, run_op: RunOp) -> None:
+    """Two scales are subnormal, the largest values of the last one are infinite."""
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (256, 17)).astype(np.uint8)
+    blocks[:, 0] = np.arange(256)
+    part = weight_part("w", TYPES["MXFP4"], (256, 32), blocks.reshape(-1))
+    spec = WeightSpec("w", "embedding", (PartSpec("w", 256),), 32)
+    source = Source({"w": part})
+    shapes = matrix_shapes([spec], "bf16", (), source)
+    loaded = load_weights([spec], {}, source, shapes, num_threads=1, progress=False)
+    ids, y = np.arange(256, dtype=np.int32), np.zeros((256, 32), np.float32)
+    arguments = VxEmbedding(loaded.matrices["w"].struct(), y.ctypes.data)
+    run_op(isa, "embedding", arguments, VxStep(T=256, tokens=ids.ctypes.data), 1)
+    np.testing.assert_array_equal(y, part.dequantize())
 
 
 def test_what_stays_quantised() -> None:

@@ -6,7 +6,10 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_size_t, c_v
 
 VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-BLOCK_KINDS = {"Q4_0": 16, "Q8_0": 17, "Q4_K": 18, "Q5_K": 19, "Q6_K": 20}
+BLOCK_KINDS = {
+    "Q4_0": 16, "Q8_0": 17, "Q4_K": 18, "Q5_K": 19, "Q6_K": 20, "Q4_1": 21, "Q5_0": 22, "Q5_1": 23,
+    "Q2_K": 24, "Q3_K": 25, "IQ4_NL": 26, "IQ4_XS": 27, "MXFP4": 28,
+}  # fmt: skip
 """GGUF types that are multiplied as they are."""
 WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}

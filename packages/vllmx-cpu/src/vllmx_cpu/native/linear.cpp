@@ -157,12 +157,11 @@ void linear(const void* args, const VxStep* step, VxCtx* ctx) {
     case VX_F32: return run_linear<WeightF32>(a, step, rows, ctx);
     case VX_F16: return run_linear<WeightF16>(a, step, rows, ctx);
     case VX_BF16: return run_linear<WeightBf16>(a, step, rows, ctx);
-    case VX_Q4_0: return run_linear<BlocksQ4_0>(a, step, rows, ctx);
-    case VX_Q8_0: return run_linear<BlocksQ8_0>(a, step, rows, ctx);
-    case VX_Q4_K: return run_linear<BlocksQ4K>(a, step, rows, ctx);
-    case VX_Q5_K: return run_linear<BlocksQ5K>(a, step, rows, ctx);
-    case VX_Q6_K: return run_linear<BlocksQ6K>(a, step, rows, ctx);
   }
+  layout::visit_format(a->w.kind, 0, [=](auto format) {
+    run_linear<BlockKind<decltype(format)>>(a, step, rows, ctx);
+    return 0;
+  });
 }
 
 }  // namespace VX_ISA

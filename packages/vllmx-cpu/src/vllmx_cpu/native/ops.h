@@ -6,7 +6,10 @@
 enum VxActivation : int32_t { VX_NONE = -1, VX_SILU = 0, VX_GELU = 1, VX_GELU_TANH = 2, VX_RELU = 3 };
 
 // Quantised weights of a GGUF file, beside the VxDType kinds; block_layout.h.
-enum VxBlockKind : int32_t { VX_Q4_0 = 16, VX_Q8_0 = 17, VX_Q4_K = 18, VX_Q5_K = 19, VX_Q6_K = 20 };
+enum VxBlockKind : int32_t {
+  VX_Q4_0 = 16, VX_Q8_0 = 17, VX_Q4_K = 18, VX_Q5_K = 19, VX_Q6_K = 20, VX_Q4_1 = 21, VX_Q5_0 = 22,
+  VX_Q5_1 = 23, VX_Q2_K = 24, VX_Q3_K = 25, VX_IQ4_NL = 26, VX_IQ4_XS = 27, VX_MXFP4 = 28,
+};
 
 // A packed matrix: tiles of 32 output rows, each two blocks of 16 rows; see linear.cpp.
 struct VxWeight {

@@ -15,67 +15,68 @@ VX_INLINE float half_at(const uint8_t* p) {
   return lanes[0];
 }
 
-// Code k of the 32 whose quads begin at p, which points to the row's lane.
-VX_INLINE int nibble_at(const uint8_t* p, int k) { return p[k / 8 * 64 + k % 4] >> (k / 4 % 2 * 4) & 15; }
-
-template <int BITS>
-static void unpack_scaled(const uint8_t* block, int32_t lane, int32_t units, float* y) {
-  typedef layout::Scaled<BITS> Layout;
-  for (int32_t u = 0; u < units; ++u) {
-    const uint8_t* codes = block + Layout::codes(u) + lane * 4;
-    const float d = half_at(block + Layout::scale(u, units) + lane * 2);
-    for (int k = 0; k < 32; ++k) {
-      const int code = BITS == 8 ? codes[k / 4 * 64 + k % 4] : nibble_at(codes, k);
-      *y++ = d * (float)(code - (1 << (BITS - 1)));
-    }
-  }
+// Code k of the 32 whose vectors begin at p; of a table, its value plus the format's zero.
+template <class Format>
+VX_INLINE float code_at(const uint8_t* p, int32_t lane, int k) {
+  const int code = layout::Codes<Format::BITS>::read(p + lane * 4, k);
+  if constexpr (Format::TABLE)
+    return (float)(Format::LEVELS[code] - Format::ZERO);
+  else
+    return (float)(code - Format::ZERO);
 }
 
-template <int BITS>
-static void unpack_minima(const uint8_t* block, int32_t lane, int32_t units, float* y) {
-  typedef layout::Minima<BITS> Layout;
-  for (int32_t u = 0; u < units; ++u, block += Layout::UNIT_BYTES) {
-    const float d = half_at(block + lane * 2), low_d = half_at(block + 32 + lane * 2);
-    for (int g = 0; g < 8; ++g) {
-      const size_t at = (size_t)(g / 4) * 64 + (size_t)lane * 4 + (size_t)(g % 4);
-      const float scale = d * (float)block[Layout::SCALES + at];
-      const float low = low_d * (float)block[Layout::MINIMA + at];
+template <class Format, int UNIT_COLS>
+struct UnpackFor {
+  static void row(const uint8_t* block, int32_t lane, int32_t units, float* y) {
+    for (int32_t u = 0; u < units; ++u) {
+      const uint8_t* scales = block + Format::scale(u, units) + lane * 2;
+      uint16_t word;
+      __builtin_memcpy(&word, scales, 2);
+      const float d = Format::SCALE == layout::SCALE_BF16 ? bf16_to_float(word) : half_at(scales);
       for (int k = 0; k < 32; ++k) {
-        int code = nibble_at(block + Layout::nibbles(g) + lane * 4, k);
-        if (BITS == 5) code |= (block[Layout::fifth_bits(g) + lane * 4 + k % 4] >> (k / 4) & 1) << 4;
-        *y++ = scale * (float)code - low;
+        float value = d * code_at<Format>(block + Format::codes(u), lane, k);
+        if constexpr (Format::OFFSET == layout::MINIMUM)
+          value = value + half_at(block + Format::minimum(u, units) + lane * 2);
+        *y++ = value;
       }
     }
   }
-}
+};
 
-static void unpack_signed6(const uint8_t* block, int32_t lane, int32_t units, float* y) {
-  typedef layout::Signed6 Layout;
-  for (int32_t u = 0; u < units; ++u, block += Layout::UNIT_BYTES) {
-    const float d = half_at(block + Layout::SCALE + lane * 2);
-    const int8_t* scales = (const int8_t*)block + Layout::SCALES + lane * 4;
-    for (int k = 0; k < 256; ++k) {
-      const int g = k / 32, in_group = k % 32, quad = in_group / 4;
-      const uint8_t* pairs = block + Layout::high_pairs(g) + quad / 4 * 64 + lane * 4;
-      const int high = pairs[k % 4] >> (quad % 4 * 2) & 3;
-      const int code = nibble_at(block + Layout::nibbles(g) + lane * 4, in_group) | high << 4;
-      *y++ = d * (float)scales[k / 64 * 64 + k / 16 % 4] * (float)(code - 32);
-    }
+template <class Format>
+struct UnpackFor<Format, 256> {
+  static void row(const uint8_t* block, int32_t lane, int32_t units, float* y) {
+    for (int32_t u = 0; u < units; ++u, block += Format::UNIT_BYTES)
+      for (int g = 0; g < Format::GROUPS; ++g) {
+        const size_t at = Format::group(g) + (size_t)lane * 4 + (size_t)(g % 4);
+        const uint8_t s = block[Format::SCALES + at];
+        const int signed_or_not = Format::OFFSET != layout::MINIMUM ? (int8_t)s
+                                  : Format::NIBBLE_SCALES          ? s & 15
+                                                                   : s;
+        const float scale = half_at(block + Format::SCALE + lane * 2) * (float)signed_or_not;
+        float low = 0;
+        if constexpr (Format::OFFSET == layout::MINIMUM) {
+          const int m = block[Format::MINIMA + at] >> (Format::NIBBLE_SCALES ? 4 : 0);
+          low = half_at(block + Format::SCALE + 32 + lane * 2) * (float)m;
+        }
+        for (int i = 0; i < Format::GROUP; ++i) {
+          const int k = g * Format::GROUP + i;
+          const float value = scale * code_at<Format>(block + Format::codes(k / 32), lane, k % 32);
+          *y++ = Format::OFFSET == layout::MINIMUM ? value - low : value;
+        }
+      }
   }
-}
+};
 
 // Row `row` of w into y (cols); w.kind is a VxBlockKind.
 static void unpack_block_row(const VxWeight* w, int32_t row, float* y) {
   const int32_t units = w->cols / layout::unit_cols(w->kind), lane = row % 16;
   const size_t block_bytes = (size_t)units * layout::unit_bytes(w->kind);
   const uint8_t* block = (const uint8_t*)w->data + (size_t)(row / 16) * block_bytes;
-  switch (w->kind) {
-    case VX_Q8_0: return unpack_scaled<8>(block, lane, units, y);
-    case VX_Q4_0: return unpack_scaled<4>(block, lane, units, y);
-    case VX_Q4_K: return unpack_minima<4>(block, lane, units, y);
-    case VX_Q5_K: return unpack_minima<5>(block, lane, units, y);
-    case VX_Q6_K: return unpack_signed6(block, lane, units, y);
-  }
+  layout::visit_format(w->kind, 0, [=](auto format) {
+    UnpackFor<decltype(format), decltype(format)::UNIT_COLS>::row(block, lane, units, y);
+    return 0;
+  });
 }
 
 }  // namespace VX_ISA

@@ -1,0 +1,60 @@
+// The codes of 32 columns out of a packed block (block_layout.h): eight vectors of bytes, one a quad.
+#pragma once
+#include "block_layout.h"
+#include "simd.h"
+
+namespace vx {
+namespace VX_ISA {
+
+// table[byte] for every byte of w, which are below 16.
+VX_INLINE NativeU look_up(NativeU w, const uint8_t* table) {
+#if VX_NATIVE_BYTES == 64
+  const __m128i levels = _mm_loadu_si128((const __m128i*)table);
+  return (NativeU)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), (__m512i)w);
+#elif VX_NATIVE_BYTES == 32
+  const __m128i levels = _mm_loadu_si128((const __m128i*)table);
+  return (NativeU)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(levels), (__m256i)w);
+#elif defined(__aarch64__)
+  return (NativeU)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)w);
+#else
+  uint8_t bytes[16];
+  __builtin_memcpy(bytes, &w, 16);
+  for (int i = 0; i < 16; ++i) bytes[i] = table[bytes[i]];
+  __builtin_memcpy(&w, bytes, 16);
+  return w;
+#endif
+}
+template <class H>
+VX_INLINE Twice<H> look_up(Twice<H> w, const uint8_t* table) {
+  return {look_up(w.lo, table), look_up(w.hi, table)};
+}
+
+// The B bits of quad j of a plane, shifted up by `place`.
+template <int B>
+VX_INLINE U32x16 plane_bits(const uint8_t* p, int j, int place) {
+  const int shift = j % (8 / B) * B;
+  const U32x16 v = load_u32(p + j / (8 / B) * 64);
+  const U32x16 mask = splat_u32(0x01010101u * (uint32_t)(((1 << B) - 1) << place));
+  return (shift < place ? v << (place - shift) : shift > place ? v >> (shift - place) : v) & mask;
+}
+
+// With a table, the value of each code plus the format's zero.
+template <class Format>
+VX_INLINE void load_codes(const uint8_t* p, U32x16* w) {
+  typedef layout::Codes<Format::BITS> Codes;
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    if constexpr (Codes::LOW == 8)
+      w[j] = load_u32(p + j * 64);
+    else
+      w[j] = plane_bits<Codes::LOW>(p, j, 0);
+    if constexpr (Codes::HIGH > 0)
+      w[j] = w[j] | plane_bits<Codes::HIGH>(p + Codes::LOW_BYTES, j, Codes::LOW);
+    if constexpr (Format::TABLE) w[j] = look_up(w[j], Format::LEVELS);
+  }
+}
+
+VX_INLINE F32x16 load_half(const uint8_t* p) { return load_f16((const uint16_t*)p); }
+
+}  // namespace VX_ISA
+}  // namespace vx
