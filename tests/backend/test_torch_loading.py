@@ -150,8 +150,8 @@ class Int8Source:
         return WeightPart(name, part.shape, layout, {"weight": raw}, self._decode)
 
     @staticmethod
-    def _decode(part: WeightPart) -> Any:
-        return part.buffers["weight"].to_f32() / np.float32(32)
+    def _decode(part: WeightPart, begin: int, end: int) -> Any:
+        return part.buffers["weight"].rows(begin, end).to_f32() / np.float32(32)
 
     def close(self) -> None:
         self._source.close()

@@ -188,11 +188,12 @@ def test_logits_are_those_of_the_dequantised_twin(
 
 
 class Watched:
-    """A source that counts the decoded matrices that are alive while the next one is decoded."""
+    """A source that counts the decoded values that are alive when more are decoded."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.decoded: list[weakref.ref[Array]] = []
+        self.total = 0
         self.most_alive = 0
 
     def names(self) -> Collection[str]:
@@ -204,16 +205,18 @@ class Watched:
         if decode is None:
             return part
 
-        def watched(part: WeightPart) -> Array:
-            self.most_alive = max(self.most_alive, self.alive())
-            values = decode(part)
+        def watched(part: WeightPart, begin: int, end: int) -> Array:
+            values = decode(part, begin, end)
             self.decoded.append(weakref.ref(values))
+            self.total += values.size
+            self.most_alive = max(self.most_alive, self.alive())
             return values
 
         return replace(part, decode=watched)
 
     def alive(self) -> int:
-        return sum(reference() is not None for reference in self.decoded)
+        arrays = (reference() for reference in self.decoded)
+        return sum(values.size for values in arrays if values is not None)
 
     def close(self) -> None:
         self.source.close()
@@ -223,14 +226,19 @@ def test_the_cpu_backend_drops_what_it_packed(tmp_path: Path) -> None:
     reason = REGISTRY.get(BackendSpec, "cpu").unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
+    from vllmx_cpu.packing import ROWS_AT_ONCE
+
     quantised, _ = write_pair(tmp_path, CASES["w8a8"])
     checkpoint = open_checkpoint(REGISTRY, quantised)
     model, watched = build_model(REGISTRY, checkpoint), Watched(checkpoint.weights)
     options = LoadOptions(max_model_len=64, num_kv_blocks=4, num_threads=1)
     backend = REGISTRY.get(BackendSpec, "cpu").load()()
     with closing(watched), closing(backend.load(model, watched, options)):
-        assert len(watched.decoded) == 42
-        assert watched.most_alive <= 2
+        linears = ("qkv", "o", "gate_up", "down")
+        matrices = [spec for spec in model.weights() if spec.name.split(".")[-1] in linears]
+        assert watched.total == sum(spec.rows * spec.cols for spec in matrices)
+        widest = max(spec.cols for spec in matrices)
+        assert watched.most_alive <= 2 * ROWS_AT_ONCE * widest
         assert watched.alive() == 0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,14 +14,18 @@ from vllmx_core.errors import WeightFormatError
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weight_map import assemble
 from vllmx_core.weights import (
+    DENSE,
     ITEM_BYTES,
     DType,
     PartSpec,
+    QuantLayout,
     RawTensor,
+    WeightPart,
     WeightSpec,
     bf16_to_f32,
     f32_to_bf16,
     float8_to_f32,
+    made_part,
 )
 
 
@@ -88,6 +95,68 @@ def test_raw_tensors_are_viewed_and_widened(dtype: DType) -> None:
     wide = raw.to_f32()
     np.testing.assert_array_equal(wide, expected)
     assert wide.dtype == np.float32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_pages_of_a_mapped_file_are_given_back(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).standard_normal((1024, 4096)).astype(np.float32)  # 16 MiB
+    path = tmp_path / "values"
+    path.write_bytes(b"head" + values.tobytes())
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data = np.frombuffer(mapping, np.uint8)[4:]
+    raw = RawTensor("t", "u8", (1024, 4096 * 4), data, mapping)
+    before = mapped_file_bytes(path)
+    raw.rows(0, 1024).view().sum()
+    touched = mapped_file_bytes(path)
+    raw.rows(200, 700).drop_pages()
+    left = mapped_file_bytes(path)
+    np.testing.assert_array_equal(raw.view().view(np.uint8).reshape(-1), values.view(np.uint8).flat)
+    assert (before, touched) == (0, pytest.approx(values.nbytes, abs=1 << 16))
+    assert left <= values.nbytes * 524 / 1024 + (1 << 16)  # less where the kernel maps huge pages
+    raw.drop_pages()
+    assert mapped_file_bytes(path) == 0
+
+
+def mapped_file_bytes(path: Path) -> int:
+    """Memory that this process has of a mapped file."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    total = 0
+    for line in lines:
+        if line.endswith(str(path)):
+            rss = next(line for line in lines if line.startswith("Rss:"))
+            total += int(rss.split()[1]) * 1024
+    return total
+
+
+def test_made_parts_are_made_by_rows() -> None:
+    values = np.random.default_rng(2).standard_normal((7, 4)).astype(np.float32)
+    asked: list[tuple[int, int]] = []
+
+    def make(begin: int, end: int) -> WeightPart:
+        asked.append((begin, end))
+        return ArraySource({"w": values[begin:end] * 2}).part("w")
+
+    part = made_part("w", (7, 4), DENSE, make)
+    np.testing.assert_array_equal(part.dequantize(2, 5), values[2:5] * 2)
+    np.testing.assert_array_equal(part.rows(1, 2).dequantize(), values[1:2] * 2)
+    assert asked == [(2, 5), (1, 2)]
+    for _ in range(2):
+        np.testing.assert_array_equal(part.buffers["weight"].to_f32(), values * 2)
+    assert asked[2:] == [(0, 7)]  # kept
+
+
+def test_rows_cut_what_has_an_entry_for_each() -> None:
+    arrays = {
+        "weight": RawTensor("w", "i8", (6, 3), np.arange(18, dtype=np.uint8)),
+        "scale": RawTensor("s", "f32", (6, 1), np.arange(6, dtype="<f4").view(np.uint8)),
+        "input_scale": RawTensor("i", "f32", (1,), np.ones(1, "<f4").view(np.uint8)),
+    }
+    piece = WeightPart("w", (6, 3), QuantLayout("int8", 8), arrays).rows(2, 4)
+    assert piece.shape == (2, 3)
+    np.testing.assert_array_equal(piece.buffers["weight"].view(), [[6, 7, 8], [9, 10, 11]])
+    np.testing.assert_array_equal(piece.buffers["scale"].view(), [[2], [3]])
+    assert piece.buffers["input_scale"] is arrays["input_scale"]
 
 
 def test_assemble_joins_parts_biases_and_offset() -> None:

@@ -168,6 +168,13 @@ def test_whole_blocks_of_256_keep_their_bytes(registry: Registry, tmp_path: Path
         for i in range(32):
             np.testing.assert_array_equal(q[head * 64 + i], stored[head * 64 + 2 * i])
             np.testing.assert_array_equal(q[head * 64 + 32 + i], stored[head * 64 + 2 * i + 1])
+    part = opened.weights.part("model.layers.0.self_attn.q_proj.weight")
+    for begin, end in ((0, 256), (0, 100), (70, 71), (97, 203)):
+        np.testing.assert_array_equal(part.dequantize(begin, end), q[begin:end])
+        piece = part.rows(begin, end)
+        np.testing.assert_array_equal(piece.dequantize(), q[begin:end])
+        found, whole = piece.buffers["weight"], part.buffers["weight"]
+        np.testing.assert_array_equal(found.view(), whole.view()[begin:end])
     assert opened.config["torch_dtype"] == "bfloat16"
     opened.weights.close()
 

@@ -46,7 +46,19 @@ def open_source(folder: Path, tensors: Tensors, quantization: Any) -> WeightSour
 def open_part(
     folder: Path, tensors: Tensors, quantization: Any, name: str = "m.weight"
 ) -> WeightPart:
-    return open_source(folder, tensors, quantization).part(name)
+    """The part, after a look whether its rows can be had one range at a time."""
+    part = open_source(folder, tensors, quantization).part(name)
+    assert_rows_alone(part)
+    return part
+
+
+def assert_rows_alone(part: WeightPart) -> None:
+    """Whether ranges of rows are decoded to what they are in the whole."""
+    count = part.shape[0]
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        whole = part.dequantize()
+        for begin, end in ((0, count), (count // 3, count // 2 + 1), (count - 1, count)):
+            assert_same_bits(part.dequantize(begin, end), whole[begin:end])
 
 
 def assert_same_bits(found: NDArray[Any], expected: NDArray[Any]) -> None:

@@ -7,8 +7,9 @@ multiplies the layouts that it knows natively and calls `dequantize` for the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+import mmap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -72,6 +73,8 @@ class RawTensor:
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]
     """(bytes,) flat, read-only view into the mapped file; little-endian, row-major."""
+    mapping: mmap.mmap | None = None
+    """The file that `data` is a view into; None: it lies in memory."""
 
     def view(self) -> npt.NDArray[np.generic]:
         """The tensor in its own dtype without a copy; bf16 as uint16, fp8 as uint8."""
@@ -81,6 +84,21 @@ class RawTensor:
             "f8e8m0": "u1",
         }[self.dtype]  # fmt: skip
         return self.data.view(numpy_dtype).reshape(self.shape)
+
+    def rows(self, begin: int, end: int) -> RawTensor:
+        """Entries of the first dimension from `begin` to before `end`, as a view."""
+        entry_bytes = self.data.nbytes // self.shape[0] if self.shape[0] else 0
+        data = self.data[begin * entry_bytes : end * entry_bytes]
+        return replace(self, shape=(end - begin, *self.shape[1:]), data=data)
+
+    def drop_pages(self) -> None:
+        """Gives back the memory that reading a mapped file took; what is read again later comes
+        from the file. For whoever has copied the bytes."""
+        if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED") or not self.data.nbytes:
+            return
+        start = self.data.ctypes.data - np.frombuffer(self.mapping, np.uint8).ctypes.data
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.mapping.madvise(mmap.MADV_DONTNEED, first, start + self.data.nbytes - first)
 
     def to_f32(self) -> F32:
         """A float32 array of the same values (a view where the file holds float32)."""
@@ -113,14 +131,72 @@ class WeightPart:
     shape: tuple[int, ...]
     layout: QuantLayout
     buffers: Mapping[str, RawTensor]
-    decode: Callable[[WeightPart], F32] | None = None
-    """Turns a layout other than `DENSE` into float32; the format or quantisation sets it."""
+    decode: Callable[[WeightPart, int, int], F32] | None = None
+    """decode(part, begin, end) turns these rows of a layout other than `DENSE` into float32; the
+    format or quantisation sets it."""
+    cut: Callable[[int, int], WeightPart] | None = None
+    """Set by `made_part`: makes these rows of a part that the source does not hold as it is."""
 
-    def dequantize(self) -> F32:
-        """The part as float32 of `shape`."""
+    def dequantize(self, begin: int = 0, end: int | None = None) -> F32:
+        """The part, or its rows from `begin` to before `end`, as float32."""
+        if not self.shape:
+            return self.buffers["weight"].to_f32()
+        end = self.shape[0] if end is None else end
+        if self.cut is not None:
+            return self.cut(begin, end).dequantize()
         if self.decode is not None:
-            return self.decode(self)
-        return self.buffers["weight"].to_f32().reshape(self.shape)
+            return self.decode(self, begin, end)
+        return self.buffers["weight"].rows(begin, end).to_f32()
+
+    def rows(self, begin: int, end: int) -> WeightPart:
+        """Rows from `begin` to before `end` as a part of their own, for layouts whose buffers have
+        an entry for each row (or one for all rows): `DENSE`, "gguf", "int8", "fp8" without
+        blocks."""
+        if self.cut is not None:
+            return self.cut(begin, end)
+        count = self.shape[0]
+        buffers = {
+            key: raw.rows(begin, end) if raw.shape[:1] == (count,) else raw
+            for key, raw in self.buffers.items()
+        }
+        return replace(self, shape=(end - begin, *self.shape[1:]), buffers=buffers)
+
+    def drop_pages(self) -> None:
+        """`RawTensor.drop_pages` of all buffers; of a part that is made, its maker does it."""
+        if self.cut is None:
+            for raw in self.buffers.values():
+                raw.drop_pages()
+
+
+def made_part(
+    name: str, shape: tuple[int, ...], layout: QuantLayout, make: Callable[[int, int], WeightPart]
+) -> WeightPart:
+    """A part whose rows are made when they are asked for: make(begin, end) gives them, of this
+    layout, with buffers as `WeightPart.rows` wants them. Whoever reads `buffers` has all rows made
+    at once; `rows` and `dequantize` keep nothing."""
+    return WeightPart(name, shape, layout, _MadeBuffers(make, shape[0]), cut=make)
+
+
+class _MadeBuffers(Mapping[str, RawTensor]):
+    """Made at the first look, then kept as long as the part."""
+
+    def __init__(self, make: Callable[[int, int], WeightPart], rows: int) -> None:
+        self._make, self._rows = make, rows
+        self._made: Mapping[str, RawTensor] | None = None
+
+    def _buffers(self) -> Mapping[str, RawTensor]:
+        if self._made is None:
+            self._made = self._make(0, self._rows).buffers
+        return self._made
+
+    def __getitem__(self, key: str) -> RawTensor:
+        return self._buffers()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._buffers())
+
+    def __len__(self) -> int:
+        return len(self._buffers())
 
 
 class WeightSource(Protocol):

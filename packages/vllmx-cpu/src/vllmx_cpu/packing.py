@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -182,75 +181,57 @@ def _matrix_jobs(
     first = 0
     for part_spec in spec.parts:
         part = checked(source.part(part_spec.name), (part_spec.rows, spec.cols))
-        rows = _Rows(part, spec.offset)
         if part.layout != DENSE and matrix.shape.kind not in BLOCK_KINDS:
             decoded.append((part, matrix.shape.kind))
         begin = 0
         while begin < part_spec.rows:
             boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
             end = min(part_spec.rows, boundary - first)
-            jobs.append(_piece(matrix, rows, first, begin, end))
+            jobs.append(_piece(matrix, part, spec.offset, first, begin, end))
             begin = end
         first += part_spec.rows
     return jobs
 
 
 def _piece(
-    matrix: PackedMatrix, rows: _Rows, first: int, begin: int, end: int
+    matrix: PackedMatrix, part: WeightPart, offset: float, first: int, begin: int, end: int
 ) -> Callable[[], None]:
+    """Packs rows of a part that begins at row `first` of the matrix. What was read of the file
+    leaves the process's memory again."""
     shape = matrix.shape
     features = shape.rows // 2 if shape.gated else 0
 
     def pack_blocks() -> None:
-        blocks = rows.blocks(begin, end)
+        piece = part.rows(begin, end)
+        blocks = np.ascontiguousarray(piece.buffers["weight"].data)
         library().vx_pack_blocks(
             matrix.data.ctypes.data, BLOCK_KINDS[shape.kind], shape.cols, features,
             blocks.ctypes.data, first + begin, end - begin,
         )  # fmt: skip
+        piece.drop_pages()
 
     def pack() -> None:
-        values, kind = rows.between(begin, end)
+        piece, values, kind = _values(part, offset, begin, end)
         library().vx_pack_rows(
             matrix.data.ctypes.data, VX_DTYPES[shape.kind], shape.cols, features,
             values.ctypes.data, VX_DTYPES[kind], first + begin, end - begin,
         )  # fmt: skip
+        piece.drop_pages()
 
     return pack_blocks if shape.kind in BLOCK_KINDS else pack
 
 
-class _Rows:
-    """Row ranges of a checkpoint tensor in a dtype that the packer reads."""
-
-    def __init__(self, part: WeightPart, offset: float) -> None:
-        raw = part.buffers["weight"] if part.layout == DENSE and part.decode is None else None
-        self._direct = raw is not None and raw.dtype in VX_DTYPES and offset == 0.0
-        self._offset = np.float32(offset)
-        self._lock = threading.Lock()
-        self._part = part
-        self._decoded: F32 | None = None
-        self._rows_left = part.shape[0]
-
-    def blocks(self, begin: int, end: int) -> Bytes:
-        """(rows, bytes) as they lie in the file."""
-        raw = self._part.buffers["weight"]
-        return np.ascontiguousarray(raw.data.reshape(self._part.shape[0], -1)[begin:end])
-
-    def between(self, begin: int, end: int) -> tuple[AnyArray, str]:
-        """(rows, cols) and the dtype's name; each row may be asked for once."""
-        if self._direct:
-            raw = self._part.buffers["weight"]
-            return np.ascontiguousarray(raw.view().reshape(self._part.shape)[begin:end]), raw.dtype
-        with self._lock:
-            if self._decoded is None:
-                values = self._part.dequantize()
-                if self._offset:
-                    values = values + self._offset
-                self._decoded = np.ascontiguousarray(values, np.float32)
-            wanted = self._decoded[begin:end]
-            self._rows_left -= end - begin
-            if self._rows_left == 0:  # the jobs live until the last tensor is packed
-                self._decoded = None
-        return wanted, "f32"
+def _values(
+    part: WeightPart, offset: float, begin: int, end: int
+) -> tuple[WeightPart, AnyArray, str]:
+    """What was read, and these rows of it, (rows, cols), with the name of a dtype that the packer
+    reads."""
+    piece = part.rows(begin, end) if part.layout == DENSE else part
+    if piece is not part and not offset and piece.buffers["weight"].dtype in VX_DTYPES:
+        raw = piece.buffers["weight"]
+        return piece, np.ascontiguousarray(raw.view()), raw.dtype
+    values = part.dequantize(begin, end) + np.float32(offset)
+    return piece, np.ascontiguousarray(values, np.float32), "f32"
 
 
 def _log_decoded(decoded: Sequence[tuple[WeightPart, str]]) -> None:
@@ -258,7 +239,7 @@ def _log_decoded(decoded: Sequence[tuple[WeightPart, str]]) -> None:
     if not decoded:
         return
     layouts = sorted({f"{part.layout.kind} ({part.layout.bits:g} bit)" for part, _ in decoded})
-    stored = sum(raw.data.nbytes for part, _ in decoded for raw in part.buffers.values())
+    stored = sum(math.prod(part.shape) * part.layout.bits / 8 for part, _ in decoded)
     used = sum(math.prod(part.shape) * ITEM_BYTES[kind] for part, kind in decoded)
     logger.info(
         "%d matrices stored as %s are dequantised to %s at load: %.1f MiB instead of %.1f MiB",

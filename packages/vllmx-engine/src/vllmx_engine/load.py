@@ -70,7 +70,10 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     spec, reason = plan.registry.choose_backend(plan.config.backend)
     logger.info("backend=%s reason=%r", spec.name, reason)
     options = load_options(plan.config, model.shape, progress=plan.progress)
-    loaded = spec.load()().load(model, checkpoint.weights, options)
+    try:
+        loaded = spec.load()().load(model, checkpoint.weights, options)
+    finally:
+        checkpoint.weights.close()
     try:
         max_model_len = fitting_length(plan.config, options, loaded.info)
         core = EngineCore(

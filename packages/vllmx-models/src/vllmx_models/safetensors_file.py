@@ -79,7 +79,7 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} is stored as {dtype}, which vllmx does not read;"
                 f" known: {', '.join(_DTYPES)}"
             )
-        return RawTensor(name, _DTYPES[dtype], shape, self._bytes[begin:end])
+        return RawTensor(name, _DTYPES[dtype], shape, self._bytes[begin:end], self._map)
 
     def close(self) -> None:
         """Unmaps the file, at once or when the last view of it goes."""

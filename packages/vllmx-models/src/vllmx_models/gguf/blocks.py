@@ -7,6 +7,7 @@ are; `decode` is for those that do not.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -76,21 +77,27 @@ FOREIGN_TYPES: Mapping[int, str] = {
 
 
 def weight_part(
-    name: str, kind: TensorType, shape: tuple[int, ...], data: npt.NDArray[np.uint8]
+    name: str,
+    kind: TensorType,
+    shape: tuple[int, ...],
+    data: npt.NDArray[np.uint8],
+    mapping: mmap.mmap | None = None,
 ) -> WeightPart:
-    """A tensor of the file as a backend takes it; `data` are its bytes, row after row."""
+    """A tensor of the file as a backend takes it; `data` are its bytes, row after row, a view into
+    `mapping` if there is one."""
     if kind.dense is not None:
-        raw = RawTensor(name, kind.dense, shape, data)
+        raw = RawTensor(name, kind.dense, shape, data, mapping)
         return WeightPart(name, shape, kind.layout, {"weight": raw})
     row_bytes = shape[-1] // kind.values * kind.num_bytes
-    raw = RawTensor(name, "u8", (*shape[:-1], row_bytes), data)
+    raw = RawTensor(name, "u8", (*shape[:-1], row_bytes), data, mapping)
     return WeightPart(name, shape, kind.layout, {"weight": raw}, decode)
 
 
-def decode(part: WeightPart) -> F32:
-    """Any part of layout "gguf" as float32 of its shape."""
+def decode(part: WeightPart, begin: int, end: int) -> F32:
+    """Rows of any part of layout "gguf" as float32."""
     kind = TYPES_BY_NAME[str(part.layout.options["type"])]
-    return decode_blocks(kind, part.buffers["weight"].data).reshape(part.shape)
+    data = part.buffers["weight"].rows(begin, end).data
+    return decode_blocks(kind, data).reshape(end - begin, *part.shape[1:])
 
 
 def decode_blocks(kind: TensorType, data: npt.NDArray[np.uint8]) -> F32:

@@ -91,6 +91,11 @@ class GGUFFile:
         info = self.tensors[name]
         return self._bytes[info.start : info.start + info.num_bytes]
 
+    @property
+    def mapping(self) -> mmap.mmap:
+        """What `data` is a view into."""
+        return self._map
+
     def close(self) -> None:
         """Unmaps the file, at once or when the last view of it goes. The metadata goes too."""
         self._bytes = np.empty(0, np.uint8)

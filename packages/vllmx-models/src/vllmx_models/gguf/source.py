@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,10 @@ from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatEr
 from vllmx_core.plan import F32
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ModelSpec
-from vllmx_core.weights import WeightPart
+from vllmx_core.weights import WeightPart, made_part
 
 from vllmx_models.gguf.architecture import GGUFArchitecture
-from vllmx_models.gguf.blocks import weight_part
+from vllmx_models.gguf.blocks import TensorType, weight_part
 from vllmx_models.gguf.file import GGUFFile, TensorInfo
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.shards import model_file, open_shards
@@ -99,9 +100,12 @@ class GGUFSource:
         info, data = place.info, place.file.data(place.info.name)
         if place.rows != info.shape[0]:
             data = data.reshape(info.shape[0], -1)[place.first : place.first + place.rows]
-        if place.heads is not None:
-            data = deinterleave(data, place.rows, place.heads)
-        return weight_part(name, info.kind, (place.rows, *info.shape[1:]), data.reshape(-1))
+        shape, mapping = (place.rows, *info.shape[1:]), place.file.mapping
+        part = weight_part(name, info.kind, shape, data.reshape(-1), mapping)
+        if place.heads is None:
+            return part
+        order = deinterleaved(place.rows, place.heads)
+        return made_part(name, shape, part.layout, partial(_gathered, part, info.kind, order))
 
     def close(self) -> None:
         """Unmaps the files; parts must not be used any more."""
@@ -144,11 +148,25 @@ def _uncut(file: GGUFFile, info: TensorInfo, wanted: str) -> WeightFormatError:
     )
 
 
-def deinterleave(data: npt.NDArray[np.uint8], rows: int, heads: int) -> npt.NDArray[np.uint8]:
-    """Reorders whole rows from pairs (2i, 2i + 1) to halves (i, i + D / 2) in each head. A row
-    keeps its bytes, so this is exact for every type."""
-    pairs = data.reshape(heads, rows // heads // 2, 2, -1)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.intp]:
+    """(rows,) where in the file each row lies: pairs (2i, 2i + 1) of each head come from halves
+    (i, i + D / 2)."""
+    pairs = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def _gathered(
+    stored: WeightPart, kind: TensorType, order: npt.NDArray[np.intp], begin: int, end: int
+) -> WeightPart:
+    """Rows of `stored` in the order of the model. A row keeps its bytes, so this is exact for every
+    type."""
+    wanted = order[begin:end]
+    lowest = int(wanted.min())
+    raw = stored.buffers["weight"].rows(lowest, int(wanted.max()) + 1)
+    data = raw.data.reshape(raw.shape[0], -1)[wanted - lowest]
+    raw.drop_pages()
+    shape = (end - begin, *stored.shape[1:])
+    return weight_part(stored.name, kind, shape, data.reshape(-1))
 
 
 def _has_rows(info: TensorInfo) -> bool:

@@ -17,7 +17,8 @@ Codes = Callable[[int, int], AnyArray]
 
 def decode_affine(
     codes: Codes,
-    shape: tuple[int, int],
+    rows: tuple[int, int, int],
+    cols: int,
     scales: F32,
     zeros: AnyArray | None,
     group_of: npt.NDArray[np.int32] | None,
@@ -25,29 +26,30 @@ def decode_affine(
     """(integer - zero) * scale, rounded once.
 
     Args:
-        shape: (rows, cols).
-        scales: (rows or 1, groups).
+        rows: (first, end, all): which rows of how many are wanted.
+        scales: (rows or 1, groups), of all rows.
         zeros: integers of the same shape; None: 0.
         group_of: (cols,) group of each input feature; None: groups of equal size in order, which
             must divide cols.
     """
-    rows = shape[0]
+    first, last, count = rows
     groups = scales.shape[1]
-    scales = np.broadcast_to(scales, (rows, groups))
-    offsets = None if zeros is None else np.broadcast_to(zeros, scales.shape).astype(np.float32)
-    result = np.empty(shape, np.float32)
-    for begin in range(0, rows, ROWS_AT_ONCE):
-        end = min(begin + ROWS_AT_ONCE, rows)
-        out = result[begin:end]
+    scales = np.broadcast_to(scales, (count, groups))
+    zeros = None if zeros is None else np.broadcast_to(zeros, scales.shape)
+    result = np.empty((last - first, cols), np.float32)
+    for begin in range(first, last, ROWS_AT_ONCE):
+        end = min(begin + ROWS_AT_ONCE, last)
+        out = result[begin - first : end - first]
         out[...] = codes(begin, end)
-        for operand, apply in ((offsets, np.subtract), (scales, np.multiply)):
-            if operand is None:
+        for stored, apply in ((zeros, np.subtract), (scales, np.multiply)):
+            if stored is None:
                 continue
+            operand = stored[begin:end].astype(np.float32, copy=False)
             if group_of is not None:
-                apply(out, operand[begin:end, group_of], out=out)
+                apply(out, operand[:, group_of], out=out)
             else:
                 grouped = out.reshape(end - begin, groups, -1)
-                apply(grouped, operand[begin:end, :, None], out=grouped)
+                apply(grouped, operand[:, :, None], out=grouped)
     return result
 
 

@@ -79,8 +79,8 @@ class AwqScheme:
         return WeightPart(name, (rows, cols), layout, buffers, decode)
 
 
-def decode(part: WeightPart) -> F32:
-    """(out, in) float32; the product of integer and scale is rounded once."""
+def decode(part: WeightPart, first: int, last: int) -> F32:
+    """(last - first, in) float32; the product of integer and scale is rounded once."""
     rows, cols = part.shape
     group_size = part.layout.group_size or cols
     groups = -(-cols // group_size)
@@ -90,8 +90,9 @@ def decode(part: WeightPart) -> F32:
     if part.layout.options["packing"] == "gemm":
 
         def codes(begin: int, end: int) -> AnyArray:
-            # whole words: rows and ROWS_AT_ONCE are multiples of PER_WORD
-            return _gemm_unpack(qweight[:, begin // PER_WORD : end // PER_WORD]).T
+            word = begin // PER_WORD
+            unpacked = _gemm_unpack(qweight[:, word : -(-end // PER_WORD)]).T
+            return unpacked[begin - word * PER_WORD : end - word * PER_WORD]
 
         zeros, scales = _gemm_unpack(qzeros).T, scales.T
     else:
@@ -100,7 +101,8 @@ def decode(part: WeightPart) -> F32:
             return unpack(qweight[begin:end], BITS, cols)
 
         zeros, scales = unpack(qzeros, BITS, groups), scales[:, :groups]
-    return decode_affine(codes, (rows, cols), scales, zeros, group_map(cols, group_size))
+    span = (first, last, rows)
+    return decode_affine(codes, span, cols, scales, zeros, group_map(cols, group_size))
 
 
 def _gemm_unpack(words: npt.NDArray[np.int32]) -> U8:

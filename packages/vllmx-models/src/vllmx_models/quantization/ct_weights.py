@@ -122,8 +122,8 @@ class WeightArgs:
         return [(rows, groups)]
 
 
-def decode_packed(part: WeightPart) -> F32:
-    """(rows, cols) float32; the product of integer and scale is rounded once."""
+def decode_packed(part: WeightPart, first: int, last: int) -> F32:
+    """(last - first, cols) float32; the product of integer and scale is rounded once."""
     rows, cols = part.shape
     bits, buffers = int(part.layout.bits), part.buffers
     words = np.asarray(buffers["weight"].view())
@@ -142,18 +142,22 @@ def decode_packed(part: WeightPart) -> F32:
     def codes(begin: int, end: int) -> AnyArray:
         return unpack(words[begin:end], bits, cols)
 
-    return decode_affine(codes, (rows, cols), scales, zeros, group_of)
+    return decode_affine(codes, (first, last, rows), cols, scales, zeros, group_of)
 
 
-def decode_int8(part: WeightPart) -> F32:
-    """(rows, cols) float32; the product of integer and scale is rounded once."""
+def decode_int8(part: WeightPart, first: int, last: int) -> F32:
+    """(last - first, cols) float32; the product of integer and scale is rounded once."""
     weight = np.asarray(part.buffers["weight"].view())
     zero_point = part.buffers.get("zero_point")
     zeros = None if zero_point is None else _matrix(np.asarray(zero_point.view()))
     scales = _matrix(part.buffers["scale"].to_f32())
     group_of = group_map(weight.shape[1], part.layout.group_size or 1)
-    shape = (weight.shape[0], weight.shape[1])
-    return decode_affine(lambda begin, end: weight[begin:end], shape, scales, zeros, group_of)
+    rows, cols = weight.shape
+
+    def codes(begin: int, end: int) -> AnyArray:
+        return weight[begin:end]
+
+    return decode_affine(codes, (first, last, rows), cols, scales, zeros, group_of)
 
 
 def read_weight_args(read: QuantReader) -> WeightArgs:

@@ -96,8 +96,8 @@ class GptqScheme:
         return {}
 
 
-def decode(part: WeightPart) -> F32:
-    """(out, in) float32; the product of integer and scale is rounded once."""
+def decode(part: WeightPart, first: int, last: int) -> F32:
+    """(last - first, in) float32; the product of integer and scale is rounded once."""
     out, cols = part.shape
     layout, buffers = part.layout, part.buffers
     bits = int(layout.bits)
@@ -115,7 +115,8 @@ def decode(part: WeightPart) -> F32:
     g_idx = buffers["g_idx"].view() if "g_idx" in buffers else None
     group_of = group_map(cols, layout.group_size or cols, g_idx)
     zeros = np.broadcast_to(zeros, buffers["scales"].shape)
-    return decode_affine(codes, (out, cols), buffers["scales"].to_f32().T, zeros.T, group_of)
+    scales = buffers["scales"].to_f32().T
+    return decode_affine(codes, (first, last, out), cols, scales, zeros.T, group_of)
 
 
 def _group_index(

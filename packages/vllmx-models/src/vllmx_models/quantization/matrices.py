@@ -44,14 +44,20 @@ def fp8_part(
     return WeightPart(name, weight.shape, QuantLayout("fp8", 8, None, options), buffers, decode_fp8)
 
 
-def decode_fp8(part: WeightPart) -> F32:
-    """(rows, cols) float32; one rounding."""
+def decode_fp8(part: WeightPart, first: int, last: int) -> F32:
+    """(last - first, cols) float32; one rounding."""
     weight, options = part.buffers["weight"], part.layout.options
-    values = float8_to_f32(np.asarray(weight.view()), weight.dtype)
-    block = int(options["block_rows"]), int(options["block_cols"])
     scales = scales_to_f32(part.buffers["scale"])
-    columns = scales.shape[1] if options["strategy"] == "block" else 1
-    return apply_scales(values, scales.reshape(-1, columns), (max(block[0], 1), max(block[1], 1)))
+    if options["strategy"] != "block":
+        scales = np.broadcast_to(scales.reshape(-1, 1), (part.shape[0], 1))
+        values = float8_to_f32(np.asarray(weight.rows(first, last).view()), weight.dtype)
+        return apply_scales(values, scales[first:last], (1, max(part.shape[1], 1)))
+    rows, width = int(options["block_rows"]), int(options["block_cols"])
+    start = first // rows * rows  # blocks are decoded whole
+    stop = min(-(-last // rows) * rows, part.shape[0])
+    values = float8_to_f32(np.asarray(weight.rows(start, stop).view()), weight.dtype)
+    found = apply_scales(values, scales[start // rows : -(-stop // rows)], (rows, width))
+    return found[first - start : last - start]
 
 
 def fp4_part(
@@ -77,18 +83,19 @@ def fp4_part(
     return WeightPart(name, shape, layout, buffers, decode_fp4)
 
 
-def decode_fp4(part: WeightPart) -> F32:
-    """float32 of the part's shape; the group's scale is rounded when it is combined with the global
-    one, the product once more."""
+def decode_fp4(part: WeightPart, first: int, last: int) -> F32:
+    """Entries of the first dimension as float32; the group's scale is rounded when it is combined
+    with the global one, the product once more."""
     cols = part.shape[-1]
-    packed = np.asarray(part.buffers["weight"].view()).reshape(-1, cols // 2)
-    scales = scales_to_f32(part.buffers["scale"]).reshape(len(packed), -1)
+    packed = np.asarray(part.buffers["weight"].rows(first, last).view()).reshape(-1, cols // 2)
+    scales = scales_to_f32(part.buffers["scale"].rows(first, last)).reshape(len(packed), -1)
     if part.layout.options["global_scale"] != "none":
         whole = part.buffers["global_scale"].to_f32().reshape(())
         multiply = part.layout.options["global_scale"] == "multiply"
         scales = scales * whole if multiply else scales / whole
     values = e2m1_to_f32(packed)
-    return apply_scales(values, scales, (1, part.layout.group_size or 1)).reshape(part.shape)
+    found = apply_scales(values, scales, (1, part.layout.group_size or 1))
+    return found.reshape(last - first, *part.shape[1:])
 
 
 def input_scale(tensors: ModuleTensors, suffix: str = ".input_scale") -> dict[str, RawTensor]:
