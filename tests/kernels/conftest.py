@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cpu.native import Isa, Team, instruction_sets
 from vllmx_cpu.structs import VxJob, VxRecord, VxStep
+from vllmx_cuda.emulator import ORDERS, Emulator, find_cuda_headers
 
 RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
 """(instruction set, op, arguments, step, threads)."""
@@ -44,3 +46,20 @@ def run_op(teams: dict[int, Team]) -> RunOp:
         teams[threads].run(job)
 
     return run
+
+
+@pytest.fixture(params=["forward", "reverse", "random"])
+def emulator(request: pytest.FixtureRequest, emulators: dict[str, Emulator]) -> Emulator:
+    """The CUDA emulator's checking build, in each order of threads."""
+    return emulators[request.param]
+
+
+@pytest.fixture(scope="session")
+def emulators() -> dict[str, Emulator]:
+    try:
+        find_cuda_headers()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator compiles kernels with g++, which is not installed")
+    return {order: Emulator(check=True, order=order) for order in ORDERS}

@@ -37,13 +37,16 @@ def open_library(stem: str) -> tuple[ctypes.CDLL, str]:
     )
 
 
-def include_folders() -> list[str]:
-    """Folders with the headers that kernels include. Raises BackendUnavailableError."""
+def include_folders(*also: str) -> list[str]:
+    """Folders with the headers that kernels include; `also`: further headers that must be there.
+    Raises BackendUnavailableError."""
     folders = [*_wheel_folders("include"), *(f"{root}/include" for root in _toolkits())]
-    found = [folder for folder in folders if Path(folder, _HEADER).exists()]
+    wanted = (_HEADER, *also)
+    found = [f for f in folders if all(Path(f, header).exists() for header in wanted)]
     if not found:
         raise BackendUnavailableError(
-            f"CUDA's headers ({_HEADER}) were not found: pip install nvidia-cuda-runtime, or"
+            f"CUDA's headers ({', '.join(wanted)}) were not found: pip install nvidia-cuda-runtime"
+            f"{' nvidia-cuda-crt nvidia-cuda-cccl' if also else ''}, or"
             " nvidia-cuda-runtime-cu12 beside cupy-cuda12x, or set CUDA_HOME to a toolkit"
         )
     return found[:1]

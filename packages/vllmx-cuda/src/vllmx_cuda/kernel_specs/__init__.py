@@ -1,0 +1,22 @@
+"""Every kernel of this package, described once for the device and the emulator alike."""
+
+from __future__ import annotations
+
+from vllmx_cuda.kernel_specs import attention, norms
+from vllmx_cuda.kernel_specs.types import (
+    DTYPES,
+    ITEM_BYTES,
+    Argument,
+    Kernel,
+    Launch,
+    Variant,
+    vector_width,
+)
+
+_GROUPS = (norms, attention)
+KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
+"""By entry name."""
+
+__all__ = [
+    "DTYPES", "ITEM_BYTES", "KERNELS", "Argument", "Kernel", "Launch", "Variant", "vector_width",
+]  # fmt: skip

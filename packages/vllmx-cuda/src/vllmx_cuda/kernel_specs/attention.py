@@ -1,0 +1,115 @@
+"""Everything between the QKV projection and the output projection of an attention layer."""
+
+from __future__ import annotations
+
+from vllmx_cuda.kernel_specs.types import (
+    DTYPES,
+    Kernel,
+    Launch,
+    Options,
+    Sizes,
+    arguments,
+    at_least,
+    at_most,
+    ceil_div,
+    vector_width,
+)
+
+HEAD_SIZES = tuple(range(4, 257, 4))
+KV_ELEM, KV_E4M3, KV_INT8 = 0, 1, 2
+"""Values of VX_KV: pages as activations are, FP8 e4m3, INT8 with a scale a token and head."""
+KV_TYPES = (KV_ELEM, KV_E4M3, KV_INT8)
+_HEADS_A_BLOCK = 4
+_DECODE_THREADS = 128
+_GROUPS = (1, 2, 3, 4, 5, 6, 7)
+
+
+def store_vector(head_size: int) -> int:
+    """VX_VEC of kv_store: a warp covers the head in one go where that is possible."""
+    return min(vector_width(head_size), max(1, vector_width(head_size // 32 or 1)))
+
+
+def decode_vector(head_size: int) -> int:
+    """VX_VEC of paged_decode; at most 32 lanes share a head."""
+    return vector_width(head_size)
+
+
+def group_tile(group: int) -> int:
+    """VX_GROUP: how many of the `group` query heads of a kv head share a block: the greatest
+    divisor up to 4, or the group itself where that is a prime below 8."""
+    return group if group in _GROUPS else max(n for n in (4, 3, 2, 1) if group % n == 0)
+
+
+def _check_heads(sizes: Sizes) -> None:
+    at_least("kv_heads", sizes["kv_heads"], 1)
+    if sizes["heads"] % sizes["kv_heads"]:
+        at_least(f"heads, a multiple of {sizes['kv_heads']} kv heads,", sizes["heads"], 1 << 30)
+
+
+def _store(sizes: Sizes, options: Options) -> Launch:
+    _check_heads(sizes)
+    total = sizes["heads"] + 2 * sizes["kv_heads"]
+    grid = (sizes["tokens"], ceil_div(total, _HEADS_A_BLOCK), 1)
+    return Launch(grid, 32 * _HEADS_A_BLOCK)
+
+
+def _decode(sizes: Sizes, options: Options) -> Launch:
+    _check_heads(sizes)
+    at_most("head size / VX_VEC", options["VX_HEAD"] // options["VX_VEC"], 32, "lanes of a warp")
+    tiles = sizes["heads"] // options["VX_GROUP"]
+    return Launch((sizes["items"], tiles, 1), _DECODE_THREADS)
+
+
+def _combine(sizes: Sizes, options: Options) -> Launch:
+    return Launch((sizes["tokens"], sizes["heads"], 1), _DECODE_THREADS)
+
+
+_HEAD_OPTIONS = {
+    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_HEAD": HEAD_SIZES,
+    "VX_KV": KV_TYPES,
+    "VX_VEC": (8, 4, 2, 1),
+}
+_DECODE_OPTIONS = {**_HEAD_OPTIONS, "VX_GROUP": _GROUPS}
+
+KV_STORE = Kernel(
+    entry="kv_store",
+    source="kv_store.cu",
+    options=_HEAD_OPTIONS,
+    arguments=arguments(
+        "in elem* qkv, in i32* positions, in i32* slots, in f32* q_norm?, in f32* k_norm?,"
+        "in f32* rope?, out elem* q, inout kv* k_pages, inout kv* v_pages, inout f32* k_scales?,"
+        "inout f32* v_scales?, i32 heads, i32 kv_heads, i32 rotary_dim, i32 interleaved,"
+        "i32 page_shift, f32 eps"
+    ),
+    sizes=("tokens", "heads", "kv_heads"),
+    rule=_store,
+)
+
+PAGED_DECODE = Kernel(
+    entry="paged_decode",
+    source="paged_decode.cu",
+    options=_DECODE_OPTIONS,
+    arguments=arguments(
+        "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
+        "in i32* items, in i32* first_item, in i32* positions, in i32* block_table,"
+        "in f32* sinks?, out elem* out, out f32* partial, out f32* weights, i32 heads,"
+        "i32 kv_heads, i32 table_stride, i32 page_shift, i32 window, f32 scale, f32 softcap"
+    ),
+    sizes=("items", "heads", "kv_heads"),
+    rule=_decode,
+)
+
+PAGED_COMBINE = Kernel(
+    entry="paged_combine",
+    source="paged_decode.cu",
+    options=_DECODE_OPTIONS,
+    arguments=arguments(
+        "in f32* partial, in f32* weights, in i32* first_item, in f32* sinks?, inout elem* out,"
+        "i32 heads"
+    ),
+    sizes=("tokens", "heads"),
+    rule=_combine,
+)
+
+KERNELS = (KV_STORE, PAGED_DECODE, PAGED_COMBINE)

@@ -1,0 +1,148 @@
+"""What one kernel is to its callers: source, entry, options, arguments, launch rule.
+
+The launcher on the device and the emulator read the same description, so a wrapper that names an
+argument wrongly, in a wrong order or of a wrong type fails on both in the same way.
+
+A source is compiled once for each set of *options*, which become preprocessor definitions
+(`-DVX_DTYPE=2`); one compiled source may hold several entries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllmx_core.errors import ConfigError
+
+Direction = Literal["in", "out", "inout", "value"]
+Sizes = Mapping[str, int]
+Options = Mapping[str, int]
+
+DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
+"""Element types by the value of VX_DTYPE; vx.h has the same numbers."""
+ITEM_BYTES = {0: 4, 1: 2, 2: 2}
+"""Bytes of an element by the value of VX_DTYPE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One parameter of an entry.
+
+    A pointer names its element type: `elem` (what VX_DTYPE says), f32, f16, i32, u32, u64, u8, ...;
+    a value is one of i32, i64, u32, u64, f32. A pointer whose `optional` is set may be null.
+    """
+
+    name: str
+    ctype: str
+    direction: Direction
+    optional: bool = False
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.direction != "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Grid (x, y, z), threads of a block (x), bytes of dynamic shared memory."""
+
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One `extern "C"` entry of a source in `vllmx_cuda/kernels`."""
+
+    entry: str
+    source: str
+    """File name below `kernels`, without folder."""
+    options: Mapping[str, tuple[int, ...]]
+    """Every definition that the source takes, with the values that are tested."""
+    arguments: tuple[Argument, ...]
+    sizes: tuple[str, ...]
+    """Names that `rule` reads."""
+    rule: Callable[[Sizes, Options], Launch]
+    """Launch shape; raises ConfigError beyond a limit."""
+
+    def variant(self, **options: int) -> Variant:
+        """The kernel compiled with these options; all must be given."""
+        if set(options) != set(self.options):
+            raise ConfigError(
+                f"kernel {self.entry} takes the options {sorted(self.options)},"
+                f" got {sorted(options)}"
+            )
+        for name, value in options.items():
+            if value not in self.options[name]:
+                raise ConfigError(
+                    f"kernel {self.entry} has no variant {name}={value}:"
+                    f" choose one of {list(self.options[name])}",
+                    param=name,
+                )
+        return Variant(self, tuple(sorted(options.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel with its options chosen. Hashable by entry and options."""
+
+    kernel: Kernel = field(hash=False)
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """`NAME=value` for the compiler's -D, sorted: part of the key of a compiled binary."""
+        return tuple(f"{name}={value}" for name, value in self.options)
+
+    @property
+    def module_key(self) -> tuple[str, tuple[str, ...]]:
+        """What must be compiled: (source, definitions). Entries of one source share it."""
+        return self.kernel.source, self.defines
+
+    def launch(self, sizes: Sizes) -> Launch:
+        """The launch shape; raises ConfigError for missing, unknown or too great sizes."""
+        if set(sizes) != set(self.kernel.sizes):
+            raise ConfigError(
+                f"kernel {self.kernel.entry} needs the sizes {sorted(self.kernel.sizes)},"
+                f" got {sorted(sizes)}"
+            )
+        return self.kernel.rule(sizes, dict(self.options))
+
+
+_PARAMETER = re.compile(
+    r"((?P<mode>in|out|inout) )?(?P<type>\w+)(?P<star>\*)? (?P<name>\w+)(?P<opt>\?)?"
+)
+
+
+def arguments(text: str) -> tuple[Argument, ...]:
+    """Arguments from `"in elem* x, out elem* y, in f32* bias?, i32 rows"`; `?`: may be null."""
+    parsed = []
+    for part in text.split(","):
+        match = _PARAMETER.fullmatch(" ".join(part.split()))
+        assert match is not None, f"malformed argument {part!r}"
+        assert (match["mode"] is None) == (match["star"] is None), part
+        direction: Direction = match["mode"] or "value"  # type: ignore[assignment]
+        parsed.append(Argument(match["name"], match["type"], direction, match["opt"] is not None))
+    return tuple(parsed)
+
+
+def vector_width(*sizes: int) -> int:
+    """VX_VEC: the most elements (8, 4, 2, 1) that divide every size: rows stay aligned."""
+    return next(width for width in (8, 4, 2, 1) if all(size % width == 0 for size in sizes))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}", param=name)
+
+
+def at_most(name: str, value: int, high: int, why: str) -> None:
+    if value > high:
+        raise ConfigError(f"{name} must be at most {high} ({why}), got {value}", param=name)

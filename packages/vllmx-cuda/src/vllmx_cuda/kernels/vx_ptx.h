@@ -1,0 +1,59 @@
+// PTX wrappers for the device; the emulator has a twin of each in device.h. Included by vx.h alone.
+#pragma once
+
+VX_DEV u32 vx_shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// D (16x8 f32) += A (16x16, row-major) * B (16x8, column-major), tensor cores, sm_80
+VX_DEV void vx_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+VX_DEV void vx_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8x8 matrices of 16-bit elements; lane 8m + i gives the address of row i of matrix m, 16-byte
+// aligned. Afterwards r[m] of a lane holds row lane / 4, columns 2 (lane % 4) and the next;
+// transposed: column lane / 4, those rows.
+VX_DEV void vx_ldmatrix_x4(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(vx_shared_address(row))
+               : "memory");
+}
+VX_DEV void vx_ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(vx_shared_address(row))
+               : "memory");
+}
+
+// 16 bytes from global to shared memory while the thread goes on; bytes from `bytes` on are zeroed
+VX_DEV void vx_cp_async16(void* shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;"
+               :
+               : "r"(vx_shared_address(shared)), "l"(global), "r"(bytes)
+               : "memory");
+}
+VX_DEV void vx_cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most N committed groups of this thread are under way
+template <int N> VX_DEV void vx_cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// 16 bytes of weights that are read once: past L1, whole 256-byte lines into L2
+VX_DEV uint4 vx_load_once(const void* p) {
+  uint4 r;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
+      : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+      : "l"(p));
+  return r;
+}
+
+// sum + the dot product of the four signed bytes of a and b
+VX_DEV int vx_dp4a(int a, int b, int sum) { return __dp4a(a, b, sum); }

@@ -1,0 +1,229 @@
+"""kv_store, paged_decode and paged_combine on the emulator, against the numpy reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from vllmx_core import reference
+from vllmx_core.model import AttentionSpec
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs.attention import (
+    KV_E4M3,
+    KV_ELEM,
+    KV_INT8,
+    decode_vector,
+    group_tile,
+    store_vector,
+)
+
+from .cuda_arrays import (
+    NUMPY_TYPES,
+    RELATIVE,
+    Array,
+    assert_near,
+    inout,
+    normal,
+    on_device,
+    options,
+    wide,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    page_shift: int = 4
+    dtype: str = "bf16"
+    kv: int = KV_ELEM
+    rotary_dim: int = 0
+    interleaved: bool = False
+    norms: bool = False
+
+
+KV_NUMPY: dict[int, Any] = {KV_E4M3: ml_dtypes.float8_e4m3fn, KV_INT8: np.int8}
+
+
+def kv_type(shape: Shape) -> Any:
+    return KV_NUMPY.get(shape.kv, NUMPY_TYPES[shape.dtype])
+
+
+STORES = [
+    Shape(),
+    Shape(dtype="f16", size=128, heads=2, kv_heads=1, rotary_dim=128, norms=True),
+    Shape(dtype="f32", size=20, heads=3, kv_heads=3, rotary_dim=20),
+    Shape(size=80, rotary_dim=32, interleaved=True),
+    Shape(size=256, heads=1, kv_heads=1, rotary_dim=64, norms=True, page_shift=3),
+    Shape(size=128, rotary_dim=128, kv=KV_E4M3),
+    Shape(size=96, rotary_dim=96, kv=KV_INT8, norms=True),
+]
+
+
+@pytest.mark.parametrize("shape", STORES, ids=str)
+def test_kv_store(emulator: Emulator, shape: Shape) -> None:
+    rng = np.random.default_rng(shape.size)
+    tokens, blocks, page = 5, 4, 1 << shape.page_shift
+    total = shape.heads + 2 * shape.kv_heads
+    qkv = normal(rng, (tokens, total * shape.size), shape.dtype, 2.0)
+    positions = on_device(rng.integers(0, 50, tokens), np.int32)
+    slots = rng.permutation(blocks * page)[:tokens]
+    slots[2] = -1  # padding
+    table = normal(rng, (50, shape.rotary_dim), "f32") if shape.rotary_dim else None
+    norms = [normal(rng, (shape.size,), "f32") for _ in range(2)] if shape.norms else [None, None]
+    pages = (blocks, shape.kv_heads, page, shape.size)
+    k_pages, v_pages = (inout(np.zeros(pages), kv_type(shape)) for _ in range(2))
+    scales = [inout(np.zeros(pages[:3]), np.float32) for _ in range(2)]
+    q = empty((tokens, shape.heads, shape.size), qkv.dtype)
+    variant = KERNELS["kv_store"].variant(
+        **options(shape.dtype, VX_HEAD=shape.size, VX_KV=shape.kv, VX_VEC=store_vector(shape.size))
+    )
+    emulator.launch(
+        variant,
+        {"tokens": tokens, "heads": shape.heads, "kv_heads": shape.kv_heads},
+        [qkv, positions, on_device(slots, np.int32), *norms, table, q, k_pages, v_pages,
+         *(scales if shape.kv == KV_INT8 else [None, None]), shape.heads, shape.kv_heads,
+         shape.rotary_dim, int(shape.interleaved), shape.page_shift, 1e-6],
+    )  # fmt: skip
+    want_q, want_k, want_v = rotated_heads(shape, wide(qkv), positions, table, norms)
+    assert_near(q, want_q, shape.dtype, scale=2)
+    for got, scale, want in ((k_pages, scales[0], want_k), (v_pages, scales[1], want_v)):
+        expected = np.zeros(pages)
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                expected[slot // page, :, slot % page] = want[token]
+        if shape.kv == KV_ELEM:
+            assert_near(got, expected, shape.dtype, scale=2)
+        elif shape.kv == KV_E4M3:
+            np.testing.assert_allclose(wide(got), expected, rtol=2**-4, atol=2**-10)
+        else:
+            np.testing.assert_allclose(scale, abs(expected).max(-1) / 127, rtol=1e-5)
+            error = wide(got) * scale[..., None] - expected
+            assert (abs(error) <= scale[..., None] * 0.502).all()
+
+
+def rotated_heads(
+    shape: Shape, qkv: Array, positions: Array, table: Array | None, norms: list[Array | None]
+) -> list[Array]:
+    split = qkv.reshape(len(qkv), -1, shape.size)
+    q, k, v = np.split(split, [shape.heads, shape.heads + shape.kv_heads], axis=1)
+    if norms[0] is not None and norms[1] is not None:
+        q = reference.rms_norm(q, wide(norms[0]), 1e-6)
+        k = reference.rms_norm(k, wide(norms[1]), 1e-6)
+    if table is not None:
+        angles = wide(table)[positions]
+        q, k = (reference.rotate(x, angles, interleaved=shape.interleaved) for x in (q, k))
+    return [q, k, v]
+
+
+@dataclass(frozen=True)
+class Case(Shape):
+    contexts: tuple[int, ...] = (1, 77, 160, 33)
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    partition: int = 64
+
+
+CASES = [
+    Case(),
+    Case(size=128, heads=8, kv_heads=1),
+    Case(dtype="f16", size=80, heads=6, window=30),
+    Case(dtype="f32", size=20, heads=3, kv_heads=3, sinks=True),
+    Case(dtype="f32", size=256, heads=2, kv_heads=1, softcap=5.0),
+    Case(size=112, heads=10, window=70, sinks=True, softcap=20.0, page_shift=3),
+    Case(size=192, heads=2, kv_heads=2, page_shift=7),
+    Case(dtype="f32", size=8, heads=7, kv_heads=1),
+    Case(size=128, kv=KV_E4M3),
+    Case(size=96, kv=KV_INT8, sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_paged_decode(emulator: Emulator, case: Case) -> None:
+    rng = np.random.default_rng(case.size)
+    got, want = run_decode(emulator, case, rng)
+    np.testing.assert_allclose(got, want, rtol=0, atol=4 * RELATIVE[case.dtype])
+
+
+def test_one_item_or_many_give_the_same(emulator: Emulator) -> None:
+    """Rows that are not split are written by the decode kernel itself."""
+    case = Case(dtype="f32", size=64, contexts=(40, 200), sinks=True)
+    whole, _ = run_decode(emulator, replace(case, partition=512), np.random.default_rng(1))
+    split, _ = run_decode(emulator, replace(case, partition=32), np.random.default_rng(1))
+    np.testing.assert_allclose(whole, split, rtol=1e-5, atol=1e-6)
+
+
+def run_decode(emulator: Emulator, case: Case, rng: np.random.Generator) -> tuple[Array, Array]:
+    """(got, want), both (T, H, D); one padding token at the end must become zeros."""
+    rows, page = len(case.contexts), 1 << case.page_shift
+    width = -(-max(case.contexts) // page)
+    blocks = rows * width + 2
+    table = on_device(rng.permutation(blocks)[: rows * width].reshape(rows, width), np.int32)
+    q = normal(rng, (rows + 1, case.heads, case.size), case.dtype)
+    pages = (blocks, case.kv_heads, page, case.size)
+    keys, values = (random_pages(rng, pages, case) for _ in range(2))
+    sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
+    items, first = plan_items(case)
+    capacity = len(items)
+    partial = empty((capacity, case.heads, case.size), np.float32)
+    weights, out = empty((capacity, case.heads, 2), np.float32), empty(q.shape, q.dtype)
+    scale = case.size**-0.5
+    variant_options = options(
+        case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_VEC=decode_vector(case.size),
+        VX_GROUP=group_tile(case.heads // case.kv_heads),
+    )  # fmt: skip
+    first_item = on_device(first, np.int32)
+    positions = on_device([*(n - 1 for n in case.contexts), 0], np.int32)
+    emulator.launch(
+        KERNELS["paged_decode"].variant(**variant_options),
+        {"items": capacity, "heads": case.heads, "kv_heads": case.kv_heads},
+        [q, keys[0], values[0], keys[1], values[1], on_device(items, np.int32), first_item,
+         positions, table, sinks, out, partial, weights, case.heads, case.kv_heads, width,
+         case.page_shift, case.window, scale, case.softcap],
+    )  # fmt: skip
+    emulator.launch(
+        KERNELS["paged_combine"].variant(**variant_options),
+        {"tokens": rows + 1, "heads": case.heads},
+        [partial, weights, first_item, sinks, out, case.heads],
+    )
+    spec = AttentionSpec(
+        0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
+        softcap=case.softcap or None, sinks=None if sinks is None else wide(sinks),
+    )  # fmt: skip
+    want = np.zeros(q.shape)
+    wide_keys, wide_values = (
+        wide(pages) * (1 if scales is None else wide(scales)[..., None])
+        for pages, scales in (keys, values)
+    )
+    for row, context in enumerate(case.contexts):
+        at = np.arange(context, dtype=np.int32)
+        k, v = (p[table[row, at // page], :, at % page] for p in (wide_keys, wide_values))
+        mask = reference.attention_mask(spec, at[-1:], at)
+        want[row] = reference.attend(wide(q)[row : row + 1], k, v, mask, spec)[0]
+    return wide(out), want
+
+
+def random_pages(
+    rng: np.random.Generator, shape: tuple[int, ...], case: Case
+) -> tuple[Array, Array | None]:
+    """(pages, scales); what no row has written is NaN where the type has one."""
+    if case.kv == KV_INT8:
+        scales = on_device(rng.random(shape[:3]) * 0.02, np.float32)
+        return on_device(rng.integers(-127, 128, shape), np.int8), scales
+    return on_device(rng.standard_normal(shape), kv_type(case)), None
+
+
+def plan_items(case: Case) -> tuple[Array, list[int]]:
+    """Partitions of each row, two unused items at the end, and one token without any."""
+    items, first = [], [0]
+    for row, context in enumerate(case.contexts):
+        for begin in range(0, context, case.partition):
+            items.append((row, row, begin, min(begin + case.partition, context)))
+        first.append(len(items))
+    return np.array([*items, (-1, 0, 0, 0), (-1, 0, 0, 0)]), [*first, len(items)]
