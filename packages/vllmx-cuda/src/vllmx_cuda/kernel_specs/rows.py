@@ -1,0 +1,95 @@
+"""Rows in, rows out: activations, sums, gathers."""
+
+from __future__ import annotations
+
+from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS
+from vllmx_cuda.kernel_specs.types import (
+    Kernel,
+    Launch,
+    Options,
+    Sizes,
+    arguments,
+    at_least,
+    ceil_div,
+)
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+"""Values of VX_ACT."""
+_THREADS = 256
+_ACT_OPTIONS = {**ROW_OPTIONS, "VX_ACT": tuple(ACTIVATIONS.values())}
+
+
+def _rows(sizes: Sizes, options: Options) -> Launch:
+    at_least("rows", sizes["rows"], 1)
+    pieces = ceil_div(sizes["width"], _THREADS * options["VX_VEC"])
+    return Launch((sizes["rows"], pieces, 1), _THREADS)
+
+
+def _flat(sizes: Sizes, options: Options) -> Launch:
+    at_least("count", sizes["count"], 1)
+    return Launch((ceil_div(sizes["count"], _THREADS * options["VX_VEC"]), 1, 1), _THREADS)
+
+
+def _tokens(sizes: Sizes, options: Options) -> Launch:
+    at_least("count", sizes["count"], 1)
+    return Launch((ceil_div(sizes["count"], _THREADS), 1, 1), _THREADS)
+
+
+GATED_ACT = Kernel(
+    entry="gated_act",
+    source="gated_act.cu",
+    options=_ACT_OPTIONS,
+    arguments=arguments("in elem* gate_up, out elem* y, i32 width"),
+    sizes=("rows", "width"),
+    rule=_rows,
+)
+ACTIVATION = Kernel(
+    entry="activation",
+    source="gated_act.cu",
+    options=_ACT_OPTIONS,
+    arguments=arguments("in elem* x, out elem* y, i32 width"),
+    sizes=("rows", "width"),
+    rule=_rows,
+)
+ADD = Kernel(
+    entry="add",
+    source="elementwise.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("in elem* x, in elem* y, out elem* z, u64 count"),
+    sizes=("count",),
+    rule=_flat,
+)
+SCALE = Kernel(
+    entry="scale",
+    source="elementwise.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("in elem* x, out elem* y, u64 count, f32 factor"),
+    sizes=("count",),
+    rule=_flat,
+)
+SOFTCAP = Kernel(
+    entry="softcap",
+    source="elementwise.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("inout f32* logits, u64 count, f32 cap"),
+    sizes=("count",),
+    rule=_flat,
+)
+GATHER_ROWS = Kernel(
+    entry="gather_rows",
+    source="gather.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("in i32* ids, in elem* table, out elem* y, i32 width"),
+    sizes=("rows", "width"),
+    rule=_rows,
+)
+RESOLVE_TOKENS = Kernel(
+    entry="resolve_tokens",
+    source="gather.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("inout i32* tokens, in i32* sampled, i32 count"),
+    sizes=("count",),
+    rule=_tokens,
+)
+
+KERNELS = (GATED_ACT, ACTIVATION, ADD, SCALE, SOFTCAP, GATHER_ROWS, RESOLVE_TOKENS)

@@ -1,0 +1,26 @@
+// gather_rows:    y[i] = table[ids[i]]: embedding, and the rows that want logits.
+// resolve_tokens: tokens that the host could not know yet, -(i + 1) for row i of the step before,
+//                 become what that row sampled; 0 where it was refused.
+//
+// Layout: table (rows, width), y (N, width) of elem; ids (N).
+// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), resolve_tokens (ceil(N / 256)); 256 threads.
+// Floor:  bytes: the gathered rows once in, once out.
+#include "vx.h"
+
+extern "C" __global__ void __launch_bounds__(256)
+gather_rows(const int* __restrict__ ids, const elem* __restrict__ table, elem* __restrict__ y,
+            int width) {
+  int i = (blockIdx.y * 256 + threadIdx.x) * VX_VEC;
+  if (i >= width) return;
+  const elem* row = table + (size_t)ids[blockIdx.x] * width;
+  store_pack(y + (size_t)blockIdx.x * width + i, load_pack<elem, VX_VEC>(row + i));
+}
+VX_EXPORT(gather_rows)
+
+extern "C" __global__ void __launch_bounds__(256)
+resolve_tokens(int* tokens, const int* __restrict__ sampled, int count) {
+  int i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= count || tokens[i] >= 0) return;
+  tokens[i] = max(sampled[-tokens[i] - 1], 0);
+}
+VX_EXPORT(resolve_tokens)

@@ -1,0 +1,86 @@
+// y = x w^T + bias for a few tokens, on the ordinary cores: any K, any dtype.
+//
+// Layout: x (M, K), w (N, K) of elem; bias (N) of f32 or null; y (M, N) of elem, or of f32 with
+//         VX_OUT 1. K is a multiple of VX_VEC. Sums in f32, in an order that M does not change.
+// Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows of w and split K;
+//         a thread keeps several 16-byte loads of w in flight and reuses x for all of them.
+// Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
+#include "vx.h"
+
+#ifndef VX_TOKENS
+#define VX_TOKENS 1
+#endif
+#define THREADS 128
+#define WARPS 4
+#define ROWS 4
+#define IN_FLIGHT 2  // pieces of K: IN_FLIGHT * ROWS loads under way in each thread
+#ifndef VX_OUT
+#define VX_OUT 0
+#endif
+#if VX_OUT  // 1: f32, as logits are
+typedef float out_elem;
+#else
+typedef elem out_elem;
+#endif
+
+VX_DEV Pack<elem, VX_VEC> load_weight(const elem* p) {
+  Pack<elem, VX_VEC> pack;
+  if (sizeof pack == 16) {
+    *reinterpret_cast<uint4*>(&pack) = vx_load_once(p);
+  } else {
+    pack = load_pack<elem, VX_VEC>(p);
+  }
+  return pack;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
+            out_elem* __restrict__ y, int m, int n, int k) {
+  __shared__ float part[WARPS][ROWS * VX_TOKENS];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
+  const elem *rows[ROWS], *tokens[VX_TOKENS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) rows[r] = w + (size_t)min(row0 + r, n - 1) * k;
+#pragma unroll
+  for (int t = 0; t < VX_TOKENS; t++) tokens[t] = x + (size_t)min(token0 + t, m - 1) * k;
+
+  const int step = THREADS * VX_VEC;
+  float sums[ROWS][VX_TOKENS] = {};
+  for (int i = threadIdx.x * VX_VEC; i < k; i += step * IN_FLIGHT) {
+    Pack<elem, VX_VEC> raw[IN_FLIGHT][ROWS];
+#pragma unroll
+    for (int u = 0; u < IN_FLIGHT; u++)
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)  // a piece beyond the end is loaded from the start, not used
+        raw[u][r] = load_weight(rows[r] + (i + u * step < k ? i + u * step : 0));
+#pragma unroll
+    for (int u = 0; u < IN_FLIGHT; u++) {
+      if (i + u * step >= k) break;
+#pragma unroll
+      for (int t = 0; t < VX_TOKENS; t++) {
+        float v[VX_VEC];
+        load(v, tokens[t] + i + u * step);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+          for (int j = 0; j < VX_VEC; j++) sums[r][t] += to_float(raw[u][r].at[j]) * v[j];
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int t = 0; t < VX_TOKENS; t++) {
+      float sum = warp_sum(sums[r][t]);
+      if (lane == 0) part[warp][r * VX_TOKENS + t] = sum;
+    }
+  __syncthreads();
+  int r = threadIdx.x / VX_TOKENS, t = threadIdx.x % VX_TOKENS;
+  if (r >= ROWS || row0 + r >= n || token0 + t >= m) return;
+  float sum = bias ? bias[row0 + r] : 0.f;
+#pragma unroll
+  for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
+  y[(size_t)(token0 + t) * n + row0 + r] = from_float<out_elem>(sum);
+}
+VX_EXPORT(linear_gemv)

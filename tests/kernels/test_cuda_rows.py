@@ -1,0 +1,115 @@
+"""Activations, sums, gathers and small matrix products on the emulator."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from vllmx_core import reference
+from vllmx_core.model import Activation
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS, vector_width
+from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
+
+from .cuda_arrays import assert_near, inout, normal, on_device, options, wide
+
+
+@pytest.mark.parametrize("kind", get_args(Activation))
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 2056), ("f16", 33), ("f32", 130)])
+def test_activations(emulator: Emulator, kind: Activation, dtype: str, width: int) -> None:
+    rng = np.random.default_rng(width)
+    x = normal(rng, (3, 2 * width), dtype, 4.0)
+    y = empty((3, width), x.dtype)
+    chosen = options(dtype, VX_VEC=vector_width(width), VX_ACT=ACTIVATIONS[kind])
+    sizes = {"rows": 3, "width": width}
+    emulator.launch(KERNELS["gated_act"].variant(**chosen), sizes, [x, y, width])
+    assert_near(y, reference.gated_act(wide(x), kind), dtype)
+
+    one = on_device(x[:, :width], x.dtype)
+    emulator.launch(KERNELS["activation"].variant(**chosen), sizes, [one, y, width])
+    assert_near(y, reference.activation(wide(one), kind), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("bf16", 4104), ("f16", 21), ("f32", 514)])
+def test_add_scale_softcap(emulator: Emulator, dtype: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    x, y = normal(rng, (count,), dtype), normal(rng, (count,), dtype)
+    z, chosen = empty((count,), x.dtype), options(dtype, VX_VEC=vector_width(count))
+    sizes = {"count": count}
+    emulator.launch(KERNELS["add"].variant(**chosen), sizes, [x, y, z, count])
+    np.testing.assert_array_equal(z, (x.astype(np.float32) + y.astype(np.float32)).astype(x.dtype))
+    emulator.launch(KERNELS["scale"].variant(**chosen), sizes, [z, z, count, 0.37])
+    assert_near(z, (wide(x) + wide(y)) * 0.37, dtype, scale=2)
+    logits = inout(rng.standard_normal(count) * 40, np.float32)
+    want = reference.softcap(wide(logits), 30.0)
+    emulator.launch(KERNELS["softcap"].variant(**chosen), sizes, [logits, count, 30.0])
+    assert_near(logits, want, "f32")
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 2056), ("f16", 33), ("f32", 18)])
+def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
+    rng = np.random.default_rng(width)
+    table, ids = normal(rng, (7, width), dtype), on_device([6, 0, 3, 3], np.int32)
+    y = empty((4, width), table.dtype)
+    variant = KERNELS["gather_rows"].variant(**options(dtype, VX_VEC=vector_width(width)))
+    emulator.launch(variant, {"rows": 4, "width": width}, [ids, table, y, width])
+    np.testing.assert_array_equal(y, table[ids])
+
+
+def test_tokens_still_on_the_device_are_resolved(emulator: Emulator) -> None:
+    sampled = on_device([31, -1, 7], np.int32)
+    tokens = inout([5, -1, -3, 0, -2], np.int32)
+    variant = KERNELS["resolve_tokens"].variant(**options("f32", VX_VEC=1))
+    emulator.launch(variant, {"count": 5}, [tokens, sampled, 5])
+    assert tokens.tolist() == [5, 31, 7, 0, 0]
+
+
+GEMV = [
+    ("bf16", 1, 1, 9, 1024, 0), ("bf16", 3, 2, 6, 2056, 1), ("f16", 4, 4, 5, 72, 0),
+    ("f32", 5, 8, 17, 33, 0), ("f32", 2, 1, 3, 514, 1), ("f32", 1, 1, 1, 1, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "tile", "outputs", "inputs", "out"), GEMV)
+def test_linear_gemv(
+    emulator: Emulator, dtype: str, tokens: int, tile: int, outputs: int, inputs: int, out: int
+) -> None:
+    chosen = options(dtype, VX_VEC=vector_width(inputs), VX_TOKENS=tile, VX_OUT=out)
+    check_linear(emulator, "linear_gemv", chosen, dtype, (tokens, outputs, inputs), out)
+
+
+MMA = [("bf16", 5, 1, 40, 1024, 0), ("f16", 16, 2, 16, 96, 1), ("bf16", 17, 2, 33, 2080, 1)]
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "tiles", "outputs", "inputs", "out"), MMA)
+def test_linear_mma(
+    emulator: Emulator, dtype: str, tokens: int, tiles: int, outputs: int, inputs: int, out: int
+) -> None:
+    chosen = options(dtype, VX_TILES=tiles, VX_OUT=out)
+    check_linear(emulator, "linear_mma", chosen, dtype, (tokens, outputs, inputs), out)
+
+
+def check_linear(
+    emulator: Emulator,
+    entry: str,
+    chosen: dict[str, int],
+    dtype: str,
+    shape: tuple[int, int, int],
+    out: int,
+) -> None:
+    tokens, outputs, inputs = shape
+    rng = np.random.default_rng(inputs)
+    x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs, inputs), dtype)
+    for bias in (None, normal(rng, (outputs,), "f32")):
+        y = empty((tokens, outputs), np.float32 if out else x.dtype)
+        arguments = [x, w, bias, y, tokens, outputs, inputs]
+        sizes = {"tokens": tokens, "outputs": outputs}
+        emulator.launch(KERNELS[entry].variant(**chosen), sizes, arguments)
+        want = reference.linear(wide(x), wide(w), None if bias is None else wide(bias))
+        # sums in f32 of products that are exact: an error of the sum's terms, not of the result
+        limit = 1e-6 * inputs**0.5 * np.abs(want).max()
+        if out or dtype == "f32":
+            np.testing.assert_allclose(y, want, rtol=1e-5, atol=limit)
+        else:
+            assert_near(y, want, dtype)
