@@ -50,6 +50,25 @@ class TestCpu(_Suite):
     block_sizes = (16, 32, 64, 128)
 
 
+class _Metal(_Suite):
+    backend = "metal"
+    exact_batches = False  # MLX chooses kernels by the size of the matrix
+
+
+class TestMetal(_Metal):
+    pass
+
+
+class TestMetalInPieces(_Metal):
+    """Steps so small that attention is cut into tiles and batches of rows."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend_spec("metal").load()
+        for name, size in {"TILE_TOKENS": 5, "BATCH_KEYS": 48, "PADDING": 1, "SLACK": 0}.items():
+            monkeypatch.setattr(f"vllmx_metal.step.{name}", size)
+
+
 class _Torch(_Suite):
     backend = "torch"
     exact_batches = False  # as in TestNumpy

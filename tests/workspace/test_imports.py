@@ -15,6 +15,7 @@ ALLOWED = {
     "vllmx_engine": {"vllmx_core", "numpy", "msgspec", "tokenizers", "jinja2", "markupsafe"},
     "vllmx_models": {"vllmx_core", "numpy"},
     "vllmx_cpu": {"vllmx_core", "numpy"},
+    "vllmx_metal": {"vllmx_core", "numpy", "mlx"},
     "vllmx_torch": {"vllmx_core", "numpy", "torch"},
     "vllmx_cuda": {"vllmx_core", "numpy"},
     "vllmx_server": {
@@ -35,7 +36,7 @@ IN_FUNCTIONS = {
     "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},
 }
 HEAVY = (
-    "numpy", "torch", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
+    "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
 )  # fmt: skip
 
@@ -89,6 +90,7 @@ def loaded_after(code: str) -> set[str]:
         "import vllmx_cpu.plugin, vllmx_models.plugin, vllmx_demo.plugin",
         "import vllmx_torch.plugin as p; p.vllmx_backends(); p.probe()",
         "import vllmx_cuda.plugin as p; p.vllmx_backends(); p.probe()",
+        "import vllmx_metal.plugin as p; p.vllmx_backends(); p.probe()",
         "import vllmx_core.config, vllmx_core.errors",
         "import sys; sys.argv = ['vllmx', '--help']\n"
         "import vllmx.cli\n"

@@ -13,6 +13,7 @@ EXPECTED = {
     "vllmx-cuda",
     "vllmx-demo",
     "vllmx-engine",
+    "vllmx-metal",
     "vllmx-models",
     "vllmx-server",
     "vllmx-torch",

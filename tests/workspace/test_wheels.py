@@ -12,7 +12,7 @@ import pytest
 
 PURE = (
     "vllmx", "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-server", "vllmx-demo",
-    "vllmx-torch", "vllmx-cuda",
+    "vllmx-torch", "vllmx-cuda", "vllmx-metal",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The engine on the torch backend: the demo model, and the same draws as the cpu backend."""
+"""The engine on backends asked for by name: the demo model, and the same draws as the cpu one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _backends() -> None:
-    for name in ("torch", "cpu"):
+@pytest.fixture(params=["torch", "metal"])
+def backend(request: pytest.FixtureRequest) -> str:
+    for name in (request.param, "cpu"):
         try:
             load_registry().choose_backend(name)
         except (BackendUnavailableError, PluginError) as error:
             pytest.skip(str(error))
+    return str(request.param)
 
 
-def test_reference_answers() -> None:
+def test_reference_answers(backend: str) -> None:
     cases = json.loads(REFERENCE.read_text())["cases"]
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    with LLM("demo", backend="torch", **CONFIG) as llm:
+    with LLM("demo", backend=backend, **CONFIG) as llm:
         outputs = llm.generate([case["prompt_ids"] for case in cases], params)
     assert [output.outputs[0].token_ids for output in outputs] == [
         case["greedy_ids"] for case in cases
     ]
 
 
-def test_a_seeded_answer_is_that_of_the_cpu_backend() -> None:
+def test_a_seeded_answer_is_that_of_the_cpu_backend(backend: str) -> None:
     """Every rule of the sampler, in one batch."""
     rules: list[dict[str, Any]] = [
         {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3},
@@ -48,12 +49,12 @@ def test_a_seeded_answer_is_that_of_the_cpu_backend() -> None:
         for seed, rule in enumerate(rules)
     ]
     answers = {}
-    for backend in ("cpu", "torch"):
-        with LLM("demo", backend=backend, **CONFIG) as llm:
+    for name in ("cpu", backend):
+        with LLM("demo", backend=name, **CONFIG) as llm:
             outputs = llm.generate(["Once upon a time there was"] * len(params), params)
-            answers[backend] = [output.outputs[0] for output in outputs]
-    assert [answer.token_ids for answer in answers["torch"]] == [
+            answers[name] = [output.outputs[0] for output in outputs]
+    assert [answer.token_ids for answer in answers[backend]] == [
         answer.token_ids for answer in answers["cpu"]
     ]
-    for one, other in zip(answers["torch"], answers["cpu"], strict=True):
+    for one, other in zip(answers[backend], answers["cpu"], strict=True):
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)

@@ -1,0 +1,125 @@
+"""Paged attention in MLX's own ops: write this step's keys and values, gather each batch's context,
+attend."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from vllmx_core.model import AttentionSpec
+
+from vllmx_metal.fusion import fused
+from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.step import AttentionBatch, MetalStep
+
+
+@fused
+def _rotated_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return mx.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+@fused
+def _rotated_pairs(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    wide = x.astype(mx.float32)
+    first, second = wide[..., ::2], wide[..., 1::2]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return mx.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def rotate(x: mx.array, table: mx.array, *, interleaved: bool) -> mx.array:
+    """RoPE in float32. x (T, heads, D); table (T, 1, rotary_dim): cos, then sin, of each token's
+    position. Dimensions from rotary_dim on stay as they are."""
+    rotary_dim = table.shape[-1]
+    cos, sin = mx.split(table, 2, axis=-1)  # (T, 1, rotary_dim / 2)
+    turn = _rotated_pairs if interleaved else _rotated_halves
+    if rotary_dim == x.shape[-1]:
+        return turn(x, cos, sin)
+    return mx.concatenate([turn(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], axis=-1)
+
+
+def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerPages) -> mx.array:
+    """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    split = qkv.reshape(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
+    q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
+    if spec.q_norm is not None:
+        q = mx.fast.rms_norm(q, spec.q_norm, spec.norm_eps)  # float32 from here, as the weight
+    if spec.k_norm is not None:
+        k = mx.fast.rms_norm(k, spec.k_norm, spec.norm_eps)
+    if spec.rope is not None:
+        table = step.rotation(spec.rope)
+        q = rotate(q, table, interleaved=spec.interleaved)
+        k = rotate(k, table, interleaved=spec.interleaved)
+    q = q.astype(qkv.dtype)
+    pages.write(step.slots, k, v)
+    cut = step.batches(spec.window, spec.causal)
+    if cut.order is not None:
+        q = q[cut.order]
+    outs, first = [], 0
+    for batch in cut.batches:
+        outs.append(_attend(q[first : first + batch.tokens], batch, spec, pages))
+        first += batch.tokens
+    out = outs[0] if len(outs) == 1 else mx.concatenate(outs)  # (T, H, D)
+    if cut.inverse is not None:
+        out = out[cut.inverse]
+    return out.reshape(-1, heads * size)
+
+
+def _attend(q: mx.array, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages) -> mx.array:
+    """q (N * Q, H, D) -> (N * Q, H, D)."""
+    tiles, queries = batch.tiles, batch.queries
+
+    def gathered(pool: mx.array) -> mx.array:
+        """(N, K, C, D)"""
+        rows = mx.take(pool, batch.slots, axis=0).astype(q.dtype)
+        return rows.reshape(tiles, -1, spec.num_kv_heads, spec.head_size).swapaxes(1, 2)
+
+    by_head = q.reshape(tiles, queries, spec.num_heads, spec.head_size).swapaxes(1, 2)
+    keys, values = gathered(pages.k), gathered(pages.v)
+    if spec.softcap is None:
+        out = mx.fast.scaled_dot_product_attention(
+            by_head,
+            keys,
+            values,
+            scale=spec.scale,
+            mask=batch.mask,
+            sinks=None if spec.sinks is None else spec.sinks.astype(q.dtype),
+        )
+    else:
+        out = _capped(by_head, keys, values, batch, spec, spec.softcap)
+    return out.swapaxes(1, 2).reshape(tiles * queries, spec.num_heads, spec.head_size)
+
+
+@fused
+def _cap(scores: mx.array, cap: mx.array) -> mx.array:
+    return cap * mx.tanh(scores / cap)
+
+
+def _capped(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    softcap: float,
+) -> mx.array:
+    """Attention whose scores go through a soft-cap, which MLX's own has no place for. q (N, H, Q,
+    D), keys and values (N, K, C, D) -> (N, H, Q, D)."""
+    tiles, heads, queries, size = q.shape
+    kv_heads = spec.num_kv_heads
+    group = heads // kv_heads
+    grouped = q.reshape(tiles, kv_heads, group * queries, size)
+    scores = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32) * spec.scale
+    scores = _cap(scores, mx.array(softcap)).reshape(tiles, heads, queries, -1)  # (N, H, Q, C)
+    context = scores.shape[-1]
+    if isinstance(batch.mask, mx.array):
+        scores = mx.where(batch.mask, scores, -mx.inf)
+    elif batch.mask is not None:
+        seen = mx.tri(queries, context, context - queries, mx.float32) > 0
+        scores = mx.where(seen, scores, -mx.inf)
+    if spec.sinks is not None:
+        sinks = mx.broadcast_to(spec.sinks[:, None, None], (tiles, heads, queries, 1))
+        scores = mx.concatenate([scores, sinks], axis=-1)
+    weights = mx.softmax(scores, axis=-1)[..., :context].astype(values.dtype)
+    out = weights.reshape(tiles, kv_heads, group * queries, context) @ values
+    return out.reshape(tiles, heads, queries, size)

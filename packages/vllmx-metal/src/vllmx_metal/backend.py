@@ -1,0 +1,132 @@
+"""The backend "metal": any model on MLX, which is made for Apple's GPUs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from importlib.metadata import version
+
+from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.memory import format_bytes
+from vllmx_core.model import Model, ModelShape
+from vllmx_core.weights import WeightSource, WeightSpec
+
+from vllmx_metal import step
+from vllmx_metal.device import Device, current_device
+from vllmx_metal.dtypes import DTYPES, choose_dtype
+from vllmx_metal.kv_cache import plan_kv
+from vllmx_metal.loaded import MetalLoadedModel
+from vllmx_metal.owner import Owner
+from vllmx_metal.weights import WeightLoader, weight_bytes
+
+logger = logging.getLogger("vllmx.metal")
+
+LOGITS_BYTES = 256 << 20
+"""Logits beyond one row a sequence (prompt logprobs) grow to this size."""
+
+
+class MetalBackend:
+    """`vllmx_core.backend.Backend`. Every step is a new graph, so `enforce_eager` changes
+    nothing."""
+
+    @property
+    def name(self) -> str:
+        return "metal"
+
+    def environment(self) -> dict[str, str]:
+        """Version of MLX, its device and how much memory there is for a model."""
+        device = current_device()
+        return {
+            "mlx": version("mlx"),
+            "device": device.name,
+            "free memory": format_bytes(device.free_bytes),
+        }
+
+    def load(
+        self,
+        model: Model,
+        source: WeightSource,
+        options: LoadOptions,
+        comm: Communicator | None = None,
+    ) -> MetalLoadedModel:
+        """See `vllmx_core.backend.Backend.load`."""
+        if comm is not None and comm.world_size > 1:
+            raise ConfigError(
+                f"the metal backend runs on one rank, {comm.world_size} were asked for: set"
+                " --tensor-parallel-size 1",
+                param="tensor_parallel_size",
+            )
+        owner = Owner()
+        try:
+            return owner.call(lambda: self._load(model, source, options, owner))
+        except BaseException:
+            owner.close()
+            raise
+
+    def _load(
+        self, model: Model, source: WeightSource, options: LoadOptions, owner: Owner
+    ) -> MetalLoadedModel:
+        """In the owner's thread."""
+        device = current_device()
+        dtype = choose_dtype("dtype", options.dtype, model.shape.dtype)
+        kv_dtype = choose_dtype("kv_cache_dtype", options.kv_cache_dtype, dtype)
+        specs, constants = model.weights(), model.constants(options.max_model_len)
+        max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
+        max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
+        max_rows = min(max_tokens, max_rows)
+        weights_size = weight_bytes(specs, constants, DTYPES[dtype])
+        _check_weights(weights_size, dtype, device)
+        used = weights_size + _activation_bytes(
+            model.shape, specs, options.max_model_len, max_tokens, max_rows
+        )
+        kv = plan_kv(model.shape.kv, options, kv_dtype, device, used)
+        loader = WeightLoader(source, DTYPES[dtype])
+        weights = loader.load(specs, constants, progress=options.progress)
+        info = LoadedInfo(
+            backend=self.name,
+            device=device.name,
+            dtype=dtype,
+            kv_cache_dtype=kv_dtype,
+            block_size=kv.block_size,
+            num_kv_blocks=kv.num_blocks,
+            max_num_batched_tokens=max_tokens,
+            max_logit_rows=max_rows,
+            weight_bytes=weights_size,
+            kv_cache_bytes=kv.num_bytes,
+            details={"mlx": version("mlx")},
+        )
+        logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
+        return MetalLoadedModel(model, weights, kv.allocate(), info, owner)
+
+
+def _check_weights(size: int, dtype: str, device: Device) -> None:
+    """Raises CapacityError before anything is read."""
+    if size > device.free_bytes:
+        raise CapacityError(
+            f"the weights take {format_bytes(size)} as {dtype}, {format_bytes(device.free_bytes)}"
+            f" of memory are free on {device.name}: choose a smaller model, or a 16-bit --dtype"
+        )
+
+
+def _activation_bytes(
+    shape: ModelShape,
+    specs: Iterable[WeightSpec],
+    max_model_len: int,
+    max_tokens: int,
+    max_rows: int,
+) -> int:
+    """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
+    the logits with the sampler's copies, and the context of one batch of attention."""
+    vocab_size = shape.vocab_size
+    widths = [spec.rows for spec in specs if spec.kind == "linear" and spec.rows < vocab_size]
+    layer = 4 * max_tokens * (2 * max(widths, default=0) + 4 * shape.hidden_size)
+    logits = 4 * max_rows * vocab_size * 4
+    attention = 0
+    for kv in shape.kv:
+        keys = max(step.BATCH_KEYS, max_model_len)
+        gathered = 2 * keys * kv.num_kv_heads * kv.head_size * 4
+        heads = max(kv.num_kv_heads, shape.hidden_size // kv.head_size)
+        scores = 3 * 4 * heads * step.TILE_TOKENS * max_model_len
+        attention = max(attention, gathered + scores)
+    return layer + logits + attention
