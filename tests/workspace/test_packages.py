@@ -75,6 +75,18 @@ def test_no_extra_but_its_own_pulls_torch(projects: dict[str, dict[str, Any]]) -
     assert needs_torch == {"vllmx-torch"}
 
 
+def test_mlx_comes_with_the_metal_backend_alone(projects: dict[str, dict[str, Any]]) -> None:
+    """Built for Apple's GPUs on a Mac; its CPU build, for tests, on Linux."""
+    needs = {
+        name: [need for need in data["project"]["dependencies"] if need.startswith("mlx")]
+        for name, data in projects.items()
+    }
+    assert {name for name, found in needs.items() if found} == {"vllmx-metal"}
+    on_a_mac, on_linux = needs["vllmx-metal"]
+    assert re.fullmatch(r"mlx[<>=].*; sys_platform == 'darwin' and .*'arm64'", on_a_mac)
+    assert re.fullmatch(r"mlx\[cpu\][<>=].*; sys_platform == 'linux'", on_linux)
+
+
 def test_the_readme_shows_the_commands_that_ci_runs(root: Path) -> None:
     readme = (root / "README.md").read_text()
     ci = (root / ".ci" / "run").read_text()
