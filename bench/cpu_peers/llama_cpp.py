@@ -33,6 +33,8 @@ CMAKE_FLAGS = (
     "-DLLAMA_BUILD_SERVER=OFF",
     "-DLLAMA_BUILD_TOOLS=ON",
 )
+_TILE_LOAD = "_tile_loadconfig(&tc);"
+_TILE_FENCE = 'asm volatile("" : : "m"(tc));'
 _PADDING = 256
 """llama.cpp rounds the context of every sequence up to a multiple of this."""
 _ATTEMPTS = 10
@@ -47,10 +49,19 @@ def build(folder: Path, jobs: int) -> None:
     if not source.exists():
         _download(folder / "sdist", source)
     llama = source / "vendor" / "llama.cpp"
+    _keep_tile_config(llama / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     subprocess.run(["cmake", "-S", str(llama), "-B", str(output), *CMAKE_FLAGS], check=True)
     compile_all = ["cmake", "--build", str(output), f"-j{jobs}", "--target", *TARGETS]
     # Long and not urgent: leave the cores to whoever needs them.
     subprocess.run(compile_all, check=True, preexec_fn=lambda: os.nice(10))
+
+
+def _keep_tile_config(path: Path) -> None:
+    """Before 12.4 and 13.3, GCC takes `_tile_loadconfig` to read 8 bytes and removes the stores to
+    the other 56 (its bug 114098), so that the AMX kernels of quantised types end in SIGILL."""
+    text = path.read_text()
+    if _TILE_FENCE not in text:
+        path.write_text(text.replace(_TILE_LOAD, f"{_TILE_FENCE} {_TILE_LOAD}"))
 
 
 def _download(sdist: Path, source: Path) -> None:

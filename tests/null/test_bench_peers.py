@@ -191,3 +191,13 @@ def test_types_are_quantised_once_and_read_by_all_engines(bench: Any, tmp_path: 
     assert weights.weights_of(small.gguf, []) == [weights.Weights("q8_0", small.gguf, small.gguf)]
     assert weights.weights_of(original.gguf, ["q8_0"]) == [small]
     assert small.gguf.stat().st_mtime_ns == written
+
+
+def test_llama_cpp_keeps_its_tile_configuration(bench: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mmq.cpp"
+    path.write_text("tc.rows[0] = 8;\n    _tile_loadconfig(&tc);\n    done = true;\n")
+    for _ in range(2):
+        bench("cpu_peers.llama_cpp")._keep_tile_config(path)
+        assert path.read_text().splitlines()[1].strip() == (
+            'asm volatile("" : : "m"(tc)); _tile_loadconfig(&tc);'
+        )
