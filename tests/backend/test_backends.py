@@ -48,11 +48,13 @@ class TestNumpy(_Suite):
 class TestCpu(_Suite):
     backend = "cpu"
     block_sizes = (16, 32, 64, 128)
+    kv_share = 0.75  # codes are multiplied as bf16
 
 
 class _Metal(_Suite):
     backend = "metal"
     exact_batches = False  # MLX chooses kernels by the size of the matrix
+    kv_dtypes = ("bf16", "f16", "f32")
 
 
 class TestMetal(_Metal):

@@ -20,6 +20,7 @@ def usable() -> list[str]:
 class _Forced(BackendSuite):
     isa = ""
     block_sizes = (32, 128)
+    kv_share = 0.75  # codes are multiplied as bf16
 
     @pytest.fixture(autouse=True)
     def force(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, InvalidRequestError, WeightFormatError
 from vllmx_core.memory import format_bytes
+from vllmx_core.testing.attention_checks import attention_model
 from vllmx_core.testing.harness import PAGE, VOCAB
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
@@ -48,7 +49,7 @@ def test_dtype_names_of_the_command_line(name: str, dtype: str) -> None:
     ("options", "message"),
     [
         ({"dtype": "f8"}, "f8.*bf16"),
-        ({"kv_cache_dtype": "int3"}, "int3.*bf16"),
+        ({"kv_cache_dtype": "int3"}, "'int3': choose auto, bf16.*fp8"),
         ({"block_size": 24}, "block_size 24.*16"),
         ({"block_size": 0}, "block_size 0"),
         ({"num_threads": 0}, "num_threads.*1 and 256.*0"),
@@ -130,6 +131,18 @@ class TestCacheSize:
         assert self.plan(self.GIB, num_kv_blocks=700).num_blocks == 700
         per_block = self.plan(self.GIB, num_kv_blocks=700).num_bytes // 700
         assert self.plan(self.GIB, kv_cache_memory_bytes=300 * per_block + 1).num_blocks == 300
+
+    @pytest.mark.parametrize("kv", ["int8", "fp8"])
+    def test_codes_take_about_half_of_bf16(self, kv: str) -> None:
+        """One byte for a number and four for a vector, in what is reported and in every message."""
+        model, source = attention_model(head_size=128, num_heads=2, num_kv_heads=1)
+        memory = {"dtype": "f32", "kv_cache_memory_bytes": 1 << 18}
+        infos = [load(model, source, kv_cache_dtype=name, **memory).info for name in ("bf16", kv)]
+        per_block = [info.kv_cache_bytes / info.num_kv_blocks for info in infos]
+        assert per_block == [16 * 2 * 2 * 128 * 2, 16 * 2 * 2 * (128 + 4)]
+        assert [info.num_kv_blocks for info in infos] == [(1 << 18) // int(b) for b in per_block]
+        with pytest.raises(CapacityError, match=r"needs 67584 bytes.*8 blocks.*59136.*to 67584"):
+            load(model, source, kv_cache_dtype=kv, kv_cache_memory_bytes=60000)
 
     @pytest.mark.parametrize(
         ("free", "options", "message"),

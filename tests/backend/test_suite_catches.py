@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core import reference, reference_backend
+from vllmx_core import kv_quant, reference, reference_backend
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import Array, AttentionSpec, KVSpec, Model, Ops, StepInputs, Weight
@@ -50,7 +50,8 @@ def broken_ops(patch: pytest.MonkeyPatch, **methods: Any) -> None:
     def logits(self: Any, plan: Any) -> Any:
         plan = replace(plan, tokens=self.resolve(plan.tokens))
         step = reference_backend.ReferenceStep(plan.tokens, plan.logit_rows)
-        return self._model.forward(ops(self._pages, plan), self._weights, step)
+        made = ops(self._pages, plan, self._info.kv_cache_dtype)
+        return self._model.forward(made, self._weights, step)
 
     patch.setattr(BrokenLoaded, "logits", logits)
 
@@ -67,6 +68,34 @@ def with_spec(**changes: Any) -> Change:
         broken_ops(patch, attention=attention)
 
     return change
+
+
+def with_cache(kv_dtype: str | None) -> Change:
+    """A cache of another dtype than what it claims."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        def attention(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
+            pages = self.pages[spec.layer]
+            return reference.attention(qkv, spec, self.plan, pages.k, pages.v, kv_dtype)
+
+        broken_ops(patch, attention=attention)
+
+    return change
+
+
+def scale_of_all_heads(patch: pytest.MonkeyPatch) -> None:
+    """Codes with one scale for a token instead of one for each of its kv heads."""
+
+    def attention(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
+        pages = self.pages[spec.layer]
+        heads = qkv.reshape(len(qkv), -1, spec.head_size)
+        together = heads[:, spec.num_heads :].reshape(len(qkv), 2, -1)
+        heads[:, spec.num_heads :] = kv_quant.rounded(together, self.kv_dtype).reshape(
+            len(qkv), -1, spec.head_size
+        )
+        return reference.attention(qkv, spec, self.plan, pages.k, pages.v)
+
+    broken_ops(patch, attention=attention)
 
 
 def with_columns(**changes: Any) -> Change:
@@ -114,6 +143,16 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     "wrong pairs": (with_spec(interleaved=False), attention("rope interleaved")),
     "causal ignored": (with_spec(causal=False), attention("multi-head")),
     "causal always": (with_spec(causal=True), method("test_attention_both_ways")),
+    **{
+        f"{what} instead of {kv}": (change, method("test_attention_over_codes", kv, {}))
+        for kv, what, change in (
+            ("int8", "no rounding", with_cache(None)),
+            ("int8", "bf16", with_cache("bf16")),
+            ("int8", "fp8", with_cache("fp8")),
+            ("fp8", "int8", with_cache("int8")),
+            ("int8", "a scale for a token", scale_of_all_heads),
+        )
+    },
     "eps ignored": (
         with_op("rms_norm", lambda self, x, w, eps: reference.rms_norm(x, w, 1e-12)),
         method("test_rms_norms", 16, 0.0),
@@ -273,6 +312,10 @@ def test_doubled_and_disagreeing_weights_are_found() -> None:
 def test_the_numpy_backend_refuses_what_it_cannot_compute() -> None:
     builder = Builder(19)
     model = tiny_decoder(builder)
-    for options in (LoadOptions(dtype="bf16"), LoadOptions(kv_cache_dtype="f16")):
-        with pytest.raises(ConfigError, match="float32"):
+    refusals = {
+        "float32": LoadOptions(dtype="bf16"),
+        "'int3': choose auto, bf16.*int8": LoadOptions(kv_cache_dtype="int3"),
+    }
+    for message, options in refusals.items():
+        with pytest.raises(ConfigError, match=message):
             ReferenceBackend().load(model, ArraySource(builder.arrays), options)

@@ -57,7 +57,7 @@ def test_auto_takes_the_dtype_of_the_checkpoint(dtype: str) -> None:
     ("options", "message"),
     [
         ({"dtype": "f8"}, "dtype 'f8': choose bf16"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype 'int3': choose bf16"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype 'int3': choose auto, bf16.*fp8"),
         ({"block_size": 0}, r"block_size.*at least 1.*0"),
         ({"num_threads": 0}, r"num_threads.*at least 1.*0"),
     ],
@@ -202,20 +202,23 @@ def test_tied_embeddings_are_held_once_and_sizes_are_right() -> None:
 class TestCacheSize:
     GIB = 1 << 30
 
-    def plan(self, free: int, device: str = "cpu", used: int = 0, **options: Any) -> KVPlan:
+    def plan(
+        self, free: int, device: str = "cpu", used: int = 0, kv: str = "f32", **options: Any
+    ) -> KVPlan:
         model = tiny_decoder(Builder(VOCAB))
         chosen = LoadOptions(**({"max_model_len": 4096, "max_num_seqs": 8} | options))
-        return plan_kv(model.shape.kv, chosen, "f32", torch.device(device), free, used)
+        return plan_kv(model.shape.kv, chosen, kv, torch.device(device), free, used)
 
     def test_a_device_of_its_own_is_filled_and_the_host_is_not(self) -> None:
         many = 1 << 20
         assert self.plan(64 * self.GIB, max_num_seqs=many).num_bytes <= 4 * self.GIB
         assert self.plan(64 * self.GIB, "cuda", max_num_seqs=many).num_bytes > 57 * self.GIB
 
-    def test_bytes_are_those_of_the_pages(self) -> None:
-        plan = self.plan(self.GIB, num_kv_blocks=256)
+    @pytest.mark.parametrize("kv", ["f32", "bf16", "int8", "fp8"])
+    def test_bytes_are_those_of_the_pages(self, kv: str) -> None:
+        plan = self.plan(self.GIB, kv=kv, num_kv_blocks=256)
         pages = plan.allocate(torch.device("cpu"))
-        assert plan.num_bytes == sum(page.k.nbytes + page.v.nbytes for page in pages)
+        assert plan.num_bytes == sum(page.k.num_bytes + page.v.num_bytes for page in pages)
 
     @pytest.mark.parametrize(
         ("free", "options", "message"),

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from vllmx_core import kv_quant
 from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.weights import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights import f32_to_bf16
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.native import Isa, library
-from vllmx_cpu.structs import VX_DTYPES, VxAttention, VxStep
+from vllmx_cpu.structs import KV_DTYPES, VX_DTYPES, VxAttention, VxStep
 
 RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
 EPS = 1e-6
+MULTIPLIED_AS_BF16 = ("bf16", "int8", "fp8")
 Span = tuple[int, int, int]
 """(first position, end, sequence): a row of a step."""
 
@@ -62,7 +64,7 @@ class Layer:
         width = -(-length // case.page)
         count = sequences * width
         self.table = rng.permutation(count).reshape(sequences, width).astype(np.int32)
-        sizes = (case.kv_heads, case.head_size, case.page, VX_DTYPES[case.kv])
+        sizes = (case.kv_heads, case.head_size, case.page, KV_DTYPES[case.kv])
         self.k = allocate(count * library().vx_k_page_bytes(*sizes))
         self.v = allocate(count * library().vx_v_page_bytes(*sizes))
         self.k[:] = 0xFF
@@ -83,7 +85,7 @@ class Layer:
             qkv=qkv.ctypes.data, out=out.ctypes.data, out_dtype=VX_DTYPES[case.out],
             num_heads=case.heads, num_kv_heads=case.kv_heads, head_size=case.head_size,
             rotary_dim=case.rotary, interleaved=case.interleaved, block_size=case.page,
-            kv_dtype=VX_DTYPES[case.kv], window=case.window, causal=case.causal,
+            kv_dtype=KV_DTYPES[case.kv], window=case.window, causal=case.causal,
             scale=case.head_size**-0.5, softcap=case.softcap, norm_eps=EPS,
             rope=constant(self.rope, True), q_norm=constant(self.q_norm, case.norm),
             k_norm=constant(self.k_norm, case.norm), sinks=constant(self.sinks, case.sinks),
@@ -154,7 +156,7 @@ def expected(layer: Layer, qkv: F32) -> AnyArray:
     if layer.rope is not None:
         q, k = _rotate(q, layer, length), _rotate(k, layer, length)
     k, v = _stored(k, case.kv), _stored(v, case.kv)
-    if case.kv == "bf16":
+    if case.kv in MULTIPLIED_AS_BF16:
         q = _stored(q, "bf16")
     group = case.heads // case.kv_heads
     scores = np.einsum("thd,shd->hts", q, k.repeat(group, 1)) * case.head_size**-0.5
@@ -193,10 +195,7 @@ def _rotate(x: AnyArray, layer: Layer, length: int) -> AnyArray:
 
 
 def _stored(x: AnyArray, dtype: str) -> AnyArray:
-    if dtype == "bf16":
-        return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
-    narrow: AnyArray = x.astype(np.float16 if dtype == "f16" else np.float32)
-    return narrow.astype(np.float64)
+    return kv_quant.rounded(x.astype(np.float32), dtype).astype(np.float64)
 
 
 def _visible(case: Case, length: int) -> AnyArray:
@@ -231,6 +230,25 @@ FEATURES = [
         for heads, kv_heads in ((1, 1), (3, 1), (15, 5), (16, 1), (71, 1))
         for page, kv in ((64, "bf16"), (128, "f16"))
     ),
+    *(
+        case
+        for kv in kv_quant.LIMITS
+        for case in (
+            Case(head_size=128, norm=True, rotary=128, kv=kv),
+            Case(rotary=48, interleaved=True, kv=kv, page=64),
+            Case(softcap=2.0, sinks=True, kv=kv),
+            Case(window=50, kv=kv),
+            Case(window=300, sinks=True, kv=kv),
+            Case(window=1, kv=kv),
+            Case(causal=False, kv=kv),
+            Case(causal=False, window=9, kv=kv),
+            *(Case(head_size=size, kv=kv, page=32) for size in (2, 8, 16, 20, 80, 112, 256)),
+            *(
+                Case(heads=heads, kv_heads=kv_heads, head_size=16, kv=kv, page=128)
+                for heads, kv_heads in ((1, 1), (3, 1), (15, 5), (71, 1))
+            ),
+        )
+    ),
 ]
 
 
@@ -239,8 +257,9 @@ def test_matches_float64(run_op: RunOp, isa: Isa, case: Case) -> None:
     length = 333
     layer, qkv = Layer(case, length, 1, seed=3), random_qkv(case, 1, length)
     got = attend(run_op, isa, layer, qkv, [(0, length, 0)], threads=2)
-    # float32 pages compute in float32; bf16 rounds the probabilities to 8 bits
-    limit = 3e-3 if case.kv == "bf16" else 1e-6
+    # float32 pages compute in float32; bf16 rounds the probabilities to 8 bits, where codes have
+    # scales even a probability of 1
+    limit = 4e-3 if case.kv in kv_quant.LIMITS else 3e-3 if case.kv == "bf16" else 1e-6
     assert relative_error(got, expected(layer, qkv[0])) < limit
 
 
@@ -250,6 +269,10 @@ CUTS = [
     Case(heads=6, kv_heads=2, head_size=16, kv="bf16", page=32, window=40, sinks=True),
     Case(head_size=16, kv="f16", softcap=5.0),
     Case(heads=71, kv_heads=1, head_size=8, kv="bf16"),
+    Case(head_size=32, kv="int8", norm=True, rotary=32),
+    Case(heads=6, kv_heads=2, head_size=20, kv="int8", page=32, window=40, sinks=True),
+    Case(head_size=32, kv="fp8", norm=True, rotary=32, window=333),
+    Case(heads=71, kv_heads=1, head_size=8, kv="fp8", softcap=5.0),
 ]
 
 
@@ -267,9 +290,10 @@ def test_bits_do_not_depend_on_the_cut(run_op: RunOp, isa: Isa, case: Case) -> N
         np.testing.assert_array_equal(np.concatenate(parts), whole, strict=True)
 
 
-def test_mixed_rows_in_one_step(run_op: RunOp, isa: Isa) -> None:
+@pytest.mark.parametrize("kv", MULTIPLIED_AS_BF16)
+def test_mixed_rows_in_one_step(run_op: RunOp, isa: Isa, kv: str) -> None:
     """Decode rows, a first chunk and a chunk with context side by side, each with its own bits."""
-    case = Case(head_size=32, kv="bf16", rotary=32)
+    case = Case(head_size=32, kv=kv, rotary=32)
     lengths = (600, 37, 300, 1)
     qkv = random_qkv(case, len(lengths), 600)
     alone = []
@@ -311,11 +335,63 @@ def test_16_bit_output_is_the_rounded_one(run_op: RunOp, isa: Isa, out: str) -> 
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_reused_page_hides_what_it_held(run_op: RunOp, isa: Isa) -> None:
+@pytest.mark.parametrize("kv", MULTIPLIED_AS_BF16)
+def test_a_reused_page_hides_what_it_held(run_op: RunOp, isa: Isa, kv: str) -> None:
     """A sequence whose K/V is NaN leaves its pages to another, which must not see it."""
-    case = Case(head_size=32, kv="bf16")
+    case = Case(head_size=32, kv=kv)
     qkv = random_qkv(case, 1, 70)
     layer = Layer(case, 70, 1, seed=2)
-    attend(run_op, isa, layer, np.full_like(qkv, np.nan), [(0, 70, 0)], threads=2)
+    broken = attend(run_op, isa, layer, np.full_like(qkv, np.nan), [(0, 70, 0)], threads=2)
+    assert np.isnan(broken).all()
     got = [attend(run_op, isa, layer, qkv, [(i, i + 1, 0)], threads=2) for i in range(70)]
-    assert relative_error(np.concatenate(got), expected(layer, qkv[0])) < 3e-3
+    assert relative_error(np.concatenate(got), expected(layer, qkv[0])) < 4e-3
+
+
+@pytest.mark.parametrize("kv", kv_quant.LIMITS)
+@pytest.mark.parametrize("head_size", [20, 64])
+def test_codes_and_scales_are_those_of_the_rule(
+    run_op: RunOp, isa: Isa, kv: str, head_size: int
+) -> None:
+    """Bit by bit, out of the pages; every magnitude of the vectors, zero and NaN too."""
+    case = Case(head_size=head_size, kv=kv, page=32)
+    length = 60
+    layer, qkv = Layer(case, length, 1, seed=3), random_qkv(case, 1, length)
+    powers = np.random.default_rng(1).integers(-60, 60, (1, length, 1))
+    qkv *= (2.0**powers).astype(np.float32)
+    qkv[0, 7], qkv[0, 9, -1], qkv[0, 11] = 0, np.nan, 1e-35
+    attend(run_op, isa, layer, qkv, [(0, 33, 0)], threads=2)
+    attend(run_op, isa, layer, qkv, [(33, length, 0)], threads=5)
+    heads = qkv[0].reshape(length, case.heads + 2 * case.kv_heads, head_size)
+    keys, values = np.split(heads[:, case.heads :], 2, axis=1)
+    for written, wanted in ((_keys(layer), keys), (_values(layer), values)):
+        codes, scales = kv_quant.quantise(wanted, kv)
+        unit = 256 if kv == "fp8" else 1
+        np.testing.assert_array_equal(written[0][:length], codes.view(np.uint8))
+        np.testing.assert_array_equal(written[1][:length], scales * unit)
+
+
+def _keys(layer: Layer) -> tuple[AnyArray, AnyArray]:
+    """Codes (positions, K, D) and scales (positions, K) of sequence 0; attention_codes.h."""
+    size = layer.case.head_size
+    groups, scales = _groups(layer, layer.k, size)  # (blocks, K, groups, 16 * D)
+    codes = groups.reshape(*groups.shape[:3], size, 16).transpose(0, 2, 4, 1, 3)
+    return codes.reshape(-1, layer.case.kv_heads, size), scales
+
+
+def _values(layer: Layer) -> tuple[AnyArray, AnyArray]:
+    size = layer.case.head_size
+    width = -(-size // 16) * 16
+    groups, scales = _groups(layer, layer.v, width)
+    codes = groups.reshape(*groups.shape[:3], 8, width // 16, 2, 16)
+    codes = codes.transpose(0, 2, 3, 5, 1, 4, 6)  # (blocks, groups, 8, 2, K, Dp / 16, 16)
+    return codes.reshape(-1, layer.case.kv_heads, width)[..., :size], scales
+
+
+def _groups(layer: Layer, pages: AnyArray, width: int) -> tuple[AnyArray, AnyArray]:
+    """Codes of each group of sequence 0 in order (blocks, K, groups, 16 * width), and the scales
+    (positions, K)."""
+    case = layer.case
+    shape = (-1, case.kv_heads, case.page // 16, 16 * width + 64)
+    groups = np.asarray(pages).reshape(shape)[layer.table[0]]
+    scales = np.ascontiguousarray(groups[..., -64:]).view(np.float32)  # (blocks, K, groups, 16)
+    return groups[..., :-64], scales.transpose(0, 2, 3, 1).reshape(-1, case.kv_heads)

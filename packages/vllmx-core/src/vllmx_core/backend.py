@@ -17,6 +17,7 @@ class LoadOptions:
     dtype: str = "auto"
     """auto (the checkpoint's), bf16, f16 or f32."""
     kv_cache_dtype: str = "auto"
+    """auto (the backend's choice beside `dtype`), or one of `vllmx_core.kv_quant.KV_DTYPES`."""
     max_model_len: int = 4096
     shrink_to_fit: bool = False
     """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with

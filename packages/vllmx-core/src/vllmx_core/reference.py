@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core import kv_quant
 from vllmx_core.model import Activation, AttentionSpec
 from vllmx_core.plan import I32, StepPlan
 
@@ -101,10 +102,16 @@ def rotate(x: Floats, table: Floats, *, interleaved: bool) -> Floats:
 
 
 def attention(
-    qkv: Floats, spec: AttentionSpec, plan: StepPlan, k_pages: Floats, v_pages: Floats
+    qkv: Floats,
+    spec: AttentionSpec,
+    plan: StepPlan,
+    k_pages: Floats,
+    v_pages: Floats,
+    kv_dtype: str | None = None,
 ) -> Floats:
-    """(T, (H + 2K) * D) -> (T, H * D). Writes this step's keys and values to the pages, then each
-    row attends to what the pages hold. Norm weights, RoPE table and sinks of `spec` are arrays."""
+    """(T, (H + 2K) * D) -> (T, H * D). Writes this step's keys and values to the pages, rounded as
+    a cache of `kv_dtype` would (None: as they are), then each row attends to what the pages hold.
+    Norm weights, RoPE table and sinks of `spec` are arrays."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
@@ -116,6 +123,8 @@ def attention(
         table = spec.rope[plan.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
+    if kv_dtype is not None:
+        k, v = kv_quant.rounded(k, kv_dtype), kv_quant.rounded(v, kv_dtype)
     page = k_pages.shape[1]
     k_pages[plan.slots // page, plan.slots % page] = k
     v_pages[plan.slots // page, plan.slots % page] = v

@@ -14,6 +14,7 @@ import numpy as np
 from vllmx_core import reference
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.model import Activation, AttentionSpec, Model, StepInputs
 from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
 from vllmx_core.reference import Floats
@@ -55,6 +56,7 @@ class ReferenceOps:
 
     pages: tuple[Pages, ...]
     plan: StepPlan
+    kv_dtype: str
 
     def embedding(self, ids: I32, w: Floats) -> Floats:
         return reference.embedding(ids, w)
@@ -75,7 +77,7 @@ class ReferenceOps:
 
     def attention(self, qkv: Floats, spec: AttentionSpec, step: StepInputs) -> Floats:
         pages = self.pages[spec.layer]
-        return reference.attention(qkv, spec, self.plan, pages.k, pages.v)
+        return reference.attention(qkv, spec, self.plan, pages.k, pages.v, self.kv_dtype)
 
     def gated_act(self, gate_up: Floats, kind: Activation) -> Floats:
         return reference.gated_act(gate_up, kind)
@@ -140,7 +142,8 @@ class ReferenceLoadedModel:
         """(L, V) of the plan; writes its keys and values."""
         plan = replace(plan, tokens=self.resolve(plan.tokens))
         step = ReferenceStep(plan.tokens, plan.logit_rows)
-        logits: Floats = self._model.forward(ReferenceOps(self._pages, plan), self._weights, step)
+        ops = ReferenceOps(self._pages, plan, self._info.kv_cache_dtype)
+        logits: Floats = self._model.forward(ops, self._weights, step)
         return logits
 
     def resolve(self, tokens: I32) -> I32:
@@ -169,8 +172,11 @@ class ReferenceBackend:
         comm: Communicator | None = None,
     ) -> ReferenceLoadedModel:
         """Raises ConfigError for a dtype other than float32 and float64, CapacityError when one
-        sequence of max_model_len does not fit, WeightFormatError for a map that does not match."""
+        sequence of max_model_len does not fit, WeightFormatError for a map that does not match.
+        The KV cache holds floats of that dtype, rounded as `kv_cache_dtype` says."""
         dtype = _dtype(options)
+        name = _DTYPES[options.dtype]
+        cached = kv_dtype(options.kv_cache_dtype, (*KV_DTYPES, "f64"), name, self.name)
         weights = _weights(model, source, options.max_model_len, dtype)
         blocks = _num_blocks(model, options, dtype.itemsize)
         pages = tuple(
@@ -181,8 +187,8 @@ class ReferenceBackend:
         info = LoadedInfo(
             backend=self.name,
             device=f"numpy {np.__version__}",
-            dtype=_DTYPES[options.dtype],
-            kv_cache_dtype=_DTYPES[options.dtype],
+            dtype=name,
+            kv_cache_dtype=cached,
             block_size=options.block_size,
             num_kv_blocks=blocks,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -198,13 +204,12 @@ class ReferenceBackend:
 
 
 def _dtype(options: LoadOptions) -> np.dtype[Any]:
-    for name, value in (("dtype", options.dtype), ("kv_cache_dtype", options.kv_cache_dtype)):
-        if value not in _DTYPES:
-            raise ConfigError(
-                f"backend 'numpy' computes in f32 or f64, not in {name} {value}: choose float32 or"
-                " another backend",
-                param=name,
-            )
+    if options.dtype not in _DTYPES:
+        raise ConfigError(
+            f"backend 'numpy' computes in f32 or f64, not in dtype {options.dtype}: choose float32"
+            " or another backend",
+            param="dtype",
+        )
     return np.dtype({"f32": np.float32, "f64": np.float64}[_DTYPES[options.dtype]])
 
 

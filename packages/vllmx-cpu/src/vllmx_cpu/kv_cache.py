@@ -13,7 +13,7 @@ from vllmx_core.model import KVSpec
 
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
-from vllmx_cpu.structs import VX_DTYPES
+from vllmx_cpu.structs import KV_DTYPES
 
 BLOCK_MULTIPLE = 16
 DEFAULT_BYTES = 4 * GIB
@@ -49,21 +49,6 @@ class KVPlan:
         )
 
 
-def kv_dtype(options: LoadOptions, dtype: str) -> str:
-    """auto: bf16 beside 16-bit weights, f32 beside f32 weights. Raises ConfigError."""
-    names = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32"}
-    wanted = names.get(options.kv_cache_dtype, options.kv_cache_dtype)
-    if wanted == "auto":
-        return "f32" if dtype == "f32" else "bf16"
-    if wanted not in VX_DTYPES:
-        raise ConfigError(
-            f"kv_cache_dtype {options.kv_cache_dtype!r} is not known to the CPU backend: choose"
-            f" auto, {', '.join(VX_DTYPES)}",
-            param="kv_cache_dtype",
-        )
-    return wanted
-
-
 def plan_kv(
     layers: Sequence[KVSpec], options: LoadOptions, dtype: str, free: int, used: int
 ) -> KVPlan:
@@ -85,5 +70,5 @@ def plan_kv(
 
 
 def _block_bytes(kv: KVSpec, block_size: int, dtype: str) -> tuple[int, int]:
-    arguments = (kv.num_kv_heads, kv.head_size, block_size, VX_DTYPES[dtype])
+    arguments = (kv.num_kv_heads, kv.head_size, block_size, KV_DTYPES[dtype])
     return int(library().vx_k_page_bytes(*arguments)), int(library().vx_v_page_bytes(*arguments))

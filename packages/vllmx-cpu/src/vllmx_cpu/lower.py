@@ -14,6 +14,7 @@ from vllmx_cpu.memory import Bytes
 from vllmx_cpu.packing import LoadedWeights
 from vllmx_cpu.structs import (
     ACTIVATIONS,
+    KV_DTYPES,
     NO_ACTIVATION,
     VX_DTYPES,
     VxAttention,
@@ -118,7 +119,7 @@ class Lowering:
             rotary_dim=spec.rotary_dim if spec.rope is not None else 0,
             interleaved=int(spec.interleaved),
             block_size=self.block_size,
-            kv_dtype=VX_DTYPES[self.kv_dtype],
+            kv_dtype=KV_DTYPES[self.kv_dtype],
             window=spec.window or 0,
             causal=int(spec.causal),
             scale=spec.scale,

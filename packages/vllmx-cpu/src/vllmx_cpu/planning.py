@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
+from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
 from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
@@ -15,10 +16,11 @@ from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cpu.fuse import fuse, gated_weights
 from vllmx_cpu.kinds import segments
-from vllmx_cpu.kv_cache import KVPlan, kv_dtype, plan_kv
+from vllmx_cpu.kv_cache import KVPlan, plan_kv
 from vllmx_cpu.loaded import Forward, bound_forward
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
+from vllmx_cpu.structs import KV_DTYPES
 
 LOGITS_BYTES = 256 << 20
 """Logit buffers beyond one row a sequence (prompt logprobs) grow to this size."""
@@ -77,7 +79,9 @@ def plan_load(
             " memory are free: choose a smaller or quantised model, or a 16-bit --dtype"
         )
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
-    kv = plan_kv(model.shape.kv, options, kv_dtype(options, dtype), free, used)
+    automatic = "f32" if dtype == "f32" else "bf16"
+    cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, automatic, "cpu")
+    kv = plan_kv(model.shape.kv, options, cached, free, used)
     return LoadPlan(
         forward, nodes, logits, specs,
         {name: [spec.name for spec in group] for name, group in cut.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_size_t, c_void_p
 
 VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
+KV_DTYPES = {"bf16": 2, "f16": 1, "f32": 0, "int8": 3, "fp8": 4}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 BLOCK_KINDS = {
     "Q4_0": 16, "Q8_0": 17, "Q4_K": 18, "Q5_K": 19, "Q6_K": 20, "Q4_1": 21, "Q5_0": 22, "Q5_1": 23,

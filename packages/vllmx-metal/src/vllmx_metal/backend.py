@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.weights import WeightSource, WeightSpec
@@ -69,8 +70,8 @@ class MetalBackend:
     ) -> MetalLoadedModel:
         """In the owner's thread."""
         device = current_device()
-        dtype = choose_dtype("dtype", options.dtype, model.shape.dtype)
-        kv_dtype = choose_dtype("kv_cache_dtype", options.kv_cache_dtype, dtype)
+        dtype = choose_dtype(options.dtype, model.shape.dtype)
+        cached = kv_dtype(options.kv_cache_dtype, DTYPES, dtype, self.name)
         specs, constants = model.weights(), model.constants(options.max_model_len)
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
@@ -80,14 +81,14 @@ class MetalBackend:
         used = weights_size + _activation_bytes(
             model.shape, specs, options.max_model_len, max_tokens, max_rows
         )
-        kv = plan_kv(model.shape.kv, options, kv_dtype, device, used)
+        kv = plan_kv(model.shape.kv, options, cached, device, used)
         loader = WeightLoader(source, DTYPES[dtype])
         weights = loader.load(specs, constants, progress=options.progress)
         info = LoadedInfo(
             backend=self.name,
             device=device.name,
             dtype=dtype,
-            kv_cache_dtype=kv_dtype,
+            kv_cache_dtype=cached,
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
             max_num_batched_tokens=max_tokens,

@@ -15,13 +15,13 @@ _LONG_NAMES = {
 }  # fmt: skip
 
 
-def choose_dtype(param: str, wanted: str, automatic: str) -> str:
+def choose_dtype(wanted: str, automatic: str) -> str:
     """Raises ConfigError for one that is not of `DTYPES`."""
     name = automatic if wanted == "auto" else wanted
     name = _LONG_NAMES.get(name, name)
     if name not in DTYPES:
         raise ConfigError(
-            f"the metal backend has no {param} {name!r}: choose {', '.join(DTYPES)}", param=param
+            f"the metal backend has no dtype {name!r}: choose {', '.join(DTYPES)}", param="dtype"
         )
     return name
 

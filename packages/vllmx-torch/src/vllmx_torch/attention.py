@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from vllmx_core.model import AttentionSpec
 
-from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.kv_cache import LayerPages, Pages
+from vllmx_torch.kv_quant import values
 from vllmx_torch.step import AttentionBatch, TorchStep
 
 
@@ -21,15 +22,18 @@ class Scratch:
 
     _buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def gather(self, name: str, pages: Tensor, slots: Tensor) -> Tensor:
-        """pages (K, blocks * P, D), slots (N, C) -> (K, N, C, D) float32, good until the next call
-        with this name."""
-        kv_heads, _, size = pages.shape
+    def gather(self, name: str, pages: Pages, slots: Tensor) -> Tensor:
+        """slots (N, C) -> (K, N, C, D) float32, good until the next call with this name."""
+        data, flat = pages.data, slots.flatten()
+        kv_heads, _, size = data.shape
         shape = (kv_heads, slots.numel(), size)
-        gathered = self._take(name, shape, pages.dtype, pages.device)
-        torch.index_select(pages, 1, slots.flatten(), out=gathered)
-        if pages.dtype != torch.float32:
-            gathered = self._take(name, shape, torch.float32, pages.device).copy_(gathered)
+        gathered = self._take(name, shape, data.dtype, data.device)
+        torch.index_select(data, 1, flat, out=gathered)
+        if data.dtype != torch.float32:
+            stored = gathered if pages.scales is None else values(gathered)
+            gathered = self._take(name, shape, torch.float32, data.device).copy_(stored)
+        if pages.scales is not None:
+            gathered.mul_(pages.scales[:, flat, None])
         return gathered.view(kv_heads, *slots.shape, size)
 
     def _take(
@@ -76,8 +80,8 @@ def attention(
         table = spec.rope[step.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
-    pages.k.index_copy_(1, step.slots, k.transpose(0, 1).to(pages.k.dtype))
-    pages.v.index_copy_(1, step.slots, v.transpose(0, 1).to(pages.v.dtype))
+    pages.k.write(step.slots, k)
+    pages.v.write(step.slots, v)
     out = torch.empty_like(q)  # (T, H, D)
     for batch in step.batches(spec.window, spec.causal):
         out.index_copy_(0, batch.tokens, _attend(q[batch.tokens], batch, spec, pages, scratch))

@@ -9,6 +9,7 @@ import torch
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.weights import WeightSource, WeightSpec
@@ -22,6 +23,7 @@ from vllmx_torch.device import (
     has_float64,
 )
 from vllmx_torch.kv_cache import plan_kv
+from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.weights import DTYPES, WeightLoader, weight_bytes
 
@@ -68,8 +70,8 @@ class TorchBackend:
                 param="tensor_parallel_size",
             )
         device = choose_device()
-        dtype = _dtype("dtype", options.dtype, model.shape.dtype)
-        kv_dtype = _dtype("kv_cache_dtype", options.kv_cache_dtype, dtype)
+        dtype = _dtype(options.dtype, model.shape.dtype)
+        cached = kv_dtype(options.kv_cache_dtype, dtypes_of(device), dtype, self.name)
         if device.type == "cpu":
             torch.set_num_threads(_num_threads(options))
         specs, constants = model.weights(), model.constants(options.max_model_len)
@@ -82,14 +84,14 @@ class TorchBackend:
         used = weights_size + _activation_bytes(
             model.shape, specs, options.max_model_len, max_tokens, max_rows
         )
-        kv = plan_kv(model.shape.kv, options, kv_dtype, device, free, used)
+        kv = plan_kv(model.shape.kv, options, cached, device, free, used)
         loader = WeightLoader(source, DTYPES[dtype], device)
         weights = loader.load(specs, constants, progress=options.progress)
         info = LoadedInfo(
             backend=self.name,
             device=describe(device),
             dtype=dtype,
-            kv_cache_dtype=kv_dtype,
+            kv_cache_dtype=cached,
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
             max_num_batched_tokens=max_tokens,
@@ -103,13 +105,13 @@ class TorchBackend:
         return TorchLoadedModel(model, weights, kv.allocate(device), info, device, sampling_device)
 
 
-def _dtype(param: str, wanted: str, automatic: str) -> str:
+def _dtype(wanted: str, automatic: str) -> str:
     """Raises ConfigError for one that is not of `DTYPES`."""
     name = automatic if wanted == "auto" else wanted
     name = DTYPE_NAMES.get(name, name)
     if name not in DTYPES:
         raise ConfigError(
-            f"the torch backend has no {param} {name!r}: choose {', '.join(DTYPES)}", param=param
+            f"the torch backend has no dtype {name!r}: choose {', '.join(DTYPES)}", param="dtype"
         )
     return name
 

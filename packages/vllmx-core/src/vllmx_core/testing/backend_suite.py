@@ -11,10 +11,11 @@ Everything goes through the public face (`Backend.load`, `LoadedModel.step`); th
 from __future__ import annotations
 
 from vllmx_core.testing.attention_checks import AttentionChecks
+from vllmx_core.testing.kv_dtype_checks import KVDtypeChecks
 from vllmx_core.testing.op_checks import OpChecks
 from vllmx_core.testing.sampler_checks import SamplerChecks
 from vllmx_core.testing.step_checks import StepChecks
 
 
-class BackendSuite(OpChecks, AttentionChecks, SamplerChecks, StepChecks):
+class BackendSuite(OpChecks, AttentionChecks, KVDtypeChecks, SamplerChecks, StepChecks):
     """Override `make_backend`, and the attributes of `Harness` where the backend promises less."""

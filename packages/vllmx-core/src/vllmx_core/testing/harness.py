@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
+from vllmx_core.kv_quant import KV_DTYPES
 from vllmx_core.model import Model
 from vllmx_core.plan import F32, LogprobRows, StepPlan
 from vllmx_core.reference_backend import ReferenceBackend
@@ -32,6 +33,11 @@ class Harness:
     exact_batches = True
     """A row's bits do not depend on its batch mates nor on chunking."""
 
+    kv_dtypes: Collection[str] = KV_DTYPES
+    """KV caches that it has; others must be refused by name with ConfigError."""
+    kv_share = 0.1
+    """Greatest error beside that of the cache's rounding; see `kv_dtype_checks`."""
+
     def make_backend(self) -> Backend:
         """A new backend."""
         raise NotImplementedError("override make_backend in the subclass")
@@ -39,7 +45,7 @@ class Harness:
     @contextmanager
     def loaded(self, model: Model, source: WeightSource, **options: Any) -> Iterator[LoadedModel]:
         """The model on the backend under test; closed at the end."""
-        loaded = self.make_backend().load(model, source, _options(self.dtype, options))
+        loaded = self.make_backend().load(model, source, load_options(self.dtype, options))
         try:
             yield loaded
         finally:
@@ -56,7 +62,7 @@ class Harness:
     ) -> None:
         """Runs the steps on both and compares the log-probabilities of the whole vocabulary at
         every logit row."""
-        oracle = ReferenceBackend().load(model, source, _options("f64", options))
+        oracle = ReferenceBackend().load(model, source, load_options("f64", options))
         limit = tolerance or self.tolerance
         with self.loaded(model, source, **options) as loaded:
             for number, rows in enumerate(steps):
@@ -116,7 +122,8 @@ def mixed_steps(seed: int = 0, vocab_size: int = VOCAB, page: int = PAGE) -> lis
     ]
 
 
-def _options(dtype: str, options: dict[str, Any]) -> LoadOptions:
+def load_options(dtype: str, options: dict[str, Any]) -> LoadOptions:
+    """The suite's limits, overridden by `options`; f64 asks for the reference whatever they say."""
     defaults: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": 128,

@@ -74,12 +74,12 @@ void run(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
 
 void attention(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxAttention& a = *(const VxAttention*)args;
-  if (a.kv_dtype == VX_BF16) {
-    run<Bf16Pages>(a, *step, ctx);
-  } else if (a.kv_dtype == VX_F16) {
-    run<F16Pages>(a, *step, ctx);
-  } else {
-    run<F32Pages>(a, *step, ctx);
+  switch (a.kv_dtype) {
+    case VX_BF16: return run<Bf16Pages>(a, *step, ctx);
+    case VX_F16: return run<F16Pages>(a, *step, ctx);
+    case VX_KV_INT8: return run<CodePages<Int8Code>>(a, *step, ctx);
+    case VX_KV_FP8: return run<CodePages<Fp8Code>>(a, *step, ctx);
+    default: return run<F32Pages>(a, *step, ctx);
   }
 }
 

@@ -3,6 +3,7 @@
 // A *cell* is what one lane of a vector holds: two bf16 values, one float or one half. A K group is
 // `k_steps(D)` vectors of 16 cells (lanes = positions), a V group `v_steps` rows of Dp cells (lanes =
 // features). The other operand (q, the probabilities) is broadcast from words of the same width.
+// Pages of codes (attention_codes.h) are `scaled`; their `Arithmetic` is that of bf16 pages.
 #pragma once
 #include "simd.h"
 
@@ -21,9 +22,12 @@ VX_INLINE void prefetch_pages(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 struct Bf16Pages {
   typedef uint32_t Cell;
+  typedef Bf16Pages Arithmetic;
   typedef uint32_t Operand;
   typedef U32x16 Vector;
+  static constexpr bool scaled = false;
   static constexpr int per_cell = 2;
+  static constexpr int scale_cells = 0;
   VX_INLINE U32x16 load(const Cell* p) { return load_u32(p); }
   VX_INLINE U32x16 broadcast(const Operand* p) { return splat_u32(*p); }
   VX_INLINE F32x16 dot(F32x16 acc, U32x16 a, U32x16 b) { return dot_bf16(acc, a, b); }
@@ -41,9 +45,12 @@ struct Bf16Pages {
 
 struct F32Pages {
   typedef float Cell;
+  typedef F32Pages Arithmetic;
   typedef float Operand;
   typedef F32x16 Vector;
+  static constexpr bool scaled = false;
   static constexpr int per_cell = 1;
+  static constexpr int scale_cells = 0;
   VX_INLINE F32x16 load(const Cell* p) { return VX_ISA::load(p); }
   VX_INLINE F32x16 broadcast(const Operand* p) { return splat(*p); }
   VX_INLINE F32x16 dot(F32x16 acc, F32x16 a, F32x16 b) { return fma(a, b, acc); }
@@ -52,9 +59,12 @@ struct F32Pages {
 
 struct F16Pages {
   typedef uint16_t Cell;
+  typedef F16Pages Arithmetic;
   typedef float Operand;
   typedef F32x16 Vector;
+  static constexpr bool scaled = false;
   static constexpr int per_cell = 1;
+  static constexpr int scale_cells = 0;
   VX_INLINE F32x16 load(const Cell* p) { return load_f16(p); }
   VX_INLINE F32x16 broadcast(const Operand* p) { return splat(*p); }
   VX_INLINE F32x16 dot(F32x16 acc, F32x16 a, F32x16 b) { return fma(a, b, acc); }
@@ -67,15 +77,14 @@ struct PageMap {
   typedef typename Pages::Cell Cell;
   Cell* k_base;
   Cell* v_base;
-  int k_steps, v_width, groups_per_block, num_kv_heads;
-
-  static constexpr int v_steps = kGroup / Pages::per_cell;
+  size_t k_cells, v_cells;  // of a group, without its scales
+  int groups_per_block, num_kv_heads;
 
   explicit PageMap(const VxAttention& a)
       : k_base((Cell*)a.k_pages),
         v_base((Cell*)a.v_pages),
-        k_steps(a.head_size / Pages::per_cell),
-        v_width(padded(a.head_size)),
+        k_cells((size_t)kGroup * a.head_size / Pages::per_cell),
+        v_cells((size_t)kGroup * padded(a.head_size) / Pages::per_cell),
         groups_per_block(a.block_size / kGroup),
         num_kv_heads(a.num_kv_heads) {}
 
@@ -83,10 +92,10 @@ struct PageMap {
     return ((size_t)block * num_kv_heads + kv_head) * groups_per_block + group_in_block;
   }
   Cell* k_group(int block, int kv_head, int group_in_block) const {
-    return k_base + group_number(block, kv_head, group_in_block) * k_steps * kGroup;
+    return k_base + group_number(block, kv_head, group_in_block) * (k_cells + Pages::scale_cells);
   }
   Cell* v_group(int block, int kv_head, int group_in_block) const {
-    return v_base + group_number(block, kv_head, group_in_block) * v_steps * v_width;
+    return v_base + group_number(block, kv_head, group_in_block) * (v_cells + Pages::scale_cells);
   }
 };
 

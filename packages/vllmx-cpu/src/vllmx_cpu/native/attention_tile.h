@@ -99,22 +99,30 @@ struct SoftmaxParameters {
   float softcap;  // 0 = none
 };
 
-// One row's scores of groups first ... last - 1 -> probabilities in `out` (positions of the chunk; 0
-// where the row does not see), maximum and lane sums updated. Returns the factor for older sums.
-template <class Pages>
+// The scales of a chunk's groups, 16 each, where the pages have any.
+struct Scales {
+  const float *k[kChunkGroups], *v[kChunkGroups];
+};
+
+VX_INLINE I32x16 visible_lanes(int position, Visible visible) {
+  I32x16 positions = lane_index() + splat_i32(position);
+  return (positions >= splat_i32(visible.lo)) & (positions < splat_i32(visible.hi));
+}
+
+// One row's scores of groups first ... last - 1 -> probabilities in `out` (positions of the chunk,
+// times the scales of their values; 0 where the row does not see), maximum and lane sums updated.
+// Returns the factor for older sums.
+template <class Pages, bool scaled>
 VX_INLINE float softmax_row(const float* scores, int chunk_start, int first, int last, Visible visible,
-                            SoftmaxParameters parameters, float* maximum, float* lane_sums,
-                            typename Pages::Operand* out) {
+                            SoftmaxParameters parameters, const Scales& scales, float* maximum,
+                            float* lane_sums, typename Pages::Operand* out) {
   F32x16 x[kChunkGroups], greatest = splat(kFloor);
   bool whole = visible.lo <= chunk_start + first * kGroup && visible.hi >= chunk_start + last * kGroup;
   for (int g = first; g < last; ++g) {
     F32x16 s = load(scores + g * kGroup) * splat(parameters.scale);
+    if (scaled) s = s * load(scales.k[g]);
     if (parameters.softcap != 0.0f) s = tanh_accurate(s) * splat(parameters.softcap * kLog2e);
-    if (!whole) {
-      I32x16 position = lane_index() + splat_i32(chunk_start + g * kGroup);
-      I32x16 seen = (position >= splat_i32(visible.lo)) & (position < splat_i32(visible.hi));
-      s = select(seen, s, splat(2.0f * kFloor));
-    }
+    if (!whole) s = select(visible_lanes(chunk_start + g * kGroup, visible), s, splat(2.0f * kFloor));
     x[g - first] = s;
     greatest = max(greatest, s);
   }
@@ -130,9 +138,13 @@ VX_INLINE float softmax_row(const float* scores, int chunk_start, int first, int
   }
   for (int g = first; g < last; ++g) {
     F32x16 p = exp2_nonpositive(x[g - first] - splat(after));
-    if (!whole) p = select(x[g - first] > splat(1.5f * kFloor), p, zero());
+    F32x16 weight = scaled ? p * load(scales.v[g]) : p;
+    if (!whole) {
+      I32x16 seen = visible_lanes(chunk_start + g * kGroup, visible);
+      p = select(seen, p, zero()), weight = select(seen, weight, zero());
+    }
     sums = sums + p;
-    Pages::store_operand(out, g * kGroup, p);
+    Pages::store_operand(out, g * kGroup, weight);
   }
   store(lane_sums, sums);
   return factor;
@@ -145,7 +157,7 @@ template <class Pages, int rows, int vectors, bool prefetching>
 void value_block(const typename Pages::Operand* p, int p_stride, const float* factors,
                  const typename Pages::Cell* const* values, const typename Pages::Cell* const* ahead,
                  int v_width, int first, int last, float* acc) {
-  constexpr int group_steps = PageMap<Pages>::v_steps;
+  constexpr int group_steps = kGroup / Pages::per_cell;
   F32x16 sums[rows][vectors];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)

@@ -1,14 +1,16 @@
 // A unit of attention on one thread: queries in, partition after partition, output.
 #pragma once
+#include "attention_codes.h"
 #include "attention_cut.h"
 #include "attention_heads.h"
 
 namespace vx {
 namespace VX_ISA {
 
-// One unit, or one piece of it, on one thread.
-template <class Pages>
+// One unit, or one piece of it, on one thread. Stored: the pages; Pages: what is computed with.
+template <class Stored>
 class Worker {
+  typedef typename Stored::Arithmetic Pages;
   typedef typename Pages::Operand Operand;
   typedef typename Pages::Cell Cell;
 
@@ -21,6 +23,7 @@ class Worker {
     q_ = (Operand*)(total_acc_ + kTileRows * width_);
     p_ = q_ + kTileRows * q_stride_;
     lane_sums_ = (float*)(p_ + kTileRows * p_stride);
+    widened_ = (Cell*)(lane_sums_ + kTileRows * 16);
   }
 
   // Heads first_head ... of the tile. Must come before `run`.
@@ -83,7 +86,7 @@ class Worker {
   static constexpr int p_stride = kChunk / Pages::per_cell;
 
   struct Groups {
-    const Cell *k[kChunkGroups], *v[kChunkGroups];
+    const typename Stored::Cell *k[kChunkGroups], *v[kChunkGroups];
   };
 
   RowState state(int r) const { return {maxima_[r], reduce_add(load(lane_sums_ + 16 * r))}; }
@@ -110,8 +113,38 @@ class Worker {
       Groups now, later;
       find_groups(chunk, &now);
       find_groups(chunk + kChunk, &later);
-      for (int r = 0; r < rows_; r += kRowBlock) probabilities(r, chunk, now, later);
-      for (int r = 0; r < rows_; r += kRowBlock) values(r, chunk, now, later);
+      if constexpr (Stored::scaled) {
+        widened_chunk(chunk, now, later);
+      } else {
+        for (int r = 0; r < rows_; r += kRowBlock) probabilities(r, chunk, now.k, later.k, {});
+        for (int r = 0; r < rows_; r += kRowBlock) values(r, chunk, now.v, later.v);
+      }
+    }
+  }
+
+  // A chunk of codes: the keys and then the values lie in `widened_`.
+  void widened_chunk(int chunk, const Groups& now, const Groups& later) {
+    const Cell* cells[kChunkGroups];
+    Scales scales;
+    for (int g = 0; g < kChunkGroups; ++g) {
+      scales.k[g] = (const float*)(now.k[g] + pages_.k_cells);
+      scales.v[g] = (const float*)(now.v[g] + pages_.v_cells);
+    }
+    widen(now.k, later.k, pages_.k_cells / 2, cells);
+    for (int r = 0; r < rows_; r += kRowBlock) probabilities(r, chunk, cells, cells, scales);
+    widen(now.v, later.v, pages_.v_cells / 2, cells);
+    for (int r = 0; r < rows_; r += kRowBlock) values(r, chunk, cells, cells);
+  }
+
+  void widen(const uint8_t* const* groups, const uint8_t* const* ahead, int cells, const Cell** out) {
+    for (int g = 0; g < kChunkGroups; ++g) {
+      if (g > 0 && groups[g] == groups[g - 1]) {  // not seen by the tile
+        out[g] = out[g - 1];
+        continue;
+      }
+      Cell* own = widened_ + (size_t)g * cells;
+      widen_group<typename Stored::Kind>(groups[g], ahead[g], cells, own);
+      out[g] = own;
     }
   }
 
@@ -120,27 +153,29 @@ class Worker {
     return {maximum(visible_[r].lo - chunk, 0), minimum(visible_[r + rows - 1].hi - chunk, kChunk)};
   }
 
-  void probabilities(int r, int chunk, const Groups& now, const Groups& later) {
+  void probabilities(int r, int chunk, const Cell* const* now, const Cell* const* later, const Scales& scales) {
     int rows = minimum(kRowBlock, rows_ - r);
     Visible seen = block_visible(r, rows, chunk);
     if (seen.lo >= seen.hi) return;
     int first = seen.lo / kGroup, last = ceil_div(seen.hi, kGroup);
     alignas(64) float scores[kRowBlock * kChunk];
     const Operand* q = q_ + r * q_stride_;
+    const int steps = a_.head_size / Pages::per_cell;
 #define VX_SCORES(n)                                                                                     \
   case n:                                                                                                \
-    r == 0 ? score_groups<Pages, n, true>(q, q_stride_, now.k, later.k, pages_.k_steps, first, last, scores) \
-           : score_groups<Pages, n, false>(q, q_stride_, now.k, later.k, pages_.k_steps, first, last, scores); \
+    r == 0 ? score_groups<Pages, n, !Stored::scaled>(q, q_stride_, now, later, steps, first, last, scores) \
+           : score_groups<Pages, n, false>(q, q_stride_, now, later, steps, first, last, scores);          \
     break;
     switch (rows) { VX_SCORES(1) VX_SCORES(2) VX_SCORES(3) VX_SCORES(4) }
 #undef VX_SCORES
     for (int i = 0; i < rows; ++i) {
-      factors_[r + i] = softmax_row<Pages>(scores + i * kChunk, chunk, first, last, visible_[r + i], softmax_,
-                                           &maxima_[r + i], lane_sums_ + 16 * (r + i), p_ + (r + i) * p_stride);
+      factors_[r + i] = softmax_row<Pages, Stored::scaled>(
+          scores + i * kChunk, chunk, first, last, visible_[r + i], softmax_, scales, &maxima_[r + i],
+          lane_sums_ + 16 * (r + i), p_ + (r + i) * p_stride);
     }
   }
 
-  void values(int r, int chunk, const Groups& now, const Groups& later) {
+  void values(int r, int chunk, const Cell* const* now, const Cell* const* later) {
     int rows = minimum(kRowBlock, rows_ - r);
     Visible seen = block_visible(r, rows, chunk);
     if (seen.lo >= seen.hi) return;
@@ -149,8 +184,8 @@ class Worker {
     float* acc = acc_ + r * width_;
 #define VX_VALUES(n)                                                                                           \
   case n:                                                                                                      \
-    r == 0 ? value_rows<Pages, n, true>(p, p_stride, factors_ + r, now.v, later.v, width_, first, last, acc)   \
-           : value_rows<Pages, n, false>(p, p_stride, factors_ + r, now.v, later.v, width_, first, last, acc); \
+    r == 0 ? value_rows<Pages, n, !Stored::scaled>(p, p_stride, factors_ + r, now, later, width_, first, last, acc) \
+           : value_rows<Pages, n, false>(p, p_stride, factors_ + r, now, later, width_, first, last, acc);    \
     break;
     switch (rows) { VX_VALUES(1) VX_VALUES(2) VX_VALUES(3) VX_VALUES(4) }
 #undef VX_VALUES
@@ -182,7 +217,7 @@ class Worker {
 
   const VxAttention& a_;
   const VxStep& step_;
-  PageMap<Pages> pages_;
+  PageMap<Stored> pages_;
   int width_, q_stride_;
   SoftmaxParameters softmax_;
   Tile tile_;
@@ -190,6 +225,7 @@ class Worker {
   float *acc_, *total_acc_;  // (rows, Dp) of this partition; of those before it
   Operand *q_, *p_;          // (rows, D), (rows, kChunk)
   float* lane_sums_;         // (rows, 16)
+  Cell* widened_;            // the keys or the values of a chunk, where pages hold codes
   float maxima_[kTileRows], factors_[kTileRows];
   RowState totals_[kTileRows];
   Visible visible_[kTileRows];

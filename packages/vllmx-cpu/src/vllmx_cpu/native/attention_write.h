@@ -4,6 +4,7 @@
 // side by side, so the token at the even one writes for both when its successor belongs to this step,
 // and zeroes the odd half when not (a stale NaN there would survive its probability of 0).
 #pragma once
+#include "attention_codes.h"
 #include "attention_heads.h"
 
 namespace vx {
@@ -22,6 +23,14 @@ VX_INLINE void write_k(Bf16Pages, uint32_t* group, int lane, const float* k, int
   uint32_t cells[kMaxHeadSize / 2];
   for (int i = 0; i < head_size; i += 16) store_bf16((uint16_t*)cells + i, load(k + i));
   for (int i = 0; i < head_size / 2; ++i) group[i * kGroup + lane] = cells[i];
+}
+
+template <class Code>
+VX_INLINE void write_k(CodePages<Code>, uint8_t* group, int lane, const float* k, int head_size) {
+  uint8_t codes[kMaxHeadSize];
+  const float scale = quantise_head<Code>(k, padded(head_size), codes);
+  for (int i = 0; i < head_size; ++i) group[i * kGroup + lane] = codes[i];
+  __builtin_memcpy(group + head_size * kGroup + lane * sizeof scale, &scale, sizeof scale);
 }
 
 // Is token t followed (preceded) in this step by the other position of its pair?
@@ -64,6 +73,21 @@ VX_INLINE void write_v(Bf16Pages, const VxStep& step, int t, uint32_t* group, in
     }
     store_u32(row + i, cells);
   }
+}
+
+template <class Code>
+VX_INLINE void write_v(CodePages<Code>, const VxStep&, int, uint8_t* group, int lane, const float* v, size_t,
+                       int head_size) {
+  const int width = padded(head_size);
+  float wide[kMaxHeadSize];
+  uint8_t codes[kMaxHeadSize];
+  for (int i = 0; i < head_size; i += 16) {
+    store(wide + i, load_n(v + i, head_size - i < 16 ? head_size - i : 16));
+  }
+  const float scale = quantise_head<Code>(wide, width, codes);
+  uint8_t* pair = group + lane / 2 * 2 * width + lane % 2 * 16;
+  for (int i = 0; i < width; i += 16) __builtin_memcpy(pair + 2 * i, codes + i, 16);
+  __builtin_memcpy(group + kGroup * width + lane * sizeof scale, &scale, sizeof scale);
 }
 
 // One kv head of one token.

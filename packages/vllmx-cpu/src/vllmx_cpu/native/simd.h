@@ -35,6 +35,7 @@ typedef float NativeF __attribute__((vector_size(VX_NATIVE_BYTES)));
 typedef int32_t NativeI __attribute__((vector_size(VX_NATIVE_BYTES)));
 typedef uint32_t NativeU __attribute__((vector_size(VX_NATIVE_BYTES)));
 typedef uint16_t NativeHalfWords __attribute__((vector_size(VX_NATIVE_BYTES / 2)));
+typedef int8_t NativeBytes __attribute__((vector_size(VX_NATIVE_BYTES / 4)));
 
 template <class H>
 struct Twice {
@@ -394,6 +395,27 @@ VX_INLINE void store_f16(uint16_t* p, F32x16 v) {
   store_u16(p, half | sign);
 #endif
 }
+
+// --- bytes -----------------------------------------------------------------------------------------
+VX_INLINE NativeI load_i8_as(Tag<NativeI>, const int8_t* p) {
+  return __builtin_convertvector(load_as<NativeBytes>(p), NativeI);
+}
+template <class H>
+VX_INLINE Twice<H> load_i8_as(Tag<Twice<H>>, const int8_t* p) {
+  return {load_i8_as(Tag<H>(), p), load_i8_as(Tag<H>(), p + sizeof(H) / 4)};
+}
+VX_INLINE void store_bytes(uint8_t* p, NativeU v) {
+  NativeBytes bytes = __builtin_convertvector((NativeI)v, NativeBytes);
+  __builtin_memcpy(p, &bytes, sizeof bytes);
+}
+template <class H>
+VX_INLINE void store_bytes(uint8_t* p, Twice<H> v) {
+  store_bytes(p, v.lo);
+  store_bytes(p + sizeof(H) / 4, v.hi);
+}
+// Sixteen bytes, sign-extended; and the low bytes of 16 lanes.
+VX_INLINE I32x16 load_i8(const int8_t* p) { return load_i8_as(Tag<I32x16>(), p); }
+VX_INLINE void store_u8(uint8_t* p, U32x16 v) { store_bytes(p, v); }
 
 // One lane = two bf16 (low half first). acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]; products are
 // exact in float32, sums are rounded as the instruction set does it.

@@ -25,6 +25,8 @@
 #define VX_EXPORT __attribute__((visibility("default")))
 
 enum VxDType : int32_t { VX_F32 = 0, VX_F16 = 1, VX_BF16 = 2 };
+// Of KV pages, beside VxDType.
+enum VxKVCode : int32_t { VX_KV_INT8 = 3, VX_KV_FP8 = 4 };
 
 // One step: vllmx_core.plan.StepPlan, with tokens already resolved (no negative references).
 struct VxStep {
@@ -65,7 +67,7 @@ struct VxAttention {
   int32_t out_dtype;
   int32_t num_heads, num_kv_heads, head_size, rotary_dim, interleaved;
   int32_t block_size;            // P tokens in a page
-  int32_t kv_dtype;              // VxDType of the pages
+  int32_t kv_dtype;              // VxDType or VxKVCode of the pages
   int32_t window;                // 0 = all
   int32_t causal;
   float scale, softcap, norm_eps; // softcap 0 = none

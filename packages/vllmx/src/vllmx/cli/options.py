@@ -37,7 +37,7 @@ HELP: Mapping[str, str] = {
     "backend": "Backend by name, or auto: the best that can run here.",
     "load_format": "Weight format by name, or auto.",
     "dtype": "Weights and activations; auto: the checkpoint's.",
-    "kv_cache_dtype": "KV cache: auto, bf16, f16 or f32.",
+    "kv_cache_dtype": "KV cache: auto, bf16, f16, f32, int8 or fp8.",
     "max_model_len": "Longest prompt plus output; default: the model's.",
     "max_num_seqs": "Sequences that run together.",
     "max_num_batched_tokens": "Token budget of a step.",

@@ -1,0 +1,42 @@
+"""`vllmx_core.kv_quant` on tensors: keys and values as 8-bit codes with a scale for each vector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllmx_core.kv_quant import KV_DTYPES, LIMITS
+
+CODES = {"int8": torch.int8, "fp8": torch.uint8}
+"""What codes are kept as; e4m3 as bytes, because few operations take torch's own type."""
+
+
+def quantise(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """(..., D) float32 -> codes (..., D), scales (...)."""
+    limit = LIMITS[dtype]
+    greatest = x.abs().amax(-1, keepdim=True)
+    finite = x.isfinite().all(-1, keepdim=True)
+    some = finite & (greatest > 1e-30)
+    divisor = torch.where(some, greatest, 1.0)
+    factor = torch.where(some, limit / divisor, 0.0)
+    scaled = torch.where(finite, x, 0.0) * factor
+    codes = (
+        scaled.round().to(torch.int8)
+        if dtype == "int8"
+        else scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    )
+    scale = torch.where(some, divisor / limit, torch.where(finite, 0.0, torch.nan))
+    return codes, scale.squeeze(-1)
+
+
+def values(codes: Tensor) -> Tensor:
+    """Codes as torch's own type of their values, int8 or e4m3."""
+    return codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """The KV dtypes that a device has; e4m3 is missing on some."""
+    try:
+        torch.zeros(1, device=device).to(torch.float8_e4m3fn).float()
+    except (RuntimeError, TypeError):
+        return tuple(name for name in KV_DTYPES if name != "fp8")
+    return KV_DTYPES
