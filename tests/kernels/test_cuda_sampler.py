@@ -1,0 +1,213 @@
+"""The device sampler on the emulator, against vllmx_core.reference_sampler: the same ids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.plan import LogitEdits, SamplingRows, StepResult, TokenCounts
+from vllmx_core.reference_sampler import sample
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs.sampling import CHUNK, num_chunks
+
+from .cuda_arrays import Array, on_device
+
+
+def sampling_rows(count: int, **given: Any) -> SamplingRows:
+    """Greedy rows without any wish, unless given."""
+    values: dict[str, Any] = {
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0, "position": 0, "target": -1,
+        "num_logprobs": -1,
+    }  # fmt: skip
+    types = {"top_k": np.int32, "position": np.int32, "target": np.int32,
+             "num_logprobs": np.int32, "seed": np.uint64}  # fmt: skip
+    arrays = {
+        name: np.broadcast_to(given.pop(name, value), count).astype(types.get(name, np.float32))
+        for name, value in values.items()
+    }
+    width = int(arrays["num_logprobs"].max())
+    greedy = bool((arrays["temperature"] == 0).all())
+    return SamplingRows(**arrays, max_logprobs=width, all_greedy=greedy, **given)
+
+
+def run_sampler(
+    emulator: Emulator, logits: Array, rows: SamplingRows, fed: Array
+) -> tuple[Array, dict[str, Array]]:
+    """(ids, logprob arrays), by the launches that a backend makes."""
+    count, vocab = logits.shape
+    chunks, width = num_chunks(vocab), max(rows.max_logprobs, 0)
+    size = {"rows": count, "vocab": vocab}
+    raw = on_device(logits, np.float32)
+    device = {
+        name: on_device(getattr(rows, name), getattr(rows, name).dtype)
+        for name in ("temperature", "top_k", "top_p", "seed", "position", "target", "num_logprobs",
+                     "repetition_penalty", "frequency_penalty", "presence_penalty")
+    }  # fmt: skip
+    with np.errstate(divide="ignore"):
+        min_x = on_device(np.log(rows.min_p.astype(np.float64)), np.float32)
+
+    def launch(entry: str, sizes: dict[str, int], arguments: list[Any]) -> None:
+        emulator.launch(KERNELS[entry].variant(), sizes, arguments)
+
+    edited = raw
+    if rows.edits or rows.counts or rows.masks is not None:
+        edited = empty(logits.shape, np.float32)
+        masks = None if rows.masks is None else on_device(rows.masks, np.uint32)
+        index = None if rows.mask_index is None else on_device(rows.mask_index, np.int32)
+        words = 0 if masks is None else masks.shape[1]
+        launch("mask_logits", size, [raw, index, masks, device["target"], edited, vocab, words])
+        sparse: list[Array | None] = [None] * 7
+        if rows.edits is not None:
+            sparse[:3] = [rows.edits.start, rows.edits.ids, rows.edits.values]
+        if rows.counts is not None:
+            c = rows.counts
+            sparse[3:] = [c.start, c.ids, c.output_counts, c.pending.astype(np.uint8)]
+        sparse = [None if a is None else on_device(a, a.dtype) for a in sparse]
+        launch("edit_logits", {"rows": count}, [
+            edited, *sparse, on_device(fed, np.int32), on_device(np.arange(count), np.int32),
+            device["repetition_penalty"], device["frequency_penalty"], device["presence_penalty"],
+            device["target"], vocab,
+        ])  # fmt: skip
+    best, argmax, score, drawn = (
+        empty((count, chunks), kind) for kind in (np.float32, np.int32, np.float32, np.int32)
+    )
+    launch("sample_max", size, [edited, best, argmax, vocab])
+    if not rows.all_greedy:
+        threshold = empty(count, np.float32)
+        launch("sample_threshold", {"rows": count}, [
+            edited, best, argmax, device["temperature"], min_x, device["top_k"], device["top_p"],
+            device["target"], threshold, vocab, chunks,
+        ])  # fmt: skip
+        launch("sample_draw", size, [
+            edited, best, argmax, device["temperature"], threshold, device["seed"],
+            device["position"], device["target"], score, drawn, vocab,
+        ])  # fmt: skip
+    ids = empty(count, np.int32)
+    launch("sample_pick", {"rows": count}, [
+        best, argmax, score, drawn, device["temperature"], device["target"], ids, chunks,
+    ])  # fmt: skip
+    if rows.max_logprobs < 0:
+        return ids, {}
+    parts = [empty((count, chunks), np.float32) for _ in range(2)]
+    parts += [empty((count, chunks, width), kind) for kind in (np.float32, np.int32)]
+    launch("logprob_chunks", size, [raw, device["num_logprobs"], *parts, vocab, width])
+    out = {
+        "chosen": empty(count, np.float32), "rank": empty(count, np.int32),
+        "top_ids": empty((count, width), np.int32), "top": empty((count, width), np.float32),
+    }  # fmt: skip
+    launch("logprob_rows", {"rows": count}, [
+        raw, device["num_logprobs"], ids, *parts, *out.values(), vocab, chunks, width,
+    ])  # fmt: skip
+    return ids, out
+
+
+def check(
+    emulator: Emulator, logits: Array, rows: SamplingRows, fed: Array | None = None
+) -> StepResult:
+    fed = np.zeros(len(logits), np.int32) if fed is None else fed
+    want = sample(logits.astype(np.float32), rows, fed)
+    ids, logprobs = run_sampler(emulator, logits, rows, fed)
+    np.testing.assert_array_equal(ids, want.ids)
+    for name, got in logprobs.items():
+        assert want.logprobs is not None
+        if got.dtype == np.float32:
+            np.testing.assert_allclose(got, getattr(want.logprobs, name), rtol=1e-6, atol=3e-6)
+        else:
+            np.testing.assert_array_equal(got, getattr(want.logprobs, name))
+    return want
+
+
+VOCABS = [5, 1000, CHUNK + 1, 2 * CHUNK + 777]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_greedy_takes_the_lowest_of_equal_ids(emulator: Emulator, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((3, vocab)).round(1)
+    logits[1] = -np.inf
+    logits[1, [vocab - 1, vocab // 2]] = -3.0
+    check(emulator, logits, sampling_rows(3))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_draws_are_the_references(emulator: Emulator, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    count = 12
+    logits = rng.standard_normal((count, vocab)) * 3
+    rows = sampling_rows(
+        count,
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.5], count),
+        top_k=rng.choice([0, 1, 3, 50, vocab, 1 << 30], count),
+        top_p=rng.choice([1.0, 0.95, 0.5, 0.01], count),
+        min_p=rng.choice([0.0, 0.02, 1.0], count),
+        seed=rng.integers(0, 1 << 63, count),
+        position=rng.integers(0, 1 << 20, count),
+    )
+    check(emulator, logits, rows)
+
+
+def test_ties_at_the_edge_of_top_k_and_top_p_stay_together(emulator: Emulator) -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.integers(-4, 3, (16, 300)).astype(np.float32)
+    common = {"seed": np.arange(16), "temperature": 0.9}
+    check(emulator, logits, sampling_rows(16, top_k=7, **common))
+    check(emulator, logits, sampling_rows(16, top_p=0.37, **common))
+    check(emulator, logits, sampling_rows(16, top_k=150, top_p=0.6, min_p=0.01, **common))
+
+
+def test_masks_edits_and_penalties(emulator: Emulator) -> None:
+    rng = np.random.default_rng(6)
+    count, vocab = 6, 100
+    logits = rng.standard_normal((count, vocab)) * 2
+    per_row = [rng.choice(vocab, 5, replace=False) for _ in range(count)]
+    ids = np.concatenate(per_row).astype(np.int32)
+    start = np.arange(0, 5 * count + 1, 5, dtype=np.int32)
+    edits = LogitEdits(start, ids, rng.choice([-np.inf, 2.5, -1.0], 5 * count).astype(np.float32))
+    fed = np.array([r[0] for r in per_row], np.int32)
+    fed[1] = next(i for i in range(vocab) if i not in per_row[1])
+    counts = TokenCounts(
+        start, ids, rng.integers(0, 3, 5 * count).astype(np.int32), np.arange(count) < 3
+    )
+    masks = rng.integers(0, 1 << 32, (2, 4), dtype=np.uint64).astype(np.uint32)
+    rows = sampling_rows(
+        count, temperature=[0, 0.7, 0, 1.3, 0, 1], seed=np.arange(count), edits=edits,
+        counts=counts, masks=masks, mask_index=np.array([0, 1, -1, -1, 1, 0], np.int32),
+        repetition_penalty=[1.3, 0.7, 1, 1.1, 2, 1], frequency_penalty=[0.5, 0, -1, 0.2, 0, 0],
+        presence_penalty=[0, 0.3, 0.4, -0.2, 0, 1], num_logprobs=2,
+    )  # fmt: skip
+    check(emulator, logits, rows, fed)
+    check(emulator, logits, replace(rows, masks=None, mask_index=None, edits=None), fed)
+
+
+@pytest.mark.parametrize("vocab", [3, 2 * CHUNK + 777])
+def test_logprobs(emulator: Emulator, vocab: int) -> None:
+    rng = np.random.default_rng(7)
+    logits = (rng.standard_normal((5, vocab)) * 3).round(1)
+    logits[2, 1:] = -np.inf
+    target = np.array([-1, 2, -1, -1, 0])
+    rows = sampling_rows(5, num_logprobs=[5, 3, 2, -1, 0], target=target)
+    check(emulator, logits, rows)
+
+
+def test_rows_that_cannot_be_sampled_are_refused(emulator: Emulator) -> None:
+    rng = np.random.default_rng(8)
+    logits = rng.standard_normal((6, 200))
+    logits[0, 3] = np.nan
+    logits[1, 150] = np.inf
+    logits[2] = -np.inf
+    logits[3, 7] = np.nan
+    masks = np.full((1, 7), 0xFFFFFFFF, np.uint32)
+    masks[0, 0] = 0  # hides the NaN of row 3
+    index = np.array([-1, -1, -1, 0, -1, -1], np.int32)
+    target = np.array([4, -1, -1, -1, 5, -1])
+    rows = sampling_rows(
+        6, temperature=[0, 1, 1, 1, 0, 1], target=target, num_logprobs=1, masks=masks,
+        mask_index=index,
+    )  # fmt: skip
+    want = check(emulator, logits, rows)
+    assert (want.ids[:4] == -1).all()
+    assert (want.ids[4:] >= 0).all()
