@@ -18,6 +18,9 @@ from vllmx_cuda.kernel_specs.attention import (
     KV_INT8,
     decode_vector,
     group_tile,
+    prefill_group,
+    prefill_keys,
+    prefill_tile_tokens,
     store_vector,
 )
 
@@ -227,3 +230,85 @@ def plan_items(case: Case) -> tuple[Array, list[int]]:
             items.append((row, row, begin, min(begin + case.partition, context)))
         first.append(len(items))
     return np.array([*items, (-1, 0, 0, 0), (-1, 0, 0, 0)]), [*first, len(items)]
+
+
+@dataclass(frozen=True)
+class Prefill(Case):
+    queries: tuple[int, ...] = (70, 1, 33)
+    contexts: tuple[int, ...] = (70, 150, 133)
+    causal: bool = True
+
+
+PREFILLS = [
+    Prefill(size=128, heads=8, kv_heads=2),
+    Prefill(dtype="f16", size=64, heads=6, kv_heads=2, sinks=True),
+    Prefill(size=80, heads=2, kv_heads=2, window=40, page_shift=3),
+    Prefill(size=192, heads=2, kv_heads=1, softcap=10.0),
+    Prefill(size=256, heads=1, kv_heads=1, queries=(5, 64), contexts=(40, 64)),
+    Prefill(size=96, heads=10, kv_heads=2, causal=False, window=50),
+    Prefill(size=112, heads=16, kv_heads=1, causal=False),
+    Prefill(size=128, kv=KV_E4M3),
+    Prefill(size=64, kv=KV_INT8),
+]
+
+
+@pytest.mark.parametrize("case", PREFILLS, ids=str)
+def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
+    rng = np.random.default_rng(case.size)
+    rows, page = len(case.contexts), 1 << case.page_shift
+    width, tokens = -(-max(case.contexts) // page), sum(case.queries)
+    blocks = rows * width + 2
+    block_rows = rng.permutation(blocks)[: rows * width].reshape(rows, width)
+    if case.window and case.causal:  # pages that no query of the row sees are gone
+        for row, (context, count) in enumerate(zip(case.contexts, case.queries, strict=True)):
+            block_rows[row, : max(0, context - count - case.window + 1) // page] = 1 << 30
+    q = normal(rng, (tokens, case.heads, case.size), case.dtype)
+    pages = (blocks, case.kv_heads, page, case.size)
+    keys, values = (random_pages(rng, pages, case) for _ in range(2))
+    sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
+    group = prefill_group(case.heads // case.kv_heads)
+    tiles, out, scale = plan_tiles(case, group), empty(q.shape, q.dtype), case.size**-0.5
+    variant = KERNELS["paged_prefill"].variant(
+        **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
+                  VX_KEYS=prefill_keys(case.size))
+    )  # fmt: skip
+    emulator.launch(
+        variant,
+        {"tiles": len(tiles), "heads": case.heads, "kv_heads": case.kv_heads},
+        [q, keys[0], values[0], keys[1], values[1], on_device(tiles, np.int32),
+         on_device(case.contexts, np.int32), on_device(block_rows, np.int32), sinks, out,
+         case.heads, case.kv_heads, width, case.page_shift, case.window, int(case.causal), scale,
+         case.softcap],
+    )  # fmt: skip
+    spec = AttentionSpec(
+        0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
+        softcap=case.softcap or None, sinks=None if sinks is None else wide(sinks),
+        causal=case.causal,
+    )  # fmt: skip
+    wide_keys, wide_values = (
+        wide(pages) * (1 if scales is None else wide(scales)[..., None])
+        for pages, scales in (keys, values)
+    )
+    first, want = 0, np.empty(q.shape)
+    for row, (context, count) in enumerate(zip(case.contexts, case.queries, strict=True)):
+        positions = np.arange(context - count, context, dtype=np.int32)
+        at = np.arange(context, dtype=np.int32)
+        found = block_rows[row, at // page] % blocks  # gone pages are masked below
+        k, v = (p[found, :, at % page] for p in (wide_keys, wide_values))
+        mask = reference.attention_mask(spec, positions, at)
+        chunk = slice(first, first + count)
+        want[chunk] = reference.attend(wide(q)[chunk], k, v, mask, spec)
+        first += count
+    # the weights are rounded to elem before they meet the values
+    np.testing.assert_allclose(wide(out), want, rtol=0, atol=6 * RELATIVE[case.dtype])
+
+
+def plan_tiles(case: Prefill, group: int) -> Array:
+    """(row, first token, tokens, position) of each tile, and one that is unused."""
+    tiles, first, step = [], 0, prefill_tile_tokens(group)
+    for row, (context, count) in enumerate(zip(case.contexts, case.queries, strict=True)):
+        for begin in range(0, count, step):
+            size = min(step, count - begin)
+            tiles.append((row, first + begin, size, context - count + begin))
+        first += count
+    return np.array([*tiles, (0, 0, 0, 0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllmx_core.errors import ConfigError
+
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
     Kernel,
@@ -22,6 +24,8 @@ KV_TYPES = (KV_ELEM, KV_E4M3, KV_INT8)
 _HEADS_A_BLOCK = 4
 _DECODE_THREADS = 128
 _GROUPS = (1, 2, 3, 4, 5, 6, 7)
+_PREFILL_QUERIES = 64
+_PREFILL_GROUPS = tuple(range(1, 17))
 
 
 def store_vector(head_size: int) -> int:
@@ -38,6 +42,21 @@ def group_tile(group: int) -> int:
     """VX_GROUP: how many of the `group` query heads of a kv head share a block: the greatest
     divisor up to 4, or the group itself where that is a prime below 8."""
     return group if group in _GROUPS else max(n for n in (4, 3, 2, 1) if group % n == 0)
+
+
+def prefill_group(group: int) -> int:
+    """VX_GROUP of paged_prefill: the greatest divisor of the group up to 16."""
+    return max(n for n in _PREFILL_GROUPS if group % n == 0)
+
+
+def prefill_tile_tokens(tile_group: int) -> int:
+    """How many tokens of a row a tile of paged_prefill holds at most."""
+    return _PREFILL_QUERIES // tile_group
+
+
+def prefill_keys(head_size: int) -> int:
+    """VX_KEYS: as many keys at a time as every GPU from sm_80 on has shared memory for."""
+    return 64 if head_size <= 128 else 32
 
 
 def _check_heads(sizes: Sizes) -> None:
@@ -62,6 +81,16 @@ def _decode(sizes: Sizes, options: Options) -> Launch:
 
 def _combine(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["tokens"], sizes["heads"], 1), _DECODE_THREADS)
+
+
+def _prefill(sizes: Sizes, options: Options) -> Launch:
+    _check_heads(sizes)
+    head, keys = options["VX_HEAD"], options["VX_KEYS"]
+    if head % 16:
+        raise ConfigError(f"paged_prefill needs head sizes that 16 divides, got {head}")
+    rows = 4 * keys + (0 if head <= 128 else _PREFILL_QUERIES)
+    grid = (sizes["tiles"], sizes["heads"] // options["VX_GROUP"], 1)
+    return Launch(grid, 128, rows * (head + 8) * 2)
 
 
 _HEAD_OPTIONS = {
@@ -112,4 +141,24 @@ PAGED_COMBINE = Kernel(
     rule=_combine,
 )
 
-KERNELS = (KV_STORE, PAGED_DECODE, PAGED_COMBINE)
+PAGED_PREFILL = Kernel(
+    entry="paged_prefill",
+    source="paged_prefill.cu",
+    options={
+        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_HEAD": HEAD_SIZES,
+        "VX_KV": KV_TYPES,
+        "VX_GROUP": _PREFILL_GROUPS,
+        "VX_KEYS": (32, 64),
+    },
+    arguments=arguments(
+        "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
+        "in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?, out elem* out,"
+        "i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift, i32 window, i32 causal,"
+        "f32 scale, f32 softcap"
+    ),
+    sizes=("tiles", "heads", "kv_heads"),
+    rule=_prefill,
+)
+
+KERNELS = (KV_STORE, PAGED_DECODE, PAGED_COMBINE, PAGED_PREFILL)

@@ -33,7 +33,7 @@ VX_DEV Pack<elem, VX_VEC> load_weight(const elem* p) {
   return pack;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, VX_TOKENS < 4 ? 8 : VX_TOKENS < 8 ? 5 : 3)
 linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
             out_elem* __restrict__ y, int m, int n, int k) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];

@@ -31,7 +31,7 @@ logprob_chunks(const float* __restrict__ logits, const int* __restrict__ num_log
     line[i] = logits[(size_t)row * vocab + first + i];
     greatest = fmaxf(greatest, line[i]);
   }
-  Best mine = {greatest, threadIdx.x};
+  Best mine = {greatest, (int)threadIdx.x};
   greatest = block_best(mine, part).value;  // its barriers also publish the line
   if (greatest > -VX_INFINITY)
     for (int i = threadIdx.x; i < count; i += CHUNK_THREADS) sum += expf(line[i] - greatest);

@@ -17,6 +17,7 @@
 //         context at a time, a lane VX_VEC of its D values, four tokens in flight.
 //         combine: (T, H), 128 threads.
 // Floor:  bytes: keys and values once for each tile of VX_GROUP query heads.
+#include "attention.h"
 #include "kv_types.h"
 #include "vx.h"
 
@@ -31,8 +32,6 @@
 #define LANES (SLICES <= 1 ? 1 : SLICES <= 2 ? 2 : SLICES <= 4 ? 4 : SLICES <= 8 ? 8 : SLICES <= 16 ? 16 : 32)
 #define TEAMS (THREADS / LANES)
 #define IN_FLIGHT 4
-#define LOG2E 1.4426950408889634f
-#define NOTHING -1e30f  // a maximum over no score: finite, so that differences stay numbers
 
 struct Running {
   float top[VX_GROUP], sum[VX_GROUP], out[VX_GROUP][VX_VEC];
@@ -50,7 +49,7 @@ VX_DEV void score(float (&s)[VX_GROUP], const float (&q)[VX_GROUP][VX_VEC],
     for (int lanes = LANES / 2; lanes > 0; lanes >>= 1)
       dot += __shfl_xor_sync(VX_ALL, dot, lanes);
     dot *= scale;
-    s[g] = (softcap > 0.f ? softcap * tanhf(dot / softcap) : dot) * LOG2E;
+    s[g] = to_log2(dot, softcap);
   }
 }
 
@@ -64,14 +63,6 @@ VX_DEV void join(float (*outs)[VX_GROUP][VX_HEAD], float (*tops)[VX_GROUP],
     sum += sums[t][g] * factor;
     acc += outs[t][g][d] * factor;
   }
-}
-
-// The weight of a head's sink joins the sum; returns what to multiply the accumulated values by.
-VX_DEV float normaliser(const float* sinks, int head, float top, float sum) {
-  if (!sinks) return sum > 0.f ? 1.f / sum : 0.f;
-  float sink = sinks[head] * LOG2E, greatest = fmaxf(top, sink);
-  float factor = exp2f(top - greatest);
-  return factor / (sum * factor + exp2f(sink - greatest));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

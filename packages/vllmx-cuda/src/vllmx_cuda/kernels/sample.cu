@@ -119,7 +119,7 @@ VX_DEV u32 limit_of(Selection& s, const float* line, int vocab, float greatest, 
   return prefix;
 }
 
-extern "C" __global__ void __launch_bounds__(THRESHOLD_THREADS)
+extern "C" __global__ void __launch_bounds__(THRESHOLD_THREADS, 1)
 sample_threshold(const float* __restrict__ logits, const float* __restrict__ chunk_max,
                  const int* __restrict__ chunk_argmax, const float* __restrict__ temperature,
                  const float* __restrict__ min_x, const int* __restrict__ top_k,
