@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError
+from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from vllmx_core.registry import Registry
-from vllmx_core.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
+from vllmx_core.specs import (
+    ModelSourceSpec,
+    QuantizationSpec,
+    QuantizerSpec,
+    WeightFormatSpec,
+)
 
 if TYPE_CHECKING:  # numpy is not worth importing to resolve a name
     from vllmx_core.model import Model
@@ -68,10 +73,28 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
             f"{path} is quantised with {method!r}, which no installed plugin reads; known:"
             f" {', '.join(known) or 'none'}"
         )
-    weights = known[method].load()(checkpoint.weights, quantization)
-    return Checkpoint(
-        path, checkpoint.config, weights, checkpoint.generation_config, checkpoint.tokenizer
-    )
+    return replace(checkpoint, weights=known[method].load()(checkpoint.weights, quantization))
+
+
+def quantizer(registry: Registry, isq: str) -> QuantizerSpec:
+    """What `--isq` names, in any case of letters. Raises ConfigError."""
+    known = {spec.name: spec for spec in registry.all(QuantizerSpec)}
+    spec = known.get(isq.lower())
+    if spec is None:
+        raise ConfigError(
+            f"--isq {isq!r} is not known; known: {', '.join(known) or 'none is installed'}",
+            param="isq",
+        )
+    return spec
+
+
+def quantise_in_situ(
+    registry: Registry, checkpoint: Checkpoint, model: Model, isq: str
+) -> Checkpoint:
+    """The checkpoint with matrices that are quantised when they are read. Raises ConfigError for an
+    unknown type, and for a checkpoint that is quantised already."""
+    spec = quantizer(registry, isq)
+    return replace(checkpoint, weights=spec.load()(spec.name, checkpoint, model, registry))
 
 
 def _format_of(registry: Registry, path: Path, load_format: str) -> WeightFormatSpec:

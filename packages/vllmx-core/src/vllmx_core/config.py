@@ -31,6 +31,8 @@ class EngineConfig:
     backend: str = "auto"
     load_format: str = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = "auto"
+    isq: str | None = None
+    """Quantise the checkpoint to this type while it loads: q4_k_m, q8_0, int8, ..."""
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256

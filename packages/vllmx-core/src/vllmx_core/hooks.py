@@ -16,6 +16,7 @@ from vllmx_core.specs import (
     ModelSpec,
     ParserSpec,
     QuantizationSpec,
+    QuantizerSpec,
     WeightFormatSpec,
 )
 
@@ -45,6 +46,11 @@ class Hooks:
     @hookspec
     def vllmx_quantizations(self) -> tuple[QuantizationSpec, ...]:
         """Quantisation schemes."""
+        raise NotImplementedError
+
+    @hookspec
+    def vllmx_quantizers(self) -> tuple[QuantizerSpec, ...]:
+        """Types of in-situ quantisation."""
         raise NotImplementedError
 
     @hookspec

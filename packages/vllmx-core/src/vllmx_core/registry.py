@@ -33,6 +33,7 @@ from vllmx_core.specs import (
     ModelSpec,
     ParserSpec,
     QuantizationSpec,
+    QuantizerSpec,
     Spec,
     WeightFormatSpec,
 )
@@ -46,6 +47,7 @@ _HOOKS: dict[str, type[Spec]] = {
     "vllmx_models": ModelSpec,
     "vllmx_weight_formats": WeightFormatSpec,
     "vllmx_quantizations": QuantizationSpec,
+    "vllmx_quantizers": QuantizerSpec,
     "vllmx_parsers": ParserSpec,
     "vllmx_executors": ExecutorSpec,
     "vllmx_commands": CommandSpec,

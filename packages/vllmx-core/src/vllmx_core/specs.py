@@ -101,6 +101,15 @@ class QuantizationSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizerSpec(_Spec):
+    """A type that `--isq` quantises a dense checkpoint to while it loads: a callable
+    `(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> WeightSource` whose
+    matrices carry the type's layout and are made when they are read."""
+
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
 class ParserSpec(_Spec):
     """A tool-call or reasoning parser (`kind` "tool" or "reasoning")."""
 
@@ -137,6 +146,7 @@ Spec = (
     | ModelSpec
     | WeightFormatSpec
     | QuantizationSpec
+    | QuantizerSpec
     | ParserSpec
     | ExecutorSpec
     | CommandSpec

@@ -11,6 +11,7 @@ from vllmx_core.specs import (
     ModelSourceSpec,
     ModelSpec,
     QuantizationSpec,
+    QuantizerSpec,
     WeightFormatSpec,
 )
 
@@ -22,6 +23,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelSpec]
     weight_formats: list[WeightFormatSpec]
     quantizations: list[QuantizationSpec]
+    quantizers: list[QuantizerSpec]
     executors: list[ExecutorSpec]
     model_sources: list[ModelSourceSpec]
 
@@ -33,6 +35,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
             models=registry.all(ModelSpec),
             weight_formats=registry.all(WeightFormatSpec),
             quantizations=registry.all(QuantizationSpec),
+            quantizers=registry.all(QuantizerSpec),
             executors=registry.all(ExecutorSpec),
             model_sources=registry.all(ModelSourceSpec),
         )
@@ -63,6 +66,10 @@ class _Plugin:
     @hookimpl
     def vllmx_quantizations(self) -> tuple[QuantizationSpec, ...]:
         return tuple(self._specs.quantizations)
+
+    @hookimpl
+    def vllmx_quantizers(self) -> tuple[QuantizerSpec, ...]:
+        return tuple(self._specs.quantizers)
 
     @hookimpl
     def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:

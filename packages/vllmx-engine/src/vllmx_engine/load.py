@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
-from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint, resolve_path
+from vllmx_core.checkpoint import (
+    Checkpoint,
+    build_model,
+    open_checkpoint,
+    quantise_in_situ,
+    quantizer,
+    resolve_path,
+)
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.model import ModelShape
@@ -41,8 +48,11 @@ class LoadPlan:
 
 
 def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
-    """Finds the model, downloading it if need be. Raises ModelNotFoundError."""
+    """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
+    unknown --isq."""
     registry = registry or load_registry()
+    if config.isq is not None:
+        quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
     progress = sys.stderr.isatty()
     path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
     return LoadPlan(config, path, registry, progress)
@@ -67,6 +77,8 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     started = time.monotonic()
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
     model = build_model(plan.registry, checkpoint)
+    if plan.config.isq is not None:
+        checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
     spec, reason = plan.registry.choose_backend(plan.config.backend)
     logger.info("backend=%s reason=%r", spec.name, reason)
     options = load_options(plan.config, model.shape, progress=plan.progress)
@@ -178,14 +190,15 @@ def _core_info(
         kv_cache_bytes=info.kv_cache_bytes,
         load_seconds=seconds,
         generation_config=dict(checkpoint.generation_config),
-        details={key: str(value) for key, value in info.details.items()},
+        details={key: str(value) for key, value in info.details.items()}
+        | ({} if plan.config.isq is None else {"quantised in situ": plan.config.isq}),
     )
 
 
 def _log(info: CoreInfo) -> None:
     logger.info(
         "model=%s architecture=%s backend=%s device=%r dtype=%s load_s=%.2f weights=%s kv_cache=%s"
-        " kv_tokens=%d kv_dtype=%s max_model_len=%d peak_rss=%s",
+        " kv_tokens=%d kv_dtype=%s max_model_len=%d peak_rss=%s isq=%s",
         info.model,
         info.architecture,
         info.backend,
@@ -198,6 +211,7 @@ def _log(info: CoreInfo) -> None:
         info.kv_cache_dtype,
         info.max_model_len,
         gibibytes(_peak_memory_bytes()),
+        info.details.get("quantised in situ", "none"),
     )
 
 

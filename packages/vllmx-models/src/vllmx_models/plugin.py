@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import ModelSourceSpec, ModelSpec, QuantizationSpec, WeightFormatSpec
+from vllmx_core.specs import (
+    ModelSourceSpec,
+    ModelSpec,
+    QuantizationSpec,
+    QuantizerSpec,
+    WeightFormatSpec,
+)
 
 
 @hookimpl
@@ -59,6 +65,18 @@ def vllmx_quantizations() -> tuple[QuantizationSpec, ...]:
         QuantizationSpec("modelopt", f"{schemes}.modelopt:modelopt"),
         QuantizationSpec("mxfp4", f"{schemes}.mxfp4:mxfp4"),
     )
+
+
+IN_SITU = (
+    "q8_0", "q6_k", "q5_k", "q5_k_m", "q5_k_s", "q4_k", "q4_k_m", "q4_k_s", "q3_k", "q3_k_l",
+    "q3_k_m", "q3_k_s", "q2_k", "q2_k_s", "q5_1", "q5_0", "q4_1", "q4_0", "int8", "fp8",
+)  # fmt: skip
+"""What `vllmx_models.isq` makes; it is not imported for this list."""
+
+
+@hookimpl
+def vllmx_quantizers() -> tuple[QuantizerSpec, ...]:
+    return tuple(QuantizerSpec(name, "vllmx_models.isq:in_situ") for name in IN_SITU)
 
 
 @hookimpl

@@ -53,7 +53,7 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     """Raises UnsupportedModelError for an architecture that has no form in GGUF files here."""
     model = build_model(registry, checkpoint)
     architecture = registry.model_for(checkpoint.config).architectures[0]
-    name, table = _table(registry, architecture)
+    name, table = architecture_table(registry, architecture)
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{architecture} cannot be written to a GGUF file by vllmx yet")
     metadata, extra = _decoder(model.spec, name)
@@ -110,7 +110,8 @@ def _same_table(spec: DecoderSpec, one: Rope, other: Rope) -> bool:
     )
 
 
-def _table(registry: Registry, architecture: str) -> tuple[str, GGUFArchitecture]:
+def architecture_table(registry: Registry, architecture: str) -> tuple[str, GGUFArchitecture]:
+    """The architecture's name in GGUF files and its form there. Raises UnsupportedModelError."""
     wanted = _STORED_AS.get(architecture, architecture)
     specs = [spec for spec in registry.all(ModelSpec) if spec.gguf_names]
     for spec in specs:

@@ -1,0 +1,179 @@
+"""In-situ quantisation: a dense checkpoint whose matrices are quantised when a backend reads them.
+
+A range of rows is made when the backend asks for it, on the thread that asks, so that no second
+copy of the model is ever in memory. Which matrix gets which type is decided by the mixes of
+`vllmx quantize`; int8 and fp8 leave the embedding and the head as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from vllmx_core.checkpoint import Checkpoint
+from vllmx_core.cores import available_cores
+from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
+from vllmx_core.model import Model
+from vllmx_core.plan import F32
+from vllmx_core.registry import Registry
+from vllmx_core.weights import DENSE, QuantLayout, WeightPart, WeightSource, made_part
+
+from vllmx_models.gguf.architecture import DECODER_TENSORS
+from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.gguf.quantize.encode import QUANTIZERS, encode
+from vllmx_models.gguf.quantize.header import architecture_table
+from vllmx_models.gguf.quantize.mixes import Layers, type_of
+from vllmx_models.quantization.eight_bits import fp8_layout, fp8_rows, int8_layout, int8_rows
+
+ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
+"""What llama.cpp means by the bare names."""
+ROWS_ALONE = 1024
+"""Up to so many rows are made by whoever asks for them; more by all cores together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a matrix becomes."""
+
+    layout: QuantLayout
+    encode: Callable[[str, F32], WeightPart]
+    """encode(name, values) of some rows, (rows, cols)."""
+
+
+def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> InSituSource:
+    """As a `QuantizerSpec` implementation. Raises ConfigError for a checkpoint that is quantised
+    already."""
+    specs = [spec for spec in model.weights() if spec.kind in ("linear", "embedding")]
+    cols = {part.name: spec.cols for spec in specs for part in spec.parts}
+    vocabulary = {part.name for spec in specs if spec.shard == "vocab" for part in spec.parts}
+    for part_name in cols:
+        _check_dense(name, checkpoint.weights.part(part_name))
+    if name in ("int8", "fp8"):
+        eight = _int8 if name == "int8" else _fp8
+        return InSituSource(
+            checkpoint.weights,
+            {n: eight(width) for n, width in cols.items() if n not in vocabulary},
+        )
+    mix, layers = ALIASES.get(name, name), _layers(checkpoint, model, tied=len(vocabulary) == 1)
+    file_name = _file_names(checkpoint, registry)
+    types = {n: type_of(mix, file_name(n), (1, width), layers) for n, width in cols.items()}
+    return InSituSource(
+        checkpoint.weights,
+        {n: _blocks(kind) for n, kind in types.items() if kind in QUANTIZERS},
+    )
+
+
+class InSituSource:
+    """A `WeightSource` some of whose matrices are quantised whenever they are read."""
+
+    def __init__(self, source: WeightSource, encodings: Mapping[str, Encoding]) -> None:
+        self._source = source
+        self._encodings = encodings
+
+    def names(self) -> Collection[str]:
+        """As the source below."""
+        return self._source.names()
+
+    def part(self, name: str) -> WeightPart:
+        """Raises WeightFormatError when `name` is missing, and when rows are read that hold values
+        which are not finite."""
+        part = self._source.part(name)
+        encoding = self._encodings.get(name)
+        if encoding is None:
+            return part
+        return made_part(name, part.shape, encoding.layout, partial(_make, part, encoding))
+
+    def close(self) -> None:
+        """Closes the source below."""
+        self._source.close()
+
+
+def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightPart:
+    if end - begin > ROWS_ALONE:
+        starts = range(begin, end, ROWS_ALONE)
+        with ThreadPoolExecutor(available_cores(), "isq") as pool:
+            jobs = (pool.submit(_make, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
+            return _joined([job.result() for job in list(jobs)])
+    values = part.dequantize(begin, end)
+    if not np.isfinite(values).all():
+        raise WeightFormatError(
+            f"tensor {part.name!r} has a value that is not finite, which {encoding.layout.kind}"
+            " cannot express: repair the checkpoint, or leave --isq out"
+        )
+    made = encoding.encode(part.name, values)
+    if part.cut is None:
+        part.rows(begin, end).drop_pages()
+    return made
+
+
+def _joined(pieces: list[WeightPart]) -> WeightPart:
+    """Parts one below the other."""
+    rows = sum(piece.shape[0] for piece in pieces)
+    buffers = {
+        key: replace(
+            raw,
+            shape=(rows, *raw.shape[1:]),
+            data=np.concatenate([piece.buffers[key].data for piece in pieces]),
+        )
+        for key, raw in pieces[0].buffers.items()
+    }
+    return replace(pieces[0], shape=(rows, *pieces[0].shape[1:]), buffers=buffers)
+
+
+def _blocks(kind: str) -> Encoding:
+    block = TYPES_BY_NAME[kind]
+
+    def rows(name: str, values: F32) -> WeightPart:
+        return weight_part(name, block, values.shape, encode(kind, values))
+
+    return Encoding(block.layout, rows)
+
+
+def _int8(cols: int) -> Encoding:
+    return Encoding(int8_layout(cols), int8_rows)
+
+
+def _fp8(cols: int) -> Encoding:
+    return Encoding(fp8_layout(cols), fp8_rows)
+
+
+def _check_dense(isq: str, part: WeightPart) -> None:
+    if part.layout != DENSE:
+        raise ConfigError(
+            f"--isq {isq}: {part.name!r} is stored as {part.layout.kind} with {part.layout.bits:g}"
+            " bits already, and quantising it again would cost accuracy: leave --isq out, or give"
+            " the original checkpoint",
+            param="isq",
+        )
+
+
+def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
+    """What the mixes ask of a model, by config.json."""
+    heads = checkpoint.config.get("num_attention_heads")
+    kv_heads = checkpoint.config.get("num_key_value_heads") or heads
+    shared = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
+    return Layers(len(model.shape.kv), shared, tied)
+
+
+def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], str]:
+    """Names in GGUF files, by which the mixes tell roles apart; those of the common decoder for an
+    architecture that has no form there."""
+    architecture = registry.model_for(checkpoint.config).architectures[0]
+    try:
+        tensors = architecture_table(registry, architecture)[1].tensors
+    except UnsupportedModelError:
+        tensors = DECODER_TENSORS
+    stems = {ours: theirs for theirs, ours in tensors.items()}
+
+    def name_of(name: str) -> str:
+        found = re.fullmatch(r"(.*?\.)(\d+)(\..*)\.weight", name)
+        if found is None:
+            return stems.get(name.removesuffix(".weight"), name)
+        stem = stems.get(f"{found[1]}{{}}{found[3]}")
+        return name if stem is None else stem.format(found[2])
+
+    return name_of
