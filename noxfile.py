@@ -61,10 +61,15 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """A fuzz target for a while: `nox -s fuzz -- fuzz_gguf -max_total_time=600`."""
+    """Each fuzz target for ten minutes; one with `nox -s fuzz -- gguf -max_total_time=60`."""
     session.install("-r", "requirements-dev.txt", "atheris")
-    options = session.posargs or ["fuzz_gguf", "-max_total_time=600", "-rss_limit_mb=1024"]
-    session.run("python", "tests/fuzz/run.py", *options)
+    targets = sorted(
+        path.stem.removeprefix("fuzz_") for path in (ROOT / "tests/fuzz").glob("fuzz_*.py")
+    )
+    for name in session.posargs[:1] or targets:
+        options = session.posargs[1:] or ["-max_total_time=300"]
+        for kind in ([], ["--changed"]):
+            session.run("python", "tests/fuzz/run.py", *kind, name, *options)
 
 
 @nox.session(venv_backend="none")

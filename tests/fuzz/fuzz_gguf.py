@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import tempfile
-from functools import cache
 from pathlib import Path
 
+from hypothesis import strategies as st
 from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import VllmxError
-from vllmx_core.registry import Registry, load_registry
 from vllmx_core.weight_map import assemble
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
+
+from .folders import memory_folder, registry
+from .mutations import patched
 
 HIDDEN, HEADS, LAYERS, VOCAB = 32, 4, 1, 24
 U32, F32, STRING, ARRAY, I32 = 4, 6, 8, 9, 5
 Q8_0, Q4_0 = 8, 2
 
 
-@cache
-def registry() -> Registry:
-    return load_registry()
-
-
 def one_input(data: bytes) -> bool:
     """Whether `data` is a model. Only errors made for users are expected; anything else, and any
     hang or great allocation, is a finding."""
-    with tempfile.NamedTemporaryFile(suffix=".gguf", dir=_memory_folder()) as file:
+    with tempfile.NamedTemporaryFile(suffix=".gguf", dir=memory_folder()) as file:
         file.write(data)
         file.flush()
         try:
@@ -49,11 +45,19 @@ def _read_all(path: Path) -> None:
         checkpoint.weights.close()
 
 
-def _memory_folder() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+def mutations() -> st.SearchStrategy[bytes]:
+    """Damaged headers, cut files, and no GGUF file at all."""
+    (whole,) = seeds()
+    header_bytes = whole.index(b"output_norm.weight") + 40
+    anything = st.binary(max_size=400)
+    return patched(whole, header_bytes) | anything | anything.map(lambda data: whole[:24] + data)
 
 
-def seed() -> bytes:
+def seeds() -> list[bytes]:
+    return [_model()]
+
+
+def _model() -> bytes:
     """A tiny valid Llama of quantised weights with a SentencePiece vocabulary."""
     tokens = ["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(3, VOCAB))]
     entries = [

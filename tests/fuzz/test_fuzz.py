@@ -1,45 +1,59 @@
-"""A short run of the GGUF fuzz target on damaged copies of a valid file."""
+"""A short run of every fuzz target: seeds are accepted, damaged copies are refused in bounds."""
 
 from __future__ import annotations
 
-import struct
+from types import ModuleType
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .fuzz_gguf import one_input, seed
+from . import (
+    fuzz_chat_template,
+    fuzz_config,
+    fuzz_gguf,
+    fuzz_quantization,
+    fuzz_safetensors,
+    fuzz_tokenizer,
+)
+from .limits import run_bounded
 
-SEED = seed()
-HEADER_BYTES = SEED.index(b"output_norm.weight") + 40
-PATCHES = st.one_of(
-    st.integers(0, 255).map(lambda value: bytes([value])),
-    st.sampled_from([0, 1, 2, 8, 12, 33, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]).map(
-        lambda value: struct.pack("<I", value)
-    ),
-    st.sampled_from([0, 1, 31, 1 << 16, 1 << 33, 1 << 62, 1 << 63, (1 << 64) - 1]).map(
-        lambda value: struct.pack("<Q", value)
-    ),
-    st.binary(min_size=1, max_size=12),
+TARGETS = (
+    fuzz_chat_template,
+    fuzz_config,
+    fuzz_gguf,
+    fuzz_quantization,
+    fuzz_safetensors,
+    fuzz_tokenizer,
 )
 
 
-def test_the_seed_is_a_model() -> None:
-    assert one_input(SEED)
+def name_of(target: ModuleType) -> str:
+    return target.__name__.rpartition("_")[2]
 
 
-@settings(max_examples=250, deadline=None)
-@given(
-    patches=st.lists(st.tuples(st.integers(0, HEADER_BYTES), PATCHES), min_size=1, max_size=3),
-    cut=st.one_of(st.none(), st.integers(0, len(SEED))),
-)
-def test_damaged_copies(patches: list[tuple[int, bytes]], cut: int | None) -> None:
-    data = bytearray(SEED)
-    for at, patch in patches:
-        data[at : at + len(patch)] = patch
-    one_input(bytes(data[:cut]))
+@pytest.mark.parametrize("target", TARGETS, ids=name_of)
+def test_seeds_are_valid(target: ModuleType) -> None:
+    assert target.seeds()
+    for seed in target.seeds():
+        assert run_bounded(target.one_input, seed), seed[:200]
 
 
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=400), valid_start=st.booleans())
-def test_any_bytes(data: bytes, valid_start: bool) -> None:
-    one_input(SEED[:24] + data if valid_start else data)
+@pytest.mark.parametrize("target", TARGETS, ids=name_of)
+# Drawing from a large seed takes long on a busy machine, which says nothing about the target.
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_damaged_inputs(target: ModuleType, data: st.DataObject) -> None:
+    run_bounded(target.one_input, data.draw(target.mutations()))
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 27])
+def test_the_bounds_hold(size: int) -> None:
+    def allocate(data: bytes) -> bool:
+        return len(bytearray(size)) == size
+
+    if size == 1 << 10:
+        assert run_bounded(allocate, b"x")
+    else:
+        with pytest.raises(AssertionError, match="1 bytes made Python allocate 1342"):
+            run_bounded(allocate, b"x")

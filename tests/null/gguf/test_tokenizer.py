@@ -183,6 +183,14 @@ def phi3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, dict[str,
     return tokenizer, table
 
 
+def test_word_piece_finds_its_unknown_token_whatever_its_type() -> None:
+    tokens = ["[UNK]", "\u2581a", "[CLS]", "[SEP]"]
+    ids = {"unknown_token_id": 0, "cls_token_id": 2, "seperator_token_id": 3}
+    metadata = {"model": "bert", "tokens": tokens, **ids}
+    tokenizer = gguf_tokenizer({f"tokenizer.ggml.{key}": v for key, v in metadata.items()})
+    assert tokenizer.encode("a b", add_special_tokens=False) == [1, 0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(alphabet="abcdeinorst ,.=-\t\u2581é", min_size=1, max_size=40))
 def test_scores_join_as_sentencepiece_does(

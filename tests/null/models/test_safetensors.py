@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,13 @@ def test_damaged_config(tmp_path: Path, text: bytes, problem: str) -> None:
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(WeightFormatError, match=problem):
         open_checkpoint(tmp_path)
+
+
+def test_a_small_index_takes_little_memory(tmp_path: Path) -> None:
+    save_shards(tmp_path)
+    tracemalloc.start()
+    try:
+        open_weights(tmp_path).close()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()

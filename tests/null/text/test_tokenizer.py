@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from vllmx_engine.text import model_files
 from vllmx_engine.text.detokenizer import make_detokenizer
@@ -178,6 +180,31 @@ def test_bad_input_of_requests(byte_level: Tokenizer) -> None:
         with pytest.raises(InvalidRequestError, match="token ids"):
             byte_level.decode(ids)
     assert byte_level.decode([byte_level.vocab_size + 5]) == ""
+
+
+def test_what_the_library_raises_is_a_typed_error(byte_level: Tokenizer, tmp_path: Path) -> None:
+    """A post-processor that names a missing token (a panic), a text without tokens (Exception)."""
+    saved = json.loads(byte_level.backend.to_str())
+    piece = {"SpecialToken": {"id": "<x>", "type_id": 0}}
+    saved["post_processor"] = {
+        "type": "TemplateProcessing", "single": [piece], "pair": [piece], "special_tokens": {},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}, unk_token="<unk>"))
+    with pytest.raises(InvalidRequestError, match="cannot encode this text"):
+        Tokenizer(words).encode("b")
+
+
+def test_small_files_take_little_memory(byte_level: Tokenizer, tmp_path: Path) -> None:
+    save(byte_level, tmp_path, tokenizer_config={})
+    tracemalloc.start()
+    try:
+        assert model_files.read_bytes(tmp_path / "tokenizer.json", 1 << 30)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
 
 
 def test_logprobs_entry_of_a_token(

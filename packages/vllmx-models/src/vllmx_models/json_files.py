@@ -4,6 +4,7 @@ else: sizes are limited, duplicate keys and malformed text are typed errors that
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,8 @@ def read_json_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[st
     """
     try:
         with path.open("rb") as file:
-            text = file.read(limit_bytes + 1)
+            size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
+            text = file.read(min(size, limit_bytes) + 1)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -99,7 +99,7 @@ def word_piece(
     """BERT's WordPiece. In the file a token that begins a word has a mark and the others none; in
     the library it is the other way round."""
     vocab = {
-        token if index in special else _continuing(token): index
+        token if index in special or token == unknown else _continuing(token): index
         for index, token in enumerate(tokens)
     }
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unknown))

@@ -7,6 +7,7 @@ error that names the file, and nothing in it is executed here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes | None:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(limit_bytes + 1)
+            size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
+            data = file.read(min(size, limit_bytes) + 1)
     except FileNotFoundError:
         return None
     except OSError as error:

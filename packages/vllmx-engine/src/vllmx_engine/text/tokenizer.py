@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 
+from vllmx_engine.text.library_errors import library_errors
 from vllmx_engine.text.model_files import (
     MAX_TOKENIZER_BYTES,
     read_bytes,
@@ -96,7 +97,8 @@ class Tokenizer:
         """Token ids of `text`; special tokens spelt in the text become their ids.
 
         Raises:
-            InvalidRequestError: the text is not valid Unicode (a lone surrogate).
+            InvalidRequestError: the text is not valid Unicode (a lone surrogate), or the model's
+                tokenizer has no token for a part of it.
         """
         return self.encode_batch((text,), add_special_tokens)[0]
 
@@ -105,13 +107,16 @@ class Tokenizer:
     ) -> list[list[int]]:
         """`encode` of each text; runs outside the interpreter lock."""
         try:
-            encodings = self.backend.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
-        except TypeError as error:
+            with library_errors(_cannot_encode):
+                encodings = self.backend.encode_batch_fast(
+                    list(texts), add_special_tokens=add_special_tokens
+                )
+        except InvalidRequestError as error:
+            if not isinstance(error.__cause__, TypeError):
+                raise
             raise InvalidRequestError(
                 "the text holds a lone surrogate, which is no Unicode character; remove it"
-            ) from error
+            ) from error.__cause__
         if not add_special_tokens or not (self._prefix or self._suffix):
             return [encoding.ids for encoding in encodings]
         return [[*self._prefix, *encoding.ids, *self._suffix] for encoding in encodings]
@@ -120,14 +125,10 @@ class Tokenizer:
         """The whole text of `ids`, exactly as the `tokenizers` library gives it.
 
         Raises:
-            InvalidRequestError: an id is outside [0, 2**32).
+            InvalidRequestError: an id is outside [0, 2**32), or the tokenizer cannot decode them.
         """
-        try:
+        with library_errors(self._cannot_decode):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        except (OverflowError, TypeError) as error:
-            raise InvalidRequestError(
-                f"token ids must be integers from 0 to {self.vocab_size - 1}", param="tokens"
-            ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (`Ġthe`, `▁the`, `<0x0A>`), None if unknown."""
@@ -144,7 +145,7 @@ class Tokenizer:
         """
         if self.all_pieces is not None:
             return self.all_pieces[token_id]
-        return self.backend.decode([token_id], skip_special_tokens=False).encode("utf-8")
+        return self.decode([token_id], skip_special_tokens=False).encode("utf-8")
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text for a logprobs entry; U+FFFD where it is part of a character."""
@@ -177,13 +178,21 @@ class Tokenizer:
         """Text per token of `visible_pieces`."""
         return None if self.visible_pieces is None else TextTable(self.visible_pieces)
 
+    def _cannot_decode(self, reason: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"token ids must be integers from 0 to {self.vocab_size - 1} that the model's tokenizer"
+            f" can decode ({reason})",
+            param="tokens",
+        )
+
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
     def _missing_sequence_marks(self) -> tuple[list[int], list[int]]:
         """BOS and EOS that the config asks for and tokenizer.json's post-processor does not add."""
-        marks = self.backend.encode("").ids
+        with library_errors(_unusable):
+            marks = self.backend.encode("").ids
         prefix: list[int] = []
         suffix: list[int] = []
         bos, eos = self.bos_token_id, self.eos_token_id
@@ -202,19 +211,23 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             f"no tokenizer for {folder}: {what}; point to a folder with tokenizer.json, or convert "
             "the model's tokenizer once with transformers' AutoTokenizer(...).save_pretrained"
         )
-    try:
+    path = folder / TOKENIZER_NAME
+    with library_errors(
+        lambda reason: ConfigError(
+            f"{path} is not a tokenizer that can be loaded ({reason}); download the file again"
+        )
+    ):
         return tokenizers.Tokenizer.from_buffer(data)
-    except ValueError as error:
-        raise ConfigError(
-            f"{folder / 'tokenizer.json'} is not a tokenizer that can be loaded "
-            f"({_first_line(error)}); download the file again"
-        ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (
-        str(error).splitlines()[0].removeprefix("Cannot instantiate Tokenizer from buffer: ")[:200]
+def _unusable(reason: str) -> ConfigError:
+    return ConfigError(
+        f"the model's tokenizer contradicts itself ({reason}); download its files again"
     )
+
+
+def _cannot_encode(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the model's tokenizer cannot encode this text ({reason})")
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

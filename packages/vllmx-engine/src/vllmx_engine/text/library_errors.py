@@ -1,0 +1,27 @@
+"""What the `tokenizers` library throws, as errors of ours: it raises plain `Exception`, and where
+it runs into a bug of its own a panic, which is a `BaseException`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from vllmx_core.errors import VllmxError
+
+
+@contextmanager
+def library_errors(make: Callable[[str], VllmxError]) -> Iterator[None]:
+    """Around calls of the library and nothing else. `make` gets the reason, one short line."""
+    try:
+        yield
+    except Exception as error:
+        raise make(_reason(error)) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise make(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].removeprefix("Cannot instantiate Tokenizer from buffer: ")[:200]
