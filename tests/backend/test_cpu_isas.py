@@ -43,6 +43,10 @@ class TestAvx2(_Forced):
     isa = "avx2"
 
 
+class TestAvx512Bf16(_Forced):
+    isa = "avx512bf16"
+
+
 class TestAvx512(_Forced):
     isa = "avx512"
 

@@ -7,6 +7,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define VX_X(name) \
   namespace vx { namespace name { const VxKernels* kernels(); } }
@@ -28,6 +32,22 @@ const Variant variants[] = {  // from the least to the most capable
 
 bool same(const char* a, const char* b) { return __builtin_strcmp(a, b) == 0; }
 
+#if defined(__x86_64__)
+// Tiles need the processor, and the system's permission to keep their state: Linux gives it to a
+// process that asks, for good.
+bool tiles_permitted() {
+#if defined(__linux__)
+  enum { BF16 = 1 << 22, TILE = 1 << 24, INT8 = 1 << 25, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & (BF16 | TILE | INT8)) != (BF16 | TILE | INT8)) return false;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 bool supported(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -36,10 +56,11 @@ bool supported(const char* name) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (same(name, "avx2")) return avx2;
   if (same(name, "avx512")) return avx512;
-  if (same(name, "avx512bf16")) {
+  if (same(name, "avx512bf16") || same(name, "amx")) {
     unsigned a = 0, b = 0, c = 0, d = 0;
     const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
-    return avx512 && bf16 && __builtin_cpu_supports("avx512vnni");
+    const bool vectors = avx512 && bf16 && __builtin_cpu_supports("avx512vnni");
+    return vectors && (same(name, "avx512bf16") || tiles_permitted());
   }
 #endif
   (void)name;

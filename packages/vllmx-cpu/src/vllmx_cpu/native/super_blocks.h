@@ -15,13 +15,14 @@ VX_INLINE I32x16 signed_byte_of(U32x16 v, int i) { return as_i32(v << (24 - 8 * 
 // With minima: scale * sum of s_g * dot_g - low scale * sum of m_g * sum_g over the groups g;
 // without: scale * sum of s_g * (dot_g - ZERO * sum_g), s_g signed.
 // A token's unit in a panel: float scale | with minima int16 sums of the groups, each four in the order
-// 0, 2, 1, 3, else int32 -ZERO * sums | 64 quads.
+// 0, 2, 1, 3, else int32 -ZERO * sums | up to a multiple of 64 | 64 quads.
 template <class Format>
 struct SuperBlocks {
   static constexpr bool MINIMA = Format::OFFSET == layout::MINIMUM;
   enum {
     INT8 = 1, UNIT_COLS = 256, UNIT_BYTES = Format::UNIT_BYTES, GROUPS = Format::GROUPS,
-    PER_32 = GROUPS / 8, QUADS = 4 + GROUPS * (MINIMA ? 2 : 4), PANEL_BYTES = QUADS + 64 * QUAD_BYTES,
+    PER_32 = GROUPS / 8, QUADS = (4 + GROUPS * (MINIMA ? 2 : 4) + 63) / 64 * 64,
+    PANEL_BYTES = QUADS + 64 * QUAD_BYTES,
   };
 
   static void quantise_unit(const float* x, uint8_t* out) {
@@ -64,45 +65,53 @@ struct SuperBlocks {
         if constexpr (PER_32 == 2) total[t] = total[t] + b * second;
       }
     }
-    add_scaled<MB>(acc, total, unit, x);
+    const Scales scales = load_scales(unit);
+#pragma GCC unroll 16
+    for (int t = 0; t < MB; ++t, x += PANEL_BYTES) acc[t] = add(acc[t], total[t], scales, x);
   }
 
- private:
+  // The floats and the minima of a unit of 16 rows.
+  struct Scales {
+    F32x16 d, low_d;
+    U32x16 minima[MINIMA ? GROUPS / 2 : 1];
+  };
+  VX_INLINE Scales load_scales(const uint8_t* unit) {
+    Scales s;
+    s.d = load_half(unit + Format::SCALE);
+    if constexpr (MINIMA) {
+      s.low_d = load_half(unit + Format::SCALE + 32);
+#pragma GCC unroll 4
+      for (int i = 0; i < GROUPS / 4; ++i) {
+        U32x16 four = load_u32(unit + Format::MINIMA + i * 64);
+        if (Format::NIBBLE_SCALES) four = (four >> 4) & splat_u32(0x0f0f0f0fu);
+        s.minima[2 * i] = four & splat_u32(0x00ff00ffu);
+        s.minima[2 * i + 1] = (four >> 8) & splat_u32(0x00ff00ffu);
+      }
+    }
+    return s;
+  }
+  // acc and what a unit's sum over the groups adds to it, for the token's unit at x.
+  VX_INLINE F32x16 add(F32x16 acc, I32x16 total, const Scales& s, const uint8_t* x) {
+    if constexpr (!MINIMA) {
+      return fma(s.d * splat(read_as<float>(x)), to_f32(total), acc);
+    } else {
+      I32x16 low = splat_i32(0);
+#pragma GCC unroll 8
+      for (int i = 0; i < GROUPS / 2; ++i) low = dot_words(low, s.minima[i], x + 4 + i * 4);
+      return fma(splat(read_as<float>(x)), s.d * to_f32(total) - s.low_d * to_f32(low), acc);
+    }
+  }
+
+  // Group scale g of 16 rows.
   VX_INLINE I32x16 scale_of(const uint8_t* unit, int g) {
     const U32x16 four = load_u32(unit + Format::SCALES + Format::group(g));
     if (!MINIMA) return signed_byte_of(four, g % 4);
     return byte_of(Format::NIBBLE_SCALES ? four & splat_u32(0x0f0f0f0fu) : four, g % 4);
   }
+
+ private:
   VX_INLINE I32x16 start(const uint8_t* token, int g) {
     return splat_i32(MINIMA ? 0 : read_as<int32_t>(token + 4 + g * 4));
-  }
-
-  template <int MB>
-  VX_INLINE void add_scaled(F32x16* acc, const I32x16* total, const uint8_t* unit, const uint8_t* x) {
-    const F32x16 d = load_half(unit + Format::SCALE);
-    if constexpr (!MINIMA) {
-#pragma GCC unroll 16
-      for (int t = 0; t < MB; ++t)
-        acc[t] = fma(d * splat(read_as<float>(x + (size_t)t * PANEL_BYTES)), to_f32(total[t]), acc[t]);
-    } else {
-      const F32x16 low_d = load_half(unit + Format::SCALE + 32);
-      U32x16 minima[GROUPS / 2];
-#pragma GCC unroll 4
-      for (int i = 0; i < GROUPS / 4; ++i) {
-        U32x16 four = load_u32(unit + Format::MINIMA + i * 64);
-        if (Format::NIBBLE_SCALES) four = (four >> 4) & splat_u32(0x0f0f0f0fu);
-        minima[2 * i] = four & splat_u32(0x00ff00ffu);
-        minima[2 * i + 1] = (four >> 8) & splat_u32(0x00ff00ffu);
-      }
-#pragma GCC unroll 16
-      for (int t = 0; t < MB; ++t, x += PANEL_BYTES) {
-        I32x16 low = splat_i32(0);
-#pragma GCC unroll 8
-        for (int i = 0; i < GROUPS / 2; ++i) low = dot_words(low, minima[i], x + 4 + i * 4);
-        const F32x16 value = d * to_f32(total[t]) - low_d * to_f32(low);
-        acc[t] = fma(splat(read_as<float>(x)), value, acc[t]);
-      }
-    }
   }
 };
 

@@ -1,0 +1,60 @@
+// AMX tiles: registers of 16 rows of 64 bytes, and what multiplies them.
+//
+// C += A B: a row of A is a token's activations, 64 bytes along K; a row of B is one step of four
+// bytes along K for 16 output rows, which is how packed weights lie in memory; C is 16 tokens by 16
+// output rows. A product takes 16 cycles, 8 where C has at most 8 rows, however long K is, and a row of
+// C depends on its row of A and on B alone.
+//
+// Tiles 0 ... 3 are sums, 4 and 5 the first 16 tokens and the others, 6 and 7 weights.
+#pragma once
+#include "simd.h"
+
+namespace vx {
+namespace VX_ISA {
+
+enum { TILE_TOKENS = 32, TILE_BYTES = 1024 };  // tokens that one pass over a tile of weights serves
+
+// The compiler's intrinsics do not tell it that a tile is loaded from memory: these do.
+#define VX_TILE_LOAD(tile, base, stride)                                                        \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(base), "r"((int64_t)(stride)) : "memory")
+#define VX_TILE_STORE(tile, base, stride)                                                       \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(base), "r"((int64_t)(stride)) : "memory")
+#define VX_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+// product: tdpbf16ps, tdpbsud (A signed, B unsigned bytes) or tdpbssd
+#define VX_TILE_DOT(product, c, a, b) __asm__ volatile(product " %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+// The shapes of this thread's tiles, until the end of the scope.
+class TileShapes {
+ public:
+  TileShapes() = default;
+  TileShapes(const TileShapes&) = delete;
+  ~TileShapes() { __asm__ volatile("tilerelease" ::); }
+
+  // For `tokens` (1 ... 32) rows of `steps` (1 ... 16) times four bytes. Sums are lost when the shape
+  // changes.
+  void set(int32_t tokens, int32_t steps) {
+    if (tokens == tokens_ && steps == steps_) return;
+    tokens_ = tokens, steps_ = steps;
+    Config config = {};
+    config.palette = 1;
+    const int32_t first = tokens < 16 ? tokens : 16;
+    for (int tile = 0; tile < 6; ++tile) {
+      const int32_t rows = tile < 2 || tile == 4 ? first : tokens - first;
+      config.rows[tile] = (uint8_t)rows;
+      config.row_bytes[tile] = (uint16_t)(rows == 0 ? 0 : tile < 4 ? 64 : steps * 4);
+    }
+    for (int tile = 6; tile < 8; ++tile) config.rows[tile] = (uint8_t)steps, config.row_bytes[tile] = 64;
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
+
+ private:
+  struct Config {
+    uint8_t palette, start_row, unused[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  int32_t tokens_ = 0, steps_ = 0;
+};
+
+}  // namespace VX_ISA
+}  // namespace vx
