@@ -78,7 +78,7 @@ class SubmitsFirst(MetalLoadedModel):
 
     def _run(self, handle: MetalStepHandle, plan: StepPlan, rows: SamplingRows) -> None:
         handle.arrays = self._graph(plan, rows)
-        mx.async_eval(handle.arrays, [(page.k, page.v) for page in self._pages])
+        mx.async_eval(handle.arrays, [(page.k, page.v) for page in self._ops.pages])
         self._finish_running()
         self._running = handle
 

@@ -115,6 +115,20 @@ def fp8(weight: Array, *, block: tuple[int, int], name: str, whole: bool = False
     return {"weight": codes, name: stored}, codes.astype(np.float32) * wide
 
 
+def mlx_affine(weight: Array, *, bits: int, group_size: int) -> Quantised:
+    """From the least to the greatest value of each group."""
+    groups = weight.reshape(len(weight), -1, group_size)
+    low = groups.min(2).astype(np.float16)
+    step = ((groups.max(2) - low) / (2**bits - 1)).astype(np.float16)
+    wide = np.maximum(step.astype(np.float32), 1e-6)[..., None]
+    codes = np.rint((groups - low[..., None].astype(np.float32)) / wide)
+    codes = np.clip(codes, 0, 2**bits - 1).astype(np.int64)
+    means = codes.astype(np.float32) * step[..., None] + low[..., None]
+    packed = pack_rows(codes.reshape(weight.shape), bits).view("<u4")
+    tensors = {"weight": packed, "scales": step, "biases": low}
+    return tensors, means.astype(np.float32).reshape(weight.shape)
+
+
 def nvfp4(weight: Array) -> Quantised:
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     values = np.concatenate([values, -values])

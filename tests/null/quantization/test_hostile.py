@@ -27,6 +27,7 @@ METHODS = {
     "fbgemm_fp8": (".weight", ".weight_scale", ".input_scale"),
     "fp8": (".weight", ".weight_scale", ".weight_scale_inv", ".input_scale"),
     "gptq": PACKED,
+    "mlx": (".weight", ".scales", ".biases"),
     "modelopt": (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"),
     "mxfp4": ("_blocks", "_scales"),
 }  # fmt: skip

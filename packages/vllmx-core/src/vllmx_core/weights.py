@@ -18,12 +18,12 @@ import numpy.typing as npt
 from vllmx_core.plan import F32
 
 DType = Literal[
-    "f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u8", "bool", "f8e4m3", "f8e5m2",
+    "f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u32", "u8", "bool", "f8e4m3", "f8e5m2",
     "f8e8m0",
 ]  # fmt: skip
 ITEM_BYTES: Mapping[str, int] = {
-    "f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1,
-    "bool": 1, "f8e4m3": 1, "f8e5m2": 1, "f8e8m0": 1,
+    "f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u32": 4,
+    "u8": 1, "bool": 1, "f8e4m3": 1, "f8e5m2": 1, "f8e8m0": 1,
 }  # fmt: skip
 
 
@@ -80,8 +80,8 @@ class RawTensor:
         """The tensor in its own dtype without a copy; bf16 as uint16, fp8 as uint8."""
         numpy_dtype = {
             "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i64": "<i8", "i32": "<i4",
-            "i16": "<i2", "i8": "i1", "u8": "u1", "bool": "?", "f8e4m3": "u1", "f8e5m2": "u1",
-            "f8e8m0": "u1",
+            "i16": "<i2", "i8": "i1", "u32": "<u4", "u8": "u1", "bool": "?", "f8e4m3": "u1",
+            "f8e5m2": "u1", "f8e8m0": "u1",
         }[self.dtype]  # fmt: skip
         return self.data.view(numpy_dtype).reshape(self.shape)
 

@@ -18,8 +18,9 @@ from vllmx_metal.device import Device, current_device
 from vllmx_metal.dtypes import DTYPES, choose_dtype
 from vllmx_metal.kv_cache import plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
+from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
-from vllmx_metal.weights import WeightLoader, weight_bytes
+from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -76,7 +77,7 @@ class MetalBackend:
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
         max_rows = min(max_tokens, max_rows)
-        weights_size = weight_bytes(specs, constants, DTYPES[dtype])
+        weights_size = planned_bytes(specs, constants, source, DTYPES[dtype])
         _check_weights(weights_size, dtype, device)
         used = weights_size + _activation_bytes(
             model.shape, specs, options.max_model_len, max_tokens, max_rows
@@ -93,12 +94,12 @@ class MetalBackend:
             num_kv_blocks=kv.num_blocks,
             max_num_batched_tokens=max_tokens,
             max_logit_rows=max_rows,
-            weight_bytes=weights_size,
+            weight_bytes=held_bytes(weights),
             kv_cache_bytes=kv.num_bytes,
             details={"mlx": version("mlx")},
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
-        return MetalLoadedModel(model, weights, kv.allocate(), info, owner)
+        return MetalLoadedModel(model, weights, MetalOps(kv.allocate(), DTYPES[dtype]), info, owner)
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

@@ -14,7 +14,6 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.model import Model
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
-from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
 from vllmx_metal.sampler import sample
@@ -31,11 +30,11 @@ class MetalLoadedModel:
         self,
         model: Model,
         weights: Mapping[str, MetalWeight],
-        pages: tuple[LayerPages, ...],
+        ops: MetalOps,
         info: LoadedInfo,
         owner: Owner,
     ) -> None:
-        self._model, self._weights, self._pages = model, weights, pages
+        self._model, self._weights, self._ops = model, weights, ops
         self._info, self._owner = info, owner
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
@@ -76,7 +75,7 @@ class MetalLoadedModel:
             handle.arrays = self._graph(plan, rows)
             self._finish_running()
             handle.started_s = time.perf_counter()
-            mx.async_eval(handle.arrays, [(page.k, page.v) for page in self._pages])
+            mx.async_eval(handle.arrays, [(page.k, page.v) for page in self._ops.pages])
             self._running = handle
         except BaseException as error:  # whatever it is, the thread that waits gets it
             handle.done.set_exception(error)
@@ -84,7 +83,7 @@ class MetalLoadedModel:
     def _graph(self, plan: StepPlan, rows: SamplingRows) -> dict[str, mx.array]:
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids)
-        logits: mx.array = self._model.forward(MetalOps(self._pages), self._weights, step)  # (L, V)
+        logits: mx.array = self._model.forward(self._ops, self._weights, step)  # (L, V)
         if not plan.num_logit_rows:
             return {"ids": mx.zeros(0, mx.int32)}
         results = sample(logits, rows, step.tokens[step.logit_rows])
@@ -108,7 +107,8 @@ class MetalLoadedModel:
 
     def _free(self) -> None:
         self._finish_running()
-        self._weights, self._pages, self._last_ids = {}, (), None
+        self._weights, self._last_ids = {}, None
+        self._ops = MetalOps((), self._ops.dtype)
 
     # In the engine's thread
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ class Matrix(Protocol):
     """(out, in)."""
 
     def multiply(self, x: mx.array) -> mx.array:
-        """x (..., in) -> (..., out) in the model's dtype."""
+        """x (..., in) -> (..., out), in the model's dtype or, where more is known, float32."""
         ...
 
     def rows(self, ids: mx.array) -> mx.array:
@@ -41,6 +41,53 @@ class DenseMatrix:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    """Codes and scales as MLX's modes have them. Affine ones are multiplied in the dtype of their
+    scales, the others in the model's."""
+
+    codes: mx.array  # (out, in * bits / 32) uint32
+    scales: mx.array  # (out, in / group_size)
+    biases: mx.array | None  # (out, in / group_size)
+    group_size: int
+    bits: int
+    mode: str
+    dtype: mx.Dtype
+    order: mx.array | None = None
+    """(in,) the input features as the codes have them; None: as they are."""
+
+    def multiply(self, x: mx.array) -> mx.array:
+        if self.order is not None:
+            x = x[..., self.order]
+        return mx.quantized_matmul(
+            x.astype(self.dtype if self.biases is None else self.scales.dtype),
+            self.codes, self.scales, self.biases,
+            group_size=self.group_size, bits=self.bits, mode=self.mode,
+        )  # fmt: skip
+
+    def rows(self, ids: mx.array) -> mx.array:
+        assert self.order is None, "a table of embeddings is in order"
+        return mx.dequantize(
+            self.codes[ids], self.scales[ids], None if self.biases is None else self.biases[ids],
+            group_size=self.group_size, bits=self.bits, mode=self.mode, dtype=mx.float32,
+        )  # fmt: skip
+
+    def joins(self, other: Matrix) -> bool:
+        """Whether `joined` takes both."""
+        return (
+            isinstance(other, QuantisedMatrix)
+            and self.order is None
+            and other.order is None
+            and (self.group_size, self.bits, self.mode, self.scales.dtype)
+            == (other.group_size, other.bits, other.mode, other.scales.dtype)
+        )
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        found = (self.codes, self.scales, self.biases, self.order)
+        return tuple(array for array in found if array is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class StackedMatrix:
     """Matrices of different kinds, one below the other: a fused weight whose parts were quantised
     differently."""
@@ -66,6 +113,37 @@ class LinearWeight:
     bias: mx.array | None  # (out,)
 
     def multiply(self, x: mx.array) -> mx.array:
-        """x (T, in) -> (T, out)."""
+        """x (T, in) -> (T, out), as `Matrix.multiply`."""
         product = self.matrix.multiply(x)
         return product if self.bias is None else product + self.bias
+
+
+def stacked(parts: list[Matrix]) -> Matrix:
+    """One matrix of the parts, one below the other; neighbours of one kind become one array."""
+    runs: list[list[Matrix]] = []
+    for part in parts:
+        if runs and _alike(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    joined = [_one(run) for run in runs]
+    return joined[0] if len(joined) == 1 else StackedMatrix(tuple(joined))
+
+
+def _alike(one: Matrix, other: Matrix) -> bool:
+    if isinstance(one, QuantisedMatrix):
+        return one.joins(other)
+    return isinstance(one, DenseMatrix) and isinstance(other, DenseMatrix)
+
+
+def _one(run: list[Matrix]) -> Matrix:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    columns = [
+        mx.concatenate(list(arrays)) for arrays in zip(*(m.arrays for m in run), strict=True)
+    ]
+    if isinstance(first, QuantisedMatrix):
+        biases = columns[2] if first.biases is not None else None
+        return replace(first, codes=columns[0], scales=columns[1], biases=biases)
+    return DenseMatrix(columns[0])

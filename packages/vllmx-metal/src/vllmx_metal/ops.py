@@ -60,6 +60,7 @@ class MetalOps:
     """Builds the graph of one step; nothing is computed until it is submitted."""
 
     pages: tuple[LayerPages, ...]
+    dtype: mx.Dtype
 
     def embedding(self, ids: mx.array, w: Matrix) -> mx.array:
         return w.rows(ids).astype(mx.float32)
@@ -77,7 +78,7 @@ class MetalOps:
         return mx.fast.layer_norm(x, w, bias, eps)
 
     def linear(self, x: mx.array, w: LinearWeight) -> mx.array:
-        return w.multiply(x)
+        return w.multiply(x).astype(self.dtype)
 
     def attention(self, qkv: mx.array, spec: AttentionSpec, step: StepInputs) -> mx.array:
         assert isinstance(step, MetalStep)

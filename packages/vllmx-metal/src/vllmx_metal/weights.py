@@ -16,7 +16,8 @@ from vllmx_core.weight_map import checked
 from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
 
 from vllmx_metal.dtypes import DTYPES, to_mlx
-from vllmx_metal.matrices import DenseMatrix, LinearWeight, Matrix
+from vllmx_metal.matrices import DenseMatrix, LinearWeight, Matrix, stacked
+from vllmx_metal.quantised import native_form, quantised_matrix
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -24,10 +25,14 @@ MetalWeight = LinearWeight | Matrix | mx.array
 """Matrices to multiply, tables of embeddings, and vectors. Vectors and constants are float32."""
 
 
-def weight_bytes(
-    specs: Iterable[WeightSpec], constants: Mapping[str, AnyArray], dtype: mx.Dtype
+def planned_bytes(
+    specs: Iterable[WeightSpec],
+    constants: Mapping[str, AnyArray],
+    source: WeightSource,
+    dtype: mx.Dtype,
 ) -> int:
-    """Memory that `WeightLoader` will take for a map."""
+    """The most that `WeightLoader` will take for a map, known before anything is read. Raises
+    WeightFormatError as it would."""
     matrices: dict[_TieKey, int] = {}
     rest = sum(table.size * 4 for table in constants.values())
     for spec in specs:
@@ -36,8 +41,32 @@ def weight_bytes(
             continue
         has_bias = spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
         rest += spec.rows * dtype.size * has_bias
-        matrices[_tie_key(spec)] = spec.rows * spec.cols * dtype.size
+        matrices[_tie_key(spec)] = sum(
+            _matrix_bytes(spec, part, source, dtype) for part in spec.parts
+        )
     return sum(matrices.values()) + rest
+
+
+def _matrix_bytes(spec: WeightSpec, part: PartSpec, source: WeightSource, dtype: mx.Dtype) -> int:
+    found = checked(source.part(part.name), (part.rows, spec.cols))
+    form = None if spec.offset else native_form(found.layout, found.shape)
+    dense = part.rows * spec.cols * dtype.size
+    return dense if form is None else form.num_bytes(part.rows, spec.cols)
+
+
+def held_bytes(weights: Mapping[str, MetalWeight]) -> int:
+    """Of all arrays, each counted once."""
+    arrays: dict[int, mx.array] = {}
+    for weight in weights.values():
+        held: tuple[mx.array, ...]
+        if isinstance(weight, mx.array):
+            held = (weight,)
+        elif isinstance(weight, LinearWeight):
+            held = (*weight.matrix.arrays, *(() if weight.bias is None else (weight.bias,)))
+        else:
+            held = weight.arrays
+        arrays |= {id(array): array for array in held}
+    return sum(array.nbytes for array in arrays.values())
 
 
 @dataclass
@@ -67,12 +96,12 @@ class WeightLoader:
 
     def _weight(self, spec: WeightSpec) -> MetalWeight:
         if spec.kind == "vector":
-            parts = [self._part(part, (), spec.offset, mx.float32) for part in spec.parts]
-            return self._joined(parts)
+            found = [checked(self.source.part(part.name), (part.rows,)) for part in spec.parts]
+            return self._joined([self._dense(part, spec.offset, mx.float32) for part in found])
         key = _tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
-            parts = [self._part(part, (spec.cols,), spec.offset, self.dtype) for part in spec.parts]
-            self._matrices[key] = DenseMatrix(self._joined(parts))
+            self._matrices[key] = stacked([self._matrix(spec, part) for part in spec.parts])
+            mx.eval(self._matrices[key].arrays)  # what they were made of is freed
         if spec.kind == "embedding":
             return self._matrices[key]
         return LinearWeight(self._matrices[key], self._bias(spec))
@@ -88,14 +117,18 @@ class WeightLoader:
         ]
         return self._joined(pieces)
 
-    def _part(
-        self, part: PartSpec, cols: tuple[int, ...], offset: float, dtype: mx.Dtype
-    ) -> mx.array:
-        found = checked(self.source.part(part.name), (part.rows, *cols))
-        return self._dense(found, offset, dtype)
+    def _matrix(self, spec: WeightSpec, part: PartSpec) -> Matrix:
+        found = checked(self.source.part(part.name), (part.rows, spec.cols))
+        form = None if spec.offset else native_form(found.layout, found.shape)
+        if form is not None:
+            matrix = quantised_matrix(found, form, self.dtype)
+            if matrix is not None:
+                mx.eval(matrix.arrays)
+                return matrix
+        return DenseMatrix(self._dense(found, spec.offset, self.dtype))
 
     def _dense(self, part: WeightPart, offset: float, dtype: mx.Dtype) -> mx.array:
-        plain = part.layout == DENSE and part.decode is None and not offset
+        plain = part.layout == DENSE and part.decode is None and part.cut is None and not offset
         if plain and part.buffers["weight"].dtype in DTYPES:
             array = to_mlx(part.buffers["weight"]).reshape(part.shape)
         else:

@@ -62,6 +62,7 @@ def vllmx_quantizations() -> tuple[QuantizationSpec, ...]:
         QuantizationSpec("fbgemm_fp8", f"{schemes}.fp8:fp8"),
         QuantizationSpec("fp8", f"{schemes}.fp8:fp8"),
         QuantizationSpec("gptq", f"{schemes}.gptq:gptq"),
+        QuantizationSpec("mlx", f"{schemes}.mlx:mlx"),
         QuantizationSpec("modelopt", f"{schemes}.modelopt:modelopt"),
         QuantizationSpec("mxfp4", f"{schemes}.mxfp4:mxfp4"),
     )

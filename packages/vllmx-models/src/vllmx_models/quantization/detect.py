@@ -18,7 +18,7 @@ def find_quantization(folder: Path, config: Mapping[str, Any]) -> Any:
     text_config = config.get("text_config")
     nested = text_config if isinstance(text_config, Mapping) else {}
     for holder in (config, nested):
-        for key in ("quantization_config", "compression_config"):
+        for key in ("quantization_config", "compression_config", "quantization"):
             if holder.get(key):
                 return _with_method(holder[key])
     modelopt = read_json_object(folder / "hf_quant_config.json")
@@ -32,11 +32,13 @@ def find_quantization(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _with_method(found: Any) -> Any:
-    """ModelOpt and early compressed-tensors leave `quant_method` out."""
+    """ModelOpt, early compressed-tensors and MLX leave `quant_method` out."""
     if not isinstance(found, Mapping) or found.get("quant_method"):
         return found
     if "quant_algo" in found:
         return {**found, "quant_method": "modelopt"}
     if "config_groups" in found:
         return {**found, "quant_method": "compressed-tensors"}
+    if "group_size" in found and "bits" in found:
+        return {**found, "quant_method": "mlx"}
     return found

@@ -1,0 +1,149 @@
+"""Quantised parts of a checkpoint as matrices that MLX multiplies without expanding them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.plan import F32
+from vllmx_core.weights import QuantLayout, WeightPart
+
+from vllmx_metal.dtypes import to_mlx
+from vllmx_metal.gguf_affine import GROUP, KINDS
+from vllmx_metal.integers import READERS, Integers
+from vllmx_metal.matrices import QuantisedMatrix
+from vllmx_metal.packing import pack
+
+GROUPS = (128, 64, 32)
+"""Sizes of affine groups that MLX's kernels have."""
+MOST_VALUES = 1 << 24
+"""Values that are converted together, in whole rows: what they take meanwhile stays small."""
+_HALF_ULP = 2.0**-11
+"""What rounding to float16 changes at the most, where it does not underflow."""
+
+Affine = tuple[npt.NDArray[np.uint8], F32, F32]
+"""Codes (rows, cols), scales and biases (rows, groups)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a part becomes."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        """The most that it takes: with scales and biases of float32."""
+        scale_bytes = 8 if self.mode == "affine" else 1
+        return rows * (cols * self.bits // 8 + cols // self.group_size * scale_bytes)
+
+
+def native_form(layout: QuantLayout, shape: tuple[int, ...]) -> Form | None:
+    """None: the part is dequantised at load."""
+    if len(shape) != 2:
+        return None
+    bits, cols = int(layout.bits), shape[1]
+    if layout.kind == "mlx":
+        mode, group_size = str(layout.options["mode"]), layout.group_size or 1
+        return Form(mode, bits, group_size) if mode != "affine" or group_size in GROUPS else None
+    if layout.kind == "gguf":
+        kind = KINDS.get(str(layout.options["type"]))
+        return None if kind is None else Form("affine", kind.bits, GROUP)
+    if layout.kind in READERS:
+        given = min(layout.group_size or cols, cols)
+        even = [size for size in GROUPS if given % size == 0]
+        return (
+            Form("affine", 8 if bits == 7 else bits, even[0]) if even and not cols % given else None
+        )
+    return None
+
+
+def quantised_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix | None:
+    """The part in its `native_form`; None where its columns are in groups of uneven size."""
+    if part.layout.kind == "mlx":
+        return _as_it_is(part, form, dtype)
+    if part.layout.kind == "gguf":
+        return _joined(_gguf_rows(part), form, dtype, None)
+    integers = READERS[part.layout.kind](part)
+    if integers.group_of is None:
+        return _joined(_integer_rows(integers, form, None), form, dtype, None)
+    groups = integers.scales.shape[1]
+    if (np.bincount(integers.group_of, minlength=groups) != part.shape[1] // groups).any():
+        return None
+    order = np.argsort(integers.group_of, kind="stable").astype(np.int32)
+    return _joined(_integer_rows(integers, form, order), form, dtype, order)
+
+
+def _as_it_is(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
+    codes = mx.array(np.ascontiguousarray(part.buffers["weight"].view()))
+    if form.mode == "affine":
+        scales, biases = (to_mlx(part.buffers[key]) for key in ("scales", "biases"))
+        scales, biases = _narrowed(scales, biases, dtype)
+        return QuantisedMatrix(codes, scales, biases, form.group_size, form.bits, "affine", dtype)
+    scales = mx.array(np.ascontiguousarray(part.buffers["scales"].view()))
+    return QuantisedMatrix(codes, scales, None, form.group_size, form.bits, form.mode, dtype)
+
+
+def _gguf_rows(part: WeightPart) -> Iterator[Affine]:
+    """Some rows after the other."""
+    kind = KINDS[str(part.layout.options["type"])]
+    rows, cols = part.shape
+    step = max(1, MOST_VALUES // cols)
+    for begin in range(0, rows, step):
+        count = min(step, rows - begin)
+        blocks = part.rows(begin, begin + count).buffers["weight"].data.reshape(-1, kind.num_bytes)
+        with np.errstate(all="ignore"):  # a scale that is not finite gives values that are not
+            codes, scales, biases = kind.convert(blocks)
+        yield codes.reshape(count, cols), scales.reshape(count, -1), biases.reshape(count, -1)
+
+
+def _integer_rows(
+    integers: Integers, form: Form, order: npt.NDArray[np.int32] | None
+) -> Iterator[Affine]:
+    """Some rows after the other; a group that is larger than the form's is repeated."""
+    rows, cols = integers.codes.shape
+    scales = np.broadcast_to(integers.scales, (rows, integers.scales.shape[1]))
+    zeros = np.broadcast_to(integers.zeros, scales.shape)
+    repeat = cols // form.group_size // scales.shape[1]
+    step = max(1, MOST_VALUES // cols)
+    for begin in range(0, rows, step):
+        some = slice(begin, begin + step)
+        codes, scale = integers.codes[some], scales[some]
+        yield (
+            codes if order is None else codes[:, order],
+            scale.repeat(repeat, axis=1),
+            (-zeros[some] * scale).repeat(repeat, axis=1),
+        )
+
+
+def _joined(
+    pieces: Iterator[Affine], form: Form, dtype: mx.Dtype, order: npt.NDArray[np.int32] | None
+) -> QuantisedMatrix:
+    columns: list[list[mx.array]] = [[], [], []]
+    for integers, *factors in pieces:
+        for column, array in zip(columns, (pack(integers, form.bits), *factors), strict=True):
+            column.append(mx.array(np.ascontiguousarray(array)))
+    codes, scales, biases = (mx.concatenate(column) for column in columns)
+    scales, biases = _narrowed(scales, biases, dtype)
+    index = None if order is None else mx.array(order)
+    return QuantisedMatrix(
+        codes, scales, biases, form.group_size, form.bits, "affine", dtype, index
+    )
+
+
+def _narrowed(scales: mx.array, biases: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """In the model's dtype, so that they take half as much, where that changes nothing but by the
+    rounding of float16; else in float32."""
+    allowed = _HALF_ULP if dtype == mx.float16 else 0.0
+
+    def held(array: mx.array) -> bool:
+        wide = array.astype(mx.float32)
+        change = mx.abs(wide.astype(dtype).astype(mx.float32) - wide)
+        return bool((change <= allowed * mx.abs(wide)).all())  # NaN is never held
+
+    kept = dtype if held(scales) and held(biases) else mx.float32
+    return scales.astype(kept), biases.astype(kept)
