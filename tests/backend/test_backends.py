@@ -54,7 +54,6 @@ class TestCpu(_Suite):
 class _Metal(_Suite):
     backend = "metal"
     exact_batches = False  # MLX chooses kernels by the size of the matrix
-    kv_dtypes = ("bf16", "f16", "f32")
 
 
 class TestMetal(_Metal):

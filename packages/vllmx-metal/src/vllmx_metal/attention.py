@@ -7,7 +7,7 @@ import mlx.core as mx
 from vllmx_core.model import AttentionSpec
 
 from vllmx_metal.fusion import fused
-from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.step import AttentionBatch, MetalStep
 
 
@@ -51,7 +51,8 @@ def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerP
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     q = q.astype(qkv.dtype)
-    pages.write(step.slots, k, v)
+    pages.k.write(step.slots, k)
+    pages.v.write(step.slots, v)
     cut = step.batches(spec.window, spec.causal)
     if cut.order is not None:
         q = q[cut.order]
@@ -69,9 +70,9 @@ def _attend(q: mx.array, batch: AttentionBatch, spec: AttentionSpec, pages: Laye
     """q (N * Q, H, D) -> (N * Q, H, D)."""
     tiles, queries = batch.tiles, batch.queries
 
-    def gathered(pool: mx.array) -> mx.array:
+    def gathered(pool: Pages) -> mx.array:
         """(N, K, C, D)"""
-        rows = mx.take(pool, batch.slots, axis=0).astype(q.dtype)
+        rows = pool.gather(batch.slots).astype(q.dtype)
         return rows.reshape(tiles, -1, spec.num_kv_heads, spec.head_size).swapaxes(1, 2)
 
     by_head = q.reshape(tiles, queries, spec.num_heads, spec.head_size).swapaxes(1, 2)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
-from vllmx_core.kv_quant import kv_dtype
+from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.weights import WeightSource, WeightSpec
@@ -72,7 +72,7 @@ class MetalBackend:
         """In the owner's thread."""
         device = current_device()
         dtype = choose_dtype(options.dtype, model.shape.dtype)
-        cached = kv_dtype(options.kv_cache_dtype, DTYPES, dtype, self.name)
+        cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, self.name)
         specs, constants = model.weights(), model.constants(options.max_model_len)
         max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
         max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))

@@ -1,4 +1,5 @@
-"""KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each attention layer.
+"""KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each attention layer,
+and for 8-bit codes a scale for each vector beside them.
 
 MLX has values, not places: a write gives a new array. It takes the old one's memory, instead of
 copying it, only where nothing else holds the old one. So the pages are rebound with every write,
@@ -7,7 +8,7 @@ nobody keeps a reference, and a step is submitted after the one before has let g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -19,6 +20,9 @@ from vllmx_core.model import KVSpec
 
 from vllmx_metal.device import Device
 from vllmx_metal.dtypes import DTYPES
+from vllmx_metal.kv_quant import CODES, dequantise, quantise
+
+_STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
 
 DEFAULT_HOST_BYTES = 4 * GIB
 """In the host's memory, which others need too, the cache is no larger than this without a flag,
@@ -26,16 +30,45 @@ unless one sequence needs more."""
 
 
 @dataclass(slots=True)
+class Pages:
+    """All keys, or all values, of one attention layer, as the last step that was built leaves
+    them."""
+
+    dtype: str
+    data: mx.array  # (blocks * P, K, D)
+    scales: mx.array | None  # (blocks * P, K) float32 beside 8-bit codes
+
+    def write(self, slots: mx.array, vectors: mx.array) -> None:
+        """vectors (T, K, D) go to slots (T,), rounded to the dtype."""
+        if self.scales is None:
+            self.data[slots] = vectors.astype(self.data.dtype)
+            return
+        codes, scales = quantise(vectors.astype(mx.float32), self.dtype)
+        self.data[slots] = codes
+        self.scales[slots] = scales
+
+    def gather(self, slots: mx.array) -> mx.array:
+        """(N,) -> (N, K, D)."""
+        found = mx.take(self.data, slots, axis=0)
+        if self.scales is None:
+            return found
+        return dequantise(found, mx.take(self.scales, slots, axis=0))
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (self.data,) if self.scales is None else (self.data, self.scales)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPages:
-    """KV pages of one attention layer, as the last step that was built leaves them."""
+    """KV pages of one attention layer."""
 
-    k: mx.array  # (blocks * P, K, D)
-    v: mx.array  # (blocks * P, K, D)
+    k: Pages
+    v: Pages
 
-    def write(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
-        """k and v (T, K, D) go to slots (T,)."""
-        self.k[slots] = k.astype(self.k.dtype)
-        self.v[slots] = v.astype(self.v.dtype)
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (*self.k.arrays, *self.v.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +86,22 @@ class KVPlan:
 
     def allocate(self) -> tuple[LayerPages, ...]:
         """Zeroed pages."""
-        slots, dtype = self.num_blocks * self.block_size, DTYPES[self.dtype]
-        pages = tuple(
-            LayerPages(*(mx.zeros((slots, kv.num_kv_heads, kv.head_size), dtype) for _ in range(2)))
-            for kv in self.layers
-        )
-        mx.eval(*(array for page in pages for array in (page.k, page.v)))
+        pages = tuple(LayerPages(self._zeros(kv), self._zeros(kv)) for kv in self.layers)
+        mx.eval([page.arrays for page in pages])
         return pages
+
+    def _zeros(self, kv: KVSpec) -> Pages:
+        shape = (self.num_blocks * self.block_size, kv.num_kv_heads)
+        data = mx.zeros((*shape, kv.head_size), _STORED[self.dtype])
+        return Pages(self.dtype, data, mx.zeros(shape) if self.dtype in CODES else None)
 
 
 def block_bytes(layers: Sequence[KVSpec], block_size: int, dtype: str) -> int:
     """Of one block in all layers."""
-    values = sum(2 * kv.num_kv_heads * kv.head_size for kv in layers)
-    return values * block_size * DTYPES[dtype].size
+    item_bytes, scale_bytes = _STORED[dtype].size, 4 if dtype in CODES else 0
+    return block_size * sum(
+        2 * kv.num_kv_heads * (kv.head_size * item_bytes + scale_bytes) for kv in layers
+    )
 
 
 def plan_kv(

@@ -38,6 +38,7 @@ class MetalLoadedModel:
         self._info, self._owner = info, owner
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
+        self._last_rows = 0  # L of the last step that had any
         self._last_end_s = 0.0
         self._in_flight: deque[MetalStepHandle] = deque()
         self._closed = False
@@ -52,6 +53,9 @@ class MetalLoadedModel:
         assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
         assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
         assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        lowest = int(plan.tokens.min())  # MLX checks no index: a wrong one would read anything
+        assert -lowest <= self._last_rows, f"reference {lowest} to {self._last_rows} sampled rows"
+        self._last_rows = plan.num_logit_rows or self._last_rows
         handle = MetalStepHandle(self)
         plan, rows = detached(plan), copy.deepcopy(rows)
         self._in_flight.append(handle)
@@ -75,7 +79,7 @@ class MetalLoadedModel:
             handle.arrays = self._graph(plan, rows)
             self._finish_running()
             handle.started_s = time.perf_counter()
-            mx.async_eval(handle.arrays, [(page.k, page.v) for page in self._ops.pages])
+            mx.async_eval(handle.arrays, [page.arrays for page in self._ops.pages])
             self._running = handle
         except BaseException as error:  # whatever it is, the thread that waits gets it
             handle.done.set_exception(error)
