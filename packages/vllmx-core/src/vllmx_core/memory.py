@@ -1,7 +1,8 @@
-"""How much memory of the host there is to take, and how messages write such sizes."""
+"""How much memory of the host there is to take, giving some back, and how messages write sizes."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def return_unused_bytes() -> None:
+    """Gives the system what freed objects left behind in the heap, which glibc keeps."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return  # another C library, or none to be asked
+    trim(0)
 
 
 def format_bytes(num_bytes: int) -> str:

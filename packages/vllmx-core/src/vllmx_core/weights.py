@@ -64,6 +64,10 @@ with np.errstate(over="ignore"):  # 2 ** 128 at code 0xff, replaced by NaN
     _FLOAT8 = _float8_tables()
 
 
+_AROUND_BYTES = 1 << 20
+"""Much more than the kernel maps around a fault, and a multiple of any page size."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """One tensor as it lies in the file."""
@@ -97,8 +101,11 @@ class RawTensor:
         if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED") or not self.data.nbytes:
             return
         start = self.data.ctypes.data - np.frombuffer(self.mapping, np.uint8).ctypes.data
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self.mapping.madvise(mmap.MADV_DONTNEED, first, start + self.data.nbytes - first)
+        end = start + self.data.nbytes
+        # A fault maps pages around it as well, those of neighbours that were dropped among them.
+        first = start // _AROUND_BYTES * _AROUND_BYTES
+        length = min(-(-end // _AROUND_BYTES) * _AROUND_BYTES, len(self.mapping)) - first
+        self.mapping.madvise(mmap.MADV_DONTNEED, first, length)
 
     def to_f32(self) -> F32:
         """A float32 array of the same values (a view where the file holds float32)."""

@@ -20,6 +20,7 @@ from vllmx_core.checkpoint import (
 )
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.memory import return_unused_bytes
 from vllmx_core.model import ModelShape
 from vllmx_core.registry import Registry, load_registry
 
@@ -86,6 +87,7 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         loaded = spec.load()().load(model, checkpoint.weights, options)
     finally:
         checkpoint.weights.close()
+        return_unused_bytes()
     try:
         max_model_len = fitting_length(plan.config, options, loaded.info)
         core = EngineCore(
