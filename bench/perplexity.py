@@ -1,6 +1,7 @@
 """Perplexity of a model on texts, for each type that it is quantised to while loading.
 
     python bench/perplexity.py                            # the demo model on stories of its kind
+    python bench/perplexity.py --book-ends corpus/standardebooks     # what it was not trained on
     python bench/perplexity.py MODEL --text a.txt,b.txt --types bf16,q8_0,q4_k_m --json
 
 A text is cut where <|endoftext|> stands, and each piece into windows of `--width` tokens, every
@@ -56,6 +57,12 @@ def stories(count: int) -> str:
     return END.join(story(rng)[0] for _ in range(count))
 
 
+def book_ends(folder: Path) -> str:
+    """Of each book the first 4,000 characters of the last 2 %, which the training left out."""
+    books = (path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt")))
+    return END.join(book[int(len(book) * 0.98) :][:4000] for book in books)
+
+
 def windows(llm: LLM, text: str, width: int) -> Iterator[list[int]]:
     """Token ids of all pieces, in windows of at least two tokens."""
     for piece in text.split(END):
@@ -107,6 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("model", nargs="?", default="demo")
     add("--text", default="", help="files, parted by commas; none: stories")
     add("--stories", type=int, default=200, help="how many, where no text is given")
+    add("--book-ends", type=Path, help="folder of the books that the demo model has read")
     add("--types", default=",".join(TYPES), help=f"of {','.join(TYPES)}")
     add("--width", type=int, default=512, help="tokens in a window")
     add("--backend", default="auto")
@@ -118,7 +126,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     files = [Path(name) for name in options.text.split(",") if name]
-    text = END.join(file.read_text(encoding="utf-8") for file in files) or stories(options.stories)
+    if options.book_ends is not None:
+        text = book_ends(options.book_ends)
+    else:
+        text = END.join(file.read_text(encoding="utf-8") for file in files)
+    text = text or stories(options.stories)
     limits = {"max_num_seqs": 16, "max_model_len": options.width + 1}
     limits |= {"backend": options.backend, "dtype": options.dtype}
     figures = []

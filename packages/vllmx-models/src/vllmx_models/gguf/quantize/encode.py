@@ -14,7 +14,7 @@ from vllmx_models.gguf.blocks import TYPES_BY_NAME, decode_blocks
 from vllmx_models.gguf.legacy_blocks import Blocks
 from vllmx_models.gguf.quantize import k, legacy
 
-VALUES_AT_ONCE = 1 << 15
+VALUES_AT_ONCE = 1 << 17
 """Values of one pass: a search's temporaries stay in the second-level cache."""
 
 QUANTIZERS: Mapping[str, Callable[[F32], Blocks]] = {

@@ -8,8 +8,6 @@ Arrays are (G, S, N): G values in each of S groups of N blocks.
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 from vllmx_core.plan import F32
 
@@ -28,8 +26,9 @@ from vllmx_models.gguf.quantize.search import (
     symmetric,
 )
 
-ROUNDS = 2
-"""Passes of integer scales, then super-block scales, each with the other held."""
+_MOVES = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
+"""Of a group's integer scale and minimum. The corners, and a second pass over both kinds of scale,
+would take two thirds more time and lower the RMS error by half a percent."""
 
 
 def _grouped(values: F32, group: int) -> F32:
@@ -51,7 +50,7 @@ def _neighbours(
     super-block's scales `large`."""
     best = tuple(part.copy() for part in small)
     least = np.full(small[0].shape, np.inf, np.float32)
-    for moves in sorted(product((-1, 0, 1), repeat=2), key=lambda move: (abs(move[0]), move)):
+    for moves in _MOVES:
         scale, low = (
             np.clip(part + np.float32(move), 0, limit)
             for part, move in zip(small, moves, strict=True)
@@ -79,32 +78,31 @@ def _affine(values: F32, high: int, limit: int, steps: F32) -> tuple[F32, F32, F
     dmin = f16_not_below(minimum.max(axis=0) / np.float32(limit))
     scales = np.clip(np.rint(scale * inverse(d)), 0, limit)
     minima = np.clip(np.rint(minimum * inverse(dmin)), 0, limit)
-    best: tuple[F32, ...] = ()
-    least = np.full(count, np.inf, np.float32)
-    for _ in range(ROUNDS):
-        scales, minima = _neighbours(values, (scales, minima), (d, dmin), limit, high)
+    scales, minima = _neighbours(values, (scales, minima), (d, dmin), limit, high)
+
+    def state(d: F32, dmin: F32) -> tuple[F32, ...]:
         found = codes(values + minima * dmin, inverse(scales * d), 0, high)
-        state = (d, dmin, scales, minima, found)
-        best, least = _keep(values, best, least, state, found * (scales * d) - minima * dmin)
-        d, dmin = _refit(values, found * scales, np.broadcast_to(minima, values.shape))
-    scales, minima = best[2], best[3]
-    found = codes(values + minima * dmin, inverse(scales * d), 0, high)
-    state = (d, dmin, scales, minima, found)
-    best, _ = _keep(values, best, least, state, found * (scales * d) - minima * dmin)
-    return best[0], best[1], best[2], best[3], best[4]
+        return d, dmin, found
+
+    first = state(d, dmin)
+    second = state(*_refit(values, first[2] * scales, np.broadcast_to(minima, values.shape)))
+    d, dmin, found = _better(
+        values,
+        (first, first[2] * (scales * first[0]) - minima * first[1]),
+        (second, second[2] * (scales * second[0]) - minima * second[1]),
+    )
+    return d, dmin, scales, minima, found
 
 
-def _keep(
-    values: F32, best: tuple[F32, ...], least: F32, state: tuple[F32, ...], approximation: F32
-) -> tuple[tuple[F32, ...], F32]:
-    """Block by block the better of `best` and `state`."""
-    error = squared_error(values, approximation).sum(axis=0)
-    if not best:
-        return tuple(part.copy() for part in state), error
-    better = error < least
-    return tuple(
-        np.where(better, new, old) for new, old in zip(state, best, strict=True)
-    ), np.where(better, error, least)
+def _better(
+    values: F32,
+    first: tuple[tuple[F32, ...], F32],
+    second: tuple[tuple[F32, ...], F32],
+) -> tuple[F32, ...]:
+    """Block by block the state, of two with their approximations, whose error is less."""
+    old, new = (squared_error(values, found).sum(axis=0) for _, found in (first, second))
+    wins = new < old
+    return tuple(np.where(wins, b, a) for a, b in zip(first[0], second[0], strict=True))
 
 
 def _refit(values: F32, slope: F32, level: F32) -> tuple[F32, F32]:
@@ -128,18 +126,17 @@ def _symmetric(values: F32, high: int, limit: int, steps: F32) -> tuple[F32, F32
     extreme = np.take_along_axis(scale, np.abs(scale).argmax(axis=0)[None], axis=0)[0]
     d = f16_not_below(extreme / np.float32(-limit))
     scales = np.clip(np.rint(scale * inverse(d)), -limit, limit - 1)
-    best: tuple[F32, ...] = ()
-    least = np.full(count, np.inf, np.float32)
-    for _ in range(ROUNDS):
-        scales = _nearby(values, scales, d, limit, high)
-        found = codes(values, inverse(scales * d), -high - 1, high)
-        best, least = _keep(values, best, least, (d, scales, found), found * (scales * d))
-        slope = found * scales
-        d = f16((slope * values).sum(axis=(0, 1)) * inverse(np.square(slope).sum(axis=(0, 1))))
-    scales = best[1]
+    scales = _nearby(values, scales, d, limit, high)
     found = codes(values, inverse(scales * d), -high - 1, high)
-    best, _ = _keep(values, best, least, (d, scales, found), found * (scales * d))
-    return best[0], best[1], best[2]
+    slope = found * scales
+    fitted = f16((slope * values).sum(axis=(0, 1)) * inverse(np.square(slope).sum(axis=(0, 1))))
+    again = codes(values, inverse(scales * fitted), -high - 1, high)
+    d, found = _better(
+        values,
+        ((d, found), found * (scales * d)),
+        ((fitted, again), again * (scales * fitted)),
+    )
+    return d, scales, found
 
 
 def _nearby(values: F32, scales: F32, d: F32, limit: int, high: int) -> F32:
@@ -163,7 +160,7 @@ def _bytes(parts: F32) -> Blocks:
 
 
 def q2_k(values: F32) -> Blocks:
-    d, dmin, scales, minima, found = _affine(_grouped(values, 16), 3, 15, spread(-0.6, 1.2, 13))
+    d, dmin, scales, minima, found = _affine(_grouped(values, 16), 3, 15, spread(-0.6, 1.2, 7))
     packed = _bytes(scales) | _bytes(minima) << np.uint8(4)
     body = join_planes(_in_order(found), 32, 2)
     return np.concatenate((packed, body, half_bytes(d), half_bytes(dmin)), axis=1)
@@ -197,13 +194,13 @@ def _scales_and_minima(scales: F32, minima: F32) -> Blocks:
 
 
 def q4_k(values: F32) -> Blocks:
-    d, dmin, scales, minima, found = _affine(_grouped(values, 32), 15, 63, spread(-1.4, 1.0, 13))
+    d, dmin, scales, minima, found = _affine(_grouped(values, 32), 15, 63, spread(-1.4, 1.0, 5))
     head = half_bytes(d), half_bytes(dmin), _scales_and_minima(scales, minima)
     return np.concatenate((*head, join_planes(_in_order(found), 32, 4)), axis=1)
 
 
 def q5_k(values: F32) -> Blocks:
-    d, dmin, scales, minima, found = _affine(_grouped(values, 32), 31, 63, spread(-1.4, 0.8, 9))
+    d, dmin, scales, minima, found = _affine(_grouped(values, 32), 31, 63, spread(-1.4, 0.8, 5))
     in_order = _in_order(found)
     fifth = join_planes(in_order >> np.uint8(4), 32, 1)
     body = join_planes(in_order & np.uint8(15), 32, 4)

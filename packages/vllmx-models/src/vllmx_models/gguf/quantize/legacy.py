@@ -72,28 +72,28 @@ def _five_bits(found: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def q4_0(values: F32) -> Blocks:
-    scale, found = _symmetric(values, -8, 7, 19)
+    scale, found = _symmetric(values, -8, 7, 9)
     return np.concatenate((half_bytes(scale), join_planes(found, 16, 4)), axis=1)
 
 
 def q4_1(values: F32) -> Blocks:
-    scale, offset, found = _affine(values, 15, 19)
+    scale, offset, found = _affine(values, 15, 9)
     parts = half_bytes(scale), half_bytes(offset), join_planes(found, 16, 4)
     return np.concatenate(parts, axis=1)
 
 
 def q5_0(values: F32) -> Blocks:
-    scale, found = _symmetric(values, -16, 15, 13)
+    scale, found = _symmetric(values, -16, 15, 7)
     return np.concatenate((half_bytes(scale), *_five_bits(found)), axis=1)
 
 
 def q5_1(values: F32) -> Blocks:
-    scale, offset, found = _affine(values, 31, 13)
+    scale, offset, found = _affine(values, 31, 7)
     return np.concatenate((half_bytes(scale), half_bytes(offset), *_five_bits(found)), axis=1)
 
 
 def q8_0(values: F32) -> Blocks:
     """Codes in [-127, 127], as every kernel expects."""
-    scale, found = _symmetric(values, -127, 127, 5)
+    scale, found = _symmetric(values, -127, 127, 3)
     signed = (found.astype(np.int16) - 127).astype(np.int8).view(np.uint8)
     return np.concatenate((half_bytes(scale), signed), axis=1)
