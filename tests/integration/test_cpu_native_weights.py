@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from vllmx_demo.source import MODEL_FOLDER
 from vllmx_models.gguf.quantize.convert import quantize
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
+from . import quantizers
+from .quantised_models import CASES, Case, write_pair
 
 REGISTRY = load_registry()
 PROMPT = [1, 300, 17, 2040, 991, 5, 5, 812, 3000, 64, 7, 1999, 420, 42, 1234, 2, 88, 900, 33]
@@ -76,3 +79,21 @@ def test_gguf_mixes(tmp_path: Path, mix: str, caplog: pytest.LogCaptureFixture) 
 def test_gguf_mxfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = convert_folder(MODEL_FOLDER, tmp_path / "demo.gguf", of_type(TYPES.MXFP4))
     check_native(path, 1.15 * path.stat().st_size, caplog)
+
+
+DEQUANTISED = ("modelopt nvfp4", "mlx 4 bit", "mlx 3 bit")
+SAFETENSORS = {name: case for name, case in CASES.items() if name not in DEQUANTISED} | {
+    "fp8 blocks": Case(
+        partial(quantizers.fp8, block=(128, 128), name="weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAFETENSORS)
+def test_safetensors(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Embedding and head are bf16 in all of them, and one matrix in memory."""
+    folder, _ = write_pair(tmp_path, SAFETENSORS[name])
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    table = 4096 * 256 * 4  # float32 in the file
+    check_native(folder, 1.4 * (stored - table) + table / 2, caplog)

@@ -4,30 +4,34 @@ instruction set, and a row's bits never depend on the batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vllmx_core.plan import F32, I32, AnyArray
-from vllmx_core.weights import DENSE, PartSpec, RawTensor, WeightPart, WeightSpec
+from vllmx_core.plan import F32, AnyArray
+from vllmx_core.weights import PartSpec, WeightPart, WeightSpec
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.native import Isa
-from vllmx_cpu.packing import PackedMatrix, load_weights, matrix_shapes
-from vllmx_cpu.structs import (
-    ACTIVATIONS,
-    BLOCK_KINDS,
-    NO_ACTIVATION,
-    VxElementwise,
-    VxEmbedding,
-    VxLinear,
-    VxStep,
-)
+from vllmx_cpu.packing import matrix_shapes
+from vllmx_cpu.structs import BLOCK_KINDS
 from vllmx_models.gguf.blocks import TENSOR_TYPES, TensorType, weight_part
 from vllmx_models.gguf.k_blocks import _scales_and_minima
 from vllmx_models.gguf.legacy_blocks import half, planes
 
-RunOp = Callable[..., None]
+from .quantised import (
+    Case,
+    RunOp,
+    Source,
+    check_batches,
+    check_gate,
+    dense_part,
+    embedding_rows,
+    fma,
+    inputs,
+    pack_case,
+    rounded,
+)
+
 Blocks = npt.NDArray[np.uint8]
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in BLOCK_KINDS}
 HALVES = {
@@ -35,22 +39,6 @@ HALVES = {
     "MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
     "Q6_K": (208,), "IQ4_XS": (0,),
 }  # fmt: skip
-MAX_ROWS = 300
-
-
-@dataclass
-class Source:
-    """Random blocks of given types, and float32 vectors."""
-
-    parts: dict[str, WeightPart]
-
-    def names(self) -> list[str]:
-        return list(self.parts)
-
-    def part(self, name: str) -> WeightPart:
-        return self.parts[name]
-
-    def close(self) -> None: ...
 
 
 def random_part(name: str, kind: TensorType, n: int, k: int, seed: int = 0) -> WeightPart:
@@ -65,64 +53,10 @@ def random_part(name: str, kind: TensorType, n: int, k: int, seed: int = 0) -> W
     return weight_part(name, kind, (n, k), blocks.reshape(-1))
 
 
-def dense_part(name: str, values: F32) -> WeightPart:
-    raw = RawTensor(name, "f32", values.shape, values.view(np.uint8).reshape(-1))
-    return WeightPart(name, values.shape, DENSE, {"weight": raw})
-
-
-@dataclass
-class Case:
-    """A packed matrix and the part it was made of."""
-
-    kind: str
-    part: WeightPart
-    bias: F32
-    matrix: PackedMatrix
-    panels: AnyArray = field(repr=False)
-
-    def run(
-        self, run_op: RunOp, isa: Isa, x: F32, *, threads: int = 2, activation: str | None = None,
-        rows: I32 | None = None,
-    ) -> F32:  # fmt: skip
-        count = len(x) if rows is None else len(rows)
-        width = self.part.shape[0] // (2 if activation else 1)
-        y = np.full((count + 1, width), 7.0, np.float32)
-        arguments = VxLinear(
-            self.matrix.struct(), x.ctypes.data, y.ctypes.data, self.panels.ctypes.data,
-            NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
-            int(rows is not None), 0.0, 0,
-        )  # fmt: skip
-        step = VxStep(T=len(x))
-        if rows is not None:
-            step.L, step.logit_rows = count, rows.ctypes.data
-        run_op(isa, "linear", arguments, step, threads)
-        np.testing.assert_array_equal(y[count], 7.0)  # nothing beyond the last row
-        return y[:count]
-
-
 def make_case(kind: str, n: int, k: int, *, gated: bool = False) -> Case:
-    part = random_part("w", TYPES[kind], n, k)
-    bias = np.random.default_rng(n).standard_normal(n).astype(np.float32)
-    source = Source({"w": part, "b": dense_part("b", bias)})
-    spec = WeightSpec("w", "linear", (PartSpec("w", n, "b"),), k)
-    shapes = matrix_shapes([spec], "bf16", {"w"} if gated else (), source)
-    assert shapes["w"].kind == kind
-    loaded = load_weights([spec], {}, source, shapes, num_threads=2, progress=False)
-    panels = np.empty(MAX_ROWS * (k + 1), np.float32)
-    return Case(kind, part, bias, loaded.matrices["w"], panels)
-
-
-def inputs(rows: int, k: int, seed: int = 0) -> F32:
-    return np.random.default_rng(seed).standard_normal((rows, k)).astype(np.float32)
-
-
-def rounded(x: F32, width: int) -> tuple[npt.NDArray[np.int64], F32]:
-    """(T, units, width) int8 activations and their scales (T, units)."""
-    units = x.reshape(len(x), -1, width)
-    largest = np.abs(units).max(axis=2)
-    factor = np.where(largest > 0, np.float32(127) / np.maximum(largest, 1e-30), np.float32(0))
-    codes = np.rint(units * factor[:, :, None].astype(np.float32)).astype(np.int64)
-    return codes, largest / np.float32(127)
+    case = pack_case(random_part("w", TYPES[kind], n, k), gated=gated)
+    assert case.kind == kind
+    return case
 
 
 def stated(case: Case, x: F32, fused: bool) -> F32:
@@ -137,14 +71,6 @@ def stated(case: Case, x: F32, fused: bool) -> F32:
         for a, b in terms:
             total = fma(a[:, :, u], b[:, :, u], total, fused)
     return total + case.bias
-
-
-def fma(a: F32, b: F32, c: F32, fused: bool) -> F32:
-    """a * b + c, rounded once or twice."""
-    if not fused:
-        return a * b + c
-    total: F32 = (a.astype(np.float64) * b + c).astype(np.float32)
-    return total
 
 
 def _terms(
@@ -273,16 +199,7 @@ def test_only_the_rounding_of_activations_is_lost(isa: Isa, run_op: RunOp, kind:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_bits_of_a_row_do_not_depend_on_the_batch(isa: Isa, run_op: RunOp, kind: str) -> None:
-    n, k = 70, 1280
-    case, x = make_case(kind, n, k), inputs(MAX_ROWS, k)
-    alone = np.concatenate([case.run(run_op, isa, x[i : i + 1], threads=1) for i in range(70)])
-    random = np.random.default_rng(n)
-    for rows in (*range(1, 15), *random.integers(15, 71, 8)):
-        first = int(random.integers(0, 71 - rows))
-        threads = int(random.choice([1, 2, 5]))
-        got = case.run(run_op, isa, np.ascontiguousarray(x[first : first + rows]), threads=threads)
-        np.testing.assert_array_equal(got, alone[first : first + rows], err_msg=f"{rows} rows")
-    np.testing.assert_array_equal(case.run(run_op, isa, x)[:70], alone)
+    check_batches(make_case(kind, 70, 1280), run_op, isa)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -290,15 +207,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(isa: Isa, run_op: RunOp, kind:
 def test_a_fused_gate_gives_the_bits_of_two_ops(
     isa: Isa, run_op: RunOp, kind: str, features: int
 ) -> None:
-    case, x = make_case(kind, 2 * features, 512, gated=True), inputs(5, 512)
-    gate_up = make_case(kind, 2 * features, 512).run(run_op, isa, x)
-    np.testing.assert_array_equal(case.run(run_op, isa, x), gate_up)
-    apart = np.empty((5, features), np.float32)
-    arguments = VxElementwise(
-        x=gate_up.ctypes.data, y=apart.ctypes.data, width=features, activation=ACTIVATIONS["silu"]
-    )
-    run_op(isa, "gated_act", arguments, VxStep(T=5), 2)
-    np.testing.assert_array_equal(case.run(run_op, isa, x, activation="silu"), apart)
+    check_gate(random_part("w", TYPES[kind], 2 * features, 512), run_op, isa)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -316,12 +225,10 @@ def test_logit_rows_and_broken_rows(isa: Isa, run_op: RunOp, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_embedding_reads_rows_out_of_the_packed_table(isa: Isa, run_op: RunOp, kind: str) -> None:
-    case = make_case(kind, 50, 512)
+    part = random_part("w", TYPES[kind], 50, 512)
     ids = np.array([0, 49, 16, 1, 15, 50], np.int32)
-    y = np.zeros((len(ids), 512), np.float32)
-    step = VxStep(T=len(ids), tokens=ids.ctypes.data)
-    run_op(isa, "embedding", VxEmbedding(case.matrix.struct(), y.ctypes.data), step, 2)
-    np.testing.assert_array_equal(y[:5], case.part.dequantize()[ids[:5]])
+    y = embedding_rows(part, run_op, isa, ids)
+    np.testing.assert_array_equal(y[:5], part.dequantize()[ids[:5]])
     assert np.isnan(y[5]).all()
 
 
@@ -331,13 +238,7 @@ def test_every_exponent_of_mxfp4(isa: Isa, run_op: RunOp) -> None:
     blocks = random.integers(0, 256, (256, 17)).astype(np.uint8)
     blocks[:, 0] = np.arange(256)
     part = weight_part("w", TYPES["MXFP4"], (256, 32), blocks.reshape(-1))
-    spec = WeightSpec("w", "embedding", (PartSpec("w", 256),), 32)
-    source = Source({"w": part})
-    shapes = matrix_shapes([spec], "bf16", (), source)
-    loaded = load_weights([spec], {}, source, shapes, num_threads=1, progress=False)
-    ids, y = np.arange(256, dtype=np.int32), np.zeros((256, 32), np.float32)
-    arguments = VxEmbedding(loaded.matrices["w"].struct(), y.ctypes.data)
-    run_op(isa, "embedding", arguments, VxStep(T=256, tokens=ids.ctypes.data), 1)
+    y = embedding_rows(part, run_op, isa, np.arange(256, dtype=np.int32))
     np.testing.assert_array_equal(y, part.dequantize())
 
 

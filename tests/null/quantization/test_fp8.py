@@ -45,6 +45,7 @@ def test_blocks(tmp_path: Path, rows: int, cols: int, block: tuple[int, int], dt
     assert part.layout.options == {
         "strategy": "block", "block_rows": block[0], "block_cols": block[1],
         "activations": "dynamic", "activation_bits": 8, "activation_strategy": "group",
+        "dtype": "f8e4m3",
     }  # fmt: skip
     assert part.buffers["weight"].dtype == "f8e4m3"
     expected = statement.fp8(weight.view(np.uint8), grid.astype(np.float32), block)

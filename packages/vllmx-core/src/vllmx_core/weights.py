@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.coded import CodedRows
 from vllmx_core.plan import F32
 
 DType = Literal[
@@ -141,6 +142,10 @@ class WeightPart:
     decode: Callable[[WeightPart, int, int], F32] | None = None
     """decode(part, begin, end) turns these rows of a layout other than `DENSE` into float32; the
     format or quantisation sets it."""
+    coded: Callable[[WeightPart, int, int], CodedRows] | None = None
+    """coded(part, begin, end) gives these rows as integers; set where the layout's weights are
+    such, and its `bits` and `group_size` are those of the integers then. Where input features are
+    not in the order of their groups, the buffer "g_idx" has the group of each."""
     cut: Callable[[int, int], WeightPart] | None = None
     """Set by `made_part`: makes these rows of a part that the source does not hold as it is."""
 
@@ -154,6 +159,11 @@ class WeightPart:
         if self.decode is not None:
             return self.decode(self, begin, end)
         return self.buffers["weight"].rows(begin, end).to_f32()
+
+    def coded_rows(self, begin: int, end: int) -> CodedRows:
+        """Rows from `begin` to before `end` of a part that has `coded`."""
+        assert self.coded is not None, f"{self.layout.kind} has no integers"
+        return self.coded(self, begin, end)
 
     def rows(self, begin: int, end: int) -> WeightPart:
         """Rows from `begin` to before `end` as a part of their own, for layouts whose buffers have
@@ -176,12 +186,23 @@ class WeightPart:
 
 
 def made_part(
-    name: str, shape: tuple[int, ...], layout: QuantLayout, make: Callable[[int, int], WeightPart]
+    name: str,
+    shape: tuple[int, ...],
+    layout: QuantLayout,
+    make: Callable[[int, int], WeightPart],
+    *,
+    coded: bool = False,
 ) -> WeightPart:
     """A part whose rows are made when they are asked for: make(begin, end) gives them, of this
-    layout, with buffers as `WeightPart.rows` wants them. Whoever reads `buffers` has all rows made
-    at once; `rows` and `dequantize` keep nothing."""
-    return WeightPart(name, shape, layout, _MadeBuffers(make, shape[0]), cut=make)
+    layout, with buffers as `WeightPart.rows` wants them, and with `coded` where this says so.
+    Whoever reads `buffers` has all rows made at once; `rows`, `coded_rows` and `dequantize` keep
+    nothing."""
+
+    def made_codes(_: WeightPart, begin: int, end: int) -> CodedRows:
+        return make(begin, end).coded_rows(0, end - begin)
+
+    buffers = _MadeBuffers(make, shape[0])
+    return WeightPart(name, shape, layout, buffers, None, made_codes if coded else None, make)
 
 
 class _MadeBuffers(Mapping[str, RawTensor]):

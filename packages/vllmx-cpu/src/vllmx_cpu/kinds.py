@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from vllmx_core.weights import WeightSource, WeightSpec
+import numpy as np
+from vllmx_core.plan import I32, AnyArray
+from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
 
-from vllmx_cpu.structs import BLOCK_KINDS
+from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
 
-def block_kind(spec: WeightSpec, source: WeightSource) -> str | None:
-    """The GGUF type that all parts have in common, if the kernels multiply it."""
-    kinds = {_part_kind(source, part.name) for part in spec.parts}
-    return kinds.pop() if len(kinds) == 1 and spec.offset == 0.0 else None
+@dataclass(frozen=True, slots=True)
+class NativeKind:
+    """How the kernels hold a part."""
+
+    name: str
+    order: bytes = b""
+    """`column_order`; what is multiplied together must agree in it."""
+
+
+def native_kind(spec: WeightSpec, source: WeightSource) -> str | None:
+    """The kind that all parts have in common, if the kernels multiply it."""
+    kinds = {_part_kind(source.part(part.name)) for part in spec.parts}
+    kind = kinds.pop()
+    if kinds or kind is None or spec.offset != 0.0 or (kind.order and spec.kind != "linear"):
+        return None
+    return kind.name
 
 
 def segments(
@@ -24,7 +38,7 @@ def segments(
     several, one below the other, each of one type; any other spec as it is."""
     if spec.kind != "linear" or spec.name in gated:
         return (spec,)
-    runs = [tuple(run) for _, run in groupby(spec.parts, lambda p: _part_kind(source, p.name))]
+    runs = [tuple(run) for _, run in groupby(spec.parts, lambda p: _part_kind(source.part(p.name)))]
     if len(runs) == 1:
         return (spec,)
     return tuple(
@@ -32,7 +46,45 @@ def segments(
     )
 
 
-def _part_kind(source: WeightSource, name: str) -> str | None:
-    layout = source.part(name).layout
-    kind = str(layout.options.get("type")) if layout.kind == "gguf" else None
-    return kind if kind in BLOCK_KINDS else None
+def column_order(part: WeightPart) -> I32 | None:
+    """(cols,) input features sorted by the group that they belong to; None where they are."""
+    group_of = _group_index(part)
+    if group_of is None or (np.diff(group_of) >= 0).all():
+        return None
+    return np.argsort(group_of, kind="stable").astype(np.int32)
+
+
+def _group_index(part: WeightPart) -> AnyArray | None:
+    # the option first: the buffers of a part that is made are made by looking
+    if not part.layout.options.get("act_order") or "g_idx" not in part.buffers:
+        return None
+    return np.asarray(part.buffers["g_idx"].view())
+
+
+def _part_kind(part: WeightPart) -> NativeKind | None:
+    layout = part.layout
+    if layout.kind == "gguf":
+        name = str(layout.options["type"])
+        return NativeKind(name) if name in BLOCK_KINDS else None
+    if part.coded is not None:
+        return _affine_kind(part)
+    if layout.kind == "fp8" and layout.options.get("dtype", "f8e4m3") == "f8e4m3":
+        in_units = layout.options["strategy"] != "block"
+        in_units = in_units or int(layout.options["block_cols"]) % FLOAT8_COLS == 0
+        return NativeKind(FLOAT8_KIND) if in_units else None
+    return None
+
+
+def _affine_kind(part: WeightPart) -> NativeKind | None:
+    """With the widest unit of columns that no group ends in the middle of."""
+    cols = part.shape[1]
+    group_of = _group_index(part)
+    if group_of is None:
+        group_of = np.arange(cols) // (part.layout.group_size or cols)
+    ends = np.cumsum(np.bincount(group_of))[:-1]
+    width = next((width for width in (128, 64, 32) if not (ends % width).any()), None)
+    if width is None or part.layout.bits > 8:
+        return None
+    order = column_order(part)
+    bits = 4 if part.layout.bits <= 4 else 8
+    return NativeKind(AFFINE_KINDS[bits, width], b"" if order is None else order.tobytes())

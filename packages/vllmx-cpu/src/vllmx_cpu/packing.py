@@ -11,14 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.plan import F32, AnyArray
+from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.weight_map import checked
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
-from vllmx_cpu.kinds import block_kind
+from vllmx_cpu.coded import affine_rows, float8_rows
+from vllmx_cpu.kinds import column_order, native_kind
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
-from vllmx_cpu.structs import BLOCK_KINDS, VX_DTYPES, WEIGHT_KINDS, VxWeight
+from vllmx_cpu.structs import (
+    BLOCK_KINDS,
+    CODED_KINDS,
+    FLOAT8_KIND,
+    VX_DTYPES,
+    WEIGHT_KINDS,
+    VxWeight,
+)
 
 logger = logging.getLogger("vllmx.cpu")
 
@@ -63,13 +71,15 @@ class PackedMatrix:
     shape: MatrixShape
     data: Bytes
     bias: F32 | None  # (tiles * 32,) in packed order
+    columns: I32 | None = None  # (cols,) input feature of each packed column; None: in order
 
     def struct(self) -> VxWeight:
         bias = None if self.bias is None else self.bias.ctypes.data
+        columns = None if self.columns is None else self.columns.ctypes.data
         shape = self.shape
         return VxWeight(
             self.data.ctypes.data, bias, WEIGHT_KINDS[shape.kind], shape.rows, shape.cols,
-            shape.tiles, int(shape.gated),
+            shape.tiles, int(shape.gated), columns,
         )  # fmt: skip
 
 
@@ -98,7 +108,7 @@ def matrix_shapes(
         spec.name: MatrixShape(
             spec.rows,
             spec.cols,
-            (None if source is None else block_kind(spec, source)) or kind,
+            (None if source is None else native_kind(spec, source)) or kind,
             spec.name in gated,
         )
         for spec in specs
@@ -141,7 +151,14 @@ def load_weights(
         shape = shapes[spec.name]
         key = tie_key(spec, shape)
         if key not in tied:
-            tied[key] = PackedMatrix(shape, allocate(shape.num_bytes), _bias(spec, source, shape))
+            tied[key] = PackedMatrix(
+                shape,
+                allocate(shape.num_bytes),
+                _bias(spec, source, shape),
+                column_order(source.part(spec.parts[0].name))
+                if shape.kind in CODED_KINDS
+                else None,
+            )
             jobs += _matrix_jobs(spec, source, tied[key], decoded)
         matrices[spec.name] = tied[key]
     _log_decoded(decoded)
@@ -181,7 +198,7 @@ def _matrix_jobs(
     first = 0
     for part_spec in spec.parts:
         part = checked(source.part(part_spec.name), (part_spec.rows, spec.cols))
-        if part.layout != DENSE and matrix.shape.kind not in BLOCK_KINDS:
+        if part.layout != DENSE and matrix.shape.kind in VX_DTYPES:
             decoded.append((part, matrix.shape.kind))
         begin = 0
         while begin < part_spec.rows:
@@ -210,6 +227,18 @@ def _piece(
         )  # fmt: skip
         piece.drop_pages()
 
+    def pack_coded() -> None:
+        if shape.kind == FLOAT8_KIND:
+            rows = float8_rows(part, begin, end)
+        else:
+            rows = affine_rows(part, shape.kind, begin, end)
+        library().vx_pack_coded(
+            matrix.data.ctypes.data, CODED_KINDS[shape.kind], shape.cols, features,
+            rows.codes.ctypes.data, rows.scales.ctypes.data,
+            None if rows.zeros is None else rows.zeros.ctypes.data, first + begin, end - begin,
+        )  # fmt: skip
+        part.drop_pages()
+
     def pack() -> None:
         piece, values, kind = _values(part, offset, begin, end)
         library().vx_pack_rows(
@@ -218,6 +247,8 @@ def _piece(
         )  # fmt: skip
         piece.drop_pages()
 
+    if shape.kind in CODED_KINDS:
+        return pack_coded
     return pack_blocks if shape.kind in BLOCK_KINDS else pack
 
 

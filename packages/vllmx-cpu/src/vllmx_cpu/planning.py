@@ -103,9 +103,10 @@ def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
 
 
 def _panel_bytes(nodes: Sequence[Node], max_rows: Mapping[Rows, int]) -> int:
+    """Four bytes a column and fewer, in whole units."""
     linears = [node for node in nodes if node.op == "linear"]
     return max(
-        (max_rows[node.writes[0].rows] * max(node.reads[0].width + 1, 16) * 4 for node in linears),
+        (max_rows[n.writes[0].rows] * (n.reads[0].width // 256 + 1) * 1024 for n in linears),
         default=0,
     )
 

@@ -12,7 +12,17 @@ BLOCK_KINDS = {
     "Q2_K": 24, "Q3_K": 25, "IQ4_NL": 26, "IQ4_XS": 27, "MXFP4": 28,
 }  # fmt: skip
 """GGUF types that are multiplied as they are."""
-WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS
+AFFINE_KINDS = {
+    (4, 32): "affine4_32", (4, 64): "affine4_64", (4, 128): "affine4_128",
+    (8, 32): "affine8_32", (8, 64): "affine8_64", (8, 128): "affine8_128",
+}  # fmt: skip
+"""(bits, columns that share a scale and a zero) -> kind."""
+FLOAT8_KIND, FLOAT8_COLS = "float8", 128
+CODED_KINDS = {kind: 32 + index for index, kind in enumerate(AFFINE_KINDS.values())} | {
+    FLOAT8_KIND: 40
+}
+"""Kinds of one code a weight, with scales beside them."""
+WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS | CODED_KINDS
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 NO_ACTIVATION = -1
 
@@ -49,7 +59,7 @@ class VxWeight(Structure):
 
     _fields_ = [
         ("data", c_void_p), ("bias", c_void_p), ("kind", c_int32), ("rows", c_int32),
-        ("cols", c_int32), ("tiles", c_int32), ("gated", c_int32),
+        ("cols", c_int32), ("tiles", c_int32), ("gated", c_int32), ("columns", c_void_p),
     ]  # fmt: skip
 
 

@@ -85,7 +85,8 @@ class InSituSource:
         encoding = self._encodings.get(name)
         if encoding is None:
             return part
-        return made_part(name, part.shape, encoding.layout, partial(_make, part, encoding))
+        layout, make = encoding.layout, partial(_make, part, encoding)
+        return made_part(name, part.shape, layout, make, coded=layout.kind == "int8")
 
     def close(self) -> None:
         """Closes the source below."""

@@ -1,25 +1,38 @@
-// Weights in GGUF's block types, multiplied as they are with activations rounded to int8.
+// Quantised weights, multiplied as they are: the kernel of each format, and the loop around it.
 //
 // A block of 16 rows holds its codes so that a vector is 16 rows of four bytes, one quad of columns;
-// `units` are 32 columns (one scale a row) or 256 (K types). block_layout.h has the offsets of each
-// format, pack_blocks.cpp fills them. Every instruction set repeats the exact integer sums of the codes.
+// `units` are the columns that share a scale (K types: 256). block_layout.h has the offsets of each
+// format, pack_blocks.cpp and pack_coded.cpp fill them. Where activations are rounded to int8, every
+// instruction set repeats the exact integer sums of the codes.
 #pragma once
+#include "affine_blocks.h"
+#include "float8_blocks.h"
 #include "scaled_blocks.h"
 #include "super_blocks.h"
 
 namespace vx {
 namespace VX_ISA {
 
-template <class Format, int UNIT_COLS>
-struct KindFor {
+template <class Format, layout::Family FAMILY>
+struct KindFor;
+template <class Format>
+struct KindFor<Format, layout::SCALED> {
   typedef ScaledBlocks<Format> type;
 };
 template <class Format>
-struct KindFor<Format, 256> {
+struct KindFor<Format, layout::SUPER> {
   typedef SuperBlocks<Format> type;
 };
 template <class Format>
-using BlockKind = typename KindFor<Format, Format::UNIT_COLS>::type;
+struct KindFor<Format, layout::AFFINE> {
+  typedef AffineBlocks<Format> type;
+};
+template <class Format>
+struct KindFor<Format, layout::FLOAT8> {
+  typedef Float8Blocks type;
+};
+template <class Format>
+using BlockKind = typename KindFor<Format, Format::FAMILY>::type;
 
 // NR = MICRO_BLOCKS blocks of 16 rows times MB tokens, one block after the other; as `micro`.
 template <class Kind, int NR, int MB>

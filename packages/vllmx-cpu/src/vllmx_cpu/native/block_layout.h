@@ -43,6 +43,8 @@ struct Codes {
   }
 };
 
+// Which kernel multiplies a format.
+enum Family { SCALED, SUPER, AFFINE, FLOAT8 };
 // What is taken off a code: a constant, or a float16 minimum that is added to the product.
 enum Offset { CONSTANT, MINIMUM };
 enum ScaleType { SCALE_F16, SCALE_BF16 };
@@ -55,9 +57,10 @@ struct Scaled {
     UNIT_COLS = 32, BITS = BITS_, ZERO = ZERO_, TABLE = 0, CODE_BYTES = Codes<BITS>::BYTES,
     TAIL_BYTES = OFFSET_ == MINIMUM ? 64 : 32, UNIT_BYTES = CODE_BYTES + TAIL_BYTES,
   };
+  static constexpr Family FAMILY = SCALED;
   static constexpr Offset OFFSET = OFFSET_;
   static constexpr ScaleType SCALE = SCALE_;
-  static size_t codes(int32_t u) { return (size_t)u * CODE_BYTES; }
+  static size_t codes(int32_t u, int = 0) { return (size_t)u * CODE_BYTES; }
   static size_t scale(int32_t u, int32_t units) {
     return (size_t)units * CODE_BYTES + (size_t)u * TAIL_BYTES;
   }
@@ -75,9 +78,37 @@ struct Super {
     SCALES = 8 * Codes<BITS>::BYTES, MINIMA = SCALES + 16 * GROUPS,
     SCALE = MINIMA + (OFFSET_ == MINIMUM ? 16 * GROUPS : 0), UNIT_BYTES = SCALE + 64,
   };
+  static constexpr Family FAMILY = SUPER;
   static constexpr Offset OFFSET = OFFSET_;
   static size_t codes(int g) { return (size_t)g * Codes<BITS>::BYTES; }
   static size_t group(int g) { return (size_t)(g / 4) * 64; }  // byte g % 4 of each lane
+};
+
+// (code - zero) * scale with both for each unit of a row, as GPTQ, AWQ and int8 have them: the codes
+// of all units | their scales, float32 x 16 | their zeros, int16 x 16.
+template <int BITS_, int COLS>
+struct Affine {
+  enum {
+    UNIT_COLS = COLS, BITS = BITS_, TABLE = 0, CODE_BYTES = COLS / 32 * Codes<BITS>::BYTES,
+    UNIT_BYTES = CODE_BYTES + 64 + 32,
+  };
+  static constexpr Family FAMILY = AFFINE;
+  static size_t codes(int32_t u, int g) { return (size_t)u * CODE_BYTES + (size_t)(g * Codes<BITS>::BYTES); }
+  static size_t scale(int32_t u, int32_t units) { return (size_t)units * CODE_BYTES + (size_t)u * 64; }
+  static size_t zero(int32_t u, int32_t units) {
+    return (size_t)units * (CODE_BYTES + 64) + (size_t)u * 32;
+  }
+};
+
+// e4m3 with a float32 scale for each unit of a row: the codes of all units | their scales.
+struct Float8 {
+  enum {
+    UNIT_COLS = 128, BITS = 8, TABLE = 0, CODE_BYTES = 4 * Codes<BITS>::BYTES,
+    UNIT_BYTES = CODE_BYTES + 64,
+  };
+  static constexpr Family FAMILY = FLOAT8;
+  static size_t codes(int32_t u, int g) { return (size_t)u * CODE_BYTES + (size_t)(g * Codes<BITS>::BYTES); }
+  static size_t scale(int32_t u, int32_t units) { return (size_t)units * CODE_BYTES + (size_t)u * 64; }
 };
 
 // --- the formats ------------------------------------------------------------------------------------
@@ -127,18 +158,39 @@ static inline Result visit_format(int32_t kind, Result otherwise, Visit visit) {
     case VX_IQ4_NL: return visit(IQ4_NL());
     case VX_IQ4_XS: return visit(IQ4_XS());
     case VX_MXFP4: return visit(MXFP4());
+    case VX_AFFINE4_32: return visit(Affine<4, 32>());
+    case VX_AFFINE4_64: return visit(Affine<4, 64>());
+    case VX_AFFINE4_128: return visit(Affine<4, 128>());
+    case VX_AFFINE8_32: return visit(Affine<8, 32>());
+    case VX_AFFINE8_64: return visit(Affine<8, 64>());
+    case VX_AFFINE8_128: return visit(Affine<8, 128>());
+    case VX_FLOAT8: return visit(Float8());
   }
   return otherwise;
 }
 
-// Bytes of a unit of 16 rows, and its columns; 0 for a kind that is not quantised.
-static inline size_t unit_bytes(int32_t kind) {
-  return visit_format(kind, (size_t)0, [](auto format) { return (size_t)decltype(format)::UNIT_BYTES; });
-}
-static inline int32_t unit_cols(int32_t kind) {
-  return visit_format(kind, 0, [](auto format) {
-    return (int32_t)decltype(format)::UNIT_COLS;
+// Bytes of a block of 16 rows, and the units in each of its rows; the last unit may be wider than what
+// is left of the row. 0 for a kind that is not quantised.
+static inline int32_t units_of(int32_t kind, int32_t cols) {
+  return visit_format(kind, 0, [=](auto format) {
+    const int32_t width = decltype(format)::UNIT_COLS;
+    return (cols + width - 1) / width;
   });
+}
+static inline size_t block_bytes(int32_t kind, int32_t cols) {
+  return visit_format(kind, (size_t)0, [=](auto format) {
+    return (size_t)units_of(kind, cols) * decltype(format)::UNIT_BYTES;
+  });
+}
+
+// Where row r of a packed matrix lies: its block, and its lane there. A gated matrix has `features`
+// gate rows and as many up rows (linear.cpp tells how they alternate); 0: not gated.
+struct Place {
+  int32_t block, lane;
+};
+static inline Place place_of(int32_t r, int32_t features) {
+  const int32_t half = features > 0 && r >= features, local = r - half * features;
+  return {features > 0 ? local / 16 * 2 + half : r / 16, local % 16};
 }
 
 }  // namespace layout

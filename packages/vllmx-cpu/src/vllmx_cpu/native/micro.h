@@ -23,7 +23,7 @@ enum { MICRO_BLOCKS = 1, MICRO_TOKENS = 2 };   // 8 + 4 + 1 of 16
 #endif
 
 struct WeightF32 {
-  enum { INT8 = 0, UNIT_BYTES = 64, UNIT_COLS = 1, PANEL_BYTES = 4 };
+  enum { QUANTISED = 0, UNIT_BYTES = 64, UNIT_COLS = 1, PANEL_BYTES = 4 };
   struct Loaded { F32x16 w; };
   VX_INLINE Loaded load_unit(const uint8_t* p) { return {load((const float*)p)}; }
   VX_INLINE F32x16 multiply(F32x16 acc, Loaded v, const uint8_t* x) {
@@ -32,7 +32,7 @@ struct WeightF32 {
 };
 
 struct WeightF16 {
-  enum { INT8 = 0, UNIT_BYTES = 32, UNIT_COLS = 1, PANEL_BYTES = 4 };
+  enum { QUANTISED = 0, UNIT_BYTES = 32, UNIT_COLS = 1, PANEL_BYTES = 4 };
   struct Loaded { F32x16 w; };
   VX_INLINE Loaded load_unit(const uint8_t* p) { return {load_f16((const uint16_t*)p)}; }
   VX_INLINE F32x16 multiply(F32x16 acc, Loaded v, const uint8_t* x) {
@@ -44,14 +44,14 @@ struct WeightF16 {
 // they stay float32, which costs no more there.
 struct WeightBf16 {
 #if defined(__AVX512BF16__)
-  enum { INT8 = 0, UNIT_BYTES = 64, UNIT_COLS = 2, PANEL_BYTES = 4 };
+  enum { QUANTISED = 0, UNIT_BYTES = 64, UNIT_COLS = 2, PANEL_BYTES = 4 };
   struct Loaded { U32x16 w; };
   VX_INLINE Loaded load_unit(const uint8_t* p) { return {load_u32(p)}; }
   VX_INLINE F32x16 multiply(F32x16 acc, Loaded v, const uint8_t* x) {
     return dot_bf16(acc, v.w, splat_u32(*(const uint32_t*)x));
   }
 #else
-  enum { INT8 = 0, UNIT_BYTES = 64, UNIT_COLS = 2, PANEL_BYTES = 8 };
+  enum { QUANTISED = 0, UNIT_BYTES = 64, UNIT_COLS = 2, PANEL_BYTES = 8 };
   struct Loaded { F32x16 even, odd; };
   VX_INLINE Loaded load_unit(const uint8_t* p) {
     U32x16 pair = load_u32(p);
@@ -105,7 +105,7 @@ VX_INLINE Micro micro_for(int tokens) {
   if constexpr (MB < MICRO_TOKENS) {
     if (tokens > MB) return micro_for<Kind, MB + 1>(tokens);
   }
-  if constexpr (Kind::INT8)
+  if constexpr (Kind::QUANTISED)
     return micro_blocks<Kind, MICRO_BLOCKS, MB>;
   else
     return micro<Kind, MICRO_BLOCKS, MB>;

@@ -5,10 +5,13 @@
 
 enum VxActivation : int32_t { VX_NONE = -1, VX_SILU = 0, VX_GELU = 1, VX_GELU_TANH = 2, VX_RELU = 3 };
 
-// Quantised weights of a GGUF file, beside the VxDType kinds; block_layout.h.
+// Quantised weights, beside the VxDType kinds; block_layout.h. After GGUF's types: (code - zero) * scale
+// with 4 or 8 bits and both for 32, 64 or 128 columns; float8 e4m3.
 enum VxBlockKind : int32_t {
   VX_Q4_0 = 16, VX_Q8_0 = 17, VX_Q4_K = 18, VX_Q5_K = 19, VX_Q6_K = 20, VX_Q4_1 = 21, VX_Q5_0 = 22,
   VX_Q5_1 = 23, VX_Q2_K = 24, VX_Q3_K = 25, VX_IQ4_NL = 26, VX_IQ4_XS = 27, VX_MXFP4 = 28,
+  VX_AFFINE4_32 = 32, VX_AFFINE4_64 = 33, VX_AFFINE4_128 = 34, VX_AFFINE8_32 = 35, VX_AFFINE8_64 = 36,
+  VX_AFFINE8_128 = 37, VX_FLOAT8 = 40,
 };
 
 // A packed matrix: tiles of 32 output rows, each two blocks of 16 rows; see linear.cpp.
@@ -19,6 +22,7 @@ struct VxWeight {
   int32_t rows, cols;     // N output features, K input features
   int32_t tiles;
   int32_t gated;          // 1: tile j holds gate rows 16j ... and up rows 16j ... (rows = 2F)
+  const int32_t* columns; // (K) input feature of each packed column, or null: in order
 };
 
 // y = x W^T + bias for T rows of x, or for the L logit rows. With `activation`, W is gated and

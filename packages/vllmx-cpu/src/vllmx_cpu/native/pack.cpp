@@ -48,7 +48,7 @@ void copy_words(const uint16_t* row, uint16_t* block, int32_t kind, int32_t cols
 // Bytes of a packed matrix of `tiles` tiles.
 VX_API size_t vx_packed_bytes(int32_t tiles, int32_t cols, int32_t kind) {
   if (kind >= VX_Q4_0)
-    return (size_t)tiles * 2 * (size_t)(cols / vx::layout::unit_cols(kind)) * vx::layout::unit_bytes(kind);
+    return (size_t)tiles * 2 * vx::layout::block_bytes(kind, cols);
   const size_t units = kind == VX_BF16 ? ((size_t)cols + 1) / 2 * 2 : (size_t)cols;
   return (size_t)tiles * 32 * units * (kind == VX_F32 ? 4 : 2);
 }
@@ -63,17 +63,16 @@ VX_API void vx_pack_rows(void* packed, int32_t kind, int32_t cols, int32_t featu
   const size_t block_bytes = units * 16 * (kind == VX_F32 ? 4 : 2);
   const size_t row_bytes = (size_t)cols * (source_kind == VX_F32 ? 4 : 2);
   for (int32_t i = 0; i < count; ++i) {
-    const int32_t r = first + i, half = features > 0 && r >= features, local = r - half * features;
-    const int32_t block = features > 0 ? local / 16 * 2 + half : r / 16;
-    uint8_t* out = (uint8_t*)packed + (size_t)block * block_bytes;
+    const vx::layout::Place place = vx::layout::place_of(first + i, features);
+    uint8_t* out = (uint8_t*)packed + (size_t)place.block * block_bytes;
     const uint8_t* row = (const uint8_t*)source + (size_t)i * row_bytes;
     if (kind == source_kind && kind != VX_F32) {
-      copy_words((const uint16_t*)row, (uint16_t*)out, kind, cols, local % 16);
+      copy_words((const uint16_t*)row, (uint16_t*)out, kind, cols, place.lane);
       continue;
     }
     for (int32_t k = 0; k < cols; k += 16) {
       const int32_t n = cols - k < 16 ? cols - k : 16;
-      write_lane(out, kind, k, n, local % 16, read_source(row, source_kind, k, n));
+      write_lane(out, kind, k, n, place.lane, read_source(row, source_kind, k, n));
     }
   }
 }

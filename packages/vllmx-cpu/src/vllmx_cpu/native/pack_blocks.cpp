@@ -161,14 +161,12 @@ Packer packer_of(int32_t kind) {
 VX_API void vx_pack_blocks(void* packed, int32_t kind, int32_t cols, int32_t features, const void* source,
                            int32_t first, int32_t count) {
   const Packer packer = packer_of(kind);
-  const int32_t units = cols / unit_cols(kind);
-  const size_t block_bytes = (size_t)units * unit_bytes(kind);
+  const int32_t units = units_of(kind, cols);
   const uint8_t* in = (const uint8_t*)source;
   for (int32_t i = 0; i < count; ++i) {
-    const int32_t r = first + i, half = features > 0 && r >= features, local = r - half * features;
-    const int32_t block = features > 0 ? local / 16 * 2 + half : r / 16;
-    uint8_t* out = (uint8_t*)packed + (size_t)block * block_bytes;
+    const Place place = place_of(first + i, features);
+    uint8_t* block = (uint8_t*)packed + (size_t)place.block * block_bytes(kind, cols);
     for (int32_t u = 0; u < units; ++u, in += packer.source_bytes)
-      packer.pack(in, out, u, units, local % 16);
+      packer.pack(in, block, u, units, place.lane);
   }
 }

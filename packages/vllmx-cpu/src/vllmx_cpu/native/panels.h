@@ -1,6 +1,6 @@
 // Activations as `linear` reads them: cut into panels of tokens, each [units][tokens], so that the inner
-// loop reads both operands from front to back, rounded to what the weights' kind multiplies. Few are packed by every thread for itself (no barrier); many are packed
-// together.
+// loop reads both operands from front to back, rounded to what the weights' kind multiplies. Few are
+// packed by every thread for itself (no barrier); many are packed together.
 #pragma once
 #include "ops.h"
 #include "simd.h"
@@ -21,12 +21,23 @@ VX_INLINE const float* activation_row(const VxLinear* a, const VxStep* step, int
   return a->x + (size_t)(a->logit_rows ? step->logit_rows[row] : row) * (size_t)a->w.cols;
 }
 
-// One token's activations into its column of a panel of `tokens` columns.
+// One token's activations into its column of a panel of `tokens` columns. A last unit that is wider
+// than what is left of the row is filled up with zeros.
 template <class Kind>
-static void pack_row(const float* x, int32_t cols, int32_t tokens, uint8_t* out) {
+static void pack_row(const VxWeight* w, const float* x, int32_t tokens, uint8_t* out) {
+  const int32_t cols = w->cols;
   const size_t stride = (size_t)tokens * Kind::PANEL_BYTES;
-  if constexpr (Kind::INT8) {
-    for (int32_t k = 0; k < cols; k += Kind::UNIT_COLS, out += stride) Kind::quantise_unit(x + k, out);
+  if constexpr (Kind::QUANTISED) {
+    for (int32_t k = 0; k < cols; k += Kind::UNIT_COLS, out += stride) {
+      if (!w->columns && cols - k >= Kind::UNIT_COLS) {
+        Kind::pack_unit(x + k, out);
+        continue;
+      }
+      float unit[Kind::UNIT_COLS];
+      for (int32_t i = 0; i < Kind::UNIT_COLS; ++i)
+        unit[i] = k + i >= cols ? 0.0f : x[w->columns ? w->columns[k + i] : k + i];
+      Kind::pack_unit(unit, out);
+    }
   } else if constexpr (Kind::UNIT_COLS == 32) {
     for (int32_t k = 0; k < cols; k += 32, out += stride) Kind::round_unit(x + k, cols - k, out);
   } else {
@@ -50,7 +61,7 @@ static void pack_panel(const VxLinear* a, const VxStep* step, Panels p, int32_t 
   const int32_t begin = p.begin(panel), tokens = p.begin(panel + 1) - begin;
   uint8_t* out = base + (size_t)begin * p.units * Kind::PANEL_BYTES;
   for (int32_t t = 0; t < tokens; ++t)
-    pack_row<Kind>(activation_row(a, step, begin + t), a->w.cols, tokens, out + t * Kind::PANEL_BYTES);
+    pack_row<Kind>(&a->w, activation_row(a, step, begin + t), tokens, out + t * Kind::PANEL_BYTES);
 }
 
 // The rows of this step as panels of `size` rows.

@@ -13,11 +13,11 @@ template <class Format>
 struct ScaledBlocks {
   static constexpr bool MINIMUM = Format::OFFSET == layout::MINIMUM;
   enum {
-    INT8 = 1, UNIT_COLS = 32, UNIT_BYTES = Format::UNIT_BYTES, QUADS = 8,
+    QUANTISED = 1, UNIT_COLS = 32, UNIT_BYTES = Format::UNIT_BYTES, QUADS = 8,
     PANEL_BYTES = QUADS + 8 * QUAD_BYTES,
   };
 
-  static void quantise_unit(const float* x, uint8_t* out) {
+  static void pack_unit(const float* x, uint8_t* out) {
     int32_t sums[2];
     const float scale = quantise<32>(x, out + QUADS, sums);
     const int32_t sum = sums[0] + sums[1], correction = -Format::ZERO * sum;
@@ -35,7 +35,7 @@ struct ScaledBlocks {
 
   // What the sum of products of codes and quads starts with, for the token's unit at x; and what the
   // whole sum adds to the row's accumulator.
-  VX_INLINE I32x16 start(const uint8_t* x) { return splat_i32(MINIMUM ? 0 : read_as<int32_t>(x + 4)); }
+  VX_INLINE I32x16 start(const uint8_t* x, Scales) { return splat_i32(MINIMUM ? 0 : read_as<int32_t>(x + 4)); }
   VX_INLINE F32x16 add(F32x16 acc, I32x16 sum, Scales s, const uint8_t* x) {
     acc = fma(s.scale * splat(read_as<float>(x)), to_f32(sum), acc);
     return MINIMUM ? fma(s.minimum, splat(read_as<float>(x + 4)), acc) : acc;
@@ -48,7 +48,7 @@ struct ScaledBlocks {
     load_codes<Format>(block + Format::codes(u), w);
 #pragma GCC unroll 16
     for (int t = 0; t < MB; ++t, x += PANEL_BYTES) {
-      I32x16 sum = start(x);
+      I32x16 sum = start(x, scales);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; ++j) sum = dot_bytes(sum, w[j], x + QUADS + j * QUAD_BYTES);
       acc[t] = add(acc[t], sum, scales, x);

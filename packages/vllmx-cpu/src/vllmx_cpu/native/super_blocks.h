@@ -20,12 +20,12 @@ template <class Format>
 struct SuperBlocks {
   static constexpr bool MINIMA = Format::OFFSET == layout::MINIMUM;
   enum {
-    INT8 = 1, UNIT_COLS = 256, UNIT_BYTES = Format::UNIT_BYTES, GROUPS = Format::GROUPS,
+    QUANTISED = 1, UNIT_COLS = 256, UNIT_BYTES = Format::UNIT_BYTES, GROUPS = Format::GROUPS,
     PER_32 = GROUPS / 8, QUADS = (4 + GROUPS * (MINIMA ? 2 : 4) + 63) / 64 * 64,
     PANEL_BYTES = QUADS + 64 * QUAD_BYTES,
   };
 
-  static void quantise_unit(const float* x, uint8_t* out) {
+  static void pack_unit(const float* x, uint8_t* out) {
     int32_t sums[16];
     const float scale = quantise<256>(x, out + QUADS, sums);
     __builtin_memcpy(out, &scale, 4);

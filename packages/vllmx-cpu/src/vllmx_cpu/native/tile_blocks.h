@@ -1,6 +1,6 @@
 // Quantised weights multiplied by AMX tiles, 16 output rows at a time. The codes of a span of units are
 // brought into the shape of tiles once, then all tokens pass by. The integer sums are those of
-// ScaledBlocks and SuperBlocks, and so are the floats: the bits are the same.
+// ScaledBlocks, AffineBlocks and SuperBlocks, and so are the floats: the bits are the same.
 #pragma once
 #include "block_kinds.h"
 #include "tiles.h"
@@ -16,19 +16,23 @@ VX_INLINE U32x16 subtract_words(U32x16 a, U32x16 b) {
 }
 VX_INLINE U32x16 shift_words(U32x16 v, int n) { return (U32x16)_mm512_srli_epi16((__m512i)v, n); }
 
-// Spans of 8 units of 32 columns; every unit is a tile of 8 steps whose sums leave the tile.
+// Units with one sum each, of 32 (or 64 or 128) columns, in spans of 256: a unit is a tile of 8 steps
+// (or one or two of 16) whose sums leave the tile.
 template <class Format>
-struct ScaledTiles : ScaledBlocks<Format> {
-  typedef ScaledBlocks<Format> Blocks;
-  enum { SPAN = 8, STEPS = 8, FROM_TOKENS = 9, UNPACKED_BYTES = SPAN * 512 };
+struct FlatTiles : BlockKind<Format> {
+  typedef BlockKind<Format> Blocks;
+  enum {
+    COLS = Format::UNIT_COLS, SPAN = 256 / COLS, STEPS = COLS == 32 ? 8 : 16, PER_UNIT = COLS / 4 / STEPS,
+    TILE_UNIT_BYTES = COLS * 16, UNPACKED_BYTES = SPAN * TILE_UNIT_BYTES, FROM_TOKENS = COLS == 32 ? 9 : 5,
+  };
 
   // The tiles of `count` units from u on, in `room` or where they are.
   VX_INLINE const uint8_t* unpack(const uint8_t* block, int32_t u, int32_t count, uint8_t* room) {
-    const uint8_t* codes = block + Format::codes(u);
+    const uint8_t* codes = block + Format::codes(u, 0);
     if (Format::BITS == 8) return codes;
-    for (int32_t i = 0; i < count; ++i) {
+    for (int32_t i = 0; i < count * (COLS / 32); ++i, codes += layout::Codes<Format::BITS>::BYTES) {
       U32x16 w[8];
-      load_codes<Format>(codes + Format::codes(i), w);
+      load_codes<Format>(codes, w);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; ++j) store_u32(room + i * 512 + j * 64, w[j]);
     }
@@ -38,22 +42,25 @@ struct ScaledTiles : ScaledBlocks<Format> {
   // c: [tokens][32] accumulators of 16 rows; sums: room for [TILE_TOKENS][16].
   static void multiply_span(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t count,
                             int32_t units, const uint8_t* x, int32_t tokens, float* c, int32_t* sums) {
-    for (int32_t i = 0; i < count; ++i, tiles += 512, x += (size_t)tokens * Blocks::PANEL_BYTES) {
+    for (int32_t i = 0; i < count; ++i, tiles += TILE_UNIT_BYTES, x += (size_t)tokens * Blocks::PANEL_BYTES) {
       const typename Blocks::Scales scales = Blocks::load_scales(block, u + i, units);
-      VX_TILE_LOAD(6, tiles, 64);
       VX_TILE_ZERO(0);
-      VX_TILE_LOAD(4, x + Blocks::QUADS, Blocks::PANEL_BYTES);
-      VX_TILE_DOT("tdpbsud", 0, 4, 6);
-      VX_TILE_STORE(0, sums, 64);
-      if (tokens > 16) {
-        VX_TILE_ZERO(2);
-        VX_TILE_LOAD(5, x + Blocks::QUADS + 16 * Blocks::PANEL_BYTES, Blocks::PANEL_BYTES);
+      if (tokens > 16) VX_TILE_ZERO(2);
+#pragma GCC unroll 2
+      for (int part = 0; part < PER_UNIT; ++part) {
+        const uint8_t* quads = x + Blocks::QUADS + part * 64;
+        VX_TILE_LOAD(6, tiles + part * TILE_BYTES, 64);
+        VX_TILE_LOAD(4, quads, Blocks::PANEL_BYTES);
+        VX_TILE_DOT("tdpbsud", 0, 4, 6);
+        if (tokens <= 16) continue;
+        VX_TILE_LOAD(5, quads + 16 * Blocks::PANEL_BYTES, Blocks::PANEL_BYTES);
         VX_TILE_DOT("tdpbsud", 2, 5, 6);
-        VX_TILE_STORE(2, sums + 256, 64);
       }
+      VX_TILE_STORE(0, sums, 64);
+      if (tokens > 16) VX_TILE_STORE(2, sums + 256, 64);
       for (int32_t t = 0; t < tokens; ++t) {
         const uint8_t* token = x + (size_t)t * Blocks::PANEL_BYTES;
-        const I32x16 sum = load_i32(sums + t * 16) + Blocks::start(token);
+        const I32x16 sum = load_i32(sums + t * 16) + Blocks::start(token, scales);
         store(c + t * 32, Blocks::add(load(c + t * 32), sum, scales, token));
       }
     }
@@ -157,16 +164,17 @@ struct SuperTiles : SuperBlocks<Format> {
   }
 };
 
-template <class Format, int UNIT_COLS>
+// FLOAT8 has none: a tile's sums are not those of the vector instruction.
+template <class Format, layout::Family FAMILY>
 struct TilesFor {
-  typedef ScaledTiles<Format> type;
+  typedef FlatTiles<Format> type;
 };
 template <class Format>
-struct TilesFor<Format, 256> {
+struct TilesFor<Format, layout::SUPER> {
   typedef SuperTiles<Format> type;
 };
 template <class Format>
-using BlockTiles = typename TilesFor<Format, Format::UNIT_COLS>::type;
+using BlockTiles = typename TilesFor<Format, Format::FAMILY>::type;
 
 }  // namespace VX_ISA
 }  // namespace vx

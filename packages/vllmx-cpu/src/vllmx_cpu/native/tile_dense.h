@@ -7,7 +7,7 @@ namespace vx {
 namespace VX_ISA {
 
 struct DenseTiles {
-  enum { INT8 = 0, UNIT_COLS = 32, PANEL_BYTES = 64, STEPS = 16 };
+  enum { QUANTISED = 0, UNIT_COLS = 32, PANEL_BYTES = 64, STEPS = 16 };
 
   // Up to 32 activations as bf16, padded with zeros.
   static void round_unit(const float* x, int32_t left, uint8_t* out) {

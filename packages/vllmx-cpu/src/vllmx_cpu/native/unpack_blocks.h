@@ -25,9 +25,13 @@ VX_INLINE float code_at(const uint8_t* p, int32_t lane, int k) {
     return (float)(code - Format::ZERO);
 }
 
-template <class Format, int UNIT_COLS>
-struct UnpackFor {
-  static void row(const uint8_t* block, int32_t lane, int32_t units, float* y) {
+// Row `lane` of a block of `units` units into y (cols).
+template <class Format, layout::Family FAMILY>
+struct UnpackFor;
+
+template <class Format>
+struct UnpackFor<Format, layout::SCALED> {
+  static void row(const uint8_t* block, int32_t lane, int32_t units, int32_t, float* y) {
     for (int32_t u = 0; u < units; ++u) {
       const uint8_t* scales = block + Format::scale(u, units) + lane * 2;
       uint16_t word;
@@ -44,8 +48,8 @@ struct UnpackFor {
 };
 
 template <class Format>
-struct UnpackFor<Format, 256> {
-  static void row(const uint8_t* block, int32_t lane, int32_t units, float* y) {
+struct UnpackFor<Format, layout::SUPER> {
+  static void row(const uint8_t* block, int32_t lane, int32_t units, int32_t, float* y) {
     for (int32_t u = 0; u < units; ++u, block += Format::UNIT_BYTES)
       for (int g = 0; g < Format::GROUPS; ++g) {
         const size_t at = Format::group(g) + (size_t)lane * 4 + (size_t)(g % 4);
@@ -68,13 +72,40 @@ struct UnpackFor<Format, 256> {
   }
 };
 
-// Row `row` of w into y (cols); w.kind is a VxBlockKind.
+template <class Format>
+struct UnpackFor<Format, layout::AFFINE> {
+  static void row(const uint8_t* block, int32_t lane, int32_t units, int32_t cols, float* y) {
+    for (int32_t k = 0; k < cols; ++k) {
+      const int32_t u = k / Format::UNIT_COLS, g = k % Format::UNIT_COLS / 32;
+      const uint8_t* codes = block + Format::codes(u, g) + lane * 4;
+      const int code = layout::Codes<Format::BITS>::read(codes, k % 32);
+      const float scale = ((const float*)(block + Format::scale(u, units)))[lane];
+      y[k] = (float)(code - ((const int16_t*)(block + Format::zero(u, units)))[lane]) * scale;
+    }
+  }
+};
+
+template <class Format>
+struct UnpackFor<Format, layout::FLOAT8> {
+  static void row(const uint8_t* block, int32_t lane, int32_t units, int32_t cols, float* y) {
+    for (int32_t k = 0; k < cols; ++k) {
+      const int32_t u = k / Format::UNIT_COLS, g = k % Format::UNIT_COLS / 32;
+      const int code = layout::Codes<8>::read(block + Format::codes(u, g) + lane * 4, k % 32);
+      const int exponent = code >> 3 & 15, mantissa = (code & 7) + (exponent ? 8 : 0);
+      const float scale = ((const float*)(block + Format::scale(u, units)))[lane];
+      const float power = bf16_to_float((uint16_t)((117 + (exponent ? exponent : 1)) << 7));  // 2^(e - 10)
+      y[k] = (float)(code & 128 ? -mantissa : mantissa) * power * scale;
+    }
+  }
+};
+
+// Row `row` of w into y (cols); w.kind is a VxBlockKind, its columns are in order.
 static void unpack_block_row(const VxWeight* w, int32_t row, float* y) {
-  const int32_t units = w->cols / layout::unit_cols(w->kind), lane = row % 16;
-  const size_t block_bytes = (size_t)units * layout::unit_bytes(w->kind);
-  const uint8_t* block = (const uint8_t*)w->data + (size_t)(row / 16) * block_bytes;
+  const int32_t units = layout::units_of(w->kind, w->cols), lane = row % 16, cols = w->cols;
+  const uint8_t* block = (const uint8_t*)w->data + (size_t)(row / 16) * layout::block_bytes(w->kind, cols);
   layout::visit_format(w->kind, 0, [=](auto format) {
-    UnpackFor<decltype(format), decltype(format)::UNIT_COLS>::row(block, lane, units, y);
+    typedef decltype(format) Format;
+    UnpackFor<Format, Format::FAMILY>::row(block, lane, units, cols, y);
     return 0;
   });
 }

@@ -9,7 +9,7 @@ are the file's tensors as they are, the layout says how to read them, `decode` g
 | awq | qweight, qzeros, scales | packing: gemm or gemv |
 | pack_int | weight, scale, zero_point, g_idx | symmetric, act_order |
 | int8 | weight, scale, zero_point | strategy, symmetric |
-| fp8 | weight, scale | strategy: tensor, channel or block; block_rows, block_cols |
+| fp8 | weight, scale | strategy: tensor, channel or block; block_rows, block_cols; dtype |
 | fp4 | weight, scale, global_scale | global_scale: none, multiply or divide |
 
 `input_scale` is there where activations have a static one; the options `activations` (none, static

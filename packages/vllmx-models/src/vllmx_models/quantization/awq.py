@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.plan import F32, AnyArray
+from vllmx_core.coded import CodedRows
 from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
 
-from vllmx_models.quantization.affine import decode_affine, group_map
+from vllmx_models.quantization.affine import decode_coded, group_map
 from vllmx_models.quantization.bits import U8, unpack
 from vllmx_models.quantization.options import FLOATS, QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
@@ -76,33 +76,26 @@ class AwqScheme:
             "scales": tensors.shaped(".scales", FLOATS, scales),
         }
         layout = QuantLayout("awq", BITS, group_size, {"packing": self._packing})
-        return WeightPart(name, (rows, cols), layout, buffers, decode)
+        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded)
 
 
-def decode(part: WeightPart, first: int, last: int) -> F32:
-    """(last - first, in) float32; the product of integer and scale is rounded once."""
-    rows, cols = part.shape
+def coded(part: WeightPart, first: int, last: int) -> CodedRows:
+    """`WeightPart.coded` of this layout."""
+    cols = part.shape[1]
     group_size = part.layout.group_size or cols
     groups = -(-cols // group_size)
     qweight = np.asarray(part.buffers["qweight"].view())
     qzeros = np.asarray(part.buffers["qzeros"].view())
     scales = part.buffers["scales"].to_f32()
+    group_of = group_map(cols, group_size)
     if part.layout.options["packing"] == "gemm":
-
-        def codes(begin: int, end: int) -> AnyArray:
-            word = begin // PER_WORD
-            unpacked = _gemm_unpack(qweight[:, word : -(-end // PER_WORD)]).T
-            return unpacked[begin - word * PER_WORD : end - word * PER_WORD]
-
-        zeros, scales = _gemm_unpack(qzeros).T, scales.T
-    else:
-
-        def codes(begin: int, end: int) -> AnyArray:
-            return unpack(qweight[begin:end], BITS, cols)
-
-        zeros, scales = unpack(qzeros, BITS, groups), scales[:, :groups]
-    span = (first, last, rows)
-    return decode_affine(codes, span, cols, scales, zeros, group_map(cols, group_size))
+        word, skipped = divmod(first, PER_WORD)
+        words = slice(word, -(-last // PER_WORD))
+        rows = slice(skipped, skipped + last - first)
+        codes, zeros = (_gemm_unpack(packed[:, words]).T[rows] for packed in (qweight, qzeros))
+        return CodedRows(codes, scales.T[first:last], zeros, group_of)
+    codes, zeros = unpack(qweight[first:last], BITS, cols), unpack(qzeros[first:last], BITS, groups)
+    return CodedRows(codes, scales[first:last, :groups], zeros, group_of)
 
 
 def _gemm_unpack(words: npt.NDArray[np.int32]) -> U8:

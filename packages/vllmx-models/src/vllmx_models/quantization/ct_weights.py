@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.plan import F32, AnyArray
+from vllmx_core.coded import CodedRows
+from vllmx_core.plan import AnyArray
 from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
 
-from vllmx_models.quantization.affine import decode_affine, group_map
+from vllmx_models.quantization.affine import decode_coded, group_map
 from vllmx_models.quantization.bits import packed_words, unpack
 from vllmx_models.quantization.matrices import Options, fp4_part, fp8_part, input_scale
 from vllmx_models.quantization.options import FLOATS, QuantReader
@@ -70,7 +71,7 @@ class WeightArgs:
         options = {**activations, "symmetric": self.symmetric, "act_order": g_idx is not None}
         group_size = self.group_size if self.strategy == "group" else cols
         layout = QuantLayout("pack_int", self.bits, group_size, options)
-        return WeightPart(name, (rows, cols), layout, buffers, decode_packed)
+        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded_packed)
 
     def _int8(self, name: str, tensors: ModuleTensors, activations: Options) -> WeightPart:
         weight = tensors.need(".weight", ("i8",), rank=2)
@@ -83,7 +84,7 @@ class WeightArgs:
         options = {**activations, "strategy": self.strategy, "symmetric": self.symmetric}
         group_size = self.group_size if self.strategy == "group" else cols
         layout = QuantLayout("int8", self.bits, group_size, options)
-        return WeightPart(name, (rows, cols), layout, buffers, decode_int8)
+        return WeightPart(name, (rows, cols), layout, buffers, decode_coded, coded_int8)
 
     def _fp4(self, name: str, tensors: ModuleTensors, activations: Options) -> WeightPart:
         packed = tensors.need(".weight_packed", ("u8",), rank=2)
@@ -122,42 +123,46 @@ class WeightArgs:
         return [(rows, groups)]
 
 
-def decode_packed(part: WeightPart, first: int, last: int) -> F32:
-    """(last - first, cols) float32; the product of integer and scale is rounded once."""
+def coded_packed(part: WeightPart, first: int, last: int) -> CodedRows:
+    """`WeightPart.coded` of layout "pack_int"."""
     rows, cols = part.shape
     bits, buffers = int(part.layout.bits), part.buffers
-    words = np.asarray(buffers["weight"].view())
-    scales = _matrix(buffers["scale"].to_f32())
     offset = 1 << (bits - 1)
-    zeros: AnyArray = np.full((1, scales.shape[1]), offset)
+    zeros: AnyArray = np.array([[offset]])
     if "zero_point" in buffers:
         stored = np.asarray(buffers["zero_point"].view())
         if buffers["zero_point"].dtype == "i32":
             zeros = unpack(stored.T, bits, rows).T
         else:
             zeros = _matrix(stored).astype(np.int32) + offset
-    g_idx = buffers["g_idx"].view() if "g_idx" in buffers else None
-    group_of = group_map(cols, part.layout.group_size or 1, g_idx)
-
-    def codes(begin: int, end: int) -> AnyArray:
-        return unpack(words[begin:end], bits, cols)
-
-    return decode_affine(codes, (first, last, rows), cols, scales, zeros, group_of)
+    words = np.asarray(buffers["weight"].view())
+    return _coded(part, unpack(words[first:last], bits, cols), zeros, first, last)
 
 
-def decode_int8(part: WeightPart, first: int, last: int) -> F32:
-    """(last - first, cols) float32; the product of integer and scale is rounded once."""
-    weight = np.asarray(part.buffers["weight"].view())
-    zero_point = part.buffers.get("zero_point")
-    zeros = None if zero_point is None else _matrix(np.asarray(zero_point.view()))
+def coded_int8(part: WeightPart, first: int, last: int) -> CodedRows:
+    """`WeightPart.coded` of layout "int8": its integers plus 128."""
+    zeros: AnyArray = np.array([[128]])
+    if "zero_point" in part.buffers:
+        stored = np.asarray(part.buffers["zero_point"].view())
+        zeros = _matrix(stored).astype(np.int32) + 128
+    weight = np.asarray(part.buffers["weight"].rows(first, last).view()).view(np.uint8)
+    return _coded(part, weight ^ np.uint8(128), zeros, first, last)
+
+
+def _coded(
+    part: WeightPart, codes: npt.NDArray[np.uint8], zeros: AnyArray, first: int, last: int
+) -> CodedRows:
+    """Zeros and scales of the whole part, perhaps alike for all rows or groups, cut to the rows."""
+    rows, cols = part.shape
     scales = _matrix(part.buffers["scale"].to_f32())
-    group_of = group_map(weight.shape[1], part.layout.group_size or 1)
-    rows, cols = weight.shape
-
-    def codes(begin: int, end: int) -> AnyArray:
-        return weight[begin:end]
-
-    return decode_affine(codes, (first, last, rows), cols, scales, zeros, group_of)
+    grid = (rows, scales.shape[1])
+    g_idx = part.buffers["g_idx"].view() if "g_idx" in part.buffers else None
+    return CodedRows(
+        codes,
+        np.broadcast_to(scales, grid)[first:last],
+        np.broadcast_to(zeros, grid)[first:last],
+        group_map(cols, part.layout.group_size or cols, g_idx),
+    )
 
 
 def read_weight_args(read: QuantReader) -> WeightArgs:

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from vllmx_core.plan import F32
 from vllmx_core.weights import DType, QuantLayout, RawTensor, WeightPart
 
-from vllmx_models.quantization.ct_weights import decode_int8
+from vllmx_models.quantization.affine import decode_coded
+from vllmx_models.quantization.ct_weights import coded_int8
 from vllmx_models.quantization.matrices import Options, decode_fp8
 
 INT8_MAX = np.float32(127)
@@ -28,8 +29,8 @@ def int8_layout(cols: int) -> QuantLayout:
 
 def fp8_layout(cols: int) -> QuantLayout:
     """Of `fp8_rows`."""
-    options = {**_ACTIVATIONS, "activation_type": "float", "block_rows": 1, "block_cols": cols}
-    return QuantLayout("fp8", 8, None, options)
+    blocks: Options = {"block_rows": 1, "block_cols": cols, "dtype": "f8e4m3"}
+    return QuantLayout("fp8", 8, None, {**_ACTIVATIONS, "activation_type": "float", **blocks})
 
 
 def int8_rows(name: str, values: F32) -> WeightPart:
@@ -37,7 +38,8 @@ def int8_rows(name: str, values: F32) -> WeightPart:
     scale = _scale(values, INT8_MAX)
     codes = np.rint(_over(values, scale)).astype(np.int8)
     layout = int8_layout(values.shape[1])
-    return WeightPart(name, values.shape, layout, _buffers(name, "i8", codes, scale), decode_int8)
+    buffers = _buffers(name, "i8", codes, scale)
+    return WeightPart(name, values.shape, layout, buffers, decode_coded, coded_int8)
 
 
 def fp8_rows(name: str, values: F32) -> WeightPart:

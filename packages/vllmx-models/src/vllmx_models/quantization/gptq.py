@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from vllmx_core.plan import F32, AnyArray
+from vllmx_core.coded import CodedRows
+from vllmx_core.plan import AnyArray
 from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource
 
-from vllmx_models.quantization.affine import decode_affine, group_map
+from vllmx_models.quantization.affine import decode_coded, group_map
 from vllmx_models.quantization.bits import packed_words, unpack
 from vllmx_models.quantization.modules import compiled
 from vllmx_models.quantization.options import FLOATS, QuantReader
@@ -86,7 +87,7 @@ class GptqScheme:
             "act_order": act_order,
         }
         layout = QuantLayout("gptq", bits, group_size, options)
-        return WeightPart(name, (out, cols), layout, buffers, decode)
+        return WeightPart(name, (out, cols), layout, buffers, decode_coded, coded)
 
     def _override(self, module: str) -> Mapping[str, Any] | None:
         """Options of this module that differ; None: it is not quantised."""
@@ -96,27 +97,26 @@ class GptqScheme:
         return {}
 
 
-def decode(part: WeightPart, first: int, last: int) -> F32:
-    """(last - first, in) float32; the product of integer and scale is rounded once."""
+def coded(part: WeightPart, first: int, last: int) -> CodedRows:
+    """`WeightPart.coded` of this layout."""
     out, cols = part.shape
     layout, buffers = part.layout, part.buffers
     bits = int(layout.bits)
     qweight = np.asarray(buffers["qweight"].view())
-
-    def codes(begin: int, end: int) -> AnyArray:
-        return unpack(qweight[:, begin:end].T, bits, cols)
-
+    scales = buffers["scales"].to_f32().T
     if "qzeros" in buffers:
         stored = unpack(np.asarray(buffers["qzeros"].view()), bits, out)
         mask = np.uint8((1 << bits) - 1)
-        zeros: AnyArray = (stored + np.uint8(layout.options["zero_offset"])) & mask
+        zeros: AnyArray = ((stored + np.uint8(layout.options["zero_offset"])) & mask).T
     else:
-        zeros = np.full((1, out), 1 << (bits - 1))
+        zeros = np.broadcast_to(np.uint8(1 << (bits - 1)), scales.shape)
     g_idx = buffers["g_idx"].view() if "g_idx" in buffers else None
-    group_of = group_map(cols, layout.group_size or cols, g_idx)
-    zeros = np.broadcast_to(zeros, buffers["scales"].shape)
-    scales = buffers["scales"].to_f32().T
-    return decode_affine(codes, (first, last, out), cols, scales, zeros.T, group_of)
+    return CodedRows(
+        unpack(qweight[:, first:last].T, bits, cols),
+        scales[first:last],
+        zeros[first:last],
+        group_map(cols, layout.group_size or cols, g_idx),
+    )
 
 
 def _group_index(

@@ -29,7 +29,7 @@ def fp8_part(
     where `block` is None one for the tensor or for each row."""
     weight = tensors.need(".weight", ("f8e4m3", "f8e5m2"), rank=2)
     rows, cols = weight.shape
-    options = dict(activations)
+    options = {**activations, "dtype": weight.dtype}
     if block is None:
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (rows,), (rows, 1), (1, 1))
         scale = tensors.shaped(scale_suffix, SCALES, *shapes)

@@ -1,0 +1,58 @@
+"""Rows of codes with the scale and zero of each unit of columns, as the packer takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import F32, AnyArray
+from vllmx_core.weights import WeightPart, float8_to_f32
+
+from vllmx_cpu.kinds import column_order
+from vllmx_cpu.structs import AFFINE_KINDS, FLOAT8_COLS
+
+COLS_OF = {kind: cols for (_, cols), kind in AFFINE_KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRows:
+    """Arguments of vx_pack_coded."""
+
+    codes: AnyArray  # (n, cols) uint8
+    scales: F32  # (n, units)
+    zeros: AnyArray | None  # (n, units) int16
+
+
+def affine_rows(part: WeightPart, kind: str, begin: int, end: int) -> UnitRows:
+    """Rows of a part that has integers, input features in `column_order`."""
+    rows, order, cols = part.coded_rows(begin, end), column_order(part), part.shape[1]
+    first = np.arange(0, cols, COLS_OF[kind])  # of each unit, in the packed order
+    feature = first if order is None else order[first]
+    if rows.group_of is None:
+        group = feature // (cols // rows.scales.shape[1])
+    else:
+        group = rows.group_of[feature]
+    shape = (end - begin, len(first))
+    zeros = np.zeros(shape, np.int16) if rows.zeros is None else rows.zeros[:, group]
+    return UnitRows(
+        np.ascontiguousarray(rows.codes if order is None else rows.codes[:, order], np.uint8),
+        np.ascontiguousarray(rows.scales[:, group], np.float32),
+        np.ascontiguousarray(zeros, np.int16),
+    )
+
+
+def float8_rows(part: WeightPart, begin: int, end: int) -> UnitRows:
+    """Rows of a part of layout "fp8"."""
+    if part.cut is not None:
+        part, begin, end = part.cut(begin, end), 0, end - begin
+    raw, options = part.buffers["scale"], part.layout.options
+    scales = float8_to_f32(raw.view(), "f8e8m0") if raw.dtype == "u8" else raw.to_f32()  # type: ignore[arg-type]
+    row, unit = np.arange(begin, end), np.arange(0, part.shape[1], FLOAT8_COLS)
+    if options["strategy"] == "block":
+        row, unit = row // int(options["block_rows"]), unit // int(options["block_cols"])
+        found = scales[np.ix_(row, unit)]
+    else:
+        whole = np.broadcast_to(scales.reshape(-1, 1), (part.shape[0], len(unit)))
+        found = whole[begin:end]
+    codes = np.asarray(part.buffers["weight"].rows(begin, end).view())
+    return UnitRows(np.ascontiguousarray(codes), np.ascontiguousarray(found, np.float32), None)

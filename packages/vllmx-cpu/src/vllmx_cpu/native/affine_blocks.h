@@ -1,0 +1,63 @@
+// Weights (code - zero) * scale with a scale and a zero for 32, 64 or 128 columns of a row (GPTQ, AWQ,
+// int8), multiplied as they are with activations rounded to int8 over the same columns.
+#pragma once
+#include "int8.h"
+#include "load_codes.h"
+
+namespace vx {
+namespace VX_ISA {
+
+// A token's unit in a panel: float scale | int16 -sum of the quads | int16 0 | in wide units up to a
+// multiple of 64 | the quads.
+template <class Format>
+struct AffineBlocks {
+  enum {
+    QUANTISED = 1, UNIT_COLS = Format::UNIT_COLS, UNIT_BYTES = Format::UNIT_BYTES,
+    QUADS = UNIT_COLS > 32 ? 64 : 8, PANEL_BYTES = QUADS + UNIT_COLS / 4 * QUAD_BYTES,
+  };
+
+  static void pack_unit(const float* x, uint8_t* out) {
+    int32_t sums[UNIT_COLS / 16], total = 0;
+    const float scale = quantise<UNIT_COLS>(x, out + QUADS, sums);
+    for (int32_t sum : sums) total += sum;
+    const int16_t words[2] = {(int16_t)-total, 0};
+    __builtin_memcpy(out, &scale, 4);
+    __builtin_memcpy(out + 4, words, 4);
+  }
+
+  struct Scales { F32x16 scale; U32x16 zeros; };  // of 16 rows
+  VX_INLINE Scales load_scales(const uint8_t* block, int32_t u, int32_t units) {
+    return {load((const float*)(block + Format::scale(u, units))),
+            load_u16((const uint16_t*)(block + Format::zero(u, units)))};
+  }
+
+  // As in ScaledBlocks.
+  VX_INLINE I32x16 start(const uint8_t* x, Scales s) { return dot_words(splat_i32(0), s.zeros, x + 4); }
+  VX_INLINE F32x16 add(F32x16 acc, I32x16 sum, Scales s, const uint8_t* x) {
+    return fma(s.scale * splat(read_as<float>(x)), to_f32(sum), acc);
+  }
+
+  template <int MB>
+  VX_INLINE void multiply(F32x16* acc, const uint8_t* block, int32_t u, int32_t units, const uint8_t* x) {
+    const Scales scales = load_scales(block, u, units);
+    I32x16 sum[MB];
+#pragma GCC unroll 16
+    for (int t = 0; t < MB; ++t) sum[t] = start(x + (size_t)t * PANEL_BYTES, scales);
+#pragma GCC unroll 1
+    for (int g = 0; g < UNIT_COLS / 32; ++g) {
+      U32x16 w[8];
+      load_codes<Format>(block + Format::codes(u, g), w);
+#pragma GCC unroll 16
+      for (int t = 0; t < MB; ++t) {
+        const uint8_t* quads = x + (size_t)t * PANEL_BYTES + QUADS + g * 8 * QUAD_BYTES;
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) sum[t] = dot_bytes(sum[t], w[j], quads + j * QUAD_BYTES);
+      }
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < MB; ++t, x += PANEL_BYTES) acc[t] = add(acc[t], sum[t], scales, x);
+  }
+};
+
+}  // namespace VX_ISA
+}  // namespace vx

@@ -1,0 +1,106 @@
+// Float8 (e4m3) weights, one byte each in memory, widened in registers and multiplied with float
+// activations; the unit's sum is scaled in float32. Where the machine multiplies pairs of bf16, both
+// factors are bf16 (every e4m3 value is one); elsewhere both are float32.
+//
+// The codes for NaN read as 480 here: the packer gives their unit a scale that is NaN.
+#pragma once
+#include "block_layout.h"
+#include "int8.h"
+#include "simd.h"
+
+namespace vx {
+namespace VX_ISA {
+
+#if defined(__AVX512BF16__)
+
+// The even or the odd bytes of each lane as bf16.
+VX_INLINE U32x16 float8_to_bf16(U32x16 codes, bool odd) {
+  alignas(64) static const uint16_t subnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i v = (__m512i)codes;
+  const __m512i high = odd ? v : _mm512_slli_epi32(v, 8);  // in the upper byte of each word
+  const __m512i low = odd ? _mm512_srli_epi32(v, 8) : v;   // in the lower one
+  const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(high, 4), _mm512_set1_epi16(0x07f0));
+  __m512i value = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
+  const __mmask32 small = _mm512_testn_epi16_mask(low, _mm512_set1_epi16(0x78));
+  value = _mm512_mask_permutexvar_epi16(value, small, low, _mm512_load_si512(subnormal));
+  // the sign of `high`, the rest of `value`
+  return (U32x16)_mm512_ternarylogic_epi32(_mm512_set1_epi16((short)0x8000), high, value, 0xca);
+}
+
+#else
+
+// Byte i of each lane as float32.
+VX_INLINE F32x16 float8_to_f32(U32x16 codes, int i) {
+  const U32x16 byte = codes >> (8 * i), magnitude = byte & splat_u32(0x7f);
+  const F32x16 normal = as_f32((magnitude << 20) + splat_u32(120u << 23));
+  const F32x16 small = normal + normal - splat(0.015625f);  // without the implicit one
+  const F32x16 value = select(as_i32(magnitude) < splat_i32(8), small, normal);
+  return as_f32(as_u32(value) | ((byte & splat_u32(0x80)) << 24));
+}
+
+#endif
+
+// A token's unit in a panel: for each four columns bf16 of columns 0, 2, 1, 3, or float32 in order.
+struct Float8Blocks {
+  typedef layout::Float8 Format;
+  enum {
+    QUANTISED = 1, UNIT_COLS = Format::UNIT_COLS, UNIT_BYTES = Format::UNIT_BYTES,
+#if defined(__AVX512BF16__)
+    FOUR_BYTES = 8,
+#else
+    FOUR_BYTES = 16,
+#endif
+    PANEL_BYTES = UNIT_COLS / 4 * FOUR_BYTES,
+  };
+
+  static void pack_unit(const float* x, uint8_t* out) {
+#if defined(__AVX512BF16__)
+    uint16_t words[UNIT_COLS];
+    for (int k = 0; k < UNIT_COLS; k += 16) store_bf16(words + k, load(x + k));
+    for (int k = 0; k < UNIT_COLS; k += 4) {
+      const uint16_t four[4] = {words[k], words[k + 2], words[k + 1], words[k + 3]};
+      __builtin_memcpy(out + k * 2, four, 8);
+    }
+#else
+    __builtin_memcpy(out, x, PANEL_BYTES);
+#endif
+  }
+
+  template <int MB>
+  VX_INLINE void multiply(F32x16* acc, const uint8_t* block, int32_t u, int32_t units, const uint8_t* x) {
+    const uint8_t* codes = block + Format::codes(u, 0);
+    const F32x16 scale = load((const float*)(block + Format::scale(u, units)));
+    F32x16 sum[MB], odd[MB];
+#pragma GCC unroll 16
+    for (int t = 0; t < MB; ++t) sum[t] = odd[t] = zero();
+#pragma GCC unroll 1
+    for (int j = 0; j < UNIT_COLS / 4; ++j) {
+      const U32x16 four = load_u32(codes + j * 64);
+      const uint8_t* p = x + j * FOUR_BYTES;
+#if defined(__AVX512BF16__)
+      const U32x16 a = float8_to_bf16(four, false), b = float8_to_bf16(four, true);
+#pragma GCC unroll 16
+      for (int t = 0; t < MB; ++t, p += PANEL_BYTES) {
+        sum[t] = dot_bf16(sum[t], a, splat_u32(read_as<uint32_t>(p)));
+        odd[t] = dot_bf16(odd[t], b, splat_u32(read_as<uint32_t>(p + 4)));
+      }
+#else
+      F32x16 w[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) w[i] = float8_to_f32(four, i);
+#pragma GCC unroll 16
+      for (int t = 0; t < MB; ++t, p += PANEL_BYTES)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          F32x16& half = i % 2 ? odd[t] : sum[t];
+          half = fma(w[i], splat(read_as<float>(p + i * 4)), half);
+        }
+#endif
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < MB; ++t) acc[t] = fma(scale, sum[t] + odd[t], acc[t]);
+  }
+};
+
+}  // namespace VX_ISA
+}  // namespace vx
