@@ -23,6 +23,7 @@ from typing import Protocol
 logger = logging.getLogger("vllmx.cuda")
 
 CACHE_VARIABLE = "VLLMX_CACHE_DIR"
+KERNELS_FOLDER = Path(__file__).parent / "kernels"
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.M)
 _DIGEST_BYTES = 32
 
@@ -175,6 +176,11 @@ class CubinCache:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             yield
         Path(lock.name).unlink(missing_ok=True)
+
+
+def kernel_cache() -> CubinCache:
+    """Of this user."""
+    return CubinCache(cache_folder() / "cuda")
 
 
 def missing(cache: CubinCache, keys: Mapping[Unit, str]) -> list[Unit]:

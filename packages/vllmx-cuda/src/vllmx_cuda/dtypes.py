@@ -10,12 +10,12 @@ _ALIASES = {
 }  # fmt: skip
 
 
-def resolve(param: str, wanted: str, automatic: str) -> str:
-    """The name that `wanted` (a flag's value, "auto" among them) stands for. Raises ConfigError."""
+def resolve(wanted: str, automatic: str) -> str:
+    """The dtype that `LoadOptions.dtype` asks for; `automatic` for auto. Raises ConfigError."""
     name = automatic if wanted == "auto" else wanted
     name = _ALIASES.get(name, name)
     if name not in ITEM_BYTES:
         raise ConfigError(
-            f"the CUDA backend has no {param} {name!r}: choose {', '.join(ITEM_BYTES)}", param=param
+            f"the CUDA backend has no dtype {name!r}: choose {', '.join(ITEM_BYTES)}", param="dtype"
         )
     return name

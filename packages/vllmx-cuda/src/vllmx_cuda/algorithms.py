@@ -1,0 +1,136 @@
+"""Which of cuBLASLt's algorithms computes which product: measured once a machine, then remembered.
+
+Only products of steps that repeat are measured (`measuring`): prefill steps come in too many sizes,
+and take the library's favourite. What was measured is kept beside the compiled kernels, so that the
+next start has no timing noise in its choice: the same algorithm gives the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from vllmx_cuda.cublaslt import Algorithm, CublasLt, Matmul
+from vllmx_cuda.device import Product
+
+logger = logging.getLogger("vllmx.cuda")
+
+CANDIDATES = 8
+MOST_PRODUCTS = 4096
+"""Kept with their descriptors; the one that was not used for longest goes first."""
+
+
+@dataclass
+class AlgorithmFile:
+    """Choices of one kind of GPU and version of the library, as a JSON object."""
+
+    path: Path
+    _known: dict[str, Algorithm] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            stored = json.loads(self.path.read_text())
+            self._known = {
+                key: Algorithm(bytes.fromhex(entry["data"]), int(entry["workspace_bytes"]))
+                for key, entry in stored.items()
+                if len(entry["data"]) == 128
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._known = {}  # missing or damaged: measured again
+
+    def get(self, product: Product) -> Algorithm | None:
+        return self._known.get(_key(product))
+
+    def put(self, product: Product, algorithm: Algorithm) -> None:
+        """Remembered in this process; `save` writes."""
+        self._known[_key(product)] = algorithm
+
+    def save(self) -> None:
+        """Atomic; two processes that save at once lose one's choices, no more."""
+        stored = {
+            key: {"data": a.data.hex(), "workspace_bytes": a.workspace_bytes}
+            for key, a in sorted(self._known.items())
+        }
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(stored))
+            os.replace(partial, self.path)
+        except OSError as error:
+            logger.warning("choices of algorithms cannot be kept in %s: %s", self.path, error)
+
+
+def _key(product: Product) -> str:
+    return " ".join(map(str, asdict(product).values()))
+
+
+class Algorithms:
+    """Descriptors and choices for all products of a model.
+
+    Args:
+        measure: device seconds of one call of its argument.
+    """
+
+    def __init__(
+        self,
+        lt: CublasLt,
+        file: AlgorithmFile,
+        measure: Callable[[Callable[[], None]], float],
+        make_matmul: Callable[[CublasLt, Product], Matmul] = Matmul,
+    ) -> None:
+        self._lt, self._file, self._measure, self._make = lt, file, measure, make_matmul
+        self._ready: OrderedDict[Product, tuple[Matmul, Algorithm]] = OrderedDict()
+        self.measuring = False
+        """Whether a product that was not seen before is measured."""
+
+    def choose(
+        self, product: Product, bias: int, run: Callable[[Matmul, Algorithm], None]
+    ) -> tuple[Matmul, Algorithm]:
+        """Descriptor, pointed at the bias, and algorithm.
+
+        Args:
+            run: enqueues the product as it is meant, for the measurement.
+        """
+        if product in self._ready:
+            self._ready.move_to_end(product)
+            matmul, algorithm = self._ready[product]
+            matmul.point(bias=bias)
+            return matmul, algorithm
+        matmul = self._make(self._lt, product)
+        matmul.point(bias=bias)  # the heuristic looks at it
+        known = self._file.get(product)
+        if known is None:
+            candidates = matmul.algorithms(CANDIDATES if self.measuring else 1)
+            known = self._fastest(product, matmul, candidates, run)
+        self._ready[product] = matmul, known
+        if len(self._ready) > MOST_PRODUCTS:
+            self._ready.popitem(last=False)[1][0].close()
+        return matmul, known
+
+    def _fastest(
+        self,
+        product: Product,
+        matmul: Matmul,
+        candidates: list[Algorithm],
+        run: Callable[[Matmul, Algorithm], None],
+    ) -> Algorithm:
+        if len(candidates) == 1:
+            return candidates[0]
+        seconds = [self._measure(lambda a=a: run(matmul, a)) for a in candidates]  # type: ignore[misc]
+        best = candidates[seconds.index(min(seconds))]
+        self._file.put(product, best)
+        return best
+
+    def save(self) -> None:
+        """Keeps what was measured for the next start."""
+        self._file.save()
+
+    def close(self) -> None:
+        for matmul, _ in self._ready.values():
+            matmul.close()
+        self._ready.clear()

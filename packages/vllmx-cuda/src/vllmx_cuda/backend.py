@@ -1,0 +1,130 @@
+"""The backend "cuda": own kernels, cuBLASLt and captured graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.errors import ConfigError
+from vllmx_core.kv_quant import kv_dtype
+from vllmx_core.memory import format_bytes
+from vllmx_core.model import Model
+from vllmx_core.weights import WeightSource
+
+from vllmx_cuda.device import Device
+from vllmx_cuda.dtypes import resolve
+from vllmx_cuda.host_sampler import HostSampler
+from vllmx_cuda.loaded import CudaLoadedModel, Program
+from vllmx_cuda.lower import Lowering
+from vllmx_cuda.planning import LoadPlan, plan_load
+from vllmx_cuda.staging import Staging
+from vllmx_cuda.weights import load_weights
+
+logger = logging.getLogger("vllmx.cuda")
+NAME = "cuda"
+
+
+class CudaBackend:
+    """`vllmx_core.backend.Backend`.
+
+    Args:
+        open_device: makes the device that a model is loaded on; a GPU by default.
+    """
+
+    def __init__(self, open_device: Callable[[], Device] | None = None) -> None:
+        self._open_device = open_device or _open_gpu
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    def environment(self) -> dict[str, str]:
+        """Driver, GPUs, libraries, where compiled kernels are; what is missing says so."""
+        from vllmx_cuda.environment import facts
+
+        return facts()
+
+    def load(
+        self,
+        model: Model,
+        source: WeightSource,
+        options: LoadOptions,
+        comm: Communicator | None = None,
+    ) -> CudaLoadedModel:
+        """See `vllmx_core.backend.Backend.load`."""
+        if comm is not None and comm.world_size > 1:
+            raise ConfigError(
+                f"the CUDA backend runs on one GPU so far, {comm.world_size} ranks were asked for:"
+                " set --tensor-parallel-size 1",
+                param="tensor_parallel_size",
+            )
+        dtype = resolve(options.dtype, model.shape.dtype)
+        kv = kv_dtype(options.kv_cache_dtype, (dtype,), dtype, "CUDA")
+        device = self._open_device()
+        try:
+            return _load(model, source, options, device, dtype, kv)
+        except BaseException:
+            device.close()
+            raise
+
+
+def _load(
+    model: Model,
+    source: WeightSource,
+    options: LoadOptions,
+    device: Device,
+    dtype: str,
+    kv: str,
+) -> CudaLoadedModel:
+    plan = plan_load(model, options, dtype, kv, device)
+    weights = load_weights(
+        plan.specs, plan.constants, source, dtype, device, progress=options.progress
+    )
+    lowering = Lowering(
+        device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size,
+        device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
+        plan.layout.in_place, plan.layout.scratch(device),
+    )  # fmt: skip
+    last_ids = device.zeros(4 * plan.max_rows["L"])
+    program = Program(
+        device, plan, lowering.lower(plan.nodes), lowering.variant("resolve_tokens", VX_VEC=1),
+        lowering.place(plan.logits), last_ids,
+        Staging(
+            device, plan.visibilities, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks
+        ),
+        captures=not options.enforce_eager,
+    )  # fmt: skip
+    device.prepare(lowering.variants, progress=options.progress)
+    sampler = HostSampler(
+        device, model.shape.vocab_size, plan.max_rows["L"], plan.max_rows["T"], last_ids
+    )
+    info = _info(plan, device)
+    logger.info("loaded on %s (%s)", info.device, device.info.arch)
+    return CudaLoadedModel(info, program, sampler)
+
+
+def _info(plan: LoadPlan, device: Device) -> LoadedInfo:
+    return LoadedInfo(
+        backend=NAME,
+        device=device.info.name,
+        dtype=plan.dtype,
+        kv_cache_dtype=plan.kv.dtype,
+        block_size=plan.kv.block_size,
+        num_kv_blocks=plan.kv.num_blocks,
+        max_num_batched_tokens=plan.max_rows["T"],
+        max_logit_rows=plan.max_rows["L"],
+        weight_bytes=plan.weight_bytes,
+        kv_cache_bytes=plan.kv.num_bytes,
+        details={
+            "architecture": device.info.arch,
+            "ops": len(plan.nodes),
+            "activation buffers": format_bytes(plan.layout.num_bytes),
+        },
+    )
+
+
+def _open_gpu() -> Device:
+    from vllmx_cuda.cupy_device import CupyDevice
+
+    return CupyDevice.open()

@@ -1,0 +1,241 @@
+"""cuBLASLt by ctypes: products of row-major matrices, on the caller's stream and workspace, so that
+they may be captured (CuPy's binding of cuBLAS refuses that, and has no cuBLASLt).
+
+The library is column-major: y = x @ w.T is asked for as y.T = w @ x.T, with w as the transposed A.
+That form is the only one that Hopper takes for FP8. Constants are those of cublasLt.h and
+library_types.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_float, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from vllmx_core.errors import BackendUnavailableError, VllmxError
+
+from vllmx_cuda.device import Product
+from vllmx_cuda.libraries import open_library
+
+DATA_TYPES = {"f32": 0, "f16": 2, "bf16": 14, "f8e4m3": 28}
+"""cudaDataType of our names."""
+_COMPUTE_32F = 68
+_OP_N, _OP_T = 0, 1
+_EPILOGUE_BIAS = 4
+_DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
+_DESC_A_SCALE_POINTER, _DESC_B_SCALE_POINTER, _DESC_FAST_ACCUM = 17, 18, 25
+_DESC_BIAS_TYPE, _DESC_A_SCALE_MODE, _DESC_B_SCALE_MODE = 26, 31, 32
+_PREFERENCE_MAX_WORKSPACE = 1
+_NOT_SUPPORTED = 15
+
+SCALE_MODES = {"tensor": (0, 0), "outer": (3, 3), "block": (5, 4)}
+"""FP8 scales of (w, x): one float32 each; one for each row of both; one for each 128 x 128 block of
+w and each 128 values of a row of x."""
+WORKSPACE_BYTES = 32 << 20
+"""What NVIDIA recommends for Hopper."""
+_HANDLE, _OUT = c_void_p, POINTER(c_void_p)
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t, opaque."""
+
+    _fields_ = (("data", c_uint64 * 8),)
+
+
+class _Proposal(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = (
+        ("algorithm", _Algorithm), ("workspace_bytes", c_size_t), ("state", c_int),
+        ("waves", c_float), ("reserved", c_int * 4),
+    )  # fmt: skip
+
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "cublasLtCreate": [_OUT],
+    "cublasLtDestroy": [_HANDLE],
+    "cublasLtMatmulDescCreate": [_OUT, c_int, c_int],
+    "cublasLtMatmulDescDestroy": [_HANDLE],
+    "cublasLtMatmulDescSetAttribute": [_HANDLE, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulDescGetAttribute": [_HANDLE, c_int, c_void_p, c_size_t, POINTER(c_size_t)],
+    "cublasLtMatrixLayoutCreate": [_OUT, c_int, c_uint64, c_uint64, ctypes.c_int64],
+    "cublasLtMatrixLayoutDestroy": [_HANDLE],
+    "cublasLtMatmulPreferenceCreate": [_OUT],
+    "cublasLtMatmulPreferenceDestroy": [_HANDLE],
+    "cublasLtMatmulPreferenceSetAttribute": [_HANDLE, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulAlgoGetHeuristic": [
+        *[_HANDLE] * 7, c_int, POINTER(_Proposal), POINTER(c_int),
+    ],
+    "cublasLtMatmul": [*[c_void_p] * 14, c_size_t, c_void_p],
+}  # fmt: skip
+
+
+class CublasLtError(VllmxError):
+    """The library refused a call."""
+
+    code = "cublaslt_error"
+
+
+@dataclass(frozen=True, slots=True)
+class CublasLt:
+    """The opened library, with a handle where there is a device."""
+
+    library: ctypes.CDLL
+    path: str
+    handle: c_void_p
+
+    @classmethod
+    def open(cls, *, with_handle: bool = True) -> CublasLt:
+        """Raises BackendUnavailableError without the library, or when it finds no device. Without a
+        handle it makes descriptors alone."""
+        library, path = open_library("cublasLt")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, c_int
+        handle = c_void_p()
+        status = library.cublasLtCreate(byref(handle)) if with_handle else 0
+        if status:
+            raise BackendUnavailableError(
+                f"cuBLASLt ({path}) cannot start, status {status}: driver and library do not fit"
+                " together, or the GPU has no memory left: see vllmx env"
+            )
+        return cls(library, path, handle)
+
+    def close(self) -> None:
+        if self.handle.value:
+            self.library.cublasLtDestroy(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to compute a product, as the library numbers it."""
+
+    data: bytes
+    workspace_bytes: int
+
+
+class Matmul:
+    """Descriptors of one product.
+
+    Args:
+        scales: for FP8, a key of `SCALE_MODES`.
+    """
+
+    def __init__(self, lt: CublasLt, product: Product, scales: str = "tensor") -> None:
+        self.product = product
+        self._lt, self._library = lt, lt.library
+        self._one, self._zero = c_float(1), c_float(0)
+        self._descriptor = c_void_p()
+        self._pointers: dict[int, int] = {}
+        self._check(
+            self._library.cublasLtMatmulDescCreate(
+                byref(self._descriptor), _COMPUTE_32F, DATA_TYPES["f32"]
+            )
+        )
+        self._set(_DESC_TRANSA, c_int(_OP_T))
+        self._set(_DESC_TRANSB, c_int(_OP_N))
+        if product.biased:
+            self._set(_DESC_EPILOGUE, c_uint32(_EPILOGUE_BIAS))
+            self._set(_DESC_BIAS_TYPE, c_int(DATA_TYPES[product.out_dtype]))
+        if product.dtype == "f8e4m3":
+            self._set_scales(scales)
+        m, n, k = product.m, product.n, product.k
+        self._w = self._layout(product.dtype, k, n)
+        self._x = self._layout(product.dtype, k, m)
+        self._y = self._layout(product.out_dtype, n, m)
+
+    def _set_scales(self, scales: str) -> None:
+        w_mode, x_mode = SCALE_MODES[scales]
+        self._set(_DESC_FAST_ACCUM, ctypes.c_int8(scales != "block"))
+        if (w_mode, x_mode) != (0, 0):  # libraries before 12.8 do not know the attribute
+            self._set(_DESC_A_SCALE_MODE, c_int(w_mode))
+            self._set(_DESC_B_SCALE_MODE, c_int(x_mode))
+
+    def attribute(self, number: int) -> int:
+        """A 32-bit attribute of the descriptor, for tests."""
+        value, written = c_uint32(), c_size_t()
+        self._check(
+            self._library.cublasLtMatmulDescGetAttribute(
+                self._descriptor, number, byref(value), ctypes.sizeof(value), byref(written)
+            )
+        )
+        return value.value
+
+    def point(self, *, bias: int = 0, w_scale: int = 0, x_scale: int = 0) -> None:
+        """Device addresses that belong to the descriptor; a call that is captured keeps those of
+        its time."""
+        for number, address in (
+            (_DESC_BIAS_POINTER, bias),
+            (_DESC_A_SCALE_POINTER, w_scale),
+            (_DESC_B_SCALE_POINTER, x_scale),
+        ):
+            if address and self._pointers.get(number) != address:
+                self._set(number, c_void_p(address))
+                self._pointers[number] = address
+
+    def algorithms(self, most: int, workspace_bytes: int = WORKSPACE_BYTES) -> list[Algorithm]:
+        """The library's proposals, its favourite first. Raises CublasLtError when there is none."""
+        preference, count = c_void_p(), c_int()
+        found, size = (_Proposal * most)(), c_size_t(workspace_bytes)
+        self._check(self._library.cublasLtMatmulPreferenceCreate(byref(preference)))
+        try:
+            self._check(
+                self._library.cublasLtMatmulPreferenceSetAttribute(
+                    preference, _PREFERENCE_MAX_WORKSPACE, byref(size), ctypes.sizeof(size)
+                )
+            )
+            status = self._library.cublasLtMatmulAlgoGetHeuristic(
+                self._lt.handle, self._descriptor, self._w, self._x, self._y, self._y, preference,
+                most, found, byref(count),
+            )  # fmt: skip
+        finally:
+            self._library.cublasLtMatmulPreferenceDestroy(preference)
+        self._check(status)
+        usable = [
+            Algorithm(bytes(p.algorithm), p.workspace_bytes)
+            for p in found[: count.value]
+            if p.state == 0
+        ]
+        if not usable:
+            self._check(_NOT_SUPPORTED)
+        return usable
+
+    def run(
+        self, algorithm: Algorithm, x: int, w: int, y: int, workspace: int, stream: int
+    ) -> None:
+        """Enqueues the product of the arrays at these device addresses."""
+        chosen = _Algorithm.from_buffer_copy(algorithm.data)
+        status = self._library.cublasLtMatmul(
+            self._lt.handle, self._descriptor, byref(self._one), w, self._w, x, self._x,
+            byref(self._zero), y, self._y, y, self._y, byref(chosen), workspace,
+            algorithm.workspace_bytes, stream,
+        )  # fmt: skip
+        self._check(status)
+
+    def close(self) -> None:
+        for layout in (self._w, self._x, self._y):
+            self._library.cublasLtMatrixLayoutDestroy(layout)
+        self._library.cublasLtMatmulDescDestroy(self._descriptor)
+
+    def _set(self, number: int, value: Any) -> None:
+        self._check(
+            self._library.cublasLtMatmulDescSetAttribute(
+                self._descriptor, number, byref(value), ctypes.sizeof(value)
+            )
+        )
+
+    def _layout(self, dtype: str, rows: int, cols: int) -> c_void_p:
+        """A column-major matrix without gaps."""
+        layout = c_void_p()
+        self._check(
+            self._library.cublasLtMatrixLayoutCreate(
+                byref(layout), DATA_TYPES[dtype], rows, cols, rows
+            )
+        )
+        return layout
+
+    def _check(self, status: int) -> None:
+        if status:
+            reason = "no algorithm for it" if status == _NOT_SUPPORTED else f"status {status}"
+            raise CublasLtError(f"cuBLASLt ({self._lt.path}) refuses {self.product}: {reason}")

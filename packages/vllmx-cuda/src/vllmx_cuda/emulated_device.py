@@ -1,0 +1,202 @@
+"""A device without a GPU: numpy buffers, kernels on the emulator, products by numpy.
+
+For tests: it runs what a GPU would run, launch by launch, some ten thousand times slower. It is
+registered nowhere; `CudaBackend(open_device=EmulatedDevice)` makes a backend of it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import CapacityError
+from vllmx_core.memory import format_bytes
+from vllmx_core.weights import bf16_to_f32, f32_to_bf16
+
+from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import Variant
+
+MEMORY_BYTES = 1 << 28
+
+
+class EmulatedEvent:
+    """Everything before it has run when it is made."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        return
+
+    def seconds_since(self, earlier: Any) -> float:
+        return float(self.time_s - earlier.time_s)
+
+
+class EmulatedGraph:
+    """The captured calls, made again at each launch."""
+
+    def __init__(self, calls: Sequence[Callable[[], None]]) -> None:
+        self._calls = calls
+
+    def launch(self) -> None:
+        for call in self._calls:
+            call()
+
+
+class EmulatedDevice:
+    """`vllmx_cuda.device.Device`.
+
+    Args:
+        check: the emulator's instrumented build, which finds races and bad accesses.
+        num_processors: small, so that work is split a little and not a lot.
+    """
+
+    def __init__(
+        self,
+        *,
+        check: bool = False,
+        memory_bytes: int = MEMORY_BYTES,
+        num_processors: int = 2,
+        emulator: Emulator | None = None,
+    ) -> None:
+        self.info = DeviceInfo("emulated GPU", "sm_90a", num_processors, memory_bytes)
+        self.allocated_bytes = 0
+        self.launches = 0
+        """Kernels and products so far."""
+        self._emulator = emulator or Emulator(check=check)
+        self._captured: list[Callable[[], None]] | None = None
+
+    def activate(self) -> None:
+        return
+
+    def free_bytes(self) -> int:
+        return self.info.memory_bytes - self.allocated_bytes
+
+    def empty(self, num_bytes: int) -> Memory:
+        if num_bytes > self.free_bytes():
+            raise CapacityError(
+                f"{format_bytes(num_bytes)} of device memory were asked for, "
+                f"{format_bytes(self.free_bytes())} are free: lower --max-num-seqs"
+            )
+        buffer = empty(max(1, num_bytes), np.uint8)  # every bit set: NaN where it is not written
+        self.allocated_bytes += num_bytes
+        weakref.finalize(buffer, self._freed, num_bytes)
+        return Memory(buffer.ctypes.data, num_bytes, buffer)
+
+    def _freed(self, num_bytes: int) -> None:
+        self.allocated_bytes -= num_bytes
+
+    def zeros(self, num_bytes: int) -> Memory:
+        memory = self.empty(num_bytes)
+        memory.owner[...] = 0
+        return memory
+
+    def pinned(self, num_bytes: int) -> Bytes:
+        return np.zeros(num_bytes, np.uint8)
+
+    def upload(self, target: Memory, source: Bytes) -> None:
+        self._outside_of_capture()
+        array(target, np.uint8)[: source.nbytes] = source
+
+    def upload_rows(self, target: Memory, pitch: int, source: Bytes, width: int) -> None:
+        self._outside_of_capture()
+        rows = source.reshape(-1, width)
+        for index, row in enumerate(rows):
+            array(target.at(index * pitch, width), np.uint8)[...] = row
+
+    def download(self, target: Bytes, source: Memory) -> None:
+        self._outside_of_capture()
+        target[...] = array(source, np.uint8)[: target.nbytes]
+
+    def copy(self, target: Memory, source: Memory) -> None:
+        def run() -> None:
+            array(target, np.uint8)[: source.num_bytes] = array(source, np.uint8)
+
+        self._enqueue(run)
+
+    def prepare(self, variants: Sequence[Variant], *, progress: bool = False) -> None:
+        """Nothing: the emulator compiles at the first launch."""
+
+    def launch(
+        self,
+        variant: Variant,
+        sizes: dict[str, int],
+        arguments: Sequence[Memory | int | float | None],
+    ) -> None:
+        passed = [
+            array(value, np.uint8) if isinstance(value, Memory) else value for value in arguments
+        ]
+        self._enqueue(lambda: self._emulator.launch(variant, sizes, passed))
+
+    def multiply(
+        self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
+    ) -> None:
+        self._enqueue(lambda: _multiply(product, x, w, y, bias))
+
+    def tuning(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def event(self) -> EmulatedEvent:
+        self._outside_of_capture()
+        return EmulatedEvent()
+
+    def capture(self, enqueue: Callable[[], None]) -> EmulatedGraph:
+        self._outside_of_capture()
+        self._captured = []
+        try:
+            enqueue()
+            return EmulatedGraph(self._captured)
+        finally:
+            self._captured = None
+
+    def synchronize(self) -> None:
+        self._outside_of_capture()
+
+    def close(self) -> None:
+        return
+
+    def _enqueue(self, call: Callable[[], None]) -> None:
+        self.launches += 1
+        if self._captured is None:
+            call()
+        else:
+            self._captured.append(call)
+
+    def _outside_of_capture(self) -> None:
+        assert self._captured is None, "a call that CUDA refuses while it captures"
+
+
+def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The span as a flat array over the same bytes."""
+    begin = memory.address - memory.owner.ctypes.data
+    span: npt.NDArray[Any] = memory.owner[begin : begin + memory.num_bytes].view(dtype)
+    return span
+
+
+_NUMPY = {"bf16": np.uint16, "f16": np.float16, "f32": np.float32}
+
+
+def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
+    """Its values as float32."""
+    values = array(memory, _NUMPY[dtype])
+    return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32)
+
+
+def _multiply(p: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None) -> None:
+    left = wide(x, p.dtype)[: p.m * p.k].reshape(p.m, p.k)
+    right = wide(w, p.dtype)[: p.n * p.k].reshape(p.n, p.k)
+    with np.errstate(over="ignore", invalid="ignore"):  # a row with NaN is the sampler's to refuse
+        result = left @ right.T
+        if p.biased:
+            assert bias is not None
+            result += wide(bias, p.out_dtype)[: p.n]
+        rounded = f32_to_bf16(result) if p.out_dtype == "bf16" else result
+        array(y, _NUMPY[p.out_dtype])[: p.m * p.n] = rounded.reshape(-1).astype(
+            _NUMPY[p.out_dtype], copy=False
+        )

@@ -1,0 +1,79 @@
+"""What `vllmx env` shows of the CUDA backend: what was found, and for what is missing, the
+remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+
+from vllmx_core.errors import VllmxError
+from vllmx_core.memory import format_bytes
+
+from vllmx_cuda import driver
+from vllmx_cuda.arch import architecture
+from vllmx_cuda.cubins import kernel_cache
+from vllmx_cuda.libraries import include_folders, open_library
+from vllmx_cuda.nvrtc import Nvrtc
+
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+def facts() -> dict[str, str]:
+    """Never raises for what this machine lacks."""
+    found = {
+        "driver": _driver,
+        "device": _device,
+        "cupy": _cupy,
+        "nvrtc": _nvrtc,
+        "cublasLt": _cublas_lt,
+        "headers": lambda: ", ".join(include_folders()),
+        "compiled kernels": _cache,
+    }
+    return {name: _tell(ask) for name, ask in found.items()}
+
+
+def _tell(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except (VllmxError, driver.DriverError) as error:
+        return str(error)
+
+
+def _driver() -> str:
+    version = driver.query().cuda_version
+    return f"up to CUDA {version[0]}.{version[1]}"
+
+
+def _device() -> str:
+    device = driver.choose_device(driver.query())
+    return (
+        f"{device.ordinal}: {device.name}, {architecture(device.capability)},"
+        f" {format_bytes(device.memory_bytes)}"
+    )
+
+
+def _cupy() -> str:
+    for name in _CUPY:
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed: pip install 'vllmx[cuda13]', or 'vllmx[cuda]' for CUDA 12"
+
+
+def _nvrtc() -> str:
+    nvrtc = Nvrtc.open()
+    return f"{nvrtc.version[0]}.{nvrtc.version[1]} ({nvrtc.path})"
+
+
+def _cublas_lt() -> str:
+    library, path = open_library("cublasLt")
+    version = int(library.cublasLtGetVersion())
+    return f"{version // 10000}.{version % 10000 // 100}.{version % 100} ({path})"
+
+
+def _cache() -> str:
+    folder = kernel_cache().folder
+    files = list(folder.glob("*.cubin")) if folder.is_dir() else []
+    size = format_bytes(sum(path.stat().st_size for path in files))
+    return f"{len(files)} files, {size} in {folder}"

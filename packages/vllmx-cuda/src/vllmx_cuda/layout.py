@@ -1,0 +1,112 @@
+"""Where a step's arrays lie, and how large: decided once, for the largest step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllmx_core.arena import ArenaPlan, plan_arena
+from vllmx_core.model import AttentionSpec
+from vllmx_core.tape import Node, Rows, Value
+
+from vllmx_cuda.device import Device, Memory
+from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs.attention import group_tile
+from vllmx_cuda.work import Visibility, item_capacity
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Buffers that live within one op; every op may use all of them."""
+
+    queries: Memory  # (T, H, D)
+    partial: Memory  # (N, H, D) float32
+    weights: Memory  # (N, H, 2) float32
+    rows: Memory  # (L, E)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Offsets of all values in the arena, sums that take over the residual that they are added to,
+    and the bytes of `Scratch`."""
+
+    arena: ArenaPlan
+    in_place: Mapping[Value, Value]
+    queries: int
+    partial: int
+    weights: int
+    rows: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arena.num_bytes + self.queries + self.partial + self.weights + self.rows
+
+    def scratch(self, device: Device) -> Scratch:
+        sizes = (self.queries, self.partial, self.weights, self.rows)
+        return Scratch(*map(device.empty, sizes))
+
+
+def lay_out(
+    nodes: Sequence[Node],
+    logits: Value,
+    max_rows: Mapping[Rows, int],
+    dtype: str,
+    num_processors: int,
+) -> StepLayout:
+    in_place, item = _in_place(nodes), ITEM_BYTES[dtype]
+
+    def value_bytes(value: Value) -> int:
+        return value.width * max_rows[value.rows] * (4 if value.rows == "L" else item)
+
+    specs = attention_specs(nodes)
+    items = max_items(nodes, max_rows["T"], num_processors)
+    widest = max((spec.num_heads * spec.head_size for spec in specs), default=0)
+    heads = max((spec.num_heads for spec in specs), default=0)
+    head_inputs = [node.reads[0].width for node in nodes if node.writes[0].rows == "L"]
+    return StepLayout(
+        plan_arena(nodes, value_bytes, [logits], alignment=ALIGNMENT, in_place=in_place),
+        in_place,
+        queries=max_rows["T"] * widest * item,
+        partial=items * widest * 4,
+        weights=items * heads * 2 * 4,
+        rows=max_rows["L"] * max(head_inputs, default=0) * item,
+    )
+
+
+def _in_place(nodes: Sequence[Node]) -> dict[Value, Value]:
+    """Sum -> residual, where nothing reads the residual afterwards."""
+    last = {value: index for index, node in enumerate(nodes) for value in node.reads}
+    return {
+        node.writes[1]: node.reads[1]
+        for index, node in enumerate(nodes)
+        if node.op == "rms_norm"
+        and len(node.reads) == 2
+        and node.reads[0] is not node.reads[1]
+        and last[node.reads[1]] == index
+    }
+
+
+def attention_specs(nodes: Sequence[Node]) -> list[AttentionSpec]:
+    return [node.options["spec"] for node in nodes if node.op == "attention"]
+
+
+def visibility(spec: AttentionSpec) -> Visibility:
+    return Visibility(spec.window, spec.causal)
+
+
+def max_items(nodes: Sequence[Node], num_tokens: int, num_processors: int) -> int:
+    """Work items that a step of so many tokens can have in any layer."""
+    return max(
+        (
+            item_capacity(num_tokens, num_processors, blocks_an_item(spec))
+            for spec in attention_specs(nodes)
+        ),
+        default=num_tokens,
+    )
+
+
+def blocks_an_item(spec: AttentionSpec) -> int:
+    """Second dimension of paged_decode's grid."""
+    return spec.num_heads // group_tile(spec.num_heads // spec.num_kv_heads)

@@ -1,0 +1,291 @@
+"""From a recorded step to launches: each node becomes a function that enqueues its kernels.
+
+What such a function launches depends on a step's padded sizes alone, never on its values or
+lengths: that is what makes a step of one size capturable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllmx_core.model import AttentionSpec
+from vllmx_core.tape import Node, Value, WeightRef
+
+from vllmx_cuda.device import Device, Memory, Product
+from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
+from vllmx_cuda.kernel_specs.attention import KV_ELEM, decode_vector, group_tile, store_vector
+from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
+from vllmx_cuda.kv_cache import LayerPages
+from vllmx_cuda.layout import Scratch, visibility
+from vllmx_cuda.skinny import skinny_kernels
+from vllmx_cuda.staging import StepMemory, StepSizes
+from vllmx_cuda.weights import Matrix, Weight
+
+Enqueue = Callable[[StepSizes, StepMemory], None]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What nodes are lowered against."""
+
+    device: Device
+    dtype: str
+    weights: Mapping[str, Weight]
+    pages: Sequence[LayerPages]
+    block_size: int
+    arena: Memory
+    offsets: Mapping[Value, int]
+    in_place: Mapping[Value, Value]
+    scratch: Scratch
+    variants: list[Variant] = field(default_factory=list)
+    """Every kernel that was lowered to."""
+
+    def lower(self, nodes: Sequence[Node]) -> list[Enqueue]:
+        """In the order of the nodes."""
+        makers: Mapping[str, Callable[[Node], Enqueue]] = {
+            "embedding": self._embedding, "rms_norm": self._rms_norm,
+            "layer_norm": self._layer_norm, "linear": self._linear,
+            "attention": self._attention, "gated_act": self._gated_act,
+            "activation": self._activation, "add": self._add, "scale": self._scale,
+        }  # fmt: skip
+        return [makers[node.op](node) for node in nodes]
+
+    def place(self, value: Value) -> Memory:
+        """Of a value, from its first row on."""
+        return self.arena.at(self.offsets[value])
+
+    def variant(self, entry: str, **options: int) -> Variant:
+        """A kernel for this model's dtype."""
+        found = KERNELS[entry].variant(VX_DTYPE=DTYPES[self.dtype], **options)
+        self.variants.append(found)
+        return found
+
+    def _vector(self, ref: WeightRef | None) -> Memory | None:
+        if ref is None:
+            return None
+        weight = self.weights[ref.name]
+        assert isinstance(weight, Memory), f"{ref.name} is a matrix"
+        return weight
+
+    def _matrix(self, ref: WeightRef) -> Matrix:
+        weight = self.weights[ref.name]
+        assert isinstance(weight, Matrix), f"{ref.name} is a vector"
+        return weight
+
+    def _item(self, width: int) -> int:
+        return width * ITEM_BYTES[self.dtype]
+
+    def _embedding(self, node: Node) -> Enqueue:
+        table, y = self._matrix(node.weights["w"]), self.place(node.writes[0])
+        kernel = self.variant("gather_rows", VX_VEC=vector_width(table.cols))
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            self.device.launch(
+                kernel, {"rows": sizes.tokens, "width": table.cols},
+                (step.tokens, table.data, y, table.cols),
+            )  # fmt: skip
+
+        return enqueue
+
+    def _rms_norm(self, node: Node) -> Enqueue:
+        if len(node.reads) == 2:
+            return self._add_rms_norm(node)
+        x, y = node.reads[0], self.place(node.writes[0])
+        source, weight, width = self.place(x), self._vector(node.weights["w"]), x.width
+        kernel = self.variant("rms_norm", VX_VEC=vector_width(width))
+        eps = node.options["eps"]
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            shape = {"rows": sizes.tokens, "width": width}
+            self.device.launch(kernel, shape, (source, weight, y, width, eps))
+
+        return enqueue
+
+    def _add_rms_norm(self, node: Node) -> Enqueue:
+        """The kernel adds in place: where the residual is still wanted, into a copy of it."""
+        (x, residual), (out, total) = node.reads, node.writes
+        source, before, y, after = map(self.place, (x, residual, out, total))
+        weight, width, eps = self._vector(node.weights["w"]), x.width, node.options["eps"]
+        kernel = self.variant("add_rms_norm", VX_VEC=vector_width(width))
+        copies = total not in self.in_place
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            if copies:
+                self.device.copy(after, before.at(0, sizes.tokens * self._item(width)))
+            shape = {"rows": sizes.tokens, "width": width}
+            self.device.launch(kernel, shape, (source, after, weight, y, width, eps))
+
+        return enqueue
+
+    def _layer_norm(self, node: Node) -> Enqueue:
+        x, y = node.reads[0], self.place(node.writes[0])
+        source, width, eps = self.place(x), x.width, node.options["eps"]
+        weight, bias = self._vector(node.weights["w"]), self._vector(node.weights.get("bias"))
+        kernel = self.variant("layer_norm", VX_VEC=vector_width(width))
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            shape = {"rows": sizes.tokens, "width": width}
+            self.device.launch(kernel, shape, (source, weight, bias, y, width, eps))
+
+        return enqueue
+
+    def _linear(self, node: Node) -> Enqueue:
+        if node.writes[0].rows == "L":
+            return self._head(node)
+        x, y = self.place(node.reads[0]), self.place(node.writes[0])
+        multiply = self._product(self._matrix(node.weights["w"]), x, y, self.dtype)
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            multiply(sizes.tokens)
+
+        return enqueue
+
+    def _head(self, node: Node) -> Enqueue:
+        matrix, cap = self._matrix(node.weights["w"]), node.options["softcap"]
+        x, y, rows = self.place(node.reads[0]), self.place(node.writes[0]), self.scratch.rows
+        gather = self.variant("gather_rows", VX_VEC=vector_width(matrix.cols))
+        multiply = self._product(matrix, rows, y, "f32")
+        softcap = self.variant("softcap", VX_VEC=vector_width(matrix.rows)) if cap else None
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            count = sizes.logit_rows
+            if not count:
+                return
+            shape = {"rows": count, "width": matrix.cols}
+            self.device.launch(gather, shape, (step.logit_rows, x, rows, matrix.cols))
+            multiply(count)
+            if softcap is not None:
+                values = count * matrix.rows
+                self.device.launch(softcap, {"count": values}, (y, values, cap))
+
+        return enqueue
+
+    def _product(self, w: Matrix, x: Memory, y: Memory, out_dtype: str) -> Callable[[int], None]:
+        """x @ w.T for as many rows as it is called with."""
+        kernels = {
+            rows: self.variant(chosen.entry, **chosen.options)
+            for rows, chosen in skinny_kernels(self.dtype, w.cols, out_dtype).items()
+        }
+        bias = w.bias if out_dtype == "f32" else w.rounded_bias
+
+        def multiply(m: int) -> None:
+            kernel = kernels.get(m)
+            if kernel is None:
+                product = Product(m, w.rows, w.cols, self.dtype, out_dtype, bias is not None)
+                self.device.multiply(product, x, w.data, y, bias)
+                return
+            sizes = {"tokens": m, "outputs": w.rows}
+            self.device.launch(kernel, sizes, (x, w.data, w.bias, y, m, w.rows, w.cols))
+
+        return multiply
+
+    def _attention(self, node: Node) -> Enqueue:
+        store, decode = self._store(node), self._decode(node)
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            store(sizes, step)
+            decode(sizes, step)
+
+        return enqueue
+
+    def _store(self, node: Node) -> Enqueue:
+        spec: AttentionSpec = node.options["spec"]
+        qkv, pages = self.place(node.reads[0]), self.pages[spec.layer]
+        rope, q_norm, k_norm = (
+            self._vector(node.weights.get(name)) for name in ("rope", "q_norm", "k_norm")
+        )
+        kernel = self.variant(
+            "kv_store", VX_HEAD=spec.head_size, VX_KV=KV_ELEM, VX_VEC=store_vector(spec.head_size)
+        )
+        heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
+        values = (
+            *heads.values(), spec.rotary_dim, int(spec.interleaved), self._page_shift,
+            spec.norm_eps,
+        )  # fmt: skip
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            self.device.launch(
+                kernel, {"tokens": sizes.tokens, **heads},
+                (
+                    qkv, step.positions, step.slots, q_norm, k_norm, rope, self.scratch.queries,
+                    pages.k, pages.v, None, None, *values,
+                ),
+            )  # fmt: skip
+
+        return enqueue
+
+    def _decode(self, node: Node) -> Enqueue:
+        spec: AttentionSpec = node.options["spec"]
+        y, pages, scratch = self.place(node.writes[0]), self.pages[spec.layer], self.scratch
+        sinks, seen = self._vector(node.weights.get("sinks")), visibility(spec)
+        options = {
+            "VX_HEAD": spec.head_size, "VX_KV": KV_ELEM,
+            "VX_VEC": decode_vector(spec.head_size),
+            "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads),
+        }  # fmt: skip
+        decode = self.variant("paged_decode", **options)
+        combine = self.variant("paged_combine", **options)
+        heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
+        window, softcap = spec.window or 0, spec.softcap or 0.0
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            items, first_item = step.items[seen], step.first_item[seen]
+            self.device.launch(
+                decode, {"items": sizes.items, **heads},
+                (
+                    scratch.queries, pages.k, pages.v, None, None, items, first_item,
+                    step.positions, step.block_table, sinks, y, scratch.partial, scratch.weights,
+                    *heads.values(), step.table_stride, self._page_shift, window, spec.scale,
+                    softcap,
+                ),
+            )  # fmt: skip
+            self.device.launch(
+                combine, {"tokens": sizes.tokens, "heads": spec.num_heads},
+                (scratch.partial, scratch.weights, first_item, sinks, y, spec.num_heads),
+            )  # fmt: skip
+
+        return enqueue
+
+    @property
+    def _page_shift(self) -> int:
+        return self.block_size.bit_length() - 1
+
+    def _gated_act(self, node: Node) -> Enqueue:
+        x, y, width = self.place(node.reads[0]), self.place(node.writes[0]), node.writes[0].width
+        act = ACTIVATIONS[node.options["kind"]]
+        kernel = self.variant("gated_act", VX_VEC=vector_width(width), VX_ACT=act)
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            self.device.launch(kernel, {"rows": sizes.tokens, "width": width}, (x, y, width))
+
+        return enqueue
+
+    def _activation(self, node: Node) -> Enqueue:
+        x, y, width = self.place(node.reads[0]), self.place(node.writes[0]), node.writes[0].width
+        act = ACTIVATIONS[node.options["kind"]]
+        kernel = self.variant("activation", VX_VEC=vector_width(width), VX_ACT=act)
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            self.device.launch(kernel, {"rows": sizes.tokens, "width": width}, (x, y, width))
+
+        return enqueue
+
+    def _add(self, node: Node) -> Enqueue:
+        return self._flat(node, "add")
+
+    def _scale(self, node: Node) -> Enqueue:
+        return self._flat(node, "scale", node.options["factor"])
+
+    def _flat(self, node: Node, entry: str, *values: float) -> Enqueue:
+        """An op over all elements alike."""
+        inputs, y = [self.place(value) for value in node.reads], self.place(node.writes[0])
+        width = node.writes[0].width
+        kernel = self.variant(entry, VX_VEC=vector_width(width))
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            count = sizes.tokens * width
+            self.device.launch(kernel, {"count": count}, (*inputs, y, count, *values))
+
+        return enqueue

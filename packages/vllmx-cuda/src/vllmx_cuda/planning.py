@@ -1,0 +1,102 @@
+"""What loading a model will take, decided before a single weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.errors import CapacityError
+from vllmx_core.memory import format_bytes
+from vllmx_core.model import Model
+from vllmx_core.plan import AnyArray
+from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
+from vllmx_core.weights import WeightSpec
+
+from vllmx_cuda.buckets import bucket_sizes
+from vllmx_cuda.device import Device
+from vllmx_cuda.kv_cache import KVPlan, plan_kv
+from vllmx_cuda.layout import StepLayout, attention_specs, lay_out, max_items, visibility
+from vllmx_cuda.staging import Layout, StepSizes
+from vllmx_cuda.weights import weight_bytes
+from vllmx_cuda.work import Visibility
+
+LOGITS_BYTES = 256 << 20
+"""Logit rows beyond one a sequence (prompt logprobs) grow to this size."""
+GRAPH_BYTES = 2 << 20
+"""Kept free for each captured graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The recorded step, and the sizes of everything that it needs."""
+
+    nodes: Sequence[Node]
+    logits: Value
+    specs: Sequence[WeightSpec]
+    constants: Mapping[str, AnyArray]
+    dtype: str
+    weight_bytes: int
+    max_rows: Mapping[Rows, int]
+    max_blocks: int
+    """Blocks of one sequence."""
+    buckets: tuple[int, ...]
+    """Batch sizes of decode steps that are captured, or padded to when capture is off."""
+    visibilities: tuple[Visibility, ...]
+    layout: StepLayout
+    staging_bytes: int
+    kv: KVPlan
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the block table."""
+        return 4 * self.max_rows["T"] * self.max_blocks
+
+
+def plan_load(
+    model: Model, options: LoadOptions, dtype: str, kv_dtype: str, device: Device
+) -> LoadPlan:
+    """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
+    of the device that is free."""
+    specs, constants = model.weights(), model.constants(options.max_model_len)
+    nodes, logits = _record(model, specs, constants)
+    free, processors = device.free_bytes(), device.info.num_processors
+    weights = weight_bytes(specs, constants, dtype)
+    if weights > free:
+        raise CapacityError(
+            f"the weights take {format_bytes(weights)} as {dtype}, {format_bytes(free)} of"
+            f" {format_bytes(device.info.memory_bytes)} are free on {device.info.name}: choose a"
+            " smaller model, a 16-bit --dtype, or end what else runs on the GPU"
+        )
+    max_rows = _max_rows(options, model.shape.vocab_size)
+    buckets = bucket_sizes(options.max_num_seqs)
+    seen = tuple(dict.fromkeys(visibility(spec) for spec in attention_specs(nodes)))
+    layout = lay_out(nodes, logits, max_rows, dtype, processors)
+    largest = StepSizes(max_rows["T"], max_rows["L"], max_items(nodes, max_rows["T"], processors))
+    staging_bytes = Layout.of(largest, len(seen)).num_bytes
+    max_blocks = -(-options.max_model_len // max(1, options.block_size))
+    graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
+    used = weights + layout.num_bytes + staging_bytes + graphs
+    used += 4 * max_rows["T"] * max_blocks + 4 * max_rows["L"]
+    kv = plan_kv(model.shape.kv, options, kv_dtype, free, used)
+    return LoadPlan(
+        nodes, logits, specs, constants, dtype, weights, max_rows, max_blocks, buckets, seen,
+        layout, staging_bytes, kv,
+    )  # fmt: skip
+
+
+def _record(
+    model: Model, specs: Sequence[WeightSpec], constants: Mapping[str, AnyArray]
+) -> tuple[Sequence[Node], Value]:
+    refs = {spec.name: WeightRef(spec.name, spec.rows, spec.cols) for spec in specs}
+    for name, table in constants.items():
+        refs[name] = WeightRef(name, table.shape[0], table.shape[-1] if table.ndim > 1 else 0)
+    recorder = Recorder()
+    logits = model.forward(recorder, refs, RecordedInputs())
+    return recorder.nodes, logits
+
+
+def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
+    tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
+    rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * vocab_size))
+    return {"T": tokens, "L": min(tokens, rows)}

@@ -1,0 +1,90 @@
+"""Attention's work, planned on the host: which block of the device reads which part of the context.
+
+A work item is one query token and one range of positions (`kernels/paged_decode.cu`). Items are
+data, not launch parameters: a captured graph launches as many as its bucket can have, and those
+that a step leaves unused say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import I32, I64, StepPlan
+
+MIN_SPLIT = 128
+"""Positions that are worth a block of their own, a multiple of every page."""
+WAVES = 4
+"""Blocks of attention for each processor, where the context is long enough to be split so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """What a query token of a layer may look at."""
+
+    window: int | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItems:
+    """Items of one step for the layers of one visibility."""
+
+    items: I32  # (N, 4) token, row, begin, end; token -1: unused
+    first_item: I32  # (T + 1,)
+
+    @property
+    def num_items(self) -> int:
+        return int(self.items.shape[0])
+
+
+def item_capacity(num_tokens: int, num_processors: int, blocks_an_item: int) -> int:
+    """Items that a step of so many tokens can have: one for each token, and as many more as keep
+    all processors busy. `blocks_an_item`: the grid's second dimension."""
+    return num_tokens + -(-WAVES * num_processors // blocks_an_item)
+
+
+def plan_items(plan: StepPlan, visibility: Visibility, num_tokens: int, capacity: int) -> WorkItems:
+    """Items in the order of their tokens, cut at multiples of one length, so that no more than
+    `capacity` of them come out.
+
+    Args:
+        num_tokens: T with padding; tokens beyond the plan's own get no item.
+        capacity: at least the plan's T.
+    """
+    begin, end, rows = _ranges(plan, visibility)
+    spare = capacity - plan.num_tokens
+    first = begin // MIN_SPLIT
+    # sum(ceil(length / split)) <= sum(length) / split + T <= capacity
+    units = np.maximum(1, -(-end // MIN_SPLIT) - first)  # (T,) of MIN_SPLIT positions each
+    split = max(1, -(-int(units.sum()) // spare)) if spare else int(units.max(initial=1))
+    counts = -(-units // split)  # (T,)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    total = int(starts[-1])
+    assert total <= capacity, (total, capacity)
+    token = np.repeat(np.arange(plan.num_tokens), counts)
+    index = np.arange(total) - starts[token]
+    cut = (first[token] + index * split) * MIN_SPLIT
+    items = np.full((capacity, 4), -1, np.int32)
+    items[:total, 0] = token
+    items[:total, 1] = rows[token]
+    items[:total, 2] = np.maximum(begin[token], cut)
+    items[:total, 3] = np.minimum(end[token], cut + split * MIN_SPLIT)
+    first_item = np.full(num_tokens + 1, total, np.int32)
+    first_item[: plan.num_tokens + 1] = starts
+    return WorkItems(items, first_item)
+
+
+def _ranges(plan: StepPlan, visibility: Visibility) -> tuple[I64, I64, I64]:
+    """Of each token: the first position that it sees, the one after the last, and its row."""
+    rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
+    positions = plan.positions.astype(np.int64)
+    context = plan.context_len.astype(np.int64)[rows]
+    window = visibility.window
+    begin = np.zeros_like(positions)
+    if window is not None:
+        begin = np.maximum(0, positions - window + 1)
+    if visibility.causal:
+        return begin, positions + 1, rows
+    end = context if window is None else np.minimum(context, positions + window)
+    return begin, end, rows

@@ -1,0 +1,107 @@
+"""The conformance suite on the CUDA backend without a GPU: every kernel on the emulator."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import Backend, LoadOptions
+from vllmx_core.errors import BackendUnavailableError
+from vllmx_core.model import Model
+from vllmx_core.testing.backend_suite import BackendSuite
+from vllmx_core.testing.plans import Driver
+from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.weights import DType
+from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.emulated_device import EmulatedDevice, EmulatedGraph
+from vllmx_cuda.emulator import Emulator, find_cuda_headers
+from vllmx_models.qwen3 import qwen3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _can_emulate() -> None:
+    try:
+        find_cuda_headers()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator compiles kernels with g++, which is not installed")
+
+
+EMULATOR = Emulator()
+
+
+class TestCudaEmulated(BackendSuite):
+    kv_dtypes = ("f32",)  # as the model; codes follow
+    exact_batches = False  # cuBLASLt chooses its order of sums by the size of the product
+
+    def make_backend(self) -> Backend:
+        return CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR))
+
+
+class RecordingDevice(EmulatedDevice):
+    """Counts graphs and how often they run."""
+
+    captured, replayed = 0, 0
+
+    def capture(self, enqueue: Callable[[], None]) -> EmulatedGraph:
+        self.captured += 1
+        graph, device = super().capture(enqueue), self
+
+        class Counted(EmulatedGraph):
+            def launch(self) -> None:
+                device.replayed += 1
+                graph.launch()
+
+        return Counted([])
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 131, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+PROMPTS = [[5], [7, 11, 13] * 13, list(range(40, 60))]
+
+
+def tiny_qwen3(dtype: DType) -> tuple[Model, ArraySource]:
+    model = qwen3(QWEN3)
+    random = np.random.default_rng(11)
+    arrays = {}
+    for spec in model.weights():
+        for part in spec.parts:
+            shape = (part.rows, spec.cols) if spec.kind != "vector" else (part.rows,)
+            scale = spec.cols**-0.5 if spec.kind == "linear" else 1.0
+            arrays[part.name] = (random.standard_normal(shape) * scale).astype(np.float32)
+    return model, ArraySource(arrays, dtype)
+
+
+def generate(backend: Backend, dtype: DType, **driver: Any) -> list[list[int]]:
+    model, source = tiny_qwen3(dtype)
+    limits = {"max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    loaded = backend.load(model, source, LoadOptions(dtype=dtype, num_threads=1, **limits))
+    try:
+        return Driver(loaded, **driver).generate(PROMPTS, 12)
+    finally:
+        loaded.close()
+
+
+def test_a_tiny_qwen3_answers_as_on_the_cpu() -> None:
+    """Chunked prefill, captured decode, ids that are fed back on the device."""
+    cpu = pytest.importorskip("vllmx_cpu.backend").CpuBackend()
+    device = RecordingDevice(emulator=EMULATOR)
+    got = generate(CudaBackend(lambda: device), "f32", chunk=16, overlap=True)
+    assert got == generate(cpu, "f32")
+    assert device.captured >= 1
+    assert device.replayed >= 8
+
+
+def test_the_checking_build_finds_nothing() -> None:
+    """Races, bad accesses, reads of what nobody wrote: none in a whole generation."""
+    device = EmulatedDevice(check=True)
+    ids = generate(CudaBackend(lambda: device), "bf16", chunk=16)
+    assert [len(row) for row in ids] == [12, 12, 12]

@@ -1,0 +1,72 @@
+"""cuBLASLt's descriptors, which need the library and no GPU, and NVRTC on our own kernels."""
+
+from __future__ import annotations
+
+import pytest
+from vllmx_core.errors import BackendUnavailableError
+from vllmx_cuda.arch import ARCHITECTURES
+from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit
+from vllmx_cuda.cublaslt import CublasLt, Matmul
+from vllmx_cuda.device import Product
+from vllmx_cuda.driver import unavailable_reason
+from vllmx_cuda.libraries import include_folders
+from vllmx_cuda.nvrtc import CompileError, Nvrtc
+
+
+@pytest.fixture(scope="module")
+def lt() -> CublasLt:
+    try:
+        return CublasLt.open(with_handle=False)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    try:
+        return Nvrtc.open()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("out_dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_descriptors(lt: CublasLt, dtype: str, out_dtype: str) -> None:
+    matmul = Matmul(lt, Product(7, 33, 130, dtype, out_dtype, biased=True))
+    assert (matmul.attribute(3), matmul.attribute(4)) == (1, 0), "w transposed, x not"
+    assert matmul.attribute(7) == 4, "a bias"
+    assert matmul.attribute(26) == {"f32": 0, "f16": 2, "bf16": 14}[out_dtype]
+    matmul.point(bias=1 << 20)
+    matmul.close()
+
+
+@pytest.mark.parametrize(("scales", "modes"), [("tensor", (0, 0)), ("outer", (3, 3)),
+                                               ("block", (5, 4))])  # fmt: skip
+def test_descriptors_of_fp8(lt: CublasLt, scales: str, modes: tuple[int, int]) -> None:
+    matmul = Matmul(lt, Product(16, 32, 64, "f8e4m3", "bf16"), scales)
+    assert (matmul.attribute(31), matmul.attribute(32)) == modes
+    matmul.point(w_scale=4096, x_scale=8192)
+    matmul.close()
+
+
+def test_without_a_gpu_the_library_says_so(lt: CublasLt) -> None:
+    if unavailable_reason() is None:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(BackendUnavailableError, match="cannot start, status"):
+        CublasLt.open()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_kernel_compiles_for_every_architecture(nvrtc: Nvrtc, arch: str) -> None:
+    nvrtc.check_architecture(arch)
+    target = Target(arch, nvrtc.version, tuple(include_folders()))
+    unit = Unit(KERNELS_FOLDER / "rms_norm.cu", ("VX_DTYPE=2", "VX_VEC=8"))
+    cubin = nvrtc.compile(unit.source.read_text(), unit.source.name, target.options(unit))
+    assert cubin[:4] == b"\x7fELF"
+
+
+def test_errors_of_a_source_are_shown(nvrtc: Nvrtc) -> None:
+    with pytest.raises(CompileError, match=r"(?s)k\.cu.*identifier .nonsense. is undefined"):
+        nvrtc.compile("int x = nonsense;", "k.cu", ["--gpu-architecture=sm_80"])
+    with pytest.raises(BackendUnavailableError, match=r"sm_52.*knows"):
+        nvrtc.check_architecture("sm_52")

@@ -1,0 +1,314 @@
+"""The GPU device against a stand-in for CuPy: numpy memory, copies that copy, launches that tell.
+
+Nothing here proves that CUDA likes these calls; it proves that they are made, in this order, with
+these sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.errors import BackendUnavailableError, CapacityError
+from vllmx_cuda import cupy_device as module
+from vllmx_cuda.cublaslt import Algorithm
+from vllmx_cuda.cupy_device import CupyDevice
+from vllmx_cuda.device import Memory, Product
+from vllmx_cuda.driver import DeviceFacts
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+
+LIMIT = 1 << 26
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+@dataclass
+class Pointer:
+    buffer: np.ndarray
+    ptr: int
+
+
+@dataclass
+class Stream:
+    log: list[Any]
+    non_blocking: bool = False
+    ptr: int = 77
+
+    def __enter__(self) -> None:
+        self.log.append("stream")
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def begin_capture(self) -> None:
+        self.log.append("begin capture")
+
+    def end_capture(self) -> Any:
+        self.log.append("end capture")
+        return SimpleNamespace(
+            upload=lambda stream: self.log.append("upload graph"),
+            launch=lambda stream: self.log.append("launch graph"),
+        )
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def malloc(self, size: int) -> Pointer:
+        if self.taken + size > LIMIT:
+            raise OutOfMemoryError
+        self.taken += size
+        buffer = np.full(size, 0xFF, np.uint8)
+        return Pointer(buffer, buffer.ctypes.data)
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def free_all_blocks(self) -> None:
+        self.taken = 0
+
+
+def fake_cupy(log: list[Any]) -> Any:
+    def move(target: int, source: int, size: int, kind: int, stream: int) -> None:
+        log.append(("copy", size, kind, stream))
+        ctypes.memmove(target, source, size)
+
+    def move_rows(
+        target: int, pitch: int, source: int, source_pitch: int, width: int, rows: int, kind: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        for row in range(rows):
+            ctypes.memmove(target + row * pitch, source + row * source_pitch, width)
+
+    class Function:
+        ptr = 5
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, *call: Any) -> None:
+            log.append((self.name, *call))
+
+    class Module:
+        def load(self, cubin: bytes) -> None:
+            log.append(("load", cubin))
+
+        def get_function(self, name: str) -> Function:
+            return Function(name)
+
+    runtime = SimpleNamespace(
+        memGetInfo=lambda: (LIMIT, LIMIT),
+        getDeviceProperties=lambda ordinal: {"multiProcessorCount": 132},
+        memcpyAsync=move, memcpy2DAsync=move_rows, memcpyHostToDevice=1, memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
+        memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
+    )  # fmt: skip
+    ticks = iter(range(10_000))
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=lambda ordinal: SimpleNamespace(use=lambda: log.append(("use", ordinal))),
+        MemoryPool=Pool,
+        Stream=lambda non_blocking: Stream(log, non_blocking),
+        Event=lambda: SimpleNamespace(
+            at=next(ticks), record=lambda stream: None, synchronize=lambda: log.append("wait")
+        ),
+        get_elapsed_time=lambda begin, end: float(end.at - begin.at),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        alloc_pinned_memory=bytearray,
+        function=SimpleNamespace(Module=Module),
+        driver=SimpleNamespace(funcSetAttribute=lambda *call: log.append(("attribute", *call))),
+    )
+    return SimpleNamespace(cuda=cuda)
+
+
+@dataclass
+class FakeNvrtc:
+    version: tuple[int, int] = (13, 0)
+    sources: list[str] = field(default_factory=list)
+
+    def check_architecture(self, arch: str) -> None:
+        assert arch == "sm_90a"
+
+    def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
+        self.sources.append(name)
+        return f"{name} {[o for o in options if 'VX_' in o]}".encode()
+
+
+class FakeLt:
+    library = SimpleNamespace(cublasLtGetVersion=lambda: 130100)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def log() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def device(log: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CupyDevice:
+    monkeypatch.setenv("VLLMX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "include_folders", lambda: [str(tmp_path)])
+    facts = DeviceFacts(1, "Fake H200", (9, 0), 1 << 37)
+    return CupyDevice(fake_cupy(log), facts, FakeNvrtc(), FakeLt)  # type: ignore[arg-type]
+
+
+def contents(memory: Memory) -> bytes:
+    return ctypes.string_at(memory.address, memory.num_bytes)
+
+
+def test_memory_and_copies(device: CupyDevice, log: list[Any]) -> None:
+    assert (device.info.arch, device.info.num_processors) == ("sm_90a", 132)
+    assert log[0] == ("use", 1)
+    zeros, other, pinned = device.zeros(12), device.empty(12), device.pinned(6)
+    assert contents(zeros) == bytes(12)
+    pinned[...] = range(1, 7)
+    device.upload(zeros.at(2, 6), pinned)
+    device.copy(other.at(4), zeros.at(1, 8))
+    assert contents(other)[4:] == bytes([0, 1, 2, 3, 4, 5, 6, 0])
+    device.upload_rows(zeros, 4, pinned, 2)
+    assert contents(zeros) == bytes([1, 2, 1, 2, 3, 4, 5, 6, 5, 6, 0, 0])
+    back = device.pinned(3)
+    device.download(back, zeros)
+    assert back.tolist() == [1, 2, 1]
+    assert all(stream == 77 for name, *_, stream in filter(lambda e: e[0] == "copy", log))
+
+
+def test_memory_that_does_not_fit(device: CupyDevice) -> None:
+    with pytest.raises(CapacityError, match=r"Fake H200.*--memory-fraction"):
+        device.empty(LIMIT)
+
+
+def test_a_launch_passes_scalars_of_the_parameters_sizes(
+    device: CupyDevice, log: list[Any]
+) -> None:
+    kernel = KERNELS["layer_norm"].variant(VX_DTYPE=DTYPES["bf16"], VX_VEC=8)
+    x, weight, y = (device.empty(640) for _ in range(3))
+    device.prepare([kernel, kernel])
+    assert [entry[0] for entry in log if entry[0] == "load"] == ["load"]
+    device.launch(kernel, {"rows": 5, "width": 64}, [x, weight, None, y, 64, 1e-5])
+    name, grid, block, arguments, shared, stream = log[-1]
+    assert (name, grid, block, shared, stream.ptr) == ("layer_norm", (5, 1, 1), (32, 1, 1), 0, 77)
+    kinds = [np.uint64, np.uint64, np.uint64, np.uint64, np.int32, np.float32]
+    assert [type(value) for value in arguments] == kinds
+    assert arguments[:4] == (x.address, weight.address, 0, y.address)
+
+
+def test_large_shared_memory_is_asked_for_once(
+    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = KERNELS["scale"].variant(VX_DTYPE=0, VX_VEC=1)
+    monkeypatch.setattr(
+        type(kernel), "launch",
+        lambda self, sizes: SimpleNamespace(grid=(1, 1, 1), block=32, shared_bytes=100_000),
+    )  # fmt: skip
+    for _ in range(2):
+        memory = device.empty(4)
+        device.launch(kernel, {"count": 1}, [memory, memory, 1, 2.0])
+    assert [entry for entry in log if entry[0] == "attribute"] == [("attribute", 5, 8, 100_000)]
+
+
+def test_a_capture_that_fails_is_ended(device: CupyDevice, log: list[Any]) -> None:
+    def fail() -> None:
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        device.capture(fail)
+    assert log[-2:] == ["begin capture", "end capture"]
+    device.capture(lambda: log.append("work")).launch()
+    expected = ["begin capture", "work", "end capture", "upload graph", "launch graph"]
+    assert log[-5:] == expected
+
+
+class FakeMatmul:
+    """Algorithms of different speeds; what runs is written down."""
+
+    ran: list[bytes] = []  # noqa: RUF012
+
+    def __init__(self, lt: Any, product: Product) -> None:
+        self.product = product
+
+    def point(self, *, bias: int) -> None:
+        self.bias = bias
+
+    def algorithms(self, most: int) -> list[Algorithm]:
+        return [Algorithm(bytes([i]) * 64, 0) for i in range(3)][:most]
+
+    def run(self, algorithm: Algorithm, *addresses: int) -> None:
+        FakeMatmul.ran.append(algorithm.data[:1])
+
+    def close(self) -> None:
+        pass
+
+
+def test_algorithms_are_measured_while_tuning_and_remembered(
+    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device._algorithms, "_make", FakeMatmul)
+    seconds = {b"\0": 3.0, b"\1": 1.0, b"\2": 2.0}
+
+    def measure(call: Any) -> float:
+        call()
+        return seconds[FakeMatmul.ran[-1]]
+
+    monkeypatch.setattr(device._algorithms, "_measure", measure)
+    x, small, large = (
+        device.empty(4),
+        Product(8, 3, 2, "bf16", "f32"),
+        Product(9, 3, 2, "f16", "f16"),
+    )
+    with device.tuning():
+        device.multiply(small, x, x, x)
+    assert FakeMatmul.ran == [b"\0", b"\1", b"\2", b"\1"]
+    FakeMatmul.ran.clear()
+    device.multiply(small, x, x, x)
+    device.multiply(large, x, x, x)
+    assert FakeMatmul.ran == [b"\1", b"\0"], "the favourite where nothing is measured"
+    again = module.AlgorithmFile(device._algorithm_file().path)
+    assert again.get(small) == Algorithm(b"\1" * 64, 0)
+    assert again.get(large) is None
+
+
+def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "choices.json"
+    for text in ("", "[]", '{"a": 1}', '{"a": {"data": "zz", "workspace_bytes": 1}}'):
+        path.write_text(text)
+        assert module.AlgorithmFile(path).get(Product(1, 1, 1, "f16", "f16")) is None
+
+
+def test_no_driver_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise module.driver.DriverError("NVIDIA's driver is not installed")
+
+    monkeypatch.setattr(module.driver, "query", refuse)
+    with pytest.raises(BackendUnavailableError, match="driver is not installed"):
+        CupyDevice.open()
+
+
+def test_the_real_cupy_has_what_is_used() -> None:
+    cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
+    for name in (
+        "runtime.memGetInfo", "runtime.getDeviceProperties", "runtime.memcpyAsync",
+        "runtime.memcpy2DAsync", "runtime.memsetAsync", "runtime.memcpyHostToDevice",
+        "runtime.memcpyDeviceToHost", "runtime.memcpyDeviceToDevice", "Device", "MemoryPool.malloc",
+        "MemoryPool.free_bytes", "MemoryPool.free_all_blocks", "Stream.begin_capture",
+        "Stream.end_capture", "Event.record", "Event.synchronize", "get_elapsed_time",
+        "memory.OutOfMemoryError", "alloc_pinned_memory", "function.Module.load",
+        "function.Module.get_function", "driver.funcSetAttribute", "Graph.launch", "Graph.upload",
+    ):  # fmt: skip
+        found = cuda
+        for part in name.split("."):
+            found = getattr(found, part)

@@ -1,0 +1,172 @@
+"""The host's part of loading on CUDA: memory plan, weights through small buffers, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadOptions
+from vllmx_core.errors import CapacityError, ConfigError, WeightFormatError
+from vllmx_core.testing.step_checks import decoder
+from vllmx_core.testing.synthetic import ArraySource, Builder
+from vllmx_core.weights import (
+    PartSpec,
+    QuantLayout,
+    WeightPart,
+    WeightSpec,
+    bf16_to_f32,
+    f32_to_bf16,
+)
+from vllmx_cuda import weights as module
+from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import Memory
+from vllmx_cuda.emulated_device import EmulatedDevice, array, wide
+from vllmx_cuda.planning import plan_load
+from vllmx_cuda.weights import Matrix, load_weights, weight_bytes
+
+LIMITS: dict[str, Any] = {
+    "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "f32",
+}  # fmt: skip
+
+
+def options(**changes: Any) -> LoadOptions:
+    return LoadOptions(**(LIMITS | changes))
+
+
+@pytest.fixture
+def device() -> EmulatedDevice:
+    return EmulatedDevice()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("stored", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_weights_arrive_rounded_fused_and_tied(
+    device: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    stored: Any,
+    piece_bytes: int,
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    builder = Builder(19)
+    builder.embedding("embed", 24)
+    builder.linear("fused", (5, 9, 3), 24, biases=[0, 2])
+    builder.vector("norm", 24, offset=1.0)
+    builder.rope("rope", 8, positions=50)
+    builder.tied("head", "embed", 24)
+    source = ArraySource(builder.arrays, stored)
+    loaded = load_weights(builder.specs, builder.tables, source, dtype, device)
+    held = {name: source.part(name).dequantize() for name in source.names()}
+
+    def rounded(values: Any) -> Any:
+        if dtype == "bf16":
+            return bf16_to_f32(f32_to_bf16(values))
+        return values.astype({"f16": np.float16, "f32": np.float32}[dtype]).astype(np.float32)
+
+    embed, head, fused = loaded["embed"], loaded["head"], loaded["fused"]
+    assert isinstance(embed, Matrix)
+    assert isinstance(head, Matrix)
+    assert isinstance(fused, Matrix)
+    assert embed.data is head.data, "a tied head is held once"
+    np.testing.assert_array_equal(
+        wide(embed.data, dtype).reshape(19, 24), rounded(held["embed.weight"])
+    )
+    parts = [held[f"fused.{i}.weight"] for i in range(3)]
+    np.testing.assert_array_equal(
+        wide(fused.data, dtype).reshape(17, 24), rounded(np.concatenate(parts))
+    )
+    bias = np.concatenate([held["fused.0.bias"], np.zeros(9, np.float32), held["fused.2.bias"]])
+    assert fused.bias is not None
+    assert fused.rounded_bias is not None
+    np.testing.assert_array_equal(array(fused.bias, np.float32), bias)
+    np.testing.assert_array_equal(wide(fused.rounded_bias, dtype), rounded(bias))
+    for name, want in (("norm", held["norm.weight"] + 1), ("rope", builder.tables["rope"])):
+        vector = loaded[name]
+        assert isinstance(vector, Memory)
+        np.testing.assert_array_equal(array(vector, np.float32), want.reshape(-1))
+    assert device.allocated_bytes == weight_bytes(builder.specs, builder.tables, dtype)
+
+
+def test_other_layouts_are_dequantised_by_rows(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(module, "PIECE_BYTES", 4 * 6 * 2)
+    asked: list[tuple[int, int]] = []
+
+    class Halves(ArraySource):
+        def part(self, name: str) -> WeightPart:
+            def decode(part: WeightPart, begin: int, end: int) -> Any:
+                asked.append((begin, end))
+                return part.buffers["weight"].rows(begin, end).to_f32() / 2
+
+            return replace(super().part(name), layout=QuantLayout("halved", 8), decode=decode)
+
+    values = np.arange(54, dtype=np.float32).reshape(9, 6)
+    spec = WeightSpec("w", "linear", (PartSpec("w", 9),), 6)
+    loaded = load_weights([spec], {}, Halves({"w": values}), "f32", device)["w"]
+    assert isinstance(loaded, Matrix)
+    np.testing.assert_array_equal(array(loaded.data, np.float32), (values / 2).reshape(-1))
+    assert sorted(asked) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
+    assert "halved weights are dequantised at load" in caplog.text
+
+
+def test_a_missing_tensor_is_found_before_anything_is_read(device: EmulatedDevice) -> None:
+    model, source = decoder()
+    arrays = {name: source.part(name).dequantize() for name in source.names()}
+    del arrays["1.down.0.weight"]
+    with pytest.raises(WeightFormatError, match=r"1\.down\.0\.weight"):
+        CudaBackend(lambda: device).load(model, ArraySource(arrays), options())
+    assert device.launches == 0
+
+
+def test_what_is_planned_is_what_is_taken(device: EmulatedDevice) -> None:
+    model, source = decoder()
+    before = device.allocated_bytes
+    many = options(memory_fraction=0.1, max_num_seqs=2000, enforce_eager=True)
+    loaded = CudaBackend(lambda: device).load(model, source, many)
+    taken = device.allocated_bytes - before
+    budget = 0.1 * device.info.memory_bytes
+    assert 0.9 * budget < taken <= budget
+    loaded.close()
+    del loaded
+    assert device.allocated_bytes == before, "close gives everything back"
+
+
+def test_kv_blocks_are_what_the_memory_leaves(device: EmulatedDevice) -> None:
+    model, _ = decoder()
+    plan = plan_load(model, options(), "f32", "f32", device)
+    assert plan.kv.num_blocks == 8 * 4, "4 sequences at full length"
+    fraction = {"max_num_seqs": 1 << 14, "memory_fraction": 0.5, "max_model_len": 4096}
+    plan = plan_load(model, options(**fraction), "f32", "f32", device)
+    used = plan.weight_bytes + plan.layout.num_bytes + plan.staging_bytes + plan.kv.num_bytes
+    assert used < 0.5 * device.info.memory_bytes
+    assert plan.kv.num_blocks < (1 << 14) * 256
+
+
+def test_refusals_name_value_limit_and_remedy() -> None:
+    model, source = decoder()
+
+    def load(memory_bytes: int = 1 << 26, **changes: Any) -> None:
+        device = EmulatedDevice(memory_bytes=memory_bytes)
+        CudaBackend(lambda: device).load(model, source, options(**changes))
+
+    with pytest.raises(CapacityError, match=r"weights take .* as f32.*free on emulated GPU"):
+        load(memory_bytes=1000)
+    with pytest.raises(CapacityError, match=r"max_model_len 128.*--memory-fraction"):
+        load(memory_bytes=10_400_000, memory_fraction=0.01)
+    with pytest.raises(ConfigError, match=r"block_size 24.*power of two"):
+        load(block_size=24)
+    with pytest.raises(ConfigError, match=r"dtype 'f8': choose bf16, f16, f32"):
+        load(dtype="f8")
+    with pytest.raises(ConfigError, match="no KV cache of bf16: choose auto, f32"):
+        load(kv_cache_dtype="bf16")
+
+    class Pair:
+        rank, world_size = 0, 2
+
+    with pytest.raises(ConfigError, match="one GPU so far, 2 ranks"):
+        CudaBackend(EmulatedDevice).load(model, source, options(), Pair())

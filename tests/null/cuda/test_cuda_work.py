@@ -1,0 +1,83 @@
+"""Attention's work items: every visible position exactly once, within the capacity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllmx_core.plan import StepPlan
+from vllmx_core.testing.plans import Row, make_plan
+from vllmx_cuda.work import MIN_SPLIT, Visibility, item_capacity, plan_items
+
+PAGE = 16
+
+
+def random_plan(random: np.random.Generator, decode: bool) -> StepPlan:
+    rows = []
+    for _ in range(int(random.integers(1, 9))):
+        start = int(random.integers(0, 3000))
+        length = 1 if decode else int(random.integers(1, 40))
+        rows.append(Row([1] * length, start, list(range(-(-(start + length) // PAGE)))))
+    return make_plan(rows, PAGE)
+
+
+def visible(plan: StepPlan, token: int, seen: Visibility) -> set[int]:
+    """By the definition of `AttentionSpec`."""
+    row = int(np.searchsorted(plan.query_start, token, side="right")) - 1
+    position = int(plan.positions[token])
+    window = seen.window or 1 << 30
+    return {
+        key
+        for key in range(int(plan.context_len[row]))
+        if (key <= position or not seen.causal) and abs(position - key) < window
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seen", [Visibility(), Visibility(window=200), Visibility(causal=False),
+             Visibility(window=7, causal=False)], ids=str,
+)  # fmt: skip
+def test_every_token_sees_what_it_may_once(seed: int, seen: Visibility) -> None:
+    random = np.random.default_rng(seed)
+    plan = random_plan(random, decode=seed % 2 == 0)
+    padded = plan.num_tokens + int(random.integers(0, 5))
+    capacity = padded + int(random.integers(0, 60))
+    work = plan_items(plan, seen, padded, capacity)
+    assert work.items.shape == (capacity, 4)
+    assert work.items.dtype == work.first_item.dtype == np.int32
+    used = int(work.first_item[plan.num_tokens])
+    assert (work.items[used:, 0] == -1).all()
+    assert (work.first_item[plan.num_tokens :] == used).all(), "padding has no items"
+    for token in range(plan.num_tokens):
+        mine = work.items[work.first_item[token] : work.first_item[token + 1]]
+        row = int(np.searchsorted(plan.query_start, token, side="right")) - 1
+        assert (mine[:, 0] == token).all()
+        assert (mine[:, 1] == row).all()
+        assert (mine[:, 2] < mine[:, 3]).all(), "no empty item"
+        assert (mine[1:, 2] % MIN_SPLIT == 0).all(), "cut where a page begins"
+        positions = [key for _, _, begin, end in mine for key in range(begin, end)]
+        assert len(positions) == len(set(positions))
+        assert set(positions) == visible(plan, token, seen)
+
+
+def test_a_long_context_is_split_as_far_as_the_capacity_goes() -> None:
+    plan = make_plan([Row([1], 32767, range(2048)), Row([1], 9, [0])], PAGE)
+    capacity = item_capacity(2, num_processors=132, blocks_an_item=8)
+    assert capacity == 2 + 66
+    work = plan_items(plan, Visibility(), 2, capacity)
+    first, second = np.diff(work.first_item)
+    assert 60 <= first <= 67
+    assert second == 1
+
+
+def test_one_length_for_all_when_nothing_is_spare() -> None:
+    plan = make_plan([Row([1], 5000, range(400)), Row([1], 2, [0])], PAGE)
+    assert np.diff(plan_items(plan, Visibility(), 2, 2).first_item).tolist() == [1, 1]
+
+
+def test_a_plan_of_nothing_but_padding() -> None:
+    empty = np.zeros(0, np.int32)
+    plan = StepPlan(empty, empty, empty, np.zeros(1, np.int32), empty, empty.reshape(0, 0), empty)
+    work = plan_items(plan, Visibility(), 4, 9)
+    assert (work.items == -1).all()
+    assert work.first_item.tolist() == [0] * 5
