@@ -12,7 +12,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.weight_map import assemble
 
 from .folders import folder_of, registry
-from .mutations import as_json, changed_json, patched
+from .mutations import DEEP_TEXTS, as_json, changed_json, patched
 
 HIDDEN, VOCAB = 8, 6
 CONFIG = {
@@ -58,7 +58,12 @@ def mutations() -> st.SearchStrategy[bytes]:
     headers = changed_json([header], keys).map(lambda value: _with_header(as_json(value), body))
     indices = changed_json([json.loads(index)], ["weight_map", "a.safetensors", "../b.safetensors"])
     return st.one_of(
-        patched(whole, len(whole)), headers, indices.map(as_json), st.binary(max_size=200)
+        patched(whole, len(whole)),
+        headers,
+        indices.map(as_json),
+        DEEP_TEXTS,
+        DEEP_TEXTS.map(lambda text: _with_header(text, b"")),
+        st.binary(max_size=200),
     )
 
 
