@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import chats
+import wording
 from data import render
 from stories import ANIMALS, OBJECTS, a, story
 from tools import TOOLS, call, schema, tool_chat
@@ -88,7 +89,7 @@ def good_list(got, kind, n):
     items = re.findall(r"^\d+\. (.+)$", got, re.M) or [
         x for x in re.split(r", | and ", got.strip().rstrip("."))
     ]
-    known = {x.lower() for x in chats.LISTS[kind]}
+    known = {x.lower() for x in wording.LISTS[kind]}
     return len(items) == n == len(set(items)) and all(x.lower() in known for x in items)
 
 
@@ -100,16 +101,16 @@ def skill_tests(r):
         want = messages[-1]["content"]
         t.setdefault(name, []).append((messages, tools, check or (lambda got: said(got) == want)))
 
-    for c, k in chats.CAPITALS.items():
+    for c, k in wording.CAPITALS.items():
         add(
             "capitals",
-            [chats.U(f"What is the capital of {c}?"), chats.A(f"The capital of {c} is {k}.")],
+            [wording.U(f"What is the capital of {c}?"), wording.A(f"The capital of {c} is {k}.")],
         )
         add(
             "capitals reversed",
             [
-                chats.U(f"{k} is the capital of which country?"),
-                chats.A(f"{k} is the capital of {c}."),
+                wording.U(f"{k} is the capital of which country?"),
+                wording.A(f"{k} is the capital of {c}."),
             ],
         )
     for x in range(10):
@@ -117,13 +118,16 @@ def skill_tests(r):
             add(
                 "sums, all 100",
                 [
-                    chats.U(f"What is {x} plus {y}?"),
-                    chats.A(f"{x} plus {y} is {x + y}.", auto=True),
+                    wording.U(f"What is {x} plus {y}?"),
+                    wording.A(f"{x} plus {y} is {x + y}.", auto=True),
                 ],
             )
             add(
                 "differences, all 100",
-                [chats.U(f"What is {x} - {y}?"), chats.A(f"{x} minus {y} is {x - y}.", auto=True)],
+                [
+                    wording.U(f"What is {x} - {y}?"),
+                    wording.A(f"{x} minus {y} is {x - y}.", auto=True),
+                ],
             )
     for name in ("facts", "compare", "repeat", "yes_no", "reading", "memory", "summary"):
         for _ in range(80):
@@ -132,10 +136,10 @@ def skill_tests(r):
         m = chats.as_json(r)
         add("JSON equal", m, None, lambda got, m=m: same_json(said(got), m[-1]["content"]))
         add("JSON valid", m, None, lambda got: same_json(said(got), said(got)))
-        kind, n = r.choice(list(chats.LISTS)), r.randint(2, 6)
+        kind, n = r.choice(list(wording.LISTS)), r.randint(2, 6)
         add(
             "lists (count and kind)",
-            [chats.U(f"Give me a list of {chats.NUMBERS[n]} {kind}."), chats.A("")],
+            [wording.U(f"Give me a list of {wording.NUMBERS[n]} {kind}."), wording.A("")],
             None,
             lambda got, k=kind, n=n: good_list(said(got), k, n),
         )
@@ -155,12 +159,12 @@ def skill_tests(r):
         if m[-2]["role"] == "tool":
             add("answer after the tool", m, tools)
     for i, n in enumerate(NEW_NAMES * 2):
-        more = [chats.U("What colour is grass?"), chats.A("Grass is green.")] if i % 2 else []
+        more = [wording.U("What colour is grass?"), wording.A("Grass is green.")] if i % 2 else []
         add(
             "name memory, names never seen",
-            [chats.U(f"Hello, my name is {n}."), chats.A(f"Nice to meet you, {n}!")]
+            [wording.U(f"Hello, my name is {n}."), wording.A(f"Nice to meet you, {n}!")]
             + more
-            + [chats.U("What is my name?"), chats.A(f"Your name is {n}.")],
+            + [wording.U("What is my name?"), wording.A(f"Your name is {n}.")],
         )
     for i in range(40):
         name, par = NEW_TOOLS[i % 8]
@@ -169,11 +173,11 @@ def skill_tests(r):
             schema(r, name, (f"{verb.capitalize()} {a(noun)}", {par: "string"}))
         ]
         r.shuffle(have)
-        v = r.choice(chats.LISTS["toys"] + chats.DAYS)
+        v = r.choice(wording.LISTS["toys"] + wording.DAYS)
         want = calls(call(name, {par: v}))
         add(
             "tool call, tools never seen",
-            [chats.U(f"Please {verb} the {noun}. The {par} is {v}."), chats.A("")],
+            [wording.U(f"Please {verb} the {noun}. The {par} is {v}."), wording.A("")],
             have,
             lambda got, w=want: calls(got) == w,
         )
@@ -181,7 +185,7 @@ def skill_tests(r):
         who, o = r.choice(ANIMALS), r.choice(OBJECTS)
         add(
             "story with both topic words",
-            [chats.U(f"Tell me a story about {a(who)} and {a(o)}."), chats.A("")],
+            [wording.U(f"Tell me a story about {a(who)} and {a(o)}."), wording.A("")],
             None,
             lambda got, w=who, o=o: w in got and o in got,
         )
@@ -246,11 +250,11 @@ ASK = [
     "Thank you!",
 ]
 TALK = [
-    chats.U("Hi, my name is Sara."),
-    chats.A("Hello, Sara! Nice to meet you."),
-    chats.U("My favourite colour is green."),
-    chats.A("Green is a lovely colour!"),
-    chats.U("What is my name?"),
+    wording.U("Hi, my name is Sara."),
+    wording.A("Hello, Sara! Nice to meet you."),
+    wording.U("My favourite colour is green."),
+    wording.A("Green is a lovely colour!"),
+    wording.U("What is my name?"),
 ]
 
 
@@ -258,9 +262,9 @@ def sample_prompts(tok):
     tools = [
         schema(random.Random(3), n, TOOLS[n]) for n in ("get_time", "get_weather", "set_timer")
     ]
-    ask = [([chats.U(x)], None) for x in ASK] + [
+    ask = [([wording.U(x)], None) for x in ASK] + [
         (TALK, None),
-        ([chats.U("What is the weather in Paris?")], tools),
+        ([wording.U("What is the weather in Paris?")], tools),
     ]
     return [
         (

@@ -2,23 +2,10 @@
 
 import json
 
-from chats import (
-    CITIES,
-    LISTS,
-    A,
-    U,
-    any_name,
-    capital,
-    facts,
-    greet,
-    join,
-    loosen,
-    pick,
-    small_talk,
-    sums,
-    yes_no,
-)
+from chats import greet, small_talk
+from knowledge import capital, facts, sums, yes_no
 from stories import ADJ, ANIMALS, COLOURS, OBJECTS, PLACES, M, a, odd_name
+from wording import CITIES, LISTS, A, U, any_name, join, loosen, pick
 
 
 # In the material a tool has a description, its parameters, ways to ask and a closing sentence. Here: arguments and answer.

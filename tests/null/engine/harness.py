@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,16 @@ VOCAB_SIZE = 48
 EOS = 7
 MAX_MODEL_LEN = 64
 RULES = FakeRules(vocab_size=VOCAB_SIZE, eos_id=EOS, eos_rate=40)
+QUIET = FakeRules(vocab_size=VOCAB_SIZE)
+"""Without an end of sequence."""
 GREEDY = {"temperature": 0.0}
+
+
+def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)
+    ]
 
 
 @dataclass

@@ -15,8 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError
@@ -24,7 +23,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.inline import InlineFrontend
+from vllmx_engine.inline import HasEngine, InlineFrontend
 from vllmx_engine.messages import CoreInfo, FinishReason
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 from vllmx_engine.request import Request
@@ -59,7 +58,7 @@ class TextStream(Iterator[str]):
         self.stop_reason = output.stop_reason
 
 
-class Engine:
+class Engine(HasEngine):
     """A loaded model.
 
     Raises (constructor): the typed reason why the model cannot be loaded.
@@ -169,21 +168,6 @@ class Engine:
             return False
         self._engine.abort(state)
         return True
-
-    def close(self) -> None:
-        """Frees the model. May be called twice."""
-        self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _build(self, params: SamplingParams, prompt: str | Sequence[int]) -> Request:
         bos = self.tokenizer.named_tokens.get("bos_token")

@@ -7,7 +7,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Self
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError
@@ -156,3 +157,24 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     check()
+
+
+class HasEngine:
+    """A context manager that closes its engine."""
+
+    _engine: InlineFrontend
+
+    def close(self) -> None:
+        """Frees the model. May be called twice."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from vllmx_core.config import DEMO_MODEL, EngineConfig
 from vllmx_core.errors import InvalidRequestError
@@ -17,7 +16,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.inline import InlineFrontend
+from vllmx_engine.inline import HasEngine, InlineFrontend
 from vllmx_engine.messages import CoreInfo
 from vllmx_engine.outputs import RequestOutput
 from vllmx_engine.request import Prompt, Request, RequestOptions
@@ -40,7 +39,7 @@ class Progress:
     elapsed_s: float
 
 
-class LLM:
+class LLM(HasEngine):
     """A loaded model for scripts: `LLM("demo").generate("Once upon")[0].outputs[0].text`.
 
     Args:
@@ -150,21 +149,6 @@ class LLM:
             for conversation, each in zip(conversations, params, strict=True)
         ]
         return self._run(requests, use_tqdm, progress)
-
-    def close(self) -> None:
-        """Frees the model. May be called twice."""
-        self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _run(
         self,

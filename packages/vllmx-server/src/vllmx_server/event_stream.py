@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 
+from vllmx_server.direct_body import DirectBody
 from vllmx_server.errors import error_body, internal_error
 from vllmx_server.generation import Generation
 
@@ -126,10 +127,13 @@ class EventStream(HeldResponse):
             self._sending = True
             await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
             send = scope["state"]["send"]
+            direct = DirectBody.of(send)
             try:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
                 self._sending = False
                 async for event in events:
+                    if direct is not None and direct.write(event):
+                        continue
                     self._sending = True
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                     self._sending = False

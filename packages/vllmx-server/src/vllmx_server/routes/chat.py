@@ -13,39 +13,23 @@ from vllmx_core.sampling import MAX_LOGPROBS
 from vllmx_engine.outputs import CompletionOutput
 from vllmx_engine.request_stream import RequestStream
 
-from vllmx_server.body import read_body
 from vllmx_server.chunks import Chunks, encode
-from vllmx_server.event_stream import DONE, EventStream, HeldResponse, JSONAnswer
+from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
+from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
-from vllmx_server.schema.decode import decode
-from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
+from vllmx_server.state import ServerState, caller_of
 
 
 async def chat_completions(request: Request) -> HeldResponse:
     """OpenAI's chat completion, streamed or not."""
-    state, started_s = state_of(request), time.monotonic()
-    body = decode(await read_body(request, state.config), DECODER)
-    state.check_model(body.model)
-    body.check()
-    release = state.admit()
-    try:
-        stream = await _submit(request, state, body)
-    except BaseException:
-        release()
-        raise
-    generation = Generation([stream], state.metrics, started_s)
-    answer = ChatAnswer(state, body, f"chatcmpl-{request_id_of(request, body)}", generation)
-    timeout_s = state.config.send_timeout_s
-    if body.stream:
-        return EventStream(generation, release, timeout_s, answer.events())
-    return JSONAnswer(generation, release, timeout_s, answer.whole)
+    return await generate(request, DECODER, _submit, ChatAnswer)
 
 
 async def _submit(
     request: Request, state: ServerState, body: ChatCompletionRequest
-) -> RequestStream:
+) -> list[RequestStream]:
     if body.num_logprobs is not None and not 0 <= body.num_logprobs <= MAX_LOGPROBS:
         raise InvalidRequestError(
             f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {body.num_logprobs}",
@@ -58,13 +42,14 @@ async def _submit(
     params = body.sampling_params(
         llm.default_sampling_params, max_tokens=limit, logprobs=body.num_logprobs
     )
-    return await llm.submit_chat(
+    stream = await llm.submit_chat(
         body.conversation(),
         params,
         chat=body.chat_options(),
         kind="delta" if body.stream else "final",
         **caller_of(request, body),
     )
+    return [stream]
 
 
 class ChatAnswer:
@@ -74,10 +59,10 @@ class ChatAnswer:
         self,
         state: ServerState,
         body: ChatCompletionRequest,
-        answer_id: str,
+        request_id: str,
         generation: Generation,
     ) -> None:
-        self._id = answer_id
+        self._id = f"chatcmpl-{request_id}"
         self._state = state
         self._body = body
         self._generation = generation

@@ -14,34 +14,18 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 from vllmx_engine.request_stream import RequestStream
 
-from vllmx_server.body import read_body
 from vllmx_server.chunks import Chunks, encode
-from vllmx_server.event_stream import DONE, EventStream, HeldResponse, JSONAnswer
+from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.logprobs import CompletionLogprobs, prompt_logprobs
+from vllmx_server.routes.generate import generate
 from vllmx_server.schema.completions import DECODER, CompletionRequest
-from vllmx_server.schema.decode import decode
-from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
+from vllmx_server.state import ServerState, caller_of
 
 
 async def completions(request: Request) -> HeldResponse:
     """OpenAI's text completion for one or several prompts, streamed or not."""
-    state, started_s = state_of(request), time.monotonic()
-    body = decode(await read_body(request, state.config), DECODER)
-    state.check_model(body.model)
-    body.check()
-    release = state.admit()
-    try:
-        streams = await _submit(request, state, body)
-    except BaseException:
-        release()
-        raise
-    generation = Generation(streams, state.metrics, started_s)
-    answer = CompletionAnswer(state, body, f"cmpl-{request_id_of(request, body)}", generation)
-    timeout_s = state.config.send_timeout_s
-    if body.stream:
-        return EventStream(generation, release, timeout_s, answer.events())
-    return JSONAnswer(generation, release, timeout_s, answer.whole)
+    return await generate(request, DECODER, _submit, CompletionAnswer)
 
 
 async def _submit(
@@ -84,9 +68,9 @@ class CompletionAnswer:
     """Makes the wire format of one request's outputs. Choice j of prompt i has index i * n + j."""
 
     def __init__(
-        self, state: ServerState, body: CompletionRequest, answer_id: str, generation: Generation
+        self, state: ServerState, body: CompletionRequest, request_id: str, generation: Generation
     ) -> None:
-        self._id = answer_id
+        self._id = f"cmpl-{request_id}"
         self._state = state
         self._body = body
         self._generation = generation

@@ -1,0 +1,59 @@
+"""What the generating routes have in common: from the body to a response that holds the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from vllmx_engine.request_stream import RequestStream
+
+from vllmx_server.body import read_body
+from vllmx_server.event_stream import EventStream, HeldResponse, JSONAnswer
+from vllmx_server.generation import Generation
+from vllmx_server.schema.decode import decode
+from vllmx_server.schema.sampling import SamplingFields
+from vllmx_server.state import ServerState, request_id_of, state_of
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+
+class Answer(Protocol):
+    """The wire format of one request's outputs."""
+
+    async def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a streamed answer with their SSE framing; none before the engine's first
+        output."""
+        ...
+
+
+async def generate(
+    request: Request,
+    decoder: msgspec.json.Decoder[Body],
+    submit: Callable[[Request, ServerState, Body], Awaitable[list[RequestStream]]],
+    answer_of: Callable[[ServerState, Body, str, Generation], Answer],
+) -> HeldResponse:
+    """Reads and checks the body, starts an engine request for each prompt (`submit`: all or none),
+    and answers with what `answer_of` (state, body, request id, generation) makes of them."""
+    state, started_s = state_of(request), time.monotonic()
+    body = decode(await read_body(request, state.config), decoder)
+    state.check_model(body.model)
+    body.check()
+    release = state.admit()
+    try:
+        streams = await submit(request, state, body)
+    except BaseException:
+        release()
+        raise
+    generation = Generation(streams, state.metrics, started_s)
+    answer = answer_of(state, body, request_id_of(request, body), generation)
+    timeout_s = state.config.send_timeout_s
+    if body.stream:
+        return EventStream(generation, release, timeout_s, answer.events())
+    return JSONAnswer(generation, release, timeout_s, answer.whole)
