@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from vllmx_core import reference
+from vllmx_core import kv_quant, reference
 from vllmx_core.model import AttentionSpec
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
@@ -90,7 +90,7 @@ def test_kv_store(emulator: Emulator, shape: Shape) -> None:
         variant,
         {"tokens": tokens, "heads": shape.heads, "kv_heads": shape.kv_heads},
         [qkv, positions, on_device(slots, np.int32), *norms, table, q, k_pages, v_pages,
-         *(scales if shape.kv == KV_INT8 else [None, None]), shape.heads, shape.kv_heads,
+         *(scales if shape.kv != KV_ELEM else [None, None]), shape.heads, shape.kv_heads,
          shape.rotary_dim, int(shape.interleaved), shape.page_shift, 1e-6],
     )  # fmt: skip
     want_q, want_k, want_v = rotated_heads(shape, wide(qkv), positions, table, norms)
@@ -102,12 +102,35 @@ def test_kv_store(emulator: Emulator, shape: Shape) -> None:
                 expected[slot // page, :, slot % page] = want[token]
         if shape.kv == KV_ELEM:
             assert_near(got, expected, shape.dtype, scale=2)
-        elif shape.kv == KV_E4M3:
-            np.testing.assert_allclose(wide(got), expected, rtol=2**-4, atol=2**-10)
         else:
-            np.testing.assert_allclose(scale, abs(expected).max(-1) / 127, rtol=1e-5)
-            error = wide(got) * scale[..., None] - expected
-            assert (abs(error) <= scale[..., None] * 0.502).all()
+            dtype = "int8" if shape.kv == KV_INT8 else "fp8"
+            codes, want_scale = kv_quant.quantise(expected.astype(np.float32), dtype)
+            if got is v_pages:  # values are neither normed nor rotated: to the bit
+                np.testing.assert_array_equal(got.view(codes.dtype), codes)
+                np.testing.assert_array_equal(scale, want_scale)
+            np.testing.assert_allclose(scale, want_scale, rtol=1e-5)
+            step = 0.502 if dtype == "int8" else 16.1  # half the distance of codes at the top
+            error = abs(wide(got) * scale[..., None] - expected)
+            assert (error <= scale[..., None] * step).all()
+
+
+@pytest.mark.parametrize("kv", [KV_E4M3, KV_INT8])
+def test_vectors_without_a_scale(emulator: Emulator, kv: int) -> None:
+    """Zeros, and what is not finite, as vllmx_core.kv_quant defines them."""
+    qkv = np.ones((4, 3 * 16), np.float32)
+    qkv[0, 32:], qkv[1, 40], qkv[2, 32:] = 0, np.nan, 1e-31
+    qkv[3, 47] = -np.inf
+    pages = [inout(np.zeros((1, 1, 8, 16)), kv_type(Shape(dtype="f32", kv=kv))) for _ in range(2)]
+    scales = [inout(np.zeros((1, 1, 8)), np.float32) for _ in range(2)]
+    emulator.launch(
+        KERNELS["kv_store"].variant(**options("f32", VX_HEAD=16, VX_KV=kv, VX_VEC=1)),
+        {"tokens": 4, "heads": 1, "kv_heads": 1},
+        [on_device(qkv, np.float32), on_device([0] * 4, np.int32), on_device(range(4), np.int32),
+         None, None, None, empty((4, 1, 16), np.float32), *pages, *scales, 1, 1, 0, 0, 3, 1e-6],
+    )  # fmt: skip
+    codes, want = kv_quant.quantise(qkv[:, 32:], "int8" if kv == KV_INT8 else "fp8")
+    np.testing.assert_array_equal(scales[1][0, 0, :4], want)
+    np.testing.assert_array_equal(pages[1].view(codes.dtype)[0, 0, :4], codes)
 
 
 def rotated_heads(
@@ -216,9 +239,10 @@ def random_pages(
     rng: np.random.Generator, shape: tuple[int, ...], case: Case
 ) -> tuple[Array, Array | None]:
     """(pages, scales); what no row has written is NaN where the type has one."""
-    if case.kv == KV_INT8:
-        scales = on_device(rng.random(shape[:3]) * 0.02, np.float32)
-        return on_device(rng.integers(-127, 128, shape), np.int8), scales
+    if case.kv != KV_ELEM:
+        dtype = "int8" if case.kv == KV_INT8 else "fp8"
+        codes, scales = kv_quant.quantise(rng.standard_normal(shape), dtype)
+        return on_device(codes.view(kv_type(case)), kv_type(case)), on_device(scales, np.float32)
     return on_device(rng.standard_normal(shape), kv_type(case)), None
 
 

@@ -19,7 +19,7 @@ from vllmx_cuda.kernel_specs.types import (
 
 HEAD_SIZES = tuple(range(4, 257, 4))
 KV_ELEM, KV_E4M3, KV_INT8 = 0, 1, 2
-"""Values of VX_KV: pages as activations are, FP8 e4m3, INT8 with a scale a token and head."""
+"""Values of VX_KV: pages as activations are, or codes with a scale a token and head."""
 KV_TYPES = (KV_ELEM, KV_E4M3, KV_INT8)
 _HEADS_A_BLOCK = 4
 _DECODE_THREADS = 128

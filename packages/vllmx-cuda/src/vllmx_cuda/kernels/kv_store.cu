@@ -72,14 +72,17 @@ kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
   }
   elem* query_out = q + ((size_t)token * heads + head) * VX_HEAD;
   kv_elem* pages_out = (is_value ? v_pages : k_pages) + page_row * VX_HEAD;
-#if VX_KV == VX_KV_INT8
-  float top = 0.f;
-  for (int i = lane; i < VX_HEAD; i += 32)
-    top = fmaxf(top, fabsf(rotates ? rotated(row, table, i, rotary_dim, interleaved) : row[i]));
-  float inverse = kv_scale(warp_max(top), (is_value ? v_scales : k_scales) + page_row,
-                           !is_query && lane == 0);
-#else
-  float inverse = 1.f;
+  CodeScale code = {};
+#if VX_KV_SCALED
+  u32 top = 0;
+  for (int i = lane; i < VX_HEAD; i += 32) {
+    float v = rotates ? rotated(row, table, i, rotary_dim, interleaved) : row[i];
+    top = max(top, __float_as_uint(fabsf(v)));
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes >>= 1) top = max(top, __shfl_xor_sync(VX_ALL, top, lanes));
+  code = code_scale(top);
+  if (!is_query && lane == 0) (is_value ? v_scales : k_scales)[page_row] = code.scale;
 #endif
   for (int i = lane * VX_VEC; i < VX_HEAD; i += 32 * VX_VEC) {
     float v[VX_VEC];
@@ -89,7 +92,7 @@ kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
     if (is_query) {
       store(query_out + i, v);
     } else {
-      kv_write(pages_out + i, v, inverse);
+      kv_write(pages_out + i, v, code);
     }
   }
 }

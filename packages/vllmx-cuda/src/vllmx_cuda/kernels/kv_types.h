@@ -1,5 +1,5 @@
-// How keys and values lie in the pages: as activations do, as FP8 e4m3, or as INT8 with one f32
-// scale for each token and head.
+// How keys and values lie in the pages: as activations do, or as codes of 8 bits, FP8 e4m3 or INT8,
+// with one f32 scale for each token and head, (blocks, K, P).
 #pragma once
 #include "vx.h"
 
@@ -18,29 +18,44 @@ typedef __nv_fp8_e4m3 kv_elem;
 typedef i8 kv_elem;
 #endif
 
-// The scale of one head of one token from its greatest magnitude; returns what to multiply by.
-VX_DEV float kv_scale(float top, float* scale, bool writes) {
-  if (writes) *scale = top / 127.f;
-  return top > 0.f ? 127.f / top : 0.f;
+#define VX_KV_SCALED (VX_KV != VX_KV_ELEM)
+
+// How one vector, a key or value of one token and head, becomes codes: the rule of
+// vllmx_core.kv_quant, to the bit.
+struct CodeScale {
+  float factor, scale;
+  bool finite;
+};
+
+// top_bits: the greatest |x| of the vector as bits, which order floats and put NaN above all.
+VX_DEV CodeScale code_scale(u32 top_bits) {
+  const float limit = VX_KV == VX_KV_INT8 ? 127.f : 448.f;
+  float top = __uint_as_float(top_bits);
+  if (top_bits >= 0x7f800000u) return {0.f, __uint_as_float(0x7fc00000u), false};
+  if (!(top > 1e-30f)) return {0.f, 0.f, true};
+  return {__fdiv_rn(limit, top), __fdiv_rn(top, limit), true};
 }
 
-// N values into a page; `inverse` matters to INT8 alone.
-template <int N> VX_DEV void kv_write(kv_elem* p, const float (&v)[N], float inverse) {
+// N values into a page.
+template <int N> VX_DEV void kv_write(kv_elem* p, const float (&v)[N], const CodeScale& code) {
   Pack<kv_elem, N> pack;
 #pragma unroll
   for (int i = 0; i < N; i++) {
 #if VX_KV == VX_KV_ELEM
     pack.at[i] = from_float<elem>(v[i]);
-#elif VX_KV == VX_KV_E4M3
-    pack.at[i] = __nv_fp8_e4m3(v[i]);  // saturates at 448
 #else
-    pack.at[i] = (i8)__float2int_rn(v[i] * inverse);
+    float scaled = code.finite ? __fmul_rn(v[i], code.factor) : 0.f;
+#if VX_KV == VX_KV_E4M3
+    pack.at[i] = __nv_fp8_e4m3(scaled);  // nearest, ties to even, 448 at most
+#else
+    pack.at[i] = (i8)__float2int_rn(scaled);
+#endif
 #endif
   }
   store_pack(p, pack);
 }
 
-// N values out of a page, not yet multiplied by the scale of INT8.
+// N values out of a page, not yet multiplied by their scale.
 template <int N> VX_DEV void kv_unpack(float (&v)[N], const Pack<kv_elem, N>& pack) {
 #pragma unroll
   for (int i = 0; i < N; i++) {

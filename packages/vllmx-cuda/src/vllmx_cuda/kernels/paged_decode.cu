@@ -115,7 +115,7 @@ paged_decode(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
       float key[VX_VEC], key_scale = scale;
       kv_unpack(key, keys[u]);
       value_scale[u] = 1.f;
-#if VX_KV == VX_KV_INT8
+#if VX_KV_SCALED
       key_scale *= k_scales[rows[u]], value_scale[u] = v_scales[rows[u]];
 #endif
       score(s[u], query, key, key_scale, softcap);

@@ -45,15 +45,14 @@ VX_DEV u32 pack2(float low, float high) {
 
 // 16 bytes of a key or value row into shared memory; a row beyond the end becomes zeros.
 VX_DEV void copy_unit(elem* to, const kv_elem* from, const float* scale, bool exists) {
-#if VX_KV == VX_KV_ELEM
+#if !VX_KV_SCALED
   vx_cp_async16(to, from, exists ? 16 : 0);
 #else
   float v[8] = {};
   if (exists) {
     kv_unpack(v, load_pack<kv_elem, 8>(from));
-    float factor = VX_KV == VX_KV_INT8 ? *scale : 1.f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= factor;
+    for (int i = 0; i < 8; i++) v[i] *= *scale;
   }
   store(to, v);
 #endif
