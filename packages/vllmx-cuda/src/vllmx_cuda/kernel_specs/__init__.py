@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllmx_cuda.kernel_specs import attention, linear, norms, rows, sampling
+from vllmx_cuda.kernel_specs import attention, gguf, linear, norms, rows, sampling
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
     ITEM_BYTES,
@@ -13,7 +13,7 @@ from vllmx_cuda.kernel_specs.types import (
     vector_width,
 )
 
-_GROUPS = (norms, attention, rows, linear, sampling)
+_GROUPS = (norms, attention, rows, linear, sampling, gguf)
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
 """By entry name."""
 

@@ -159,6 +159,7 @@ PAGED_PREFILL = Kernel(
     ),
     sizes=("tiles", "heads", "kv_heads"),
     rule=_prefill,
+    min_arch=80,
 )
 
 KERNELS = (KV_STORE, PAGED_DECODE, PAGED_COMBINE, PAGED_PREFILL)

@@ -61,6 +61,7 @@ LINEAR_MMA = Kernel(
     arguments=arguments(_ARGUMENTS),
     sizes=("tokens", "outputs"),
     rule=_mma,
+    min_arch=80,
 )
 
 KERNELS = (LINEAR_GEMV, LINEAR_MMA)

@@ -67,6 +67,8 @@ class Kernel:
     """Names that `rule` reads."""
     rule: Callable[[Sizes, Options], Launch]
     """Launch shape; raises ConfigError beyond a limit."""
+    min_arch: int = 75
+    """Compute capability that the source needs, as 75 or 80."""
 
     def variant(self, **options: int) -> Variant:
         """The kernel compiled with these options; all must be given."""

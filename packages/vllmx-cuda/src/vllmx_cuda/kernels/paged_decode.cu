@@ -65,7 +65,7 @@ VX_DEV void join(float (*outs)[VX_GROUP][VX_HEAD], float (*tops)[VX_GROUP],
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, VX_GROUP <= 2 ? 4 : 2)
 paged_decode(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
              const kv_elem* __restrict__ v_pages, const float* __restrict__ k_scales,
              const float* __restrict__ v_scales, const int* __restrict__ items,

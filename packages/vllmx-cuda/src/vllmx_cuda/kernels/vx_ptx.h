@@ -49,9 +49,13 @@ template <int N> VX_DEV void vx_cp_wait() { asm volatile("cp.async.wait_group %0
 // 16 bytes of weights that are read once: past L1, whole 256-byte lines into L2
 VX_DEV uint4 vx_load_once(const void* p) {
   uint4 r;
+#if __CUDA_ARCH__ < 800
+  r = __ldg(reinterpret_cast<const uint4*>(p));
+#else
   asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
       : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
       : "l"(p));
+#endif
   return r;
 }
 

@@ -1,0 +1,86 @@
+"""GGUF blocks as they lie in the file: dequantised, or multiplied by 8-bit activations."""
+
+from __future__ import annotations
+
+from vllmx_core.errors import ConfigError
+
+from vllmx_cuda.kernel_specs.types import (
+    DTYPES,
+    Kernel,
+    Launch,
+    Options,
+    Sizes,
+    arguments,
+    at_least,
+    ceil_div,
+)
+
+BLOCKS = {
+    "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14,
+}  # fmt: skip
+"""Values of VX_BLOCK: ggml's numbers of the types."""
+GEMV_TOKENS = (1, 2, 4, 8)
+RUN = 32
+"""Values that one thread unpacks, and that share a scale in 8-bit activations."""
+_K_TYPES = 12  # from here on a block has 256 values
+_GEMV_ROWS = 2
+
+
+def block_values(block: int) -> int:
+    return 256 if block >= _K_TYPES else 32
+
+
+def _check(sizes: Sizes, options: Options) -> None:
+    values = block_values(options["VX_BLOCK"])
+    at_least("rows", sizes["rows"], 1)
+    if sizes["width"] % values:
+        raise ConfigError(f"rows of {sizes['width']} values are not whole blocks of {values}")
+
+
+def _dequantize(sizes: Sizes, options: Options) -> Launch:
+    _check(sizes, options)
+    return Launch((sizes["rows"], ceil_div(sizes["width"], RUN * 256), 1), 256)
+
+
+def _quantize(sizes: Sizes, options: Options) -> Launch:
+    _check(sizes, options)
+    return Launch((sizes["rows"], ceil_div(sizes["width"], RUN * 8), 1), 256)
+
+
+def _gemv(sizes: Sizes, options: Options) -> Launch:
+    at_least("tokens", sizes["tokens"], 1)
+    tiles = ceil_div(sizes["tokens"], options["VX_TOKENS"])
+    return Launch((ceil_div(sizes["outputs"], _GEMV_ROWS), tiles, 1), 128)
+
+
+_DEQUANTIZE_OPTIONS = {"VX_DTYPE": tuple(DTYPES.values()), "VX_BLOCK": tuple(BLOCKS.values())}
+_GEMV_OPTIONS = {**_DEQUANTIZE_OPTIONS, "VX_TOKENS": GEMV_TOKENS, "VX_OUT": (0, 1)}
+
+GGUF_DEQUANTIZE = Kernel(
+    entry="gguf_dequantize",
+    source="gguf_dequantize.cu",
+    options=_DEQUANTIZE_OPTIONS,
+    arguments=arguments("in u8* blocks, in i32* ids?, out elem* y, i32 k"),
+    sizes=("rows", "width"),
+    rule=_dequantize,
+)
+QUANTIZE_Q8 = Kernel(
+    entry="quantize_q8",
+    source="gguf_linear.cu",
+    options=_GEMV_OPTIONS,
+    arguments=arguments("in elem* x, out i8* codes, out f32* scales, i32 k"),
+    sizes=("rows", "width"),
+    rule=_quantize,
+)
+GGUF_GEMV = Kernel(
+    entry="gguf_gemv",
+    source="gguf_linear.cu",
+    options=_GEMV_OPTIONS,
+    arguments=arguments(
+        "in i8* codes, in f32* scales, in u8* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k"
+    ),
+    sizes=("tokens", "outputs"),
+    rule=_gemv,
+)
+
+KERNELS = (GGUF_DEQUANTIZE, QUANTIZE_Q8, GGUF_GEMV)

@@ -1,0 +1,89 @@
+// quantize_q8: activations -> int8 codes with one scale for each 32.
+// gguf_gemv:   y = x w^T + bias for a few tokens, w in GGUF blocks, by integer dot products.
+//
+// Layout: x (M, K) of elem; codes (M, K) of i8; scales (M, K / 32) of f32: value = scale * code;
+//         w (N, K / values of a block) as in the file; bias (N) of f32 or null; y (M, N) of elem, or
+//         of f32 with VX_OUT 1. K is a multiple of a block.
+// Grid:   quantize_q8 (M, ceil(K / 32 / 8)), a warp 32 values, 256 threads.
+//         gguf_gemv (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows and split
+//         K by runs of 32 values; a run is unpacked once for all tokens.
+// Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
+#include "gguf_blocks.h"
+#include "vx.h"
+
+#ifndef VX_TOKENS
+#define VX_TOKENS 1
+#endif
+#ifndef VX_OUT
+#define VX_OUT 0
+#endif
+#define THREADS 128
+#define WARPS 4
+#define ROWS 2
+#if VX_OUT
+typedef float out_elem;
+#else
+typedef elem out_elem;
+#endif
+
+extern "C" __global__ void __launch_bounds__(256)
+quantize_q8(const elem* __restrict__ x, i8* __restrict__ codes, float* __restrict__ scales, int k) {
+  int run = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (run >= k / RUN) return;
+  size_t at = (size_t)blockIdx.x * k + run * RUN + lane;
+  float v = to_float(x[at]), top = warp_max(fabsf(v));
+  codes[at] = (i8)__float2int_rn(top > 0.f ? v * (127.f / top) : 0.f);
+  if (lane == 0) scales[(size_t)blockIdx.x * (k / RUN) + run] = top / 127.f;
+}
+VX_EXPORT(quantize_q8)
+
+// The product of a run with 32 codes of one token
+VX_DEV float run_dot(const Run& run, const i8* codes, float scale) {
+  Pack<i8, 16> packs[2] = {load_pack<i8, 16>(codes), load_pack<i8, 16>(codes + 16)};
+  const int* words = reinterpret_cast<const int*>(packs);
+  int dots[2] = {0, 0}, sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    dots[i / 4] = vx_dp4a(run.codes[i], words[i], dots[i / 4]);
+    sum = vx_dp4a(0x01010101, words[i], sum);
+  }
+  return scale * (run.scale[0] * dots[0] + run.scale[1] * dots[1] - run.low * sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const u8* __restrict__ w,
+          const float* __restrict__ bias, out_elem* __restrict__ y, int m, int n, int k) {
+  __shared__ float part[WARPS][ROWS * VX_TOKENS];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = k / RUN;
+  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
+  size_t row_bytes = (size_t)(runs / RUNS_A_BLOCK) * BLOCK_BYTES;
+  float sums[ROWS][VX_TOKENS] = {};
+  for (int i = threadIdx.x; i < runs; i += THREADS) {
+    Run unpacked[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) unpack(unpacked[r], w + min(row0 + r, n - 1) * row_bytes, i);
+#pragma unroll
+    for (int t = 0; t < VX_TOKENS; t++) {
+      size_t token = min(token0 + t, m - 1);
+      const i8* x = codes + token * k + i * RUN;
+      float scale = scales[token * runs + i];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) sums[r][t] += run_dot(unpacked[r], x, scale);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int t = 0; t < VX_TOKENS; t++) {
+      float sum = warp_sum(sums[r][t]);
+      if (lane == 0) part[warp][r * VX_TOKENS + t] = sum;
+    }
+  __syncthreads();
+  int r = threadIdx.x / VX_TOKENS, t = threadIdx.x % VX_TOKENS;
+  if (r >= ROWS || row0 + r >= n || token0 + t >= m) return;
+  float sum = bias ? bias[row0 + r] : 0.f;
+#pragma unroll
+  for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
+  y[(size_t)(token0 + t) * n + row0 + r] = from_float<out_elem>(sum);
+}
+VX_EXPORT(gguf_gemv)

@@ -1,0 +1,129 @@
+"""What the compiler made of a kernel: registers, stack, instructions.
+
+`python -m tests.kernels.cuda_cubins` measures all of `UNITS` for all architectures and rewrites
+cuda_budget.json, which the tests compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllmx_cuda.arch import ARCHITECTURES
+from vllmx_cuda.cubins import Target, Unit
+from vllmx_cuda.emulator.build import KERNELS as FOLDER
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.libraries import include_folders
+from vllmx_cuda.nvrtc import Nvrtc
+
+BUDGET = Path(__file__).parent / "cuda_budget.json"
+BF16 = {"VX_DTYPE": 2}
+HEAD = {**BF16, "VX_HEAD": 128, "VX_KV": 0}
+
+# What a served model uses: bf16, head size 128, and the extremes of the attention kernels.
+UNITS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("rms_norm", {**BF16, "VX_VEC": 8}),
+    ("layer_norm", {**BF16, "VX_VEC": 8}),
+    ("kv_store", {**HEAD, "VX_VEC": 4}),
+    ("kv_store", {**HEAD, "VX_VEC": 4, "VX_KV": 1}),
+    ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 1}),
+    ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4}),
+    ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_KV": 2}),
+    ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_HEAD": 256}),
+    ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 64}),
+    ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
+    ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
+    ("gated_act", {**BF16, "VX_VEC": 8, "VX_ACT": 0}),
+    ("add", {**BF16, "VX_VEC": 8}),
+    ("gather_rows", {**BF16, "VX_VEC": 8}),
+    ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 1, "VX_OUT": 0}),
+    ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 4, "VX_OUT": 0}),
+    ("linear_mma", {**BF16, "VX_TILES": 1, "VX_OUT": 0}),
+    ("linear_mma", {**BF16, "VX_TILES": 2, "VX_OUT": 0}),
+    ("gguf_gemv", {**BF16, "VX_BLOCK": 8, "VX_TOKENS": 1, "VX_OUT": 0}),
+    ("gguf_gemv", {**BF16, "VX_BLOCK": 12, "VX_TOKENS": 4, "VX_OUT": 0}),
+    ("gguf_dequantize", {**BF16, "VX_BLOCK": 14}),
+    ("mask_logits", {}),
+    ("sample_max", {}),
+    ("logprob_chunks", {}),
+)
+_USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_INSTRUCTION = re.compile(r"\b((?:HMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.]*)")
+
+
+def units_of(arch: str) -> list[Unit]:
+    number = int(arch.removeprefix("sm_").rstrip("a"))
+    variants = [KERNELS[entry].variant(**options) for entry, options in UNITS]
+    return [
+        Unit(FOLDER / v.kernel.source, v.defines) for v in variants if v.kernel.min_arch <= number
+    ]
+
+
+def tool(name: str) -> Path | None:
+    """cuobjdump or nvdisasm of NVIDIA's wheels."""
+    spec = find_spec("nvidia")
+    for root in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(root) / "cu13" / "bin" / name).exists():
+            return path
+    return None
+
+
+def build(arch: str, compiler: Nvrtc, unit: Unit) -> bytes:
+    target = Target(arch, compiler.version, tuple(include_folders()))
+    return compiler.compile(unit.source.read_text(), unit.source.name, target.options(unit))
+
+
+def measure(cubin: bytes) -> dict[str, dict[str, Any]]:
+    """Entry -> registers, stack, local and shared bytes, and the memory and tensor instructions."""
+    dump, disassembler = tool("cuobjdump"), tool("nvdisasm")
+    assert dump is not None
+    assert disassembler is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run([str(dump), "-res-usage", file.name])
+        sass = _run([str(disassembler), "-c", file.name])
+    found = {}
+    for entry, registers, stack, shared, local in _USAGE.findall(usage):
+        found[entry] = {
+            "registers": int(registers), "stack": int(stack), "shared": int(shared),
+            "local": int(local), "sass": set(),
+        }  # fmt: skip
+    for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
+        entry = re.match(r"\w+", part)
+        if entry and entry[0] in found:
+            found[entry[0]]["sass"] = set(_INSTRUCTION.findall(part))
+    return found
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def key(entry: str, unit: Unit) -> str:
+    return " ".join([entry, *unit.defines])
+
+
+def main() -> None:
+    compiler = Nvrtc.open()
+    registers: dict[str, dict[str, int]] = {}
+    for arch in ARCHITECTURES:
+        for unit in units_of(arch):
+            for entry, usage in measure(build(arch, compiler, unit)).items():
+                registers.setdefault(key(entry, unit), {})[arch] = usage["registers"]
+    BUDGET.write_text(_table(registers))
+
+
+def _table(registers: Mapping[str, Mapping[str, int]]) -> str:
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in registers.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""GGUF blocks on the emulator, against the decoder of the gguf package."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs.gguf import BLOCKS
+
+from .cuda_arrays import NUMPY_TYPES, Array, assert_near, normal, on_device, options, wide
+
+# Where the f16 scales of a block lie: random bytes there could be NaN.
+SCALES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
+          "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}  # fmt: skip
+
+
+def random_blocks(
+    name: str, rows: int, width: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """(bytes on the device, (rows, width) float32 values)."""
+    kind = GGMLQuantizationType(BLOCKS[name])
+    values, size = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (rows, width // values, size)).astype(np.uint8)
+    for at in SCALES[name]:
+        scale = rng.standard_normal((rows, width // values, 1)).astype(np.float16) * 0.1
+        blocks[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)
+    flat = blocks.reshape(rows, -1)
+    return on_device(flat, np.uint8), dequantize(flat, kind).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_dequantised_values_are_ggmls(emulator: Emulator, name: str) -> None:
+    rng = np.random.default_rng(BLOCKS[name])
+    blocks, values = random_blocks(name, 5, 512, rng)
+    variant = KERNELS["gguf_dequantize"].variant(**options("f32", VX_BLOCK=BLOCKS[name]))
+    y = empty((5, 512), np.float32)
+    emulator.launch(variant, {"rows": 5, "width": 512}, [blocks, None, y, 512])
+    np.testing.assert_array_equal(y, values)
+    ids = on_device([3, 0], np.int32)
+    picked = empty((2, 512), np.float32)
+    emulator.launch(variant, {"rows": 2, "width": 512}, [blocks, ids, picked, 512])
+    np.testing.assert_array_equal(picked, values[ids])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_dequantised_to_16_bits(emulator: Emulator, dtype: str) -> None:
+    blocks, values = random_blocks("q4_k", 2, 256, np.random.default_rng(0))
+    variant = KERNELS["gguf_dequantize"].variant(**options(dtype, VX_BLOCK=BLOCKS["q4_k"]))
+    y = empty((2, 256), NUMPY_TYPES[dtype])
+    emulator.launch(variant, {"rows": 2, "width": 256}, [blocks, None, y, 256])
+    np.testing.assert_array_equal(y, values.astype(y.dtype))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("dtype", "tokens", "tile", "out"), [("bf16", 1, 1, 0), ("f32", 5, 4, 1)])
+def test_gguf_gemv(
+    emulator: Emulator, name: str, dtype: str, tokens: int, tile: int, out: int
+) -> None:
+    rng = np.random.default_rng(BLOCKS[name])
+    outputs, inputs = 5, 4352
+    w, values = random_blocks(name, outputs, inputs, rng)
+    x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs,), "f32")
+    chosen = options(dtype, VX_BLOCK=BLOCKS[name], VX_TOKENS=tile, VX_OUT=out)
+    codes, scales = empty(x.shape, np.int8), empty((tokens, inputs // 32), np.float32)
+    size = {"rows": tokens, "width": inputs}
+    emulator.launch(KERNELS["quantize_q8"].variant(**chosen), size, [x, codes, scales, inputs])
+    rounded = (wide(codes).reshape(tokens, -1, 32) * wide(scales)[..., None]).reshape(tokens, -1)
+    assert abs(rounded - wide(x)).max() <= 0.51 * scales.max()
+
+    y = empty((tokens, outputs), np.float32 if out else x.dtype)
+    arguments = [codes, scales, w, bias, y, tokens, outputs, inputs]
+    sizes = {"tokens": tokens, "outputs": outputs}
+    emulator.launch(KERNELS["gguf_gemv"].variant(**chosen), sizes, arguments)
+    want = rounded @ wide(values).T + wide(bias)
+    assert_near(y, want, "f32" if out else dtype, scale=abs(want).max() + 1 if out else 1)
