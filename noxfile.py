@@ -60,6 +60,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def kernels(session: nox.Session) -> None:
+    """Plants bugs into the CUDA kernels, one after the other; the tests must find each."""
+    session.install("-r", "requirements-dev.txt")
+    session.run("python", "-m", "tests.kernels.cuda_mutations", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Each fuzz target for ten minutes; one with `nox -s fuzz -- gguf -max_total_time=60`."""
     session.install("-r", "requirements-dev.txt", "atheris")

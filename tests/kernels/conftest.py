@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cpu.native import Isa, Team, instruction_sets
 from vllmx_cpu.structs import VxJob, VxRecord, VxStep
 from vllmx_cuda.emulator import ORDERS, Emulator, find_cuda_headers
+from vllmx_cuda.emulator.build import KERNELS
+
+from .cuda_mutations import FOLDER_VARIABLE
 
 RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
 """(instruction set, op, arguments, step, threads)."""
@@ -62,4 +67,5 @@ def emulators() -> dict[str, Emulator]:
         pytest.skip(str(error))
     if shutil.which("g++") is None:
         pytest.skip("the emulator compiles kernels with g++, which is not installed")
-    return {order: Emulator(check=True, order=order) for order in ORDERS}
+    folder = Path(os.environ.get(FOLDER_VARIABLE, KERNELS))
+    return {order: Emulator(check=True, order=order, folder=folder) for order in ORDERS}

@@ -1,0 +1,147 @@
+"""Plants one bug at a time into a copy of the CUDA kernels and runs the tests that should find it.
+
+`python -m tests.kernels.cuda_mutations [WORD]` (or `nox -s kernels`); exit code 1: one survives.
+WORD: only the bugs whose line holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllmx_cuda.emulator.build import KERNELS
+
+TESTS = Path(__file__).parent
+FOLDER_VARIABLE = "VLLMX_TESTED_KERNELS"
+"""Where conftest.py's emulators take the sources from."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    source: str
+    what: str
+    old: str
+    new: str
+    test: str
+    """File and, after a colon, an expression for pytest's -k."""
+
+
+NORMS, ATTENTION, ROWS = "test_cuda_norms.py", "test_cuda_attention.py", "test_cuda_rows.py"
+SAMPLER, GGUF = "test_cuda_sampler.py", "test_cuda_gguf.py"
+DECODE, PREFILL, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:prefill", f"{ATTENTION}:store"
+BUGS = (
+    Bug("vx.h", "no barrier before a reduction's buffer is read",
+        "  if (lane == 0) part[warp] = v;\n  __syncthreads();", "  if (lane == 0) part[warp] = v;",
+        f"{NORMS}:1024"),
+    Bug("rms_norm.cu", "a row is read beyond its end", "i < width;", "i <= width;", NORMS),
+    Bug("rms_norm.cu", "a misaligned vector", "load(v, row + i);", "load(v, row + i + 1);", NORMS),
+    Bug("rms_norm.cu", "the input is written", "store(out + i, v);", "store((elem*)row + i, v);",
+        NORMS),
+    Bug("rms_norm.cu", "the sum is not rounded before it is normalised",
+        "to_float(from_float<elem>(a[j] + b[j]))", "a[j] + b[j] * 1.001f", NORMS),
+    Bug("layer_norm.cu", "the variance of values that are not centred",
+        "(v[j] - mean) * (v[j] - mean)", "v[j] * v[j]", NORMS),
+    Bug("kv_store.cu", "no barrier after the norm", "  __syncwarp();\n", "", STORE),
+    Bug("kv_store.cu", "padding is stored", "if (slot < 0) return;", "", STORE),
+    Bug("kv_store.cu", "the rotation's sign", "first ? -partner", "first ? partner", STORE),
+    Bug("kv_store.cu", "pages of the wrong head", "(head - heads) % kv_heads", "0", STORE),
+    Bug("kv_types.h", "a scale of the wrong limit", "127.f : 448.f", "128.f : 448.f", STORE),
+    Bug("paged_decode.cu", "teams end their rounds at different times",
+        "base < end; base +=", "base + team < end; base +=", DECODE),
+    Bug("paged_decode.cu", "no barrier before teams are joined",
+        "  __syncthreads();\n  bool alone", "  bool alone", DECODE),
+    Bug("paged_decode.cu", "a block table read off its end", "at >> page_shift]",
+        "(at >> page_shift) + 40]", DECODE),
+    Bug("paged_decode.cu", "the window is one too wide", "position - window + 1)",
+        "position - window)", DECODE),
+    Bug("paged_decode.cu", "the join forgets the other maxima", "sums[t][g] * factor",
+        "sums[t][g]", DECODE),
+    Bug("paged_decode.cu", "items of one token share a row", "(size_t)blockIdx.x * heads + head0",
+        "(size_t)token * heads + head0", DECODE),
+    Bug("attention.h", "a sink without its weight", "sum * factor + exp2f(sink - greatest)",
+        "sum * factor", DECODE),
+    Bug("paged_prefill.cu", "the wait is one group short", "vx_cp_wait<1>();", "vx_cp_wait<2>();",
+        PREFILL),
+    Bug("paged_prefill.cu", "no barrier after the wait",
+        "    __syncthreads();\n    const elem* keys", "    const elem* keys", PREFILL),
+    Bug("paged_prefill.cu", "a stage is refilled while it is read",
+        "    __syncthreads();  // this stage", "    // this stage", PREFILL),
+    Bug("paged_prefill.cu", "queries are overwritten before all have them",
+        "    __syncthreads();  // the second stage", "    // the second stage", PREFILL),
+    Bug("paged_prefill.cu", "values are not transposed", "vx_ldmatrix_x4_trans(", "vx_ldmatrix_x4(",
+        PREFILL),
+    Bug("paged_prefill.cu", "a query sees the next key", "key > position)", "key > position + 1)",
+        PREFILL),
+    Bug("paged_prefill.cu", "rows of a stage are too close", "#define STRIDE (VX_HEAD + 8)",
+        "#define STRIDE (VX_HEAD + 4)", PREFILL),
+    Bug("gated_act.cu", "gate and up change places", "activated(gate[j]) * up[j]",
+        "activated(up[j]) * gate[j]", ROWS),
+    Bug("linear_gemv.cu", "pieces beyond the end are added", "if (i + u * step >= k) break;", "",
+        f"{ROWS}:gemv"),
+    Bug("linear_gemv.cu", "the bias of the wrong row", "bias[row0 + r]", "bias[row0]",
+        f"{ROWS}:gemv"),
+    Bug("linear_mma.cu", "the parts of a fragment change places",
+        "{a[u][0].x, a[u][1].x, a[u][0].y, a[u][1].y}",
+        "{a[u][0].x, a[u][0].y, a[u][1].x, a[u][1].y}", f"{ROWS}:mma"),
+    Bug("linear_mma.cu", "a token beyond the last is written", "|| token0 + token >= m) continue",
+        ") continue", f"{ROWS}:mma"),
+    Bug("sample_noise.h", "nine rounds of Philox", "round < 10", "round < 9", SAMPLER),
+    Bug("sample_rows.h", "the higher id wins a tie", "b.id < a.id", "b.id > a.id", SAMPLER),
+    Bug("sample.cu", "no barrier after the bins are cleared",
+        "threadIdx.x + THRESHOLD_THREADS] = 0;\n    __syncthreads();",
+        "threadIdx.x + THRESHOLD_THREADS] = 0;", SAMPLER),
+    Bug("sample.cu", "bins are cleared while they are read",
+        "    __syncthreads();  // all have read", "    // all have read", SAMPLER),
+    Bug("sample.cu", "top_k takes one too few", "limit, top_k[row], 0.f",
+        "limit, top_k[row] - 1, 0.f", SAMPLER),
+    Bug("sample.cu", "the noise of another id", "gumbel(words[j]))", "gumbel(words[0]))",
+        SAMPLER),
+    Bug("sample_edit.cu", "edits and penalties race", "  __syncthreads();  // an id", "  // an id",
+        SAMPLER),
+    Bug("sample_edit.cu", "a mask hides NaN", "mask && !refuses &&", "mask &&", SAMPLER),
+    Bug("logprobs.cu", "ranks count the chosen id", "> logit ?", ">= logit ?", SAMPLER),
+    Bug("gguf_blocks.h", "a nibble of the wrong half", "word >> 4 & 0x0f0f0f0fu) | fifth",
+        "word & 0x0f0f0f0fu) | fifth", GGUF),
+    Bug("gguf_linear.cu", "the minimum is forgotten", "- run.low * sum", "", f"{GGUF}:gemv"),
+)  # fmt: skip
+
+
+def survives(bug: Bug) -> bool:
+    """Whether the tests pass in spite of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "kernels"
+        shutil.copytree(KERNELS, copy)
+        path = copy / bug.source
+        text = path.read_text()
+        assert bug.old in text, f"{bug.source} has no {bug.old!r}: update this list"
+        path.write_text(text.replace(bug.old, bug.new))
+        file, _, expression = bug.test.partition(":")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", str(TESTS / file)]
+        command += ["-p", "no:cacheprovider", *(["-k", expression] if expression else [])]
+        environment = {**os.environ, FOLDER_VARIABLE: str(copy)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest failed to run:\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [bug for bug in BUGS if word in f"{bug.source}: {bug.what}"]
+    survivors = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for bug, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            print("SURVIVES" if survived else "found   ", f"{bug.source}: {bug.what}", flush=True)
+            survivors += survived
+    print(f"{len(chosen) - survivors} of {len(chosen)} planted bugs were found")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
