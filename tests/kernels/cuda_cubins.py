@@ -1,7 +1,7 @@
 """What the compiler made of a kernel: registers, stack, instructions.
 
-`python -m tests.kernels.cuda_cubins` measures all of `UNITS` for all architectures and rewrites
-cuda_budget.json, which the tests compare with.
+`python -m tests.kernels.cuda_cubins [SOURCE]` measures `UNITS`, all or those of one source, for all
+architectures and rewrites their part of cuda_budget.json, which the tests compare with.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -36,6 +37,9 @@ UNITS: tuple[tuple[str, dict[str, int]], ...] = (
     ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4}),
     ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_KV": 2}),
     ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_HEAD": 256}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 4}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_KV": 1}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 16, "VX_HEAD": 192}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
@@ -112,12 +116,16 @@ def key(entry: str, unit: Unit) -> str:
 
 def main() -> None:
     compiler = Nvrtc.open()
+    source = sys.argv[1] if len(sys.argv) > 1 else ""
+    known = json.loads(BUDGET.read_text()) if source else {}
     registers: dict[str, dict[str, int]] = {}
     for arch in ARCHITECTURES:
         for unit in units_of(arch):
+            if source not in ("", unit.source.name):
+                continue
             for entry, usage in measure(build(arch, compiler, unit)).items():
                 registers.setdefault(key(entry, unit), {})[arch] = usage["registers"]
-    BUDGET.write_text(_table(registers))
+    BUDGET.write_text(_table({**known, **registers}))
 
 
 def _table(registers: Mapping[str, Mapping[str, int]]) -> str:

@@ -18,7 +18,7 @@ from vllmx_cuda.kernel_specs.attention import (
     KV_INT8,
     decode_vector,
     group_tile,
-    prefill_group,
+    mma_group,
     prefill_keys,
     prefill_tile_tokens,
     store_vector,
@@ -185,7 +185,28 @@ def test_one_item_or_many_give_the_same(emulator: Emulator) -> None:
     np.testing.assert_allclose(whole, split, rtol=1e-5, atol=1e-6)
 
 
-def run_decode(emulator: Emulator, case: Case, rng: np.random.Generator) -> tuple[Array, Array]:
+MMA_CASES = [
+    Case(size=128, heads=8, kv_heads=2),
+    Case(dtype="f16", size=64, heads=16, kv_heads=1, sinks=True, partition=100),
+    Case(size=64, heads=3, kv_heads=3, window=30, softcap=20.0, page_shift=3),
+    Case(size=192, heads=10, kv_heads=2, page_shift=7),
+    Case(size=192, heads=12, kv_heads=1, partition=512),
+    Case(size=128, kv=KV_E4M3, heads=24, kv_heads=2),
+    Case(dtype="f16", size=64, kv=KV_INT8, sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", MMA_CASES, ids=str)
+def test_paged_decode_mma(emulator: Emulator, case: Case) -> None:
+    rng = np.random.default_rng(case.size)
+    got, want = run_decode(emulator, case, rng, "paged_decode_mma")
+    # the weights are rounded to elem before they meet the values
+    np.testing.assert_allclose(got, want, rtol=0, atol=6 * RELATIVE[case.dtype])
+
+
+def run_decode(
+    emulator: Emulator, case: Case, rng: np.random.Generator, entry: str = "paged_decode"
+) -> tuple[Array, Array]:
     """(got, want), both (T, H, D); one padding token at the end must become zeros."""
     rows, page = len(case.contexts), 1 << case.page_shift
     width = -(-max(case.contexts) // page)
@@ -200,14 +221,17 @@ def run_decode(emulator: Emulator, case: Case, rng: np.random.Generator) -> tupl
     partial = empty((capacity, case.heads, case.size), np.float32)
     weights, out = empty((capacity, case.heads, 2), np.float32), empty(q.shape, q.dtype)
     scale = case.size**-0.5
-    variant_options = options(
-        case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_VEC=decode_vector(case.size),
-        VX_GROUP=group_tile(case.heads // case.kv_heads),
-    )  # fmt: skip
+    head = options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv)
+    group = case.heads // case.kv_heads
+    variant_options = {**head, "VX_VEC": decode_vector(case.size), "VX_GROUP": group_tile(group)}
+    if entry == "paged_decode":
+        variant = KERNELS[entry].variant(**variant_options)
+    else:
+        variant = KERNELS[entry].variant(**head, VX_GROUP=mma_group(group))
     first_item = on_device(first, np.int32)
     positions = on_device([*(n - 1 for n in case.contexts), 0], np.int32)
     emulator.launch(
-        KERNELS["paged_decode"].variant(**variant_options),
+        variant,
         {"items": capacity, "heads": case.heads, "kv_heads": case.kv_heads},
         [q, keys[0], values[0], keys[1], values[1], on_device(items, np.int32), first_item,
          positions, table, sinks, out, partial, weights, case.heads, case.kv_heads, width,
@@ -290,7 +314,7 @@ def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
     pages = (blocks, case.kv_heads, page, case.size)
     keys, values = (random_pages(rng, pages, case) for _ in range(2))
     sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
-    group = prefill_group(case.heads // case.kv_heads)
+    group = mma_group(case.heads // case.kv_heads)
     tiles, out, scale = plan_tiles(case, group), empty(q.shape, q.dtype), case.size**-0.5
     variant = KERNELS["paged_prefill"].variant(
         **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,

@@ -18,6 +18,7 @@ WANTED = {
     "layer_norm": ("LDG.E.128", "STG.E.128"),
     "kv_store": ("LDG.E.64",),
     "paged_decode": ("LDG.E.128",),
+    "paged_decode_mma": ("LDG.E.", "HMMA.16816.F32.BF16"),
     "paged_prefill": (
         "HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128",
     ),

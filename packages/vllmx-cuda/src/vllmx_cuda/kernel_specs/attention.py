@@ -25,7 +25,9 @@ _HEADS_A_BLOCK = 4
 _DECODE_THREADS = 128
 _GROUPS = (1, 2, 3, 4, 5, 6, 7)
 _PREFILL_QUERIES = 64
-_PREFILL_GROUPS = tuple(range(1, 17))
+_MMA_GROUPS = tuple(range(1, 17))
+_MMA_HEAD_SIZES = (64, 128, 192)
+"""Of paged_decode_mma; with 256 it would run out of registers."""
 
 
 def store_vector(head_size: int) -> int:
@@ -44,9 +46,14 @@ def group_tile(group: int) -> int:
     return group if group in _GROUPS else max(n for n in (4, 3, 2, 1) if group % n == 0)
 
 
-def prefill_group(group: int) -> int:
-    """VX_GROUP of paged_prefill: the greatest divisor of the group up to 16."""
-    return max(n for n in _PREFILL_GROUPS if group % n == 0)
+def mma_group(group: int) -> int:
+    """VX_GROUP of paged_prefill and paged_decode_mma: the greatest divisor up to 16."""
+    return max(n for n in _MMA_GROUPS if group % n == 0)
+
+
+def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
+    """Whether paged_decode_mma can take the place of paged_decode; `arch` as 75 or 90."""
+    return dtype != "f32" and head_size in _MMA_HEAD_SIZES and arch >= 80
 
 
 def prefill_tile_tokens(tile_group: int) -> int:
@@ -77,6 +84,13 @@ def _decode(sizes: Sizes, options: Options) -> Launch:
     at_most("head size / VX_VEC", options["VX_HEAD"] // options["VX_VEC"], 32, "lanes of a warp")
     tiles = sizes["heads"] // options["VX_GROUP"]
     return Launch((sizes["items"], tiles, 1), _DECODE_THREADS)
+
+
+def _decode_mma(sizes: Sizes, options: Options) -> Launch:
+    _check_heads(sizes)
+    group, warps, float_bytes = options["VX_GROUP"], 4, 4
+    shared = warps * group * (options["VX_HEAD"] + 2) * float_bytes
+    return Launch((sizes["items"], sizes["heads"] // group, 1), _DECODE_THREADS, shared)
 
 
 def _combine(sizes: Sizes, options: Options) -> Launch:
@@ -129,6 +143,21 @@ PAGED_DECODE = Kernel(
     rule=_decode,
 )
 
+PAGED_DECODE_MMA = Kernel(
+    entry="paged_decode_mma",
+    source="paged_decode_mma.cu",
+    options={
+        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_HEAD": _MMA_HEAD_SIZES,
+        "VX_KV": KV_TYPES,
+        "VX_GROUP": _MMA_GROUPS,
+    },
+    arguments=PAGED_DECODE.arguments,
+    sizes=PAGED_DECODE.sizes,
+    rule=_decode_mma,
+    min_arch=80,
+)
+
 PAGED_COMBINE = Kernel(
     entry="paged_combine",
     source="paged_decode.cu",
@@ -148,7 +177,7 @@ PAGED_PREFILL = Kernel(
         "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
         "VX_HEAD": HEAD_SIZES,
         "VX_KV": KV_TYPES,
-        "VX_GROUP": _PREFILL_GROUPS,
+        "VX_GROUP": _MMA_GROUPS,
         "VX_KEYS": (32, 64),
     },
     arguments=arguments(
@@ -162,4 +191,4 @@ PAGED_PREFILL = Kernel(
     min_arch=80,
 )
 
-KERNELS = (KV_STORE, PAGED_DECODE, PAGED_COMBINE, PAGED_PREFILL)
+KERNELS = (KV_STORE, PAGED_DECODE, PAGED_DECODE_MMA, PAGED_COMBINE, PAGED_PREFILL)

@@ -180,6 +180,13 @@ inline int __float_as_int(float f) {
   return i;
 }
 inline unsigned __float_as_uint(float f) { return (unsigned)__float_as_int(f); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  uint64_t bytes = (uint64_t)b << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++)
+    result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
