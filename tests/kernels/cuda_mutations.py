@@ -102,8 +102,6 @@ BUGS = (
     Bug("sample.cu", "no barrier after the bins are cleared",
         "threadIdx.x + THRESHOLD_THREADS] = 0;\n    __syncthreads();",
         "threadIdx.x + THRESHOLD_THREADS] = 0;", SAMPLER),
-    Bug("sample.cu", "bins are cleared while they are read",
-        "    __syncthreads();  // all have read", "    // all have read", SAMPLER),
     Bug("sample.cu", "top_k takes one too few", "limit, top_k[row], 0.f",
         "limit, top_k[row] - 1, 0.f", SAMPLER),
     Bug("sample.cu", "the noise of another id", "gumbel(words[j]))", "gumbel(words[0]))",

@@ -169,8 +169,9 @@ def test_masks_edits_and_penalties(emulator: Emulator) -> None:
     edits = LogitEdits(start, ids, rng.choice([-np.inf, 2.5, -1.0], 5 * count).astype(np.float32))
     fed = np.array([r[0] for r in per_row], np.int32)
     fed[1] = next(i for i in range(vocab) if i not in per_row[1])
+    counted = ids.reshape(count, 5)[:, ::-1].ravel().copy()  # by other threads than the edits
     counts = TokenCounts(
-        start, ids, rng.integers(0, 3, 5 * count).astype(np.int32), np.arange(count) < 3
+        start, counted, rng.integers(0, 3, 5 * count).astype(np.int32), np.arange(count) < 3
     )
     masks = rng.integers(0, 1 << 32, (2, 4), dtype=np.uint64).astype(np.uint32)
     rows = sampling_rows(

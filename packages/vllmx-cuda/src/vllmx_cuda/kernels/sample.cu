@@ -114,7 +114,6 @@ VX_DEV u32 limit_of(Selection& s, const float* line, int vocab, float greatest, 
     else if (pass == 1) prefix = s.bin;
     else prefix = prefix << 10 | s.bin;
     target -= s.before;
-    __syncthreads();  // all have read the result before the bins are cleared
   }
   return prefix;
 }
