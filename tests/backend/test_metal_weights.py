@@ -50,7 +50,7 @@ def gguf_part(name: str, rows: int = ROWS, cols: int = COLS) -> WeightPart:
 
 
 def matrix_of(part: WeightPart, dtype: Any = None) -> QuantisedMatrix:
-    form = native_form(part.layout, part.shape)
+    form = native_form(part)
     assert form is not None
     matrix = quantised_matrix(part, form, mx.float32 if dtype is None else dtype)
     assert matrix is not None

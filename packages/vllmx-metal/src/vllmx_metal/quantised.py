@@ -9,11 +9,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
-from vllmx_core.weights import QuantLayout, WeightPart
+from vllmx_core.weights import WeightPart
 
 from vllmx_metal.dtypes import to_mlx
 from vllmx_metal.gguf_affine import GROUP, KINDS
-from vllmx_metal.integers import READERS, Integers
 from vllmx_metal.matrices import QuantisedMatrix
 from vllmx_metal.packing import pack
 
@@ -42,18 +41,19 @@ class Form:
         return rows * (cols * self.bits // 8 + cols // self.group_size * scale_bytes)
 
 
-def native_form(layout: QuantLayout, shape: tuple[int, ...]) -> Form | None:
+def native_form(part: WeightPart) -> Form | None:
     """None: the part is dequantised at load."""
-    if len(shape) != 2:
+    layout = part.layout
+    if len(part.shape) != 2:
         return None
-    bits, cols = int(layout.bits), shape[1]
+    bits, cols = int(layout.bits), part.shape[1]
     if layout.kind == "mlx":
         mode, group_size = str(layout.options["mode"]), layout.group_size or 1
         return Form(mode, bits, group_size) if mode != "affine" or group_size in GROUPS else None
     if layout.kind == "gguf":
         kind = KINDS.get(str(layout.options["type"]))
         return None if kind is None else Form("affine", kind.bits, GROUP)
-    if layout.kind in READERS:
+    if part.coded is not None:
         given = min(layout.group_size or cols, cols)
         even = [size for size in GROUPS if given % size == 0]
         return (
@@ -68,14 +68,12 @@ def quantised_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> Quantised
         return _as_it_is(part, form, dtype)
     if part.layout.kind == "gguf":
         return _joined(_gguf_rows(part), form, dtype, None)
-    integers = READERS[part.layout.kind](part)
-    if integers.group_of is None:
-        return _joined(_integer_rows(integers, form, None), form, dtype, None)
-    groups = integers.scales.shape[1]
-    if (np.bincount(integers.group_of, minlength=groups) != part.shape[1] // groups).any():
-        return None
-    order = np.argsort(integers.group_of, kind="stable").astype(np.int32)
-    return _joined(_integer_rows(integers, form, order), form, dtype, order)
+    order, group_of = None, part.coded_rows(0, 1).group_of
+    if group_of is not None:
+        if (np.bincount(group_of) != min(part.layout.group_size or 0, part.shape[1])).any():
+            return None
+        order = np.argsort(group_of, kind="stable").astype(np.int32)
+    return _joined(_integer_rows(part, form, order), form, dtype, order)
 
 
 def _as_it_is(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
@@ -102,21 +100,20 @@ def _gguf_rows(part: WeightPart) -> Iterator[Affine]:
 
 
 def _integer_rows(
-    integers: Integers, form: Form, order: npt.NDArray[np.int32] | None
+    part: WeightPart, form: Form, order: npt.NDArray[np.int32] | None
 ) -> Iterator[Affine]:
-    """Some rows after the other; a group that is larger than the form's is repeated."""
-    rows, cols = integers.codes.shape
-    scales = np.broadcast_to(integers.scales, (rows, integers.scales.shape[1]))
-    zeros = np.broadcast_to(integers.zeros, scales.shape)
-    repeat = cols // form.group_size // scales.shape[1]
+    """Some rows after the other: (code - zero) * scale is code * scale + bias with
+    bias = -zero * scale. A group that is larger than the form's is repeated."""
+    rows, cols = part.shape
     step = max(1, MOST_VALUES // cols)
     for begin in range(0, rows, step):
-        some = slice(begin, begin + step)
-        codes, scale = integers.codes[some], scales[some]
+        some = part.coded_rows(begin, min(begin + step, rows))
+        repeat = cols // form.group_size // some.scales.shape[1]
+        zeros = 0 if some.zeros is None else some.zeros.astype(np.float32)
         yield (
-            codes if order is None else codes[:, order],
-            scale.repeat(repeat, axis=1),
-            (-zeros[some] * scale).repeat(repeat, axis=1),
+            some.codes if order is None else some.codes[:, order],
+            some.scales.repeat(repeat, axis=1),
+            (-zeros * some.scales).repeat(repeat, axis=1),
         )
 
 

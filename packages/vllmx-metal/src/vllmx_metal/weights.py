@@ -49,7 +49,7 @@ def planned_bytes(
 
 def _matrix_bytes(spec: WeightSpec, part: PartSpec, source: WeightSource, dtype: mx.Dtype) -> int:
     found = checked(source.part(part.name), (part.rows, spec.cols))
-    form = None if spec.offset else native_form(found.layout, found.shape)
+    form = None if spec.offset else native_form(found)
     dense = part.rows * spec.cols * dtype.size
     return dense if form is None else form.num_bytes(part.rows, spec.cols)
 
@@ -119,7 +119,7 @@ class WeightLoader:
 
     def _matrix(self, spec: WeightSpec, part: PartSpec) -> Matrix:
         found = checked(self.source.part(part.name), (part.rows, spec.cols))
-        form = None if spec.offset else native_form(found.layout, found.shape)
+        form = None if spec.offset else native_form(found)
         if form is not None:
             matrix = quantised_matrix(found, form, self.dtype)
             if matrix is not None:
