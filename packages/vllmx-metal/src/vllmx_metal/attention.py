@@ -8,6 +8,7 @@ from vllmx_core.model import AttentionSpec
 
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages, Pages
+from vllmx_metal.paged import paged_decode
 from vllmx_metal.step import AttentionBatch, MetalStep
 
 
@@ -68,10 +69,13 @@ def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerP
 
 def _attend(q: mx.array, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages) -> mx.array:
     """q (N * Q, H, D) -> (N * Q, H, D)."""
+    if batch.rows is not None:
+        return paged_decode(q, spec, pages, batch.rows)
     tiles, queries = batch.tiles, batch.queries
 
     def gathered(pool: Pages) -> mx.array:
         """(N, K, C, D)"""
+        assert batch.slots is not None
         rows = pool.gather(batch.slots).astype(q.dtype)
         return rows.reshape(tiles, -1, spec.num_kv_heads, spec.head_size).swapaxes(1, 2)
 

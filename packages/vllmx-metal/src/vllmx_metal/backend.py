@@ -20,6 +20,7 @@ from vllmx_metal.kv_cache import plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
+from vllmx_metal.paged import wanted
 from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
 logger = logging.getLogger("vllmx.metal")
@@ -83,6 +84,7 @@ class MetalBackend:
             model.shape, specs, options.max_model_len, max_tokens, max_rows
         )
         kv = plan_kv(model.shape.kv, options, cached, device, used)
+        paged = wanted(DTYPES[dtype])
         loader = WeightLoader(source, DTYPES[dtype])
         weights = loader.load(specs, constants, progress=options.progress)
         info = LoadedInfo(
@@ -96,10 +98,11 @@ class MetalBackend:
             max_logit_rows=max_rows,
             weight_bytes=held_bytes(weights),
             kv_cache_bytes=kv.num_bytes,
-            details={"mlx": version("mlx")},
+            details={"mlx": version("mlx"), "decode attention": "own kernel" if paged else "MLX"},
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
-        return MetalLoadedModel(model, weights, MetalOps(kv.allocate(), DTYPES[dtype]), info, owner)
+        ops = MetalOps(kv.allocate(), DTYPES[dtype])
+        return MetalLoadedModel(model, weights, ops, info, owner, paged=paged)
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

@@ -33,9 +33,11 @@ class MetalLoadedModel:
         ops: MetalOps,
         info: LoadedInfo,
         owner: Owner,
+        *,
+        paged: bool,
     ) -> None:
         self._model, self._weights, self._ops = model, weights, ops
-        self._info, self._owner = info, owner
+        self._info, self._owner, self._paged = info, owner, paged
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
         self._last_rows = 0  # L of the last step that had any
@@ -86,7 +88,7 @@ class MetalLoadedModel:
 
     def _graph(self, plan: StepPlan, rows: SamplingRows) -> dict[str, mx.array]:
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
-        step = MetalStep.build(plan, self._info.block_size, last_ids)
+        step = MetalStep.build(plan, self._info.block_size, last_ids, paged=self._paged)
         logits: mx.array = self._model.forward(self._ops, self._weights, step)  # (L, V)
         if not plan.num_logit_rows:
             return {"ids": mx.zeros(0, mx.int32)}

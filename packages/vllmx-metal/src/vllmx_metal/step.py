@@ -8,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 from vllmx_core.plan import I32, I64, StepPlan
 
+from vllmx_metal.paged import DecodeRows, decode_rows
+
 TILE_TOKENS = 256
 """Query tokens of one row that are attended together; bounds the scores where they are made."""
 BATCH_KEYS = 1 << 16
@@ -23,10 +25,12 @@ class AttentionBatch:
 
     tiles: int
     queries: int
-    slots: mx.array  # (N * C,) KV slots
-    mask: mx.array | str | None
+    slots: mx.array | None = None  # (N * C,) KV slots
+    mask: mx.array | str | None = None
     """(N, 1, Q, C) True where the query sees the key; "causal": the last query sees all, each one
     before it one key less; None: every query sees every key."""
+    rows: DecodeRows | None = None
+    """For the kernel that reads the pages where they lie; there are no slots and no mask then."""
 
     @property
     def tokens(self) -> int:
@@ -48,6 +52,8 @@ class MetalStep:
 
     plan: StepPlan
     block_size: int
+    paged: bool
+    """Rows of one token are attended by the kernel of `vllmx_metal.paged`."""
     tokens: mx.array  # (T,)
     positions: mx.array  # (T,)
     slots: mx.array  # (T,)
@@ -56,7 +62,9 @@ class MetalStep:
     _rotations: dict[int, mx.array] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, plan: StepPlan, block_size: int, last_ids: mx.array) -> MetalStep:
+    def build(
+        cls, plan: StepPlan, block_size: int, last_ids: mx.array, *, paged: bool
+    ) -> MetalStep:
         """References to `last_ids`, of the step before, stay on the device: they may still be
         computed."""
         tokens = mx.array(plan.tokens)
@@ -64,7 +72,7 @@ class MetalStep:
             referred = mx.maximum(last_ids[mx.maximum(-tokens - 1, 0)], 0)  # (T,)
             tokens = mx.where(tokens < 0, referred, tokens)
         return cls(
-            plan, block_size, tokens, mx.array(plan.positions), mx.array(plan.slots),
+            plan, block_size, paged, tokens, mx.array(plan.positions), mx.array(plan.slots),
             mx.array(plan.logit_rows),
         )  # fmt: skip
 
@@ -79,7 +87,8 @@ class MetalStep:
         key = (window, causal)
         if key not in self._batches:
             tiles = _tiles(self.plan, window, causal)
-            groups = [tiles.take(chosen) for chosen in tiles.groups()]
+            paged = self.paged and causal
+            groups = [tiles.take(chosen) for chosen in tiles.groups(single_together=paged)]
             order = np.concatenate([group.tokens().ravel() for group in groups])
             in_order = np.array_equal(order, np.arange(len(order)))
             self._batches[key] = Batches(
@@ -90,6 +99,10 @@ class MetalStep:
         return self._batches[key]
 
     def _batch(self, tiles: _Tiles, window: int | None, causal: bool) -> AttentionBatch:
+        if self.paged and causal and tiles.queries[0] == 1:
+            table = self.plan.block_table[tiles.row]
+            rows = decode_rows(table, tiles.first_key, tiles.last_key, self.block_size)
+            return AttentionBatch(len(tiles.row), 1, rows=rows)
         longest = int((tiles.last_key - tiles.first_key).max()) + 1
         keys = tiles.first_key[:, None] + np.arange(longest)  # (N, C) positions
         # Padding repeats the tile's last key, so that no other row's NaN comes in.
@@ -139,9 +152,10 @@ class _Tiles:
         found: I64 = self.first_token[:, None] + np.arange(int(self.queries[0]))
         return found
 
-    def groups(self) -> list[I64]:
+    def groups(self, *, single_together: bool) -> list[I64]:
         """Tiles of as many queries and about as many keys: what a batch gathers stays below
-        BATCH_KEYS and near to what its tiles have."""
+        BATCH_KEYS and near to what its tiles have. `single_together`: all tiles of one query are a
+        group, for they are not gathered."""
         lengths = self.last_key - self.first_key + 1
         order = np.lexsort((lengths, self.queries))
         groups: list[I64] = []
@@ -150,7 +164,8 @@ class _Tiles:
             width, length = end + 1 - start, int(lengths[tile])
             same = self.queries[tile] == self.queries[order[start]]
             allowed = min(BATCH_KEYS, PADDING * (keys + length) + SLACK * width)
-            if end > start and not (same and width * length <= allowed):
+            free = single_together and self.queries[tile] == 1
+            if end > start and not (same and (free or width * length <= allowed)):
                 groups.append(np.sort(order[start:end]))
                 start, keys = end, 0
             keys += length

@@ -1,0 +1,244 @@
+"""The Metal kernels on the CPU, through a shim that g++ compiles: against plain attention in
+float64, and wrong kernels are noticed. Metal itself never ran them here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from vllmx_core import kv_quant
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import AttentionSpec
+from vllmx_core.testing.attention_checks import attention_model
+from vllmx_core.testing.harness import Harness, mixed_steps
+
+mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
+pytest.importorskip("vllmx_metal")
+
+from vllmx_metal import paged  # noqa: E402
+from vllmx_metal.backend import MetalBackend  # noqa: E402
+from vllmx_metal.kv_cache import LayerPages, Pages  # noqa: E402
+
+from .metal_shim import ShimKernel  # noqa: E402
+
+KERNELS = files("vllmx_metal") / "kernels"
+SOURCE = (KERNELS / "paged_decode.metal").read_text()
+HEADER = (KERNELS / "paged_decode.h").read_text()
+Array = NDArray[Any]
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("metal")
+
+
+@pytest.fixture
+def shim(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShimKernel]:
+    """shim(source): `paged_decode` runs this source from now on."""
+
+    def use(source: str = SOURCE) -> ShimKernel:
+        made = ShimKernel(builds, paged.INPUTS, paged.OUTPUTS, source, HEADER)
+        monkeypatch.setattr(paged, "kernel", lambda: made)
+        return made
+
+    return use
+
+
+class Case:
+    """Random queries and pages, blocks in no order, and what attention makes of them."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        size: int = 64,
+        kv: str = "f32",
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dtype: str = "f32",
+    ) -> None:
+        random = np.random.default_rng(len(lengths) * size + heads)
+        blocks = [-(-length // PAGE) for length in lengths]
+        order = random.permutation(sum(blocks) + 3).astype(np.int32)
+        table = np.full((len(lengths), max(blocks)), 1 << 20, np.int32)  # nobody reads these
+        for row, count in enumerate(blocks):
+            table[row, :count] = order[sum(blocks[:row]) :][:count]
+        q = random.standard_normal((len(lengths), heads, size)).astype(np.float32)
+        k, v = (
+            random.standard_normal((len(order) * PAGE, kv_heads, size)).astype(np.float32)
+            for _ in range(2)
+        )
+        wide = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
+        self.q = mx.array(q).astype(wide[dtype])
+        self.pages = LayerPages(*(self._pages(side, kv, wide) for side in (k, v)))
+        values = random.standard_normal(heads).astype(np.float32)
+        self.spec = AttentionSpec(
+            0, heads, kv_heads, size, size**-0.5, window=window, softcap=softcap,
+            sinks=mx.array(values) if sinks else None,
+        )  # fmt: skip
+        last = np.array(lengths) - 1
+        first = np.zeros(len(lengths), np.int64) if window is None else last - window + 1
+        first = np.maximum(first, 0)
+        self.rows = paged.decode_rows(table, first, last, PAGE)
+        held = [kv_quant.rounded(side, kv) for side in (k, v)]
+        query = np.array(self.q.astype(mx.float32))
+        self.expected = np.stack(
+            [
+                self._attend(query[row], *held, table[row], range(first[row], lengths[row]),
+                             values if sinks else None)
+                for row in range(len(lengths))
+            ]
+        )  # fmt: skip
+
+    def _pages(self, side: Array, kv: str, wide: dict[str, Any]) -> Pages:
+        if kv in wide:
+            return Pages(kv, mx.array(side).astype(wide[kv]), None)
+        codes, scales = kv_quant.quantise(side, kv)
+        return Pages(kv, mx.array(codes), mx.array(scales))
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, table: Array, seen: range, sinks: Array | None
+    ) -> Array:
+        positions = np.array(seen)
+        slots = table[positions // PAGE] * PAGE + positions % PAGE
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        keys, values = (side[slots].astype(np.float64).repeat(group, axis=1) for side in (k, v))
+        scores = np.einsum("hd,chd->hc", q.astype(np.float64), keys) * self.spec.scale
+        if self.spec.softcap is not None:
+            scores = self.spec.softcap * np.tanh(scores / self.spec.softcap)
+        weights = np.exp(scores)
+        mass = weights.sum(1) + (0 if sinks is None else np.exp(sinks.astype(np.float64)))
+        return np.einsum("hc,chd->hd", weights / mass[:, None], values)
+
+    def error(self) -> float:
+        """NaN where anything is."""
+        found = paged.paged_decode(self.q, self.spec, self.pages, self.rows)
+        return float(np.abs(np.array(found.astype(mx.float32)) - self.expected).max())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "multi-head": {"heads": 3, "kv_heads": 3},
+    "multi-query": {"heads": 8, "kv_heads": 1},
+    "more heads than a threadgroup takes": {"heads": 12, "kv_heads": 1, "size": 256},
+    "head size 80": {"size": 80},
+    "head size 20": {"size": 20},
+    "window": {"window": 37},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "int8": {"kv": "int8"},
+    "fp8": {"kv": "fp8"},
+    "float16": {"kv": "f16", "dtype": "f16"},
+    "bfloat16": {"kv": "bf16", "dtype": "bf16"},
+    "everything": {
+        "heads": 6, "window": 100, "softcap": 3.0, "sinks": True, "kv": "fp8", "dtype": "bf16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_paged_decode(shim: Callable[..., ShimKernel], options: dict[str, Any]) -> None:
+    made = shim()
+    error = Case([1, 17, 5, 130], **options).error()
+    print(f"{error:.1e}")  # pytest -rP shows it
+    assert error < {"f16": 1e-3, "bf16": 1e-2}.get(options.get("dtype", ""), 2e-6)
+    assert made.divergences == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 530}])
+def test_long_contexts_are_cut_into_parts(
+    shim: Callable[..., ShimKernel], options: dict[str, Any]
+) -> None:
+    """Rows that end in the first, second and third part, beside each other."""
+    shim()
+    lengths = [1, paged.PART, paged.PART + 1, 2 * paged.PART + 40]
+    assert Case(lengths, **options).error() < 2e-6
+
+
+WRONG = {
+    "no barrier": ("metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);", ""),
+    "another kv head": (") * K + kv_head;", ") * K + (kv_head + 1) % K;"),
+    "a position too few": ("position < end;", "position + 1 < end;"),
+    "a block too far": ("position / PAGE]", "(position + 1) / PAGE]"),
+    "scale forgotten": ("* factors[0] : 0", ": 0"),
+    "one simdgroup's share": ("whole_sum += all_sums[at * D + d] * share;", "whole_sum = 1;"),
+    "barrier in one simdgroup": ("float highest =", "if (simd == 0) metal::threadgroup_barrier("
+                                 "metal::mem_flags::mem_threadgroup);\n  float highest ="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_kernel_is_noticed(
+    shim: Callable[..., ShimKernel], change: tuple[str, str]
+) -> None:
+    assert SOURCE.count(change[0]) == 1
+    made = shim(SOURCE.replace(*change))
+    error = Case([1, 17, 5, 130]).error()
+    assert not error < 1e-3 or made.divergences
+
+
+class TestInTheBackend(Harness):
+    """Decode rows go through the kernel, prefill beside them through MLX's attention."""
+
+    exact_batches = False
+
+    def make_backend(self) -> MetalBackend:
+        return MetalBackend()
+
+    @pytest.mark.parametrize(
+        "features", [{"num_kv_heads": 2, "rotary_dim": 16}, {"window": 23, "sinks": True}]
+    )
+    def test_steps(
+        self, shim: Callable[..., ShimKernel], monkeypatch: pytest.MonkeyPatch, features: Any
+    ) -> None:
+        made = shim()
+        monkeypatch.setenv(paged.SWITCH, "1")
+        self.compare(*attention_model(**features), mixed_steps())
+        assert made.builds >= 1, "the kernel was not called"
+
+
+class TestProbe:
+    @pytest.fixture(autouse=True)
+    def _metal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("mlx.core.metal.is_available", lambda: True)
+        monkeypatch.delenv(paged.SWITCH, raising=False)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_a_right_kernel_is_used(self, shim: Callable[..., ShimKernel], dtype: str) -> None:
+        shim()
+        assert paged.wanted(getattr(mx, dtype))
+
+    def test_a_wrong_one_is_not(
+        self, shim: Callable[..., ShimKernel], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        shim(SOURCE.replace(*WRONG["a block too far"]))
+        assert not paged.wanted(mx.float16)
+        assert "off by" in caplog.text
+
+    def test_one_that_does_not_compile_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
+        """What MLX says on a machine without Metal."""
+        paged.kernel.cache_clear()
+        assert not paged.wanted(mx.float16)
+        assert "does not run" in caplog.text
+
+    @pytest.mark.parametrize(("value", "used"), [("1", True), ("0", False)])
+    def test_the_switch_decides(
+        self, monkeypatch: pytest.MonkeyPatch, value: str, used: bool
+    ) -> None:
+        monkeypatch.setenv(paged.SWITCH, value)
+        assert paged.wanted(mx.float16) == used
+
+    def test_another_value_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(paged.SWITCH, "yes")
+        with pytest.raises(ConfigError, match=f"{paged.SWITCH}=yes"):
+            paged.wanted(mx.float16)
