@@ -14,7 +14,7 @@ from vllmx_core.model import Model, ModelShape
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_metal import step
-from vllmx_metal.device import Device, current_device
+from vllmx_metal.device import Device, current_device, keep_resident
 from vllmx_metal.dtypes import DTYPES, choose_dtype
 from vllmx_metal.kv_cache import plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
@@ -80,10 +80,10 @@ class MetalBackend:
         max_rows = min(max_tokens, max_rows)
         weights_size = planned_bytes(specs, constants, source, DTYPES[dtype])
         _check_weights(weights_size, dtype, device)
-        used = weights_size + _activation_bytes(
+        step_bytes = _activation_bytes(
             model.shape, specs, options.max_model_len, max_tokens, max_rows
         )
-        kv = plan_kv(model.shape.kv, options, cached, device, used)
+        kv = plan_kv(model.shape.kv, options, cached, device, weights_size + step_bytes)
         paged = wanted(DTYPES[dtype])
         loader = WeightLoader(source, DTYPES[dtype])
         weights = loader.load(specs, constants, progress=options.progress)
@@ -102,15 +102,20 @@ class MetalBackend:
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
         ops = MetalOps(kv.allocate(), DTYPES[dtype])
-        return MetalLoadedModel(model, weights, ops, info, owner, paged=paged)
+        keep_resident(device, info.weight_bytes + info.kv_cache_bytes, step_bytes)
+        return MetalLoadedModel(model, weights, ops, info, owner, device, paged=paged)
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:
     """Raises CapacityError before anything is read."""
     if size > device.free_bytes:
+        where = f"{format_bytes(device.free_bytes)} of memory are free on {device.name}"
+        remedy = "choose a smaller model, a quantised one or --isq q4_0"
+        if device.is_gpu:
+            where += f", of {format_bytes(device.working_set_bytes)} that macOS gives its GPU"
+            remedy += ", or raise the share with `sudo sysctl iogpu.wired_limit_mb=...`"
         raise CapacityError(
-            f"the weights take {format_bytes(size)} as {dtype}, {format_bytes(device.free_bytes)}"
-            f" of memory are free on {device.name}: choose a smaller model, or a 16-bit --dtype"
+            f"the weights take {format_bytes(size)} (computed in {dtype}), {where}: {remedy}"
         )
 
 

@@ -1,4 +1,5 @@
-"""The device that MLX computes on: what it is called and how much memory a model may take."""
+"""The device that MLX computes on: what it is called, how much memory a model may take, and what
+MLX is told of it."""
 
 from __future__ import annotations
 
@@ -29,3 +30,18 @@ def current_device() -> Device:
         return Device(f"{name} (MLX on the CPU)", False, free, free)
     working_set = int(facts["max_recommended_working_set_size"])
     return Device(name, True, working_set, max(0, working_set - mx.get_active_memory()))
+
+
+def keep_resident(device: Device, model_bytes: int, step_bytes: int) -> None:
+    """Tells a GPU's MLX to keep a model (weights and KV pages) with what a step needs where the GPU
+    reaches it, instead of having it paged out between requests, and to keep no more than a step's
+    buffers for the next one."""
+    if device.is_gpu:
+        mx.set_wired_limit(min(device.working_set_bytes, model_bytes + step_bytes))
+        mx.set_cache_limit(step_bytes)
+
+
+def release(device: Device) -> None:
+    """Nothing has to stay resident any more."""
+    if device.is_gpu:
+        mx.set_wired_limit(0)

@@ -14,6 +14,7 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.model import Model
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
+from vllmx_metal.device import Device, release
 from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
 from vllmx_metal.sampler import sample
@@ -33,11 +34,12 @@ class MetalLoadedModel:
         ops: MetalOps,
         info: LoadedInfo,
         owner: Owner,
+        device: Device,
         *,
         paged: bool,
     ) -> None:
         self._model, self._weights, self._ops = model, weights, ops
-        self._info, self._owner, self._paged = info, owner, paged
+        self._info, self._owner, self._device, self._paged = info, owner, device, paged
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
         self._last_rows = 0  # L of the last step that had any
@@ -115,6 +117,7 @@ class MetalLoadedModel:
         self._finish_running()
         self._weights, self._last_ids = {}, None
         self._ops = MetalOps((), self._ops.dtype)
+        release(self._device)
 
     # In the engine's thread
 
