@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.backend import Backend, LoadOptions
+from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.sampling import gumbel_noise
@@ -45,35 +45,12 @@ def load(model: SyntheticModel, source: WeightSource, **options: Any) -> TorchLo
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_auto_takes_the_dtype_of_the_checkpoint(dtype: str) -> None:
+def test_the_cache_takes_the_dtype_of_the_checkpoint(dtype: str) -> None:
     model, source = decoder()
     loaded = load(replace(model, shape=replace(model.shape, dtype=dtype)), source)
-    assert (loaded.info.dtype, loaded.info.kv_cache_dtype) == (dtype, dtype)
+    assert loaded.info.kv_cache_dtype == dtype
     assert loaded.info.device == "cpu (1 threads)"
     loaded.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "f8"}, "dtype 'f8': choose bf16"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype 'int3': choose auto, bf16.*fp8"),
-        ({"block_size": 0}, r"block_size.*at least 1.*0"),
-        ({"num_threads": 0}, r"num_threads.*at least 1.*0"),
-    ],
-)
-def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(*decoder(), **options)
-
-
-def test_more_than_one_rank_is_refused() -> None:
-    class Pair:
-        rank, world_size = 0, 2
-
-    backend: Backend = TorchBackend()
-    with pytest.raises(ConfigError, match="one rank, 2"):
-        backend.load(*decoder(), LoadOptions(**LIMITS), Pair())
 
 
 class TestDevice:

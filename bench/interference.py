@@ -1,0 +1,124 @@
+"""Time between tokens of running streams while long prompts come in.
+
+    python bench/interference.py --model models/qwen3-0.6b-random [--target-step-ms 200]
+
+`--rows` streams decode all the time; prompts of `--prompt` tokens arrive one after the other, the
+first ones uncounted (the scheduler learns from them what a step costs). What is counted are the
+gaps between tokens of the streams from a prompt's arrival to its first token, beside the gaps
+while no prompt is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from vllmx.bench.figures import show
+from vllmx_core.config import EngineConfig
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.async_llm import AsyncLLM
+
+_NUM_IDS = 1000
+_BREAK_S = 1.0
+"""Between two prompts."""
+
+
+class Gaps:
+    """Seconds between tokens of all streams, with the moment of the later token."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, float]] = []
+
+    def add(self, now_s: float, gap_s: float) -> None:
+        self._taken.append((now_s, gap_s))
+
+    def within(self, spans: Sequence[tuple[float, float]]) -> list[float]:
+        """Those whose later token came within one of the spans."""
+        return [gap for at, gap in self._taken if any(a <= at <= b for a, b in spans)]
+
+
+def prompt_of(length: int) -> list[int]:
+    return random.choices(range(_NUM_IDS), k=length)
+
+
+async def decode(llm: AsyncLLM, gaps: Gaps, stop: asyncio.Event) -> None:
+    """One stream after the other, until `stop`."""
+    while not stop.is_set():
+        params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
+        before = None
+        async with await llm.submit(prompt_of(32), params, kind="delta") as stream:
+            async for output in stream:
+                now = time.perf_counter()
+                if before is not None and output.outputs[0].token_ids:
+                    gaps.add(now, now - before)
+                before = now
+                if stop.is_set():
+                    return
+
+
+async def first_token(llm: AsyncLLM, length: int) -> tuple[float, float]:
+    """When the prompt arrived and when its first token came."""
+    start = time.perf_counter()
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    async for _ in await llm.submit(prompt_of(length), params):
+        pass
+    return start, time.perf_counter()
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
+    config = EngineConfig(
+        model=str(options.model), max_model_len=2048, max_num_seqs=32,
+        target_step_ms=options.target_step_ms, enable_prefix_caching=False,
+    )  # fmt: skip
+    gaps, stop = Gaps(), asyncio.Event()
+    async with await AsyncLLM.start(config) as llm:
+        streams = [asyncio.create_task(decode(llm, gaps, stop)) for _ in range(options.rows)]
+        await asyncio.sleep(2 * _BREAK_S)
+        for _ in range(options.warm_up):
+            await first_token(llm, options.prompt)
+        busy, idle = [], []
+        for _ in range(options.prompts):
+            begin = time.perf_counter()
+            await asyncio.sleep(_BREAK_S)
+            busy.append(await first_token(llm, options.prompt))
+            idle.append((begin + _BREAK_S / 4, busy[-1][0]))
+        stop.set()
+        await asyncio.gather(*streams)
+    first_token_s = float(np.median([end - start for start, end in busy]))
+    return [
+        {"while": name, "gaps": len(found), **_percentiles(found), "first_token_s": first}
+        for name, found, first in (
+            ("decoding alone", gaps.within(idle), 0.0),
+            (f"a prompt of {options.prompt}", gaps.within(busy), round(first_token_s, 2)),
+        )
+    ]
+
+
+def _percentiles(gaps_s: Sequence[float]) -> dict[str, float]:
+    values = np.percentile(np.array(gaps_s) * 1e3, [50, 90, 99, 100])
+    names = ("p50_ms", "p90_ms", "p99_ms", "max_ms")
+    return {name: round(float(v), 1) for name, v in zip(names, values, strict=True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--target-step-ms", type=float, default=200.0)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=6, help="prompts that are counted")
+    parser.add_argument("--warm-up", type=int, default=1, help="prompts that are not")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    print(show(asyncio.run(measure(options)), as_json=options.json))
+
+
+if __name__ == "__main__":
+    main()
