@@ -63,6 +63,30 @@ def test_chunks_fill_what_is_left(start: int) -> None:
     assert cost.chunk_cost(int(tokens), start) == pytest.approx(left, rel=0.02)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.4])
+def test_nearly_all_steps_keep_the_target(spread: float) -> None:
+    """Also on a machine whose speed varies, and with no more room left unused than that takes."""
+    cost, rng, took = StepCost(20e-3, 16), random.Random(5), []
+    for _ in range(600):
+        tokens = min(max(cost.chunk_tokens(cost.chunk_seconds(8, 8000), 500), 16), 4096)
+        load = StepLoad(8, 8000, int(tokens), tokens * (500 + tokens / 2))
+        took.append(seconds(load) * (1 + abs(rng.gauss(0, spread))))
+        cost.observe(load, took[-1])
+    settled = np.array(took[100:])
+    assert np.quantile(settled, 0.95) < 20e-3 * 1.03
+    assert np.quantile(settled, 0.98) > 20e-3 * 0.8
+
+
+def test_the_first_chunks_grow_step_by_step() -> None:
+    """One step says nothing about which part of it was the chunk."""
+    cost, sizes = StepCost(20e-3, 16), [16.0]
+    for _ in range(3):
+        load = StepLoad(1, 10, int(sizes[-1]), sizes[-1] ** 2 / 2)
+        cost.observe(load, seconds(load))
+        sizes.append(cost.chunk_tokens(cost.chunk_seconds(1, 10), 0))
+    assert sizes == [16, 32, 64, 128]
+
+
 def test_long_decoding_does_not_wash_out_what_prefill_costs() -> None:
     cost = learned()
     before = cost.chunk_tokens(10e-3, 0)

@@ -12,6 +12,10 @@ from vllmx_core.plan import F32
 _REMEMBERED = 64
 _FEATURES = 5
 _CHUNK_TOKENS, _CHUNK_WORK = 3, 4
+_KEPT_SHARE = 0.97
+"""Of the steps with prefill, so many are to keep the target: all but two of those remembered."""
+_MAX_MARGIN = 2.0
+_GROWTH = 2.0
 
 
 class StepLoad(NamedTuple):
@@ -44,6 +48,7 @@ class StepCost:
         self._seen = [0, 0]
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
+        self._margin: float | None = None
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         """Learns from a finished step. A backend that gives no time (0) is held to no target."""
@@ -53,24 +58,31 @@ class StepCost:
         kind = 1 if load.chunk_tokens else 0
         self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load, elapsed_s)
         self._seen[kind] += 1
-        self._fit = None
+        self._fit = self._margin = None
 
     def predict(self, load: StepLoad) -> float:
         """Seconds, 0 before anything was seen."""
         return sum(c * x for c, x in zip(self._coefficients(), (1.0, *load), strict=True))
 
     def chunk_seconds(self, num_decodes: int, decode_context: int) -> float:
-        """What is left of the target for prefill beside these decodes; infinite without either."""
+        """What is left of the target for prefill beside these decodes; infinite without either.
+        Where steps have taken longer than predicted, the aim is as much below the target."""
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
-        return max(0.0, self.target_s - self.predict(StepLoad(num_decodes, decode_context)))
+        aim_s = self.target_s / self._overrun()
+        return max(0.0, aim_s - self.predict(StepLoad(num_decodes, decode_context)))
 
     def chunk_tokens(self, seconds: float, start: int) -> float:
-        """Tokens of a prompt, from position `start` on, that `seconds` suffice for."""
+        """Tokens of a prompt, from position `start` on, that `seconds` suffice for; at most twice
+        as many as a remembered step had, since the fit knows nothing beyond."""
         if seconds == math.inf:
             return math.inf
         if seconds <= 0.0 or not self._seen[1]:
             return 0.0
+        known = float(self._rings[1][:, _CHUNK_TOKENS].max())
+        return min(self._fitting(seconds, start), _GROWTH * known)
+
+    def _fitting(self, seconds: float, start: int) -> float:
         per_token, per_work = self._coefficients()[_CHUNK_TOKENS], self._coefficients()[_CHUNK_WORK]
         linear = per_token + per_work * start  # of n tokens: linear * n + per_work / 2 * n^2
         if per_work * seconds < 1e-9 * linear * linear:
@@ -84,6 +96,17 @@ class StepCost:
         coefficients = self._coefficients()
         work = tokens * (start + tokens / 2)
         return coefficients[_CHUNK_TOKENS] * tokens + coefficients[_CHUNK_WORK] * work
+
+    def _overrun(self) -> float:
+        """How many times the predicted time nearly all remembered steps with prefill kept to."""
+        if self._margin is None:
+            steps = self._rings[1][: min(self._seen[1], _REMEMBERED)].astype(np.float64)
+            predicted = steps[:, :_FEATURES] @ np.array(self._coefficients())
+            known = predicted > 0.0
+            ratios = steps[known, _FEATURES] / predicted[known]
+            worst = float(np.quantile(ratios, _KEPT_SHARE)) if len(ratios) else 1.0
+            self._margin = min(max(worst, 1.0), _MAX_MARGIN)
+        return self._margin
 
     def _coefficients(self) -> tuple[float, ...]:
         if self._fit is None:
