@@ -1,0 +1,82 @@
+"""The emulator's checker finds what it says it finds, and launches refuse what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllmx_core.errors import ConfigError
+from vllmx_cuda.emulator import Emulator, KernelFault, empty
+from vllmx_cuda.kernel_specs import KERNELS, Kernel, Launch
+from vllmx_cuda.kernel_specs.types import arguments
+
+from .cuda_arrays import Array, on_device, options
+
+FAULTS = {
+    "no_barrier": "uninitialised shared memory|race on shared memory",
+    "beyond_the_end": "out of bounds: 4-byte read at byte 256 of pointer argument #0",
+    "writes_input": "write to a read-only argument",
+    "misaligned": "misaligned",
+    "divergent_shuffle": "deadlock|names lanes that do not exist or have ended",
+    "blocks_collide": "race on global memory",
+    "no_wait": "cp.async",
+    "divides_by_zero": "integer division by zero",
+}
+
+
+def described(entry: str) -> Kernel:
+    """As a plugin with kernels of its own would."""
+    return Kernel(
+        entry=entry,
+        source="cuda_faults.cu",
+        options={},
+        arguments=arguments("in f32* x, out f32* y, i32 n"),
+        sizes=("blocks",),
+        rule=lambda sizes, options: Launch((sizes["blocks"], 1, 1), 64),
+    )
+
+
+def launch(emulator: Emulator, entry: str) -> tuple[Array, Array]:
+    own = Emulator(check=True, order=emulator.order, folder=Path(__file__).parent)
+    x, y = on_device(np.arange(64), np.float32), empty(64, np.float32)
+    blocks = 2 if entry == "blocks_collide" else 1
+    own.launch(described(entry).variant(), {"blocks": blocks}, [x, y, 64])
+    return x, y
+
+
+@pytest.mark.parametrize("entry", FAULTS)
+def test_faults_are_found(emulator: Emulator, entry: str) -> None:
+    with pytest.raises(KernelFault, match=FAULTS[entry]) as caught:
+        launch(emulator, entry)
+    assert str(caught.value).startswith(f"{entry}: ")
+
+
+def test_what_is_right_passes(emulator: Emulator) -> None:
+    x, y = launch(emulator, "good")
+    np.testing.assert_array_equal(y, x[::-1])
+
+
+def test_a_fault_names_its_line(emulator: Emulator) -> None:
+    with pytest.raises(KernelFault, match=r"at cuda_faults\.cu:\d+"):
+        launch(emulator, "beyond_the_end")
+
+
+def test_launches_that_do_not_fit_are_refused(emulator: Emulator) -> None:
+    kernel = KERNELS["rms_norm"]
+    with pytest.raises(ConfigError, match="no variant VX_VEC=3"):
+        kernel.variant(**options("bf16", VX_VEC=3))
+    with pytest.raises(ConfigError, match="takes the options"):
+        kernel.variant(VX_DTYPE=2)
+    variant, x = kernel.variant(**options("f32", VX_VEC=1)), empty((1, 4), np.float32)
+    with pytest.raises(ConfigError, match="needs the sizes"):
+        variant.launch({"rows": 1})
+    with pytest.raises(ConfigError, match="rows must be at least 1"):
+        variant.launch({"rows": 0, "width": 4})
+    sizes = {"rows": 1, "width": 4}
+    with pytest.raises(TypeError, match="takes 5 arguments, got 2"):
+        emulator.launch(variant, sizes, [x, x])
+    with pytest.raises(TypeError, match="weight must be a contiguous array"):
+        emulator.launch(variant, sizes, [x, None, x, 4, 1e-6])
+    with pytest.raises(TypeError, match="width is a i32"):
+        emulator.launch(variant, sizes, [x, x, x, x, 1e-6])
