@@ -41,7 +41,7 @@ def test_seeds_are_valid(target: ModuleType) -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=name_of)
 # Drawing from a large seed takes long on a busy machine, which says nothing about the target.
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_inputs(target: ModuleType, data: st.DataObject) -> None:
     run_bounded(target.one_input, data.draw(target.mutations()))

@@ -143,6 +143,5 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(
     max_examples=40,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -109,7 +109,7 @@ def test_without_chunked_prefill_prompts_stay_whole() -> None:
     harness.check_output(long)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12),
     budget=st.integers(1, 40),

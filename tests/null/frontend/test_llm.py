@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,6 +135,15 @@ def test_a_priority_for_each_prompt_or_for_none(llm: LLM) -> None:
             llm.generate(["a", "b"], GREEDY, priority=priority)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the shell started the tests with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_and_leaves_the_engine_usable(llm: LLM) -> None:
     def interrupt(progress: Progress) -> None:
         if progress.generated_tokens > 5:

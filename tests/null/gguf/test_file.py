@@ -206,7 +206,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Path]:
     return path.read_bytes(), path
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     changes=st.lists(
         st.tuples(

@@ -191,7 +191,7 @@ def test_word_piece_finds_its_unknown_token_whatever_its_type() -> None:
     assert tokenizer.encode("a b", add_special_tokens=False) == [1, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(alphabet="abcdeinorst ,.=-\t\u2581é", min_size=1, max_size=40))
 def test_scores_join_as_sentencepiece_does(
     phi3: tuple[Tokenizer, dict[str, float]], text: str
@@ -297,7 +297,7 @@ def test_unknown_kinds_list_the_known(change: dict[str, Any], message: str) -> N
         gguf_tokenizer(small() | change)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     values=st.dictionaries(
         st.sampled_from(

@@ -109,7 +109,7 @@ SHAPES = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @pytest.mark.parametrize("method", METHODS)
 @given(data=st.data(), options=OPTIONS, seed=st.integers(0, 9))
 def test_a_part_or_an_error_of_ours(
@@ -134,7 +134,7 @@ def test_a_part_or_an_error_of_ours(
             assert values.shape == part.shape
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     bits=st.sampled_from([2, 3, 4, 8]),
     group_size=st.sampled_from([-1, 8, 16, 24]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllmx_engine.text.detokenizer import PieceDetokenizer, WindowDetokenizer, make_detokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
 
-FAST = settings(max_examples=40, deadline=None)
+FAST = settings(max_examples=40)
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 

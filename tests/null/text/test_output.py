@@ -55,7 +55,7 @@ def test_min_tokens_lets_early_stops_pass(byte_level: Tokenizer) -> None:
 
 
 @given(value=st.text(max_size=30), group=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_offsets_point_at_the_tokens(tokenizer: Tokenizer, value: str, group: int) -> None:
     ids = tokenizer.encode(value)
     grouped = SequenceText(tokenizer, (), SamplingParams(), keep_offsets=True)

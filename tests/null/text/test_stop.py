@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_engine.text.stop import StopMatcher, StopSet
 
-FAST = settings(max_examples=300, deadline=None)
+FAST = settings(max_examples=300)
 WORDS = st.text(alphabet="abc", min_size=1, max_size=5)
 
 

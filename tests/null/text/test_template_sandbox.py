@@ -169,7 +169,7 @@ TOKENS = st.sampled_from([
 
 
 @given(st.lists(TOKENS, max_size=25).map(" ".join))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_source_renders_or_is_refused(source: str) -> None:
     try:
         prompt = ChatTemplate(source, limits=LIMITS).render([{"role": "user", "content": "x"}])
