@@ -83,8 +83,9 @@ def build(arch: str, compiler: Nvrtc, unit: Unit) -> bytes:
     return compiler.compile(unit.source.read_text(), unit.source.name, target.options(unit))
 
 
-def measure(cubin: bytes) -> dict[str, dict[str, Any]]:
-    """Entry -> registers, stack, local and shared bytes, and the memory and tensor instructions."""
+def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, Any]]:
+    """Entry -> registers, stack, local and shared bytes, and, which takes longest, the memory and
+    tensor instructions."""
     dump, disassembler = tool("cuobjdump"), tool("nvdisasm")
     assert dump is not None
     assert disassembler is not None
@@ -92,7 +93,7 @@ def measure(cubin: bytes) -> dict[str, dict[str, Any]]:
         file.write(cubin)
         file.flush()
         usage = _run([str(dump), "-res-usage", file.name])
-        sass = _run([str(disassembler), "-c", file.name])
+        sass = _run([str(disassembler), "-c", file.name]) if disassembled else ""
     found = {}
     for entry, registers, stack, shared, local in _USAGE.findall(usage):
         found[entry] = {
