@@ -34,11 +34,12 @@ def row_blocks(case: Case) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def load(job: Job) -> LoadedModel:
+def load(job: Job, kv_cache_dtype: str = "auto") -> LoadedModel:
     registry = load_registry()
     checkpoint = open_checkpoint(registry, Path(job.model))
     spec, _ = registry.choose_backend("cpu")
     options = LoadOptions(
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max(row_blocks(case) for case in job.cases) * BLOCK_SIZE,
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=max(2048, *(case.context for case in job.cases)),

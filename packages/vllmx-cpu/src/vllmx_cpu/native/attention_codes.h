@@ -1,9 +1,10 @@
 // KV pages of 8-bit codes: what a vector is rounded to, and how a chunk becomes bf16 again.
 //
-// vllmx_core/kv_quant.py has the rule. A group holds pairs of 16 codes that one vector of bf16 cells
-// is made of, then a float scale for each of its 16 positions:
+// vllmx_core/kv_quant.py has the rule. A group holds 32 codes for each vector of bf16 cells that is made
+// of them, then a float scale for each of its 16 positions:
 //   K group  [D / 2][2 features][16 positions]          scales [16 positions]
 //   V group  [8][Dp / 16][2 positions][16 features]     scales [16 positions]
+// Where codes are `interleaved` the two of a cell lie side by side: [16][2] instead of [2][16].
 // Every code is exact in bf16, so a chunk is widened into scratch once for all query heads of a unit
 // and multiplied as bf16 pages are; the scales go to the scores and to the probabilities.
 #pragma once
@@ -14,32 +15,59 @@ namespace VX_ISA {
 
 struct Int8Code {
   static constexpr float limit = 127.0f;
-  static constexpr float unit = 1.0f;  // of what `load` returns
+  static constexpr float unit = 1.0f;  // of what `widen` makes of codes
+  static constexpr bool interleaved = false;
   VX_INLINE F32x16 load(const uint8_t* codes) { return to_f32(load_i8((const int8_t*)codes)); }
   VX_INLINE U32x16 encode(F32x16 v) { return as_u32(to_i32(v)); }
 };
 
+// A byte of e4m3 is a half but for the bias of its exponent: what becomes of it is the value / 256.
+// 0x7f, which only a page that was never written holds, is 480 / 256.
 struct Fp8Code {
   static constexpr float limit = 448.0f;
   static constexpr float unit = 256.0f;
-  // A byte of e4m3 is a half but for the bias of its exponent: these are the values / 256. 0x7f, which
-  // only a page that was never written holds, is 480 / 256.
+#if VX_NATIVE_BYTES == 64
+  static constexpr bool interleaved = true;
+  // Byte by byte, 64 codes into two vectors of cells. The upper byte of a bf16 has the sign and the
+  // exponent's upper bits, as the code's upper four bits have; the lower byte has what the lower four
+  // have. Denormal codes come from tables.
+  VX_INLINE void widen_twice(const uint8_t* codes, uint32_t* out) {
+    const __m512i upper_bytes = bytes_of(0x38, 0x39, 0x3a, 0x3b, 0x3c, 0x3d, 0x3e, 0x3f, 0xb8, 0xb9, 0xba,
+                                         0xbb, 0xbc, 0xbd, 0xbe, 0xbf);
+    const __m512i denormal_upper = bytes_of(0, 0x37, 0x37, 0x37, 0x38, 0x38, 0x38, 0x38);
+    const __m512i denormal_lower = bytes_of(0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60);
+    const __m512i four = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what `unpack` undoes
+    const __m512i c = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    const __m512i low = _mm512_and_si512(c, four), high = _mm512_and_si512(_mm512_srli_epi16(c, 4), four);
+    const __mmask64 denormal = _mm512_testn_epi8_mask(c, _mm512_set1_epi8(0x78));
+    __m512i upper = _mm512_shuffle_epi8(upper_bytes, high), lower = _mm512_slli_epi16(low, 4);
+    upper = _mm512_mask_shuffle_epi8(upper, denormal, denormal_upper, low);
+    lower = _mm512_mask_shuffle_epi8(lower, denormal, denormal_lower, low);
+    upper = _mm512_ternarylogic_epi64(upper, c, sign, 0xf8);  // upper | (c & sign)
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi8(lower, upper));
+    _mm512_storeu_si512(out + 16, _mm512_unpackhi_epi8(lower, upper));
+  }
+  template <class... B>
+  VX_INLINE __m512i bytes_of(B... b) {
+    alignas(16) const uint8_t bytes[16] = {(uint8_t)b...};
+    return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)bytes));
+  }
+#else
+  static constexpr bool interleaved = false;
   VX_INLINE F32x16 load(const uint8_t* codes) {
-#if VX_NATIVE_BYTES >= 32
+#if VX_NATIVE_BYTES == 32
     __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
     words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((short)0xbf80));
-#if VX_NATIVE_BYTES == 64
-    return (F32x16)_mm512_cvtph_ps(words);
-#else
     return {(NativeF)_mm256_cvtph_ps(_mm256_castsi256_si128(words)),
             (NativeF)_mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))};
-#endif
 #else
     const U32x16 bits = as_u32(load_i8((const int8_t*)codes));
     const F32x16 magnitude = as_f32((bits & splat_u32(0x7f)) << 20) * splat(0x1p112f);
     return as_f32(as_u32(magnitude) | (bits & splat_u32(0x80000000u)));
 #endif
   }
+#endif
   // Nearest, ties to even, for |v| up to 448 and a rounding error.
   VX_INLINE U32x16 encode(F32x16 v) {
     const U32x16 bits = as_u32(v), sign = (bits >> 24) & splat_u32(0x80);
@@ -83,15 +111,22 @@ struct CodePages {
   static constexpr int scale_cells = kGroup * sizeof(float);
 };
 
-// A group of 2 * cells codes as bf16 cells, and the group `ahead` on its way into the cache.
+// Where among the 32 codes of a vector the first or second (`half`) one of a cell is.
 template <class Code>
-VX_INLINE void widen_group(const uint8_t* codes, const uint8_t* ahead, int cells, uint32_t* out) {
-  for (int i = 0; i < cells; i += 16) {
-    if (i % 32 == 0) prefetch_pages(ahead + 2 * i);
-    const F32x16 low = Code::load(codes + 2 * i), high = Code::load(codes + 2 * i + 16);
-    store_u32(out + i, (as_u32(low) >> 16) | as_u32(high));
+VX_INLINE int code_place(int cell, int half) { return Code::interleaved ? 2 * cell + half : 16 * half + cell; }
+
+// A group of 2 * cells codes as bf16 cells. Interleaved ones go by two vectors: it may read as far as
+// the group's scales, and write 16 cells too many.
+template <class Code>
+VX_INLINE void widen_group(const uint8_t* codes, int cells, uint32_t* out) {
+  if constexpr (Code::interleaved) {
+    for (int i = 0; i < cells; i += 32) Code::widen_twice(codes + 2 * i, out + i);
+  } else {
+    for (int i = 0; i < cells; i += 16) {
+      const F32x16 low = Code::load(codes + 2 * i), high = Code::load(codes + 2 * i + 16);
+      store_u32(out + i, (as_u32(low) >> 16) | as_u32(high));
+    }
   }
-  prefetch_pages(ahead + 2 * cells);  // the scales
 }
 
 }  // namespace VX_ISA

@@ -43,10 +43,14 @@ struct Visible {
 };
 
 // --- scores ----------------------------------------------------------------------------------------
-// out[r][position in chunk] = q_r . k for `rows` rows and `groups` groups. ahead: cells to prefetch.
-template <class Pages, int rows, int groups, bool prefetching>
+// Each step takes the groups of a later chunk, `ahead`, on their way into the cache while it computes:
+// `cells_per` is how many of its cells one of theirs makes (2 where they are codes), 0 for none.
+//
+// out[r][position in chunk] = q_r . k for `rows` rows and `groups` groups.
+template <class Pages, int rows, int groups, int cells_per>
 void score_block(const typename Pages::Operand* q, int q_stride, const typename Pages::Cell* const* keys,
-                 const typename Pages::Cell* const* ahead, int steps, float* out) {
+                 const uint8_t* const* ahead, int steps, float* out) {
+  constexpr int bytes = kGroup * sizeof(typename Pages::Cell);
   F32x16 sums[rows][groups];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)
@@ -57,7 +61,7 @@ void score_block(const typename Pages::Operand* q, int q_stride, const typename 
 #pragma GCC unroll 4
     for (int g = 0; g < groups; ++g) {
       k[g] = Pages::load(keys[g] + s * kGroup);
-      if (prefetching) prefetch_pages(ahead[g] + s * kGroup);
+      if (cells_per == 1 || (cells_per == 2 && s % 2 == 0)) prefetch_pages(ahead[g] + s * bytes / cells_per);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
@@ -74,9 +78,9 @@ void score_block(const typename Pages::Operand* q, int q_stride, const typename 
 
 // Groups first ... last - 1 of the chunk. A register block may reach past them: it computes on the
 // nearest group again, and nobody reads that.
-template <class Pages, int rows, bool prefetching>
+template <class Pages, int rows, int cells_per>
 void score_groups(const typename Pages::Operand* q, int q_stride, const typename Pages::Cell* const* keys,
-                  const typename Pages::Cell* const* ahead, int steps, int first, int last, float* out) {
+                  const uint8_t* const* ahead, int steps, int first, int last, float* out) {
   constexpr int narrow = kWide > 1 ? kWide / 2 : 1;
   const typename Pages::Cell* clamped[kWide];
   for (int g = first - first % narrow; g < last;) {
@@ -85,9 +89,9 @@ void score_groups(const typename Pages::Operand* q, int q_stride, const typename
       clamped[i] = keys[g + i < first ? first : g + i < last ? g + i : last - 1];
     }
     if (is_wide) {
-      score_block<Pages, rows, kWide, prefetching>(q, q_stride, clamped, ahead + g, steps, out + g * kGroup);
+      score_block<Pages, rows, kWide, cells_per>(q, q_stride, clamped, ahead + g, steps, out + g * kGroup);
     } else {
-      score_block<Pages, rows, narrow, prefetching>(q, q_stride, clamped, ahead + g, steps, out + g * kGroup);
+      score_block<Pages, rows, narrow, cells_per>(q, q_stride, clamped, ahead + g, steps, out + g * kGroup);
     }
     g += is_wide ? kWide : narrow;
   }
@@ -153,11 +157,13 @@ VX_INLINE float softmax_row(const float* scores, int chunk_start, int first, int
 // --- values ----------------------------------------------------------------------------------------
 // acc[r][16 * vector ...] = acc * factor_r + sum over positions of p_r * v, for `vectors` vectors.
 // values[g] + step * v_width is the row of a step; steps first ... last - 1 of the chunk.
-template <class Pages, int rows, int vectors, bool prefetching>
+template <class Pages, int rows, int vectors, int cells_per>
 void value_block(const typename Pages::Operand* p, int p_stride, const float* factors,
-                 const typename Pages::Cell* const* values, const typename Pages::Cell* const* ahead,
-                 int v_width, int first, int last, float* acc) {
+                 const typename Pages::Cell* const* values, const uint8_t* const* ahead, int v_width,
+                 int first, int last, float* acc) {
   constexpr int group_steps = kGroup / Pages::per_cell;
+  constexpr int bytes = 16 * sizeof(typename Pages::Cell);
+  const int row_bytes = cells_per ? v_width * (int)sizeof(typename Pages::Cell) / cells_per : 0;
   F32x16 sums[rows][vectors];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)
@@ -166,15 +172,15 @@ void value_block(const typename Pages::Operand* p, int p_stride, const float* fa
   for (int s = first; s < last;) {
     int group = s / group_steps, end = (group + 1) * group_steps < last ? (group + 1) * group_steps : last;
     const typename Pages::Cell* cells = values[group] + (size_t)(s % group_steps) * v_width;
-    const typename Pages::Cell* far = prefetching ? ahead[group] + (cells - values[group]) : nullptr;
+    const uint8_t* far = cells_per ? ahead[group] + (s % group_steps) * row_bytes : nullptr;
     for (; s < end; ++s, cells += v_width) {
       typename Pages::Vector v[vectors];
 #pragma GCC unroll 8
       for (int i = 0; i < vectors; ++i) {
         v[i] = Pages::load(cells + 16 * i);
-        if (prefetching) prefetch_pages(far + 16 * i);
+        if (cells_per && i % cells_per == 0) prefetch_pages(far + i * bytes / cells_per);
       }
-      if (prefetching) far += v_width;
+      if (cells_per) far += row_bytes;
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
         typename Pages::Vector word = Pages::broadcast(p + r * p_stride + s);
@@ -190,22 +196,23 @@ void value_block(const typename Pages::Operand* p, int p_stride, const float* fa
 }
 
 // All features of `rows` rows.
-template <class Pages, int rows, bool prefetching>
+template <class Pages, int rows, int cells_per>
 void value_rows(const typename Pages::Operand* p, int p_stride, const float* factors,
-                const typename Pages::Cell* const* values, const typename Pages::Cell* const* ahead,
-                int v_width, int first, int last, float* acc) {
+                const typename Pages::Cell* const* values, const uint8_t* const* ahead, int v_width,
+                int first, int last, float* acc) {
   constexpr int wide = rows <= 2 ? 2 * kWide : kWide;
-  const typename Pages::Cell *from[kChunkGroups], *far[kChunkGroups];
+  const typename Pages::Cell* from[kChunkGroups];
+  const uint8_t* far[kChunkGroups];
   for (int i = 0; i < v_width;) {
     for (int g = 0; g < kChunkGroups; ++g) {
       from[g] = values[g] + i;
-      if (prefetching) far[g] = ahead[g] + i;
+      if (cells_per) far[g] = ahead[g] + i * sizeof(typename Pages::Cell) / cells_per;
     }
     if (v_width - i >= 16 * wide) {
-      value_block<Pages, rows, wide, prefetching>(p, p_stride, factors, from, far, v_width, first, last, acc + i);
+      value_block<Pages, rows, wide, cells_per>(p, p_stride, factors, from, far, v_width, first, last, acc + i);
       i += 16 * wide;
     } else {
-      value_block<Pages, rows, 1, prefetching>(p, p_stride, factors, from, far, v_width, first, last, acc + i);
+      value_block<Pages, rows, 1, cells_per>(p, p_stride, factors, from, far, v_width, first, last, acc + i);
       i += 16;
     }
   }

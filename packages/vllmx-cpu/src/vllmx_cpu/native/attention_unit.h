@@ -85,8 +85,11 @@ class Worker {
  private:
   static constexpr int p_stride = kChunk / Pages::per_cell;
 
+  static constexpr int kCellsPer = Stored::scaled ? 2 : 1;
+  typedef typename Stored::Cell StoredCell;
+
   struct Groups {
-    const typename Stored::Cell *k[kChunkGroups], *v[kChunkGroups];
+    const StoredCell *k[kChunkGroups], *v[kChunkGroups];
   };
 
   RowState state(int r) const { return {maxima_[r], reduce_add(load(lane_sums_ + 16 * r))}; }
@@ -129,21 +132,23 @@ class Worker {
     for (int g = 0; g < kChunkGroups; ++g) {
       scales.k[g] = (const float*)(now.k[g] + pages_.k_cells);
       scales.v[g] = (const float*)(now.v[g] + pages_.v_cells);
+      prefetch_pages(later.k[g] + pages_.k_cells);
+      prefetch_pages(later.v[g] + pages_.v_cells);
     }
-    widen(now.k, later.k, pages_.k_cells / 2, cells);
-    for (int r = 0; r < rows_; r += kRowBlock) probabilities(r, chunk, cells, cells, scales);
-    widen(now.v, later.v, pages_.v_cells / 2, cells);
-    for (int r = 0; r < rows_; r += kRowBlock) values(r, chunk, cells, cells);
+    widen(now.k, pages_.k_cells / 2, cells);
+    for (int r = 0; r < rows_; r += kRowBlock) probabilities(r, chunk, cells, later.k, scales);
+    widen(now.v, pages_.v_cells / 2, cells);
+    for (int r = 0; r < rows_; r += kRowBlock) values(r, chunk, cells, later.v);
   }
 
-  void widen(const uint8_t* const* groups, const uint8_t* const* ahead, int cells, const Cell** out) {
+  void widen(const uint8_t* const* groups, int cells, const Cell** out) {
     for (int g = 0; g < kChunkGroups; ++g) {
       if (g > 0 && groups[g] == groups[g - 1]) {  // not seen by the tile
         out[g] = out[g - 1];
         continue;
       }
       Cell* own = widened_ + (size_t)g * cells;
-      widen_group<typename Stored::Kind>(groups[g], ahead[g], cells, own);
+      widen_group<typename Stored::Kind>(groups[g], cells, own);
       out[g] = own;
     }
   }
@@ -153,7 +158,8 @@ class Worker {
     return {maximum(visible_[r].lo - chunk, 0), minimum(visible_[r + rows - 1].hi - chunk, kChunk)};
   }
 
-  void probabilities(int r, int chunk, const Cell* const* now, const Cell* const* later, const Scales& scales) {
+  void probabilities(int r, int chunk, const Cell* const* now, const StoredCell* const* later,
+                     const Scales& scales) {
     int rows = minimum(kRowBlock, rows_ - r);
     Visible seen = block_visible(r, rows, chunk);
     if (seen.lo >= seen.hi) return;
@@ -161,10 +167,11 @@ class Worker {
     alignas(64) float scores[kRowBlock * kChunk];
     const Operand* q = q_ + r * q_stride_;
     const int steps = a_.head_size / Pages::per_cell;
-#define VX_SCORES(n)                                                                                     \
-  case n:                                                                                                \
-    r == 0 ? score_groups<Pages, n, !Stored::scaled>(q, q_stride_, now, later, steps, first, last, scores) \
-           : score_groups<Pages, n, false>(q, q_stride_, now, later, steps, first, last, scores);          \
+    const uint8_t* const* ahead = (const uint8_t* const*)later;
+#define VX_SCORES(n)                                                                                       \
+  case n:                                                                                                  \
+    r == 0 ? score_groups<Pages, n, kCellsPer>(q, q_stride_, now, ahead, steps, first, last, scores)       \
+           : score_groups<Pages, n, 0>(q, q_stride_, now, ahead, steps, first, last, scores);              \
     break;
     switch (rows) { VX_SCORES(1) VX_SCORES(2) VX_SCORES(3) VX_SCORES(4) }
 #undef VX_SCORES
@@ -175,17 +182,18 @@ class Worker {
     }
   }
 
-  void values(int r, int chunk, const Cell* const* now, const Cell* const* later) {
+  void values(int r, int chunk, const Cell* const* now, const StoredCell* const* later) {
     int rows = minimum(kRowBlock, rows_ - r);
     Visible seen = block_visible(r, rows, chunk);
     if (seen.lo >= seen.hi) return;
     int first = seen.lo / Pages::per_cell, last = ceil_div(seen.hi, Pages::per_cell);
     const Operand* p = p_ + r * p_stride;
     float* acc = acc_ + r * width_;
-#define VX_VALUES(n)                                                                                           \
-  case n:                                                                                                      \
-    r == 0 ? value_rows<Pages, n, !Stored::scaled>(p, p_stride, factors_ + r, now, later, width_, first, last, acc) \
-           : value_rows<Pages, n, false>(p, p_stride, factors_ + r, now, later, width_, first, last, acc);    \
+    const uint8_t* const* ahead = (const uint8_t* const*)later;
+#define VX_VALUES(n)                                                                                       \
+  case n:                                                                                                  \
+    r == 0 ? value_rows<Pages, n, kCellsPer>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc) \
+           : value_rows<Pages, n, 0>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc);     \
     break;
     switch (rows) { VX_VALUES(1) VX_VALUES(2) VX_VALUES(3) VX_VALUES(4) }
 #undef VX_VALUES

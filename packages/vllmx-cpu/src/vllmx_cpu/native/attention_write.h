@@ -29,7 +29,7 @@ template <class Code>
 VX_INLINE void write_k(CodePages<Code>, uint8_t* group, int lane, const float* k, int head_size) {
   uint8_t codes[kMaxHeadSize];
   const float scale = quantise_head<Code>(k, padded(head_size), codes);
-  for (int i = 0; i < head_size; ++i) group[i * kGroup + lane] = codes[i];
+  for (int i = 0; i < head_size; ++i) group[i / 2 * 32 + code_place<Code>(lane, i % 2)] = codes[i];
   __builtin_memcpy(group + head_size * kGroup + lane * sizeof scale, &scale, sizeof scale);
 }
 
@@ -85,8 +85,8 @@ VX_INLINE void write_v(CodePages<Code>, const VxStep&, int, uint8_t* group, int 
     store(wide + i, load_n(v + i, head_size - i < 16 ? head_size - i : 16));
   }
   const float scale = quantise_head<Code>(wide, width, codes);
-  uint8_t* pair = group + lane / 2 * 2 * width + lane % 2 * 16;
-  for (int i = 0; i < width; i += 16) __builtin_memcpy(pair + 2 * i, codes + i, 16);
+  uint8_t* pair = group + lane / 2 * 2 * width;
+  for (int i = 0; i < width; ++i) pair[i / 16 * 32 + code_place<Code>(i % 16, lane % 2)] = codes[i];
   __builtin_memcpy(group + kGroup * width + lane * sizeof scale, &scale, sizeof scale);
 }
 

@@ -398,7 +398,16 @@ VX_INLINE void store_f16(uint16_t* p, F32x16 v) {
 
 // --- bytes -----------------------------------------------------------------------------------------
 VX_INLINE NativeI load_i8_as(Tag<NativeI>, const int8_t* p) {
-  return __builtin_convertvector(load_as<NativeBytes>(p), NativeI);
+#if VX_NATIVE_BYTES == 64
+  return (NativeI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif VX_NATIVE_BYTES == 32
+  return (NativeI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__x86_64__)
+  const __m128i bytes = _mm_cvtsi32_si128(load_as<int32_t>(p)), none = _mm_setzero_si128();
+  return (NativeI)_mm_unpacklo_epi16(none, _mm_unpacklo_epi8(none, bytes)) >> 24;
+#else
+  return __builtin_convertvector(load_as<NativeBytes>(p), NativeI);  // two instructions on ARM
+#endif
 }
 template <class H>
 VX_INLINE Twice<H> load_i8_as(Tag<Twice<H>>, const int8_t* p) {

@@ -1,0 +1,74 @@
+"""Speed of the CPU backend by the dtype of its KV cache.
+
+    python bench/kv_cache.py --model FOLDER [--dtypes bf16,int8,fp8] [--batches 1,8,32]
+        [--context 2000] [--prefills 512] [--rounds 2] [--threads N] [--json]
+
+Tokens per second as in bench/peers_cpu.py: steps of the backend, greedy sampling included, every page
+of the cache written before; every sample goes to standard error. The dtypes take turns in each round, so that a slow minute of the machine
+hits all of them; printed are the median over the rounds and the ratio to the first dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+
+from cpu_peers.cases import Case, Job, make_cases
+from cpu_peers.vllmx_step_worker import load, measure_decode, measure_prefill, touch_pages
+from vllmx_core.cores import available_cores
+
+Speeds = dict[str, dict[str, list[float]]]
+"""Tokens per second of each round, by case and dtype."""
+
+
+def measure(job: Job, dtypes: list[str], rounds: int) -> Speeds:
+    speeds: Speeds = {case.label: {dtype: [] for dtype in dtypes} for case in job.cases}
+    for _ in range(rounds):
+        for dtype in dtypes:
+            model = load(job, dtype)
+            touch_pages(model)
+            for case in job.cases:
+                run = measure_prefill if case.kind == "prefill" else measure_decode
+                speeds[case.label][dtype].append(run(model, case))
+                print(f"{case.label} {dtype} {speeds[case.label][dtype][-1]:.4g}", file=sys.stderr)
+            model.close()
+    return speeds
+
+
+def table(speeds: Speeds, dtypes: list[str]) -> str:
+    lines = ["| tokens/s | " + " | ".join(dtypes) + " |", "|-" * (len(dtypes) + 1) + "|"]
+    for label, by_dtype in speeds.items():
+        medians = [statistics.median(by_dtype[dtype]) for dtype in dtypes]
+        cells = [f"{median:.4g} ({median / medians[0]:.2f})" for median in medians]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtypes", default="bf16,int8,fp8")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--prefills", default="512")
+    parser.add_argument("--context", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    cases: list[Case] = make_cases(
+        numbers(arguments.prefills), numbers(arguments.batches), [arguments.context]
+    )
+    job = Job(arguments.model, "", tuple(cases), arguments.threads, None, 0.0)
+    dtypes = arguments.dtypes.split(",")
+    speeds = measure(job, dtypes, arguments.rounds)
+    print(json.dumps(speeds) if arguments.json else table(speeds, dtypes))
+
+
+if __name__ == "__main__":
+    main()
