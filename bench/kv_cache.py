@@ -3,9 +3,10 @@
     python bench/kv_cache.py --model FOLDER [--dtypes bf16,int8,fp8] [--batches 1,8,32]
         [--context 2000] [--prefills 512] [--rounds 2] [--threads N] [--json]
 
-Tokens per second as in bench/peers_cpu.py: steps of the backend, greedy sampling included, every page
-of the cache written before; every sample goes to standard error. The dtypes take turns in each round, so that a slow minute of the machine
-hits all of them; printed are the median over the rounds and the ratio to the first dtype.
+Tokens per second as in bench/peers_cpu.py: steps of the backend, greedy sampling included, every
+page of the cache written before. The dtypes take turns in each round, so that a slow minute of the
+machine hits all of them. Every sample goes to standard error; then come medians over the rounds
+with the ratio to the first dtype.
 """
 
 from __future__ import annotations
