@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,11 @@ from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.quantize.convert import Summary, quantize
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+NAMES = ("Tim", "Anna", "Ben", "Mia", "Tom", "Lily", "Max", "Sue", "Sam", "Zoe")
+STORY = (
+    "Once upon a time, there was a girl named {name}. {name} had a red ball. One day, {name} went"
+    " to the park. She played with a dog. The dog was happy. {name} was happy too."
+)
 MIXES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k", "q4_0")
 
 
@@ -147,25 +153,20 @@ def test_the_command(tmp_path: Path) -> None:
     assert "q4_k_m" in refused.stderr
 
 
-def test_llama_cpp_runs_the_file(files: dict[str, Summary]) -> None:
-    """VLLMX_LLAMA_CPP names the folder of llama-completion."""
-    binary = Path(os.environ.get("VLLMX_LLAMA_CPP", "")) / "llama-completion"
+def test_llama_cpp_runs_the_file(files: dict[str, Summary], tmp_path: Path) -> None:
+    """VLLMX_LLAMA_CPP names the folder of llama-perplexity."""
+    binary = Path(os.environ.get("VLLMX_LLAMA_CPP", "")) / "llama-perplexity"
     if not binary.is_file():
         pytest.skip("no llama.cpp: name the folder of its programs by VLLMX_LLAMA_CPP")
-    for mix in MIXES[:4]:
-        command = [
-            str(binary), "-m", str(files[mix].path), "-p", "Once upon a time", "-n", "12",
-            "--temp", "0", "-no-cnv", "-t", "2",
-        ]  # fmt: skip
-        for _ in range(10):  # now and then its log thread ends before the text is out
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=120,
-                stdin=subprocess.DEVNULL,
-            )
-            if done.stdout.strip():
-                break
-        assert "Once upon a time, there was a" in done.stdout, mix
+    text = tmp_path / "text"
+    text.write_text("\n\n".join(STORY.format(name=name) for name in NAMES))
+    found = {}
+    for mix in ("bf16", *MIXES):
+        command = [str(binary), "-m", str(files[mix].path), "-f", str(text), "-c", "128", "-t", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        estimate = re.search(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)
+        assert estimate is not None, mix
+        found[mix] = float(estimate[1])
+    assert found["bf16"] < 8
+    for mix in MIXES:
+        assert found[mix] == pytest.approx(found["bf16"], rel=0.15 if mix == "q2_k" else 0.05)
