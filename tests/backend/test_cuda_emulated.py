@@ -11,8 +11,10 @@ import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.model import Model
+from vllmx_core.testing.attention_checks import attention_model
 from vllmx_core.testing.backend_suite import BackendSuite
-from vllmx_core.testing.plans import Driver
+from vllmx_core.testing.harness import Harness, mixed_steps
+from vllmx_core.testing.plans import Driver, Row
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weights import DType
 from vllmx_cuda.backend import CudaBackend
@@ -40,6 +42,31 @@ class TestCudaEmulated(BackendSuite):
 
     def make_backend(self) -> Backend:
         return CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR))
+
+
+TILED: dict[str, dict[str, Any]] = {
+    "rope": {"rotary_dim": 16, "num_kv_heads": 2},
+    "both ways": {"causal": False, "num_kv_heads": 2},
+    "window": {"window": 20, "num_kv_heads": 1},
+    "everything": {
+        "num_kv_heads": 2, "head_size": 64, "norms": True, "rotary_dim": 32, "softcap": 3.0,
+        "sinks": True,
+    },
+}  # fmt: skip
+
+
+class TestPromptsOnTensorCores(Harness):
+    """Rows of several tokens in tiles beside rows of one, in bf16: coarse, but no garbage."""
+
+    def make_backend(self) -> Backend:
+        return CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR))
+
+    @pytest.mark.parametrize("features", TILED.values(), ids=TILED.keys())
+    def test_attention(self, features: dict[str, Any]) -> None:
+        model, source = attention_model(**features)
+        steps = mixed_steps()[:1] if not features.get("causal", True) else mixed_steps()
+        steps[0] = [Row(list(range(19)), 0, [16, 17, 18], "all"), *steps[0]]
+        self.compare(model, source, steps, tolerance=0.1, dtype="bf16")
 
 
 class RecordingDevice(EmulatedDevice):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllmx_core.plan import StepPlan
 from vllmx_core.testing.plans import Row, make_plan
-from vllmx_cuda.work import MIN_SPLIT, Visibility, item_capacity, plan_items
+from vllmx_cuda.work import MIN_SPLIT, Visibility, item_capacity, plan_items, plan_tiles
 
 PAGE = 16
 
@@ -81,3 +81,26 @@ def test_a_plan_of_nothing_but_padding() -> None:
     work = plan_items(plan, Visibility(), 4, 9)
     assert (work.items == -1).all()
     assert work.first_item.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tile_tokens", [4, 16, 64])
+def test_tiles_and_items_share_the_tokens(seed: int, tile_tokens: int) -> None:
+    """Rows of several tokens go to tiles, each token once; single ones have the only items."""
+    random = np.random.default_rng(seed)
+    rows = [Row([1] * length, 5, [0] * 20, "none") for length in random.choice([1, 2, 37, 64], 7)]
+    plan = make_plan(rows, PAGE)
+    tiles, seen = plan_tiles(plan, tile_tokens), []
+    assert tiles.shape[1] == 4
+    assert (np.diff(tiles[:, 3]) <= 0).all(), "long contexts first"
+    for row, first, count, position in tiles.tolist():
+        assert 0 < count <= tile_tokens
+        assert plan.query_start[row] <= first
+        assert first + count <= plan.query_start[row + 1]
+        assert plan.positions[first] == position
+        seen += range(first, first + count)
+    work = plan_items(plan, Visibility(), plan.num_tokens, plan.num_tokens, single_rows_only=True)
+    items = work.items[work.items[:, 0] >= 0]
+    assert sorted([*seen, *items[:, 0].tolist()]) == list(range(plan.num_tokens))
+    singles = np.flatnonzero(np.diff(plan.query_start) == 1)
+    assert set(items[:, 1].tolist()) == set(singles.tolist())

@@ -14,10 +14,10 @@ from vllmx_core.weights import WeightSource
 
 from vllmx_cuda.device import Device
 from vllmx_cuda.dtypes import resolve
-from vllmx_cuda.host_sampler import HostSampler
 from vllmx_cuda.loaded import CudaLoadedModel, Program
 from vllmx_cuda.lower import Lowering
 from vllmx_cuda.planning import LoadPlan, plan_load
+from vllmx_cuda.sampler import DeviceSampler
 from vllmx_cuda.staging import Staging
 from vllmx_cuda.weights import load_weights
 
@@ -91,14 +91,12 @@ def _load(
         device, plan, lowering.lower(plan.nodes), lowering.variant("resolve_tokens", VX_VEC=1),
         lowering.place(plan.logits), last_ids,
         Staging(
-            device, plan.visibilities, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks
+            device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks
         ),
         captures=not options.enforce_eager,
     )  # fmt: skip
-    device.prepare(lowering.variants, progress=options.progress)
-    sampler = HostSampler(
-        device, model.shape.vocab_size, plan.max_rows["L"], plan.max_rows["T"], last_ids
-    )
+    sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)
+    device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
     info = _info(plan, device)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
     return CudaLoadedModel(info, program, sampler)

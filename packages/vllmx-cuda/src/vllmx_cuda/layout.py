@@ -11,8 +11,9 @@ from vllmx_core.tape import Node, Rows, Value
 
 from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs.attention import group_tile
-from vllmx_cuda.work import Visibility, item_capacity
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs.attention import group_tile, prefill_tile_tokens
+from vllmx_cuda.work import Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
 
@@ -94,6 +95,33 @@ def attention_specs(nodes: Sequence[Node]) -> list[AttentionSpec]:
 
 def visibility(spec: AttentionSpec) -> Visibility:
     return Visibility(spec.window, spec.causal)
+
+
+def work_kinds(nodes: Sequence[Node], dtype: str, arch: str) -> WorkKinds:
+    """What a step's attention work must be planned for. Tensor cores take the prompts where they
+    can take those of every layer."""
+    specs = attention_specs(nodes)
+    by_tiles = all(prefills_by_tiles(spec, dtype, arch) for spec in specs)
+    return WorkKinds(
+        tuple(dict.fromkeys(map(visibility, specs))),
+        tuple(dict.fromkeys(map(tile_tokens, specs))) if by_tiles else (),
+    )
+
+
+def prefills_by_tiles(spec: AttentionSpec, dtype: str, arch: str) -> bool:
+    """Whether paged_prefill has this layer: 16-bit elements, sm_80, head sizes that 16 divides."""
+    return dtype != "f32" and arch != "sm_75" and spec.head_size % 16 == 0
+
+
+def prefill_group(spec: AttentionSpec) -> int:
+    """VX_GROUP of paged_prefill."""
+    group = spec.num_heads // spec.num_kv_heads
+    return max(n for n in KERNELS["paged_prefill"].options["VX_GROUP"] if group % n == 0)
+
+
+def tile_tokens(spec: AttentionSpec) -> int:
+    """Query tokens of a tile of paged_prefill."""
+    return prefill_tile_tokens(prefill_group(spec))
 
 
 def max_items(nodes: Sequence[Node], num_tokens: int, num_processors: int) -> int:

@@ -6,18 +6,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from vllmx_core.backend import LoadedInfo
-from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
 
 from vllmx_cuda.buckets import bucket_of
 from vllmx_cuda.device import Device, Event, Graph, Memory
-from vllmx_cuda.host_sampler import HostSampler
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.layout import max_items
 from vllmx_cuda.lower import Enqueue
 from vllmx_cuda.planning import LoadPlan
-from vllmx_cuda.staging import Layout, Staging, StepMemory, StepSizes
-from vllmx_cuda.work import plan_items
+from vllmx_cuda.sampler import DeviceSampler, Sampled
+from vllmx_cuda.staging import Staging, StepMemory, StepSizes
+from vllmx_cuda.work import StepWork, Visibility, WorkItems, plan_items, plan_tiles
 
 
 @dataclass
@@ -34,41 +35,53 @@ class Program:
     captures: bool
     _graphs: dict[StepSizes, Graph] = field(default_factory=dict)
 
-    def sizes(self, plan: StepPlan) -> StepSizes:
-        """A step of decode rows alone is padded to its bucket; any other runs as it is."""
-        tokens, rows = plan.num_tokens, plan.num_logit_rows
-        bucket = bucket_of(tokens, self.plan.buckets)
-        if tokens == plan.num_rows and bucket is not None:
-            tokens = rows = bucket
-        processors = self.device.info.num_processors
-        return StepSizes(tokens, rows, max_items(self.plan.nodes, tokens, processors))
-
     def run(self, plan: StepPlan) -> StepMemory:
-        """Enqueues the copies of a step and its pass to the logits."""
-        sizes = self.sizes(plan)
+        """Enqueues the copies of a step and its pass to the logits. A step of decode rows alone is
+        padded to its bucket; any other runs as it is."""
+        bucket = None
+        if plan.num_tokens == plan.num_rows:
+            bucket = bucket_of(plan.num_tokens, self.plan.buckets)
+        tiles = tuple(plan_tiles(plan, tokens) for tokens in self.plan.work.tile_tokens)
+        sizes = self._sizes(plan, bucket, tiles)
         layout = self.staging.layout(sizes)
-        work = {
-            seen: plan_items(plan, seen, sizes.tokens, sizes.items)
-            for seen in self.plan.visibilities
-        }
-        self.staging.upload(plan, layout, work)
-        if self.captures and sizes.tokens in self.plan.buckets and plan.num_rows == plan.num_tokens:
-            return self._replay(sizes, layout)
+        self.staging.upload(plan, layout, StepWork(self._items(plan, sizes), tiles))
         memory = self.staging.memory(layout)
-        self._enqueue(sizes, memory)
+        if bucket is not None and self.captures:
+            self._replay(sizes, memory)
+        else:
+            self._enqueue(sizes, memory)
         return memory
 
-    def _replay(self, sizes: StepSizes, layout: Layout) -> StepMemory:
+    def _sizes(self, plan: StepPlan, bucket: int | None, tiles: tuple[I32, ...]) -> StepSizes:
+        processors, num_tiles = self.device.info.num_processors, tuple(map(len, tiles))
+        if bucket is not None:
+            items = max_items(self.plan.nodes, bucket, processors)
+            return StepSizes(bucket, bucket, bucket, items, num_tiles)
+        by_items = plan.num_tokens
+        if tiles:
+            by_items = int((np.diff(plan.query_start) == 1).sum())
+        items = max_items(self.plan.nodes, by_items, processors) if by_items else 0
+        return StepSizes(plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles)
+
+    def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
+        kinds = self.plan.work
+        return {
+            seen: plan_items(
+                plan, seen, sizes.tokens, sizes.items, single_rows_only=bool(kinds.tile_tokens)
+            )
+            for seen in kinds.visibilities
+        }
+
+    def _replay(self, sizes: StepSizes, memory: StepMemory) -> None:
         """The first step of a size runs as it is, so that algorithms are chosen, and is captured
         behind that."""
-        memory, graph = self.staging.memory(layout), self._graphs.get(sizes)
+        graph = self._graphs.get(sizes)
         if graph is not None:
             graph.launch()
-            return memory
+            return
         with self.device.tuning():
             self._enqueue(sizes, memory)
         self._graphs[sizes] = self.device.capture(lambda: self._enqueue(sizes, memory))
-        return memory
 
     def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
         arguments = (memory.tokens, self.last_ids, sizes.tokens)
@@ -80,11 +93,11 @@ class Program:
 class CudaLoadedModel:
     """`vllmx_core.backend.LoadedModel`. At most two steps are in flight."""
 
-    def __init__(self, info: LoadedInfo, program: Program, sampler: HostSampler) -> None:
+    def __init__(self, info: LoadedInfo, program: Program, sampler: DeviceSampler) -> None:
         self._info = info
         self._device = program.device
         self._program: Program | None = program
-        self._sampler: HostSampler | None = sampler
+        self._sampler: DeviceSampler | None = sampler
         self._in_flight: deque[CudaStep] = deque()
 
     @property
@@ -102,8 +115,8 @@ class CudaLoadedModel:
         self._device.activate()
         begin = self._device.event()
         memory = program.run(plan)
-        result = sampler.sample(program.logits, memory, plan.logit_rows, rows)
-        step = CudaStep(self._in_flight, result, begin, self._device.event())
+        sampled = sampler.sample(program.logits, memory, rows)
+        step = CudaStep(self._in_flight, sampled, begin, self._device.event())
         self._in_flight.append(step)
         return step
 
@@ -120,10 +133,8 @@ class CudaLoadedModel:
 class CudaStep:
     """`vllmx_core.backend.StepHandle`."""
 
-    def __init__(
-        self, queue: deque[CudaStep], result: StepResult, begin: Event, end: Event
-    ) -> None:
-        self._queue, self._result, self._begin, self._end = queue, result, begin, end
+    def __init__(self, queue: deque[CudaStep], sampled: Sampled, begin: Event, end: Event) -> None:
+        self._queue, self._sampled, self._begin, self._end = queue, sampled, begin, end
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
@@ -131,5 +142,6 @@ class CudaStep:
         assert self._queue[0] is self, "result() out of the order of the steps"
         self._end.wait()
         self._queue.popleft()
-        self._result.elapsed_s = self._end.seconds_since(self._begin)
-        return self._result
+        result = self._sampled.read()
+        result.elapsed_s = self._end.seconds_since(self._begin)
+        return result

@@ -15,10 +15,22 @@ from vllmx_core.tape import Node, Value, WeightRef
 from vllmx_cuda.device import Device, Memory, Product
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
-from vllmx_cuda.kernel_specs.attention import KV_ELEM, decode_vector, group_tile, store_vector
+from vllmx_cuda.kernel_specs.attention import (
+    KV_ELEM,
+    decode_vector,
+    group_tile,
+    prefill_keys,
+    store_vector,
+)
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
 from vllmx_cuda.kv_cache import LayerPages
-from vllmx_cuda.layout import Scratch, visibility
+from vllmx_cuda.layout import (
+    Scratch,
+    prefill_group,
+    prefills_by_tiles,
+    tile_tokens,
+    visibility,
+)
 from vllmx_cuda.skinny import skinny_kernels
 from vllmx_cuda.staging import StepMemory, StepSizes
 from vllmx_cuda.weights import Matrix, Weight
@@ -182,11 +194,19 @@ class Lowering:
         return multiply
 
     def _attention(self, node: Node) -> Enqueue:
+        """Items first: where tokens have none, their combination writes zeros, and tiles then the
+        answers."""
         store, decode = self._store(node), self._decode(node)
+        spec: AttentionSpec = node.options["spec"]
+        by_tiles = prefills_by_tiles(spec, self.dtype, self.device.info.arch)
+        prefill = self._prefill(node) if by_tiles else None
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
             store(sizes, step)
-            decode(sizes, step)
+            if sizes.items:
+                decode(sizes, step)
+            if prefill is not None and any(sizes.tiles):
+                prefill(sizes, step)
 
         return enqueue
 
@@ -244,6 +264,30 @@ class Lowering:
             self.device.launch(
                 combine, {"tokens": sizes.tokens, "heads": spec.num_heads},
                 (scratch.partial, scratch.weights, first_item, sinks, y, spec.num_heads),
+            )  # fmt: skip
+
+        return enqueue
+
+    def _prefill(self, node: Node) -> Enqueue:
+        spec: AttentionSpec = node.options["spec"]
+        y, pages, size = self.place(node.writes[0]), self.pages[spec.layer], spec.head_size
+        sinks, tokens = self._vector(node.weights.get("sinks")), tile_tokens(spec)
+        kernel = self.variant(
+            "paged_prefill", VX_HEAD=size, VX_KV=KV_ELEM, VX_GROUP=prefill_group(spec),
+            VX_KEYS=prefill_keys(size),
+        )  # fmt: skip
+        heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
+        values = (spec.window or 0, int(spec.causal), spec.scale, spec.softcap or 0.0)
+
+        def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+            tiles = step.tiles[tokens]
+            self.device.launch(
+                kernel, {"tiles": tiles.num_bytes // 16, **heads},
+                (
+                    self.scratch.queries, pages.k, pages.v, None, None, tiles, step.context_len,
+                    step.block_table, sinks, y, *heads.values(), step.table_stride,
+                    self._page_shift, *values,
+                ),
             )  # fmt: skip
 
         return enqueue

@@ -16,10 +16,11 @@ from vllmx_core.weights import WeightSpec
 from vllmx_cuda.buckets import bucket_sizes
 from vllmx_cuda.device import Device
 from vllmx_cuda.kv_cache import KVPlan, plan_kv
-from vllmx_cuda.layout import StepLayout, attention_specs, lay_out, max_items, visibility
+from vllmx_cuda.layout import StepLayout, lay_out, max_items, work_kinds
+from vllmx_cuda.sampler import sampler_bytes
 from vllmx_cuda.staging import Layout, StepSizes
 from vllmx_cuda.weights import weight_bytes
-from vllmx_cuda.work import Visibility
+from vllmx_cuda.work import WorkKinds
 
 LOGITS_BYTES = 256 << 20
 """Logit rows beyond one a sequence (prompt logprobs) grow to this size."""
@@ -42,15 +43,10 @@ class LoadPlan:
     """Blocks of one sequence."""
     buckets: tuple[int, ...]
     """Batch sizes of decode steps that are captured, or padded to when capture is off."""
-    visibilities: tuple[Visibility, ...]
+    work: WorkKinds
     layout: StepLayout
     staging_bytes: int
     kv: KVPlan
-
-    @property
-    def table_bytes(self) -> int:
-        """Of the block table."""
-        return 4 * self.max_rows["T"] * self.max_blocks
 
 
 def plan_load(
@@ -70,17 +66,20 @@ def plan_load(
         )
     max_rows = _max_rows(options, model.shape.vocab_size)
     buckets = bucket_sizes(options.max_num_seqs)
-    seen = tuple(dict.fromkeys(visibility(spec) for spec in attention_specs(nodes)))
+    work = work_kinds(nodes, dtype, device.info.arch)
     layout = lay_out(nodes, logits, max_rows, dtype, processors)
-    largest = StepSizes(max_rows["T"], max_rows["L"], max_items(nodes, max_rows["T"], processors))
-    staging_bytes = Layout.of(largest, len(seen)).num_bytes
+    tokens = max_rows["T"]
+    items, tiles = max_items(nodes, tokens, processors), (tokens,) * len(work.tile_tokens)
+    largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles)
+    staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
     graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
     used = weights + layout.num_bytes + staging_bytes + graphs
     used += 4 * max_rows["T"] * max_blocks + 4 * max_rows["L"]
+    used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
     kv = plan_kv(model.shape.kv, options, kv_dtype, free, used)
     return LoadPlan(
-        nodes, logits, specs, constants, dtype, weights, max_rows, max_blocks, buckets, seen,
+        nodes, logits, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
         layout, staging_bytes, kv,
     )  # fmt: skip
 

@@ -7,14 +7,14 @@ pitch: packed, its pitch would change with the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import AnyArray, StepPlan
 
 from vllmx_cuda.device import Bytes, Device, Memory
-from vllmx_cuda.work import Visibility, WorkItems
+from vllmx_cuda.work import StepWork, Visibility, WorkKinds
 
 ALIGNMENT = 256
 SLOTS = 2
@@ -27,8 +27,11 @@ class StepSizes:
 
     tokens: int
     logit_rows: int
+    rows: int
     items: int
-    """Work items of each visibility."""
+    """Work items of each visibility; 0: none is launched."""
+    tiles: tuple[int, ...]
+    """Tiles of each size of tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,11 @@ class Layout:
     positions: int
     slots: int
     logit_rows: int
+    context_len: int
     items: tuple[int, ...]
     """One for each visibility, as is `first_items`."""
     first_items: tuple[int, ...]
+    tiles: tuple[int, ...]
     num_bytes: int
 
     @classmethod
@@ -55,10 +60,13 @@ class Layout:
             return begin
 
         tokens, positions, slots = (take(sizes.tokens) for _ in range(3))
-        logit_rows = take(sizes.logit_rows)
+        logit_rows, context_len = take(sizes.logit_rows), take(sizes.rows)
         items = tuple(take(4 * sizes.items) for _ in range(num_visibilities))
         first_items = tuple(take(sizes.tokens + 1) for _ in range(num_visibilities))
-        return cls(sizes, tokens, positions, slots, logit_rows, items, first_items, end)
+        tiles = tuple(take(4 * count) for count in sizes.tiles)
+        return cls(
+            sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles, end
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,9 @@ class StepMemory:
     logit_rows: Memory
     items: Mapping[Visibility, Memory]
     first_item: Mapping[Visibility, Memory]
+    context_len: Memory
+    tiles: Mapping[int, Memory]
+    """By the size of tile."""
     block_table: Memory
     table_stride: int
 
@@ -86,13 +97,13 @@ class Staging:
     def __init__(
         self,
         device: Device,
-        visibilities: Sequence[Visibility],
+        kinds: WorkKinds,
         num_bytes: int,
         max_rows: int,
         max_blocks: int,
     ) -> None:
         self._device = device
-        self._visibilities = tuple(visibilities)
+        self._kinds = kinds
         self._max_blocks = max_blocks
         self._packed = device.zeros(num_bytes)
         self._table = device.zeros(4 * max_rows * max_blocks)
@@ -101,7 +112,7 @@ class Staging:
         self._next = 0
 
     def layout(self, sizes: StepSizes) -> Layout:
-        return Layout.of(sizes, len(self._visibilities))
+        return Layout.of(sizes, len(self._kinds.visibilities))
 
     def memory(self, layout: Layout) -> StepMemory:
         """Spans of the device buffer; the same for equal layouts."""
@@ -113,17 +124,24 @@ class Staging:
             logit_rows=self._packed.at(layout.logit_rows, 4 * sizes.logit_rows),
             items={
                 v: self._packed.at(at, 16 * sizes.items)
-                for v, at in zip(self._visibilities, layout.items, strict=True)
+                for v, at in zip(self._kinds.visibilities, layout.items, strict=True)
             },
             first_item={
                 v: self._packed.at(at, 4 * (sizes.tokens + 1))
-                for v, at in zip(self._visibilities, layout.first_items, strict=True)
+                for v, at in zip(self._kinds.visibilities, layout.first_items, strict=True)
+            },
+            context_len=self._packed.at(layout.context_len, 4 * sizes.rows),
+            tiles={
+                tokens: self._packed.at(at, 16 * count)
+                for tokens, at, count in zip(
+                    self._kinds.tile_tokens, layout.tiles, sizes.tiles, strict=True
+                )
             },
             block_table=self._table,
             table_stride=self._max_blocks,
         )
 
-    def upload(self, plan: StepPlan, layout: Layout, work: Mapping[Visibility, WorkItems]) -> None:
+    def upload(self, plan: StepPlan, layout: Layout, work: StepWork) -> None:
         """Packs the plan and enqueues its copies; the plan may change afterwards. Padding tokens
         are id 0 at position 0 and write to no slot."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
@@ -132,11 +150,14 @@ class Staging:
         _put(packed, layout.positions, sizes.tokens, plan.positions, 0)
         _put(packed, layout.slots, sizes.tokens, plan.slots, -1)
         _put(packed, layout.logit_rows, sizes.logit_rows, plan.logit_rows, 0)
-        for index, visibility in enumerate(self._visibilities):
-            found = work[visibility]
+        _put(packed, layout.context_len, sizes.rows, plan.context_len, 0)
+        for index, visibility in enumerate(self._kinds.visibilities):
+            found = work.items[visibility]
             _put(packed, layout.items[index], 4 * sizes.items, found.items.reshape(-1), -1)
             begin = layout.first_items[index]
             _put(packed, begin, sizes.tokens + 1, found.first_item, found.num_items)
+        for begin, tiles in zip(layout.tiles, work.tiles, strict=True):
+            _put(packed, begin, tiles.size, tiles.reshape(-1), 0)
         self._device.upload(self._packed, packed[: layout.num_bytes])
         self._upload_table(plan, slot)
 

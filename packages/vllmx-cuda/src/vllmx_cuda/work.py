@@ -7,6 +7,7 @@ that a step leaves unused say so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,15 @@ class Visibility:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkKinds:
+    """What the layers of a model need: items for each visibility, and for each size of tile the
+    tiles of the rows that bring more than one token; no size: items for those too."""
+
+    visibilities: tuple[Visibility, ...]
+    tile_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkItems:
     """Items of one step for the layers of one visibility."""
 
@@ -38,25 +48,59 @@ class WorkItems:
         return int(self.items.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """All work of one step: items by visibility, and the tiles of each size."""
+
+    items: Mapping[Visibility, WorkItems]
+    tiles: tuple[I32, ...]
+
+
 def item_capacity(num_tokens: int, num_processors: int, blocks_an_item: int) -> int:
     """Items that a step of so many tokens can have: one for each token, and as many more as keep
     all processors busy. `blocks_an_item`: the grid's second dimension."""
     return num_tokens + -(-WAVES * num_processors // blocks_an_item)
 
 
-def plan_items(plan: StepPlan, visibility: Visibility, num_tokens: int, capacity: int) -> WorkItems:
+def plan_tiles(plan: StepPlan, tile_tokens: int) -> I32:
+    """(N, 4) row, first token, tokens, position of the first token: the tiles of all rows that
+    bring more than one token (`kernels/paged_prefill.cu`), those with the longest context first, so
+    that the short ones fill the gaps at the end."""
+    counts = np.diff(plan.query_start).astype(np.int64)  # (R,)
+    pieces = np.where(counts > 1, -(-counts // tile_tokens), 0)
+    row = np.repeat(np.arange(plan.num_rows), pieces)
+    index = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = plan.query_start[row] + index * tile_tokens
+    size = np.minimum(tile_tokens, plan.query_start[row + 1] - first)
+    position = plan.positions[first]
+    order = np.argsort(-position, kind="stable")
+    return np.stack([row, first, size, position], axis=1).astype(np.int32)[order]
+
+
+def plan_items(
+    plan: StepPlan,
+    visibility: Visibility,
+    num_tokens: int,
+    capacity: int,
+    *,
+    single_rows_only: bool = False,
+) -> WorkItems:
     """Items in the order of their tokens, cut at multiples of one length, so that no more than
     `capacity` of them come out.
 
     Args:
         num_tokens: T with padding; tokens beyond the plan's own get no item.
-        capacity: at least the plan's T.
+        capacity: at least as many as tokens that get items.
+        single_rows_only: tokens of rows that bring more than one get none.
     """
     begin, end, rows = _ranges(plan, visibility)
-    spare = capacity - plan.num_tokens
+    if single_rows_only:
+        end = np.where(np.diff(plan.query_start)[rows] == 1, end, begin)
+    wanted = end > begin
+    spare = capacity - int(wanted.sum())
     first = begin // MIN_SPLIT
     # sum(ceil(length / split)) <= sum(length) / split + T <= capacity
-    units = np.maximum(1, -(-end // MIN_SPLIT) - first)  # (T,) of MIN_SPLIT positions each
+    units = np.where(wanted, -(-end // MIN_SPLIT) - first, 0)  # (T,) of MIN_SPLIT positions each
     split = max(1, -(-int(units.sum()) // spare)) if spare else int(units.max(initial=1))
     counts = -(-units // split)  # (T,)
     starts = np.concatenate([[0], np.cumsum(counts)])

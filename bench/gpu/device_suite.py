@@ -1,0 +1,31 @@
+"""The conformance suite on the GPU, run by run.sh; the tests of the repository run it emulated."""
+
+from typing import Any
+
+import pytest
+from vllmx_core.backend import Backend
+from vllmx_core.testing.attention_checks import FEATURES, attention_model
+from vllmx_core.testing.backend_suite import BackendSuite
+from vllmx_core.testing.harness import Harness, mixed_steps
+from vllmx_cuda.backend import CudaBackend
+
+
+class TestCuda(BackendSuite):
+    kv_dtypes = ("f32",)
+    exact_batches = False
+
+    def make_backend(self) -> Backend:
+        return CudaBackend()
+
+
+class TestTensorCores(Harness):
+    """Attention of 16-bit models: prompts in tiles, decodes beside them."""
+
+    def make_backend(self) -> Backend:
+        return CudaBackend()
+
+    @pytest.mark.parametrize("dtype", ["bf16", "f16"])
+    @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
+    def test_attention(self, dtype: str, features: dict[str, Any]) -> None:
+        model, source = attention_model(**features)
+        self.compare(model, source, mixed_steps(), tolerance=0.1, dtype=dtype)

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, in one call of under eight minutes:
+#
+#     bench/gpu/run.sh OUT [WHEELS]
+#
+# OUT gets a log of each part, figures.json and golden.npz. WHEELS is a folder of wheels that the
+# machine lacks; nothing is installed, and nothing is fetched. A part that fails or runs into its
+# limit leaves its log, and the next one starts. Exit status: 2 without a usable GPU, else the
+# number of parts that failed.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 64; }
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 64
+python=${PYTHON:-python3}
+cd "$root" || exit 64
+
+"$python" bench/gpu/checkout.py "$out/site" ${2:+--wheels "$2"} || exit 64
+PYTHONPATH="$out/site:$(printf '%s:' packages/*/src)$root"
+export PYTHONPATH PYTHONDONTWRITEBYTECODE=1 VLLMX_CACHE_DIR="$out/cache"
+"$python" bench/gpu/check.py | tee "$out/environment.log"
+[ "${PIPESTATUS[0]}" = 0 ] || exit 2
+
+failed=0
+part() { # part NAME SECONDS COMMAND...
+  local name=$1 limit=$2 begin=$SECONDS
+  shift 2
+  if timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1; then
+    echo "$name: passed in $((SECONDS - begin)) s"
+  else
+    echo "$name: FAILED, status $?, after $((SECONDS - begin)) s: see $out/$name.log"
+    failed=$((failed + 1))
+    tail -n 5 "$out/$name.log"
+  fi
+}
+pytest=("$python" -m pytest -p no:cacheprovider -o testpaths= -o asyncio_mode= -q)
+sanitize=(compute-sanitizer --error-exitcode 9 --kernel-regex kns=_ --launch-count 2000)
+
+part suite 150 "${pytest[@]}" -W ignore bench/gpu/device_suite.py
+part transformers 60 "${pytest[@]}" -W ignore bench/gpu/device_transformers.py
+part memcheck 60 "${sanitize[@]}" --tool memcheck "$python" bench/gpu/golden.py "$out/memcheck.npz"
+part racecheck 60 "${sanitize[@]}" --tool racecheck "$python" bench/gpu/golden.py "$out/racecheck.npz"
+part golden 30 "$python" bench/gpu/golden.py "$out/golden.npz"
+part figures 200 "$python" bench/gpu/figures.py "$out/figures.json" --seconds 180
+[ -f "$out/figures.log" ] && cat "$out/figures.log"
+exit "$failed"
