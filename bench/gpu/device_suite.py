@@ -11,7 +11,7 @@ from vllmx_cuda.backend import CudaBackend
 
 
 class TestCuda(BackendSuite):
-    kv_dtypes = ("f32",)
+    kv_dtypes = ("f32", "int8", "fp8")
     exact_batches = False
 
     def make_backend(self) -> Backend:

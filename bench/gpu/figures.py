@@ -35,9 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
            "num_attention_heads": 32, "tie_word_embeddings": False},
 }  # fmt: skip
-COMMON = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8,
-          "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-          "rope_theta": 1e6}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
 BATCHES, CONTEXTS, PREFILLS = (1, 4, 16, 64, 128, 256), (128, 1024, 8192, 32768), (512, 2048, 8192)
 STEPS = 12
 
@@ -53,9 +54,9 @@ class RandomSource:
                 self._shapes[part.name] = shape
         count = max(int(np.prod(shape)) for shape in self._shapes.values())
         random = np.random.default_rng(0)
-        words = random.integers(0, 1 << 16, 1 << 24, dtype=np.uint16)
-        words = (words & 0x807F) | 0x3C00  # magnitudes of 0.008 to 0.016, both signs
-        self._words = np.resize(words, count)
+        words = random.integers(0, 1 << 16, 1 << 24)
+        words = words & 0x807F | 0x3C00  # magnitudes of 0.008 to 0.016, both signs
+        self._words = np.resize(words.astype(np.uint16), count)
 
     def names(self) -> Collection[str]:
         return self._shapes

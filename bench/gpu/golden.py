@@ -8,6 +8,7 @@ otherwise than the emulator. Small enough for compute-sanitizer.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from vllmx_core.backend import LoadOptions
@@ -29,7 +30,7 @@ def main() -> None:
         from vllmx_cuda.emulated_device import EmulatedDevice
 
         backend = CudaBackend(EmulatedDevice)
-    found = {}
+    found: dict[str, Any] = {}
     for dtype in ("f32", "bf16", "f16"):
         options = LoadOptions(
             dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import BackendUnavailableError
+from vllmx_core.kv_quant import LIMITS
 from vllmx_core.model import Model
-from vllmx_core.testing.attention_checks import attention_model
+from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.backend_suite import BackendSuite
 from vllmx_core.testing.harness import Harness, mixed_steps
 from vllmx_core.testing.plans import Driver, Row
@@ -36,12 +37,22 @@ def _can_emulate() -> None:
 EMULATOR = Emulator()
 
 
+CODED = {name: FEATURES[name] for name in ("grouped 2", "head size 20", "window 23", "everything")}
+"""Enough for codes here, where each feature is one more compilation; the kernels' own tests and a
+GPU have them all."""
+
+
 class TestCudaEmulated(BackendSuite):
-    kv_dtypes = ("f32",)  # as the model; codes follow
+    kv_dtypes = ("f32", "int8", "fp8")  # as the model, or codes
     exact_batches = False  # cuBLASLt chooses its order of sums by the size of the product
 
     def make_backend(self) -> Backend:
         return CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR))
+
+    @pytest.mark.parametrize("kv", LIMITS)
+    @pytest.mark.parametrize("features", CODED.values(), ids=CODED.keys())
+    def test_attention_over_codes(self, kv: str, features: dict[str, Any]) -> None:
+        super().test_attention_over_codes(kv, features)
 
 
 TILED: dict[str, dict[str, Any]] = {

@@ -162,7 +162,7 @@ def test_refusals_name_value_limit_and_remedy() -> None:
         load(block_size=24)
     with pytest.raises(ConfigError, match=r"dtype 'f8': choose bf16, f16, f32"):
         load(dtype="f8")
-    with pytest.raises(ConfigError, match="no KV cache of bf16: choose auto, f32"):
+    with pytest.raises(ConfigError, match="no KV cache of bf16: choose auto, f32, int8, fp8"):
         load(kv_cache_dtype="bf16")
 
     class Pair:

@@ -24,3 +24,8 @@ def architecture(capability: tuple[int, int]) -> str:
             " (Turing) or newer: use --backend cpu"
         )
     return _BY_CAPABILITY.get(capability, f"sm_{capability[0]}{capability[1]}")
+
+
+def number(arch: str) -> int:
+    """sm_90a -> 90, as `Kernel.min_arch` counts."""
+    return int(arch.removeprefix("sm_").rstrip("af"))

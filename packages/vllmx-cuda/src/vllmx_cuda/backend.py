@@ -14,6 +14,7 @@ from vllmx_core.weights import WeightSource
 
 from vllmx_cuda.device import Device
 from vllmx_cuda.dtypes import resolve
+from vllmx_cuda.kv_cache import CODES
 from vllmx_cuda.loaded import CudaLoadedModel, Program
 from vllmx_cuda.lower import Lowering
 from vllmx_cuda.planning import LoadPlan, plan_load
@@ -60,7 +61,7 @@ class CudaBackend:
                 param="tensor_parallel_size",
             )
         dtype = resolve(options.dtype, model.shape.dtype)
-        kv = kv_dtype(options.kv_cache_dtype, (dtype,), dtype, "CUDA")
+        kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
         device = self._open_device()
         try:
             return _load(model, source, options, device, dtype, kv)
@@ -82,7 +83,7 @@ def _load(
         plan.specs, plan.constants, source, dtype, device, progress=options.progress
     )
     lowering = Lowering(
-        device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size,
+        device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
         plan.layout.in_place, plan.layout.scratch(device),
     )  # fmt: skip

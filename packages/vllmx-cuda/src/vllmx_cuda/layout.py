@@ -9,13 +9,20 @@ from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.model import AttentionSpec
 from vllmx_core.tape import Node, Rows, Value
 
+from vllmx_cuda.arch import number
 from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import KERNELS
-from vllmx_cuda.kernel_specs.attention import group_tile, prefill_tile_tokens
+from vllmx_cuda.kernel_specs.attention import (
+    decodes_by_mma,
+    mma_group,
+    prefill_tile_tokens,
+)
 from vllmx_cuda.work import Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
+MMA_HEADS = 4
+"""Query heads of one key from which on decoding goes to tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +117,20 @@ def work_kinds(nodes: Sequence[Node], dtype: str, arch: str) -> WorkKinds:
 
 def prefills_by_tiles(spec: AttentionSpec, dtype: str, arch: str) -> bool:
     """Whether paged_prefill has this layer: 16-bit elements, sm_80, head sizes that 16 divides."""
-    return dtype != "f32" and arch != "sm_75" and spec.head_size % 16 == 0
+    enough = number(arch) >= KERNELS["paged_prefill"].min_arch
+    return dtype != "f32" and enough and spec.head_size % 16 == 0
 
 
-def prefill_group(spec: AttentionSpec) -> int:
-    """VX_GROUP of paged_prefill."""
+def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
+    """Whether paged_decode_mma takes this layer: from four query heads that share a key on, its
+    products are worth their fragments."""
     group = spec.num_heads // spec.num_kv_heads
-    return max(n for n in KERNELS["paged_prefill"].options["VX_GROUP"] if group % n == 0)
+    return group >= MMA_HEADS and decodes_by_mma(dtype, spec.head_size, number(arch))
 
 
 def tile_tokens(spec: AttentionSpec) -> int:
     """Query tokens of a tile of paged_prefill."""
-    return prefill_tile_tokens(prefill_group(spec))
+    return prefill_tile_tokens(mma_group(spec.num_heads // spec.num_kv_heads))
 
 
 def max_items(nodes: Sequence[Node], num_tokens: int, num_processors: int) -> int:
@@ -136,5 +145,5 @@ def max_items(nodes: Sequence[Node], num_tokens: int, num_processors: int) -> in
 
 
 def blocks_an_item(spec: AttentionSpec) -> int:
-    """Second dimension of paged_decode's grid."""
-    return spec.num_heads // group_tile(spec.num_heads // spec.num_kv_heads)
+    """The least second dimension that a grid of decoding has for this layer."""
+    return spec.num_heads // mma_group(spec.num_heads // spec.num_kv_heads)

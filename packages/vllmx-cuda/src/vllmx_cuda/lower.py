@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from vllmx_core.model import AttentionSpec
 from vllmx_core.tape import Node, Value, WeightRef
 
+from vllmx_cuda.arch import number
 from vllmx_cuda.device import Device, Memory, Product
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
 from vllmx_cuda.kernel_specs.attention import (
-    KV_ELEM,
     decode_vector,
     group_tile,
+    mma_group,
     prefill_keys,
     store_vector,
 )
@@ -26,7 +27,7 @@ from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
 from vllmx_cuda.kv_cache import LayerPages
 from vllmx_cuda.layout import (
     Scratch,
-    prefill_group,
+    decodes_on_tensor_cores,
     prefills_by_tiles,
     tile_tokens,
     visibility,
@@ -47,6 +48,8 @@ class Lowering:
     weights: Mapping[str, Weight]
     pages: Sequence[LayerPages]
     block_size: int
+    kv: int
+    """Value of VX_KV."""
     arena: Memory
     offsets: Mapping[Value, int]
     in_place: Mapping[Value, Value]
@@ -178,7 +181,9 @@ class Lowering:
         """x @ w.T for as many rows as it is called with."""
         kernels = {
             rows: self.variant(chosen.entry, **chosen.options)
-            for rows, chosen in skinny_kernels(self.dtype, w.cols, out_dtype).items()
+            for rows, chosen in skinny_kernels(
+                self.dtype, w.cols, out_dtype, number(self.device.info.arch)
+            ).items()
         }
         bias = w.bias if out_dtype == "f32" else w.rounded_bias
 
@@ -217,7 +222,7 @@ class Lowering:
             self._vector(node.weights.get(name)) for name in ("rope", "q_norm", "k_norm")
         )
         kernel = self.variant(
-            "kv_store", VX_HEAD=spec.head_size, VX_KV=KV_ELEM, VX_VEC=store_vector(spec.head_size)
+            "kv_store", VX_HEAD=spec.head_size, VX_KV=self.kv, VX_VEC=store_vector(spec.head_size)
         )
         heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         values = (
@@ -230,7 +235,7 @@ class Lowering:
                 kernel, {"tokens": sizes.tokens, **heads},
                 (
                     qkv, step.positions, step.slots, q_norm, k_norm, rope, self.scratch.queries,
-                    pages.k, pages.v, None, None, *values,
+                    pages.k, pages.v, pages.k_scales, pages.v_scales, *values,
                 ),
             )  # fmt: skip
 
@@ -241,12 +246,18 @@ class Lowering:
         y, pages, scratch = self.place(node.writes[0]), self.pages[spec.layer], self.scratch
         sinks, seen = self._vector(node.weights.get("sinks")), visibility(spec)
         options = {
-            "VX_HEAD": spec.head_size, "VX_KV": KV_ELEM,
+            "VX_HEAD": spec.head_size, "VX_KV": self.kv,
             "VX_VEC": decode_vector(spec.head_size),
             "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads),
         }  # fmt: skip
-        decode = self.variant("paged_decode", **options)
         combine = self.variant("paged_combine", **options)
+        if decodes_on_tensor_cores(spec, self.dtype, self.device.info.arch):
+            group = mma_group(spec.num_heads // spec.num_kv_heads)
+            decode = self.variant(
+                "paged_decode_mma", VX_HEAD=spec.head_size, VX_KV=self.kv, VX_GROUP=group
+            )
+        else:
+            decode = self.variant("paged_decode", **options)
         heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         window, softcap = spec.window or 0, spec.softcap or 0.0
 
@@ -255,10 +266,10 @@ class Lowering:
             self.device.launch(
                 decode, {"items": sizes.items, **heads},
                 (
-                    scratch.queries, pages.k, pages.v, None, None, items, first_item,
-                    step.positions, step.block_table, sinks, y, scratch.partial, scratch.weights,
-                    *heads.values(), step.table_stride, self._page_shift, window, spec.scale,
-                    softcap,
+                    scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, items,
+                    first_item, step.positions, step.block_table, sinks, y, scratch.partial,
+                    scratch.weights, *heads.values(), step.table_stride, self._page_shift,
+                    window, spec.scale, softcap,
                 ),
             )  # fmt: skip
             self.device.launch(
@@ -273,8 +284,8 @@ class Lowering:
         y, pages, size = self.place(node.writes[0]), self.pages[spec.layer], spec.head_size
         sinks, tokens = self._vector(node.weights.get("sinks")), tile_tokens(spec)
         kernel = self.variant(
-            "paged_prefill", VX_HEAD=size, VX_KV=KV_ELEM, VX_GROUP=prefill_group(spec),
-            VX_KEYS=prefill_keys(size),
+            "paged_prefill", VX_HEAD=size, VX_KV=self.kv, VX_KEYS=prefill_keys(size),
+            VX_GROUP=mma_group(spec.num_heads // spec.num_kv_heads),
         )  # fmt: skip
         heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         values = (spec.window or 0, int(spec.causal), spec.scale, spec.softcap or 0.0)
@@ -284,9 +295,9 @@ class Lowering:
             self.device.launch(
                 kernel, {"tiles": tiles.num_bytes // 16, **heads},
                 (
-                    self.scratch.queries, pages.k, pages.v, None, None, tiles, step.context_len,
-                    step.block_table, sinks, y, *heads.values(), step.table_stride,
-                    self._page_shift, *values,
+                    self.scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, tiles,
+                    step.context_len, step.block_table, sinks, y, *heads.values(),
+                    step.table_stride, self._page_shift, *values,
                 ),
             )  # fmt: skip
 

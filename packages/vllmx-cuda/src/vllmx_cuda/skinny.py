@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllmx_cuda.kernel_specs import vector_width
-from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS, MMA_K, MMA_TILES
+from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS, LINEAR_MMA, MMA_K, MMA_TILES
 
 _MMA_TOKENS = 8
 """Of one tile."""
@@ -21,14 +21,15 @@ class Skinny:
     options: Mapping[str, int]
 
 
-def skinny_kernels(dtype: str, cols: int, out_dtype: str) -> dict[int, Skinny]:
+def skinny_kernels(dtype: str, cols: int, out_dtype: str, arch: int) -> dict[int, Skinny]:
     """Number of rows -> kernel; cuBLASLt takes the numbers that are missing, and float32, which is
-    for checks and not for speed. Tensor cores from two rows on where the columns allow it."""
+    for checks and not for speed. Tensor cores from two rows on where columns and `arch`,
+    as 75 or 90, allow it."""
     if dtype == "f32":
         return {}
     out = int(out_dtype == "f32")
     chosen = {1: _gemv(1, cols, out)}
-    if cols % MMA_K == 0:
+    if cols % MMA_K == 0 and arch >= LINEAR_MMA.min_arch:
         for tiles in MMA_TILES:
             for rows in range(2, tiles * _MMA_TOKENS + 1):
                 chosen.setdefault(rows, Skinny("linear_mma", {"VX_TILES": tiles, "VX_OUT": out}))
