@@ -44,13 +44,14 @@ COMMON_FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_BF16 = (*_AVX512, "-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vnni")
+_AMX = (*_AVX512_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "portable": ("-march=x86-64",),
         "avx2": _AVX2,
         "avx512": (*_AVX512, "-mprefer-vector-width=512"),
         "avx512bf16": _AVX512_BF16,
-        "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        "amx": _AMX,
     },
     "aarch64": {"neon": ()},
 }

@@ -60,7 +60,8 @@ bool supported(const char* name) {
     unsigned a = 0, b = 0, c = 0, d = 0;
     const bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
     const bool vectors = avx512 && bf16 && __builtin_cpu_supports("avx512vnni");
-    return vectors && (same(name, "avx512bf16") || tiles_permitted());
+    const bool bytes = __builtin_cpu_supports("avx512vbmi");
+    return vectors && (same(name, "avx512bf16") || (bytes && tiles_permitted()));
   }
 #endif
   (void)name;

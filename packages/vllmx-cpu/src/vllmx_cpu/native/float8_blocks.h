@@ -13,18 +13,49 @@ namespace VX_ISA {
 
 #if defined(__AVX512BF16__)
 
-// The even or the odd bytes of each lane as bf16.
-VX_INLINE U32x16 float8_to_bf16(U32x16 codes, bool odd) {
-  alignas(64) static const uint16_t subnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+// bf16 of the codes without their sign, by bytes.
+struct Float8Table {
+  alignas(64) uint8_t low[128] = {}, high[128] = {};
+  constexpr Float8Table() {
+    for (int code = 0; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (exponent == 0 && mantissa != 0) {  // subnormal: shifted until the first bit is implicit
+        for (exponent = 1; mantissa < 8; mantissa *= 2) --exponent;
+        mantissa -= 8;
+      }
+      const int bits = code == 0 ? 0 : (exponent + 120) << 7 | mantissa << 4;
+      low[code] = (uint8_t)(bits & 255), high[code] = (uint8_t)(bits >> 8);
+    }
+  }
+};
+static constexpr Float8Table float8_table;
+
+// The even and the odd bytes of each lane as bf16.
+VX_INLINE void float8_to_bf16(U32x16 codes, U32x16* even, U32x16* odd) {
   const __m512i v = (__m512i)codes;
-  const __m512i high = odd ? v : _mm512_slli_epi32(v, 8);  // in the upper byte of each word
-  const __m512i low = odd ? _mm512_srli_epi32(v, 8) : v;   // in the lower one
-  const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(high, 4), _mm512_set1_epi16(0x07f0));
-  __m512i value = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
-  const __mmask32 small = _mm512_testn_epi16_mask(low, _mm512_set1_epi16(0x78));
-  value = _mm512_mask_permutexvar_epi16(value, small, low, _mm512_load_si512(subnormal));
-  // the sign of `high`, the rest of `value`
-  return (U32x16)_mm512_ternarylogic_epi32(_mm512_set1_epi16((short)0x8000), high, value, 0xca);
+#if defined(__AVX512VBMI__)
+  const uint8_t *low_table = float8_table.low, *high_table = float8_table.high;
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(low_table), v, _mm512_load_si512(low_table + 64));
+  const __m512i found =
+      _mm512_permutex2var_epi8(_mm512_load_si512(high_table), v, _mm512_load_si512(high_table + 64));
+  const __m512i high = _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)0x80), v, found, 0xca);
+  const __m512i upper = _mm512_set1_epi32((int)0xff00ff00u);  // the bytes from the first argument
+  *even = (U32x16)_mm512_ternarylogic_epi32(upper, _mm512_slli_epi32(high, 8), low, 0xca);
+  *odd = (U32x16)_mm512_ternarylogic_epi32(upper, high, _mm512_srli_epi32(low, 8), 0xca);
+#else
+  alignas(64) static const uint16_t subnormal[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  U32x16* found[2] = {even, odd};
+  for (int i = 0; i < 2; ++i) {
+    const __m512i high = i ? v : _mm512_slli_epi32(v, 8);  // in the upper byte of each word
+    const __m512i low = i ? _mm512_srli_epi32(v, 8) : v;   // in the lower one
+    const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(high, 4), _mm512_set1_epi16(0x07f0));
+    __m512i value = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
+    const __mmask32 small = _mm512_testn_epi16_mask(low, _mm512_set1_epi16(0x78));
+    value = _mm512_mask_permutexvar_epi16(value, small, low, _mm512_load_si512(subnormal));
+    // the sign of `high`, the rest of `value`
+    *found[i] = (U32x16)_mm512_ternarylogic_epi32(_mm512_set1_epi16((short)0x8000), high, value, 0xca);
+  }
+#endif
 }
 
 #else
@@ -78,7 +109,8 @@ struct Float8Blocks {
       const U32x16 four = load_u32(codes + j * 64);
       const uint8_t* p = x + j * FOUR_BYTES;
 #if defined(__AVX512BF16__)
-      const U32x16 a = float8_to_bf16(four, false), b = float8_to_bf16(four, true);
+      U32x16 a, b;
+      float8_to_bf16(four, &a, &b);
 #pragma GCC unroll 16
       for (int t = 0; t < MB; ++t, p += PANEL_BYTES) {
         sum[t] = dot_bf16(sum[t], a, splat_u32(read_as<uint32_t>(p)));

@@ -66,10 +66,7 @@ void linear(const void* args, const VxStep* step, VxCtx* ctx) {
   layout::visit_format(a->w.kind, 0, [=](auto format) {
     typedef decltype(format) Format;
 #if defined(__AMX_INT8__)
-    if constexpr (Format::FAMILY != layout::FLOAT8) {
-      typedef BlockTiles<Format> Tiles;
-      if (rows >= Tiles::FROM_TOKENS) return run_tiles<Tiles>(a, step, rows, ctx), 0;
-    }
+    if (rows >= BlockTiles<Format>::FROM_TOKENS) return run_tiles<BlockTiles<Format>>(a, step, rows, ctx), 0;
 #endif
     return run_linear<BlockKind<Format>>(a, step, rows, ctx), 0;
   });

@@ -3,6 +3,7 @@
 // ScaledBlocks, AffineBlocks and SuperBlocks, and so are the floats: the bits are the same.
 #pragma once
 #include "block_kinds.h"
+#include "tile_float8.h"
 #include "tiles.h"
 
 namespace vx {
@@ -164,7 +165,6 @@ struct SuperTiles : SuperBlocks<Format> {
   }
 };
 
-// FLOAT8 has none: a tile's sums are not those of the vector instruction.
 template <class Format, layout::Family FAMILY>
 struct TilesFor {
   typedef FlatTiles<Format> type;
@@ -172,6 +172,10 @@ struct TilesFor {
 template <class Format>
 struct TilesFor<Format, layout::SUPER> {
   typedef SuperTiles<Format> type;
+};
+template <class Format>
+struct TilesFor<Format, layout::FLOAT8> {
+  typedef Float8Tiles type;
 };
 template <class Format>
 using BlockTiles = typename TilesFor<Format, Format::FAMILY>::type;
