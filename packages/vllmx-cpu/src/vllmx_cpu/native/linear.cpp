@@ -25,7 +25,7 @@ static void multiply(const VxLinear* a, Panels p, VxCtx* ctx) {
   const VxWeight* w = &a->w;
   const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES, tile_bytes = 2 * block_bytes;
   alignas(64) float c[MICRO_TOKENS * 32];
-  for_chunks(w, tile_bytes, ctx, [&](int32_t first, int32_t last) {
+  for_chunks(w, tile_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t first, int32_t last) {
     for (int32_t panel = 0; panel < p.count; ++panel) {
       const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
       const uint8_t* x = p.base + (size_t)row * p.units * Kind::PANEL_BYTES;

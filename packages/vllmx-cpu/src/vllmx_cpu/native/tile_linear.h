@@ -45,7 +45,7 @@ static void run_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx
   float* c = (float*)tile_scratch(ctx);
   uint8_t* room = (uint8_t*)(c + PASS_FLOATS);
   TileShapes shapes;
-  for_chunks(&a->w, 2 * block_bytes, ctx, [&](int32_t begin, int32_t end) {
+  for_chunks(&a->w, 2 * block_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t begin, int32_t end) {
     for (int32_t tile = begin; tile < end; ++tile)
       for (int32_t first = 0; first < p.count; first += PASS_PANELS) {
         const int32_t last = first + PASS_PANELS < p.count ? first + PASS_PANELS : p.count;
@@ -102,7 +102,9 @@ static void run_dense_tiles(const VxLinear* a, const VxStep* step, int32_t rows,
   const size_t tile_bytes = (size_t)((a->w.cols + 1) / 2) * 128;
   float* c = (float*)tile_scratch(ctx);
   TileShapes shapes;
-  for_chunks(&a->w, tile_bytes, ctx, [&](int32_t begin, int32_t end) {
+  // Activations come from the third-level cache once a chunk, while the tiles are fast: larger chunks.
+  const Chunks size = p.count > 1 ? Chunks{4 * CHUNK_BYTES, 4} : Chunks{CHUNK_BYTES, 8};
+  for_chunks(&a->w, tile_bytes, size, ctx, [&](int32_t begin, int32_t end) {
     for (int32_t panel = 0; panel < p.count; ++panel) {
       const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
       shapes.set(tokens, DenseTiles::STEPS);

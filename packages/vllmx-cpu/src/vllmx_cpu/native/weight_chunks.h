@@ -13,10 +13,13 @@ enum {
 
 // Calls body(first, last) with ranges of tiles until all are done. A chunk's weights stay in the
 // second-level cache while the panels pass by; with one panel (decode) they stream from memory once.
+struct Chunks {
+  int32_t bytes, shares;  // at most, of weights; at least, for each thread
+};
 template <class Body>
-VX_INLINE void for_chunks(const VxWeight* w, size_t tile_bytes, VxCtx* ctx, Body body) {
-  int32_t chunk = (int32_t)(CHUNK_BYTES / tile_bytes);
-  const int32_t fair = w->tiles / (ctx->nth * 8);  // enough chunks for everybody
+VX_INLINE void for_chunks(const VxWeight* w, size_t tile_bytes, Chunks size, VxCtx* ctx, Body body) {
+  int32_t chunk = (int32_t)((size_t)size.bytes / tile_bytes);
+  const int32_t fair = w->tiles / (ctx->nth * size.shares);  // enough chunks for everybody
   if (chunk > fair) chunk = fair;
   if (chunk < 1) chunk = 1;
   for (int32_t first; (first = vx_next(ctx) * chunk) < w->tiles;)
