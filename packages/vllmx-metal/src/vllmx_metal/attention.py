@@ -13,29 +13,25 @@ from vllmx_metal.step import AttentionBatch, MetalStep
 
 
 @fused
-def _rotated_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    first, second = mx.split(x.astype(mx.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return mx.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-@fused
-def _rotated_pairs(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    wide = x.astype(mx.float32)
-    first, second = wide[..., ::2], wide[..., 1::2]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return mx.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+def _turned(
+    first: mx.array, second: mx.array, cos: mx.array, sin: mx.array
+) -> tuple[mx.array, mx.array]:
+    a, b = first.astype(mx.float32), second.astype(mx.float32)
+    return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
 
 
 def rotate(x: mx.array, table: mx.array, *, interleaved: bool) -> mx.array:
     """RoPE in float32. x (T, heads, D); table (T, 1, rotary_dim): cos, then sin, of each token's
     position. Dimensions from rotary_dim on stay as they are."""
-    rotary_dim = table.shape[-1]
+    half = table.shape[-1] // 2
     cos, sin = mx.split(table, 2, axis=-1)  # (T, 1, rotary_dim / 2)
-    turn = _rotated_pairs if interleaved else _rotated_halves
-    if rotary_dim == x.shape[-1]:
-        return turn(x, cos, sin)
-    return mx.concatenate([turn(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], axis=-1)
+    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
+    if not interleaved:
+        turned = _turned(x[..., :half], x[..., half : 2 * half], cos, sin)
+        return mx.concatenate([*turned, *rest], axis=-1)
+    turned = _turned(x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], cos, sin)
+    pairs = mx.stack(list(turned), axis=-1).reshape(*x.shape[:-1], 2 * half)
+    return mx.concatenate([pairs, *rest], axis=-1) if rest else pairs
 
 
 def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerPages) -> mx.array:

@@ -12,8 +12,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def fused(function: Function) -> Function:
-    """The function, compiled for any shape where a GPU is. It takes and returns arrays and numbers
-    and looks at no value."""
+    """The function, compiled for any shape where a GPU is. It takes and returns arrays, is
+    elementwise but for broadcasts, and looks at no value and no shape: what it saw of the first
+    call would be kept for all."""
     if not mx.metal.is_available():
         return function
     return cast(Function, mx.compile(function, shapeless=True))

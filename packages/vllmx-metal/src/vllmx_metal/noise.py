@@ -20,7 +20,7 @@ def _product(factor: int, word: mx.array) -> tuple[mx.array, mx.array]:
 def philox4x32(c0: mx.array, c1: mx.array, k0: mx.array, k1: mx.array) -> list[mx.array]:
     """Ten rounds of Philox4x32 with counter (c0, c1, 0, 0) and key (k0, k1): uint32 arrays that
     broadcast together. Returns the four words."""
-    c2 = c3 = mx.zeros_like(c0)
+    c2 = c3 = c0 ^ c0  # zeros of any shape: this is compiled once for all
     for _ in range(10):
         high0, low0 = _product(_M0, c0)
         high1, low1 = _product(_M1, c2)
@@ -30,11 +30,14 @@ def philox4x32(c0: mx.array, c1: mx.array, k0: mx.array, k1: mx.array) -> list[m
 
 
 @fused
-def _noise(blocks: mx.array, position: mx.array, low: mx.array, high: mx.array) -> mx.array:
-    """(L, blocks, 4); blocks (1, blocks), the others (L, 1)."""
-    words = mx.stack(philox4x32(blocks, position, low, high), axis=-1)
-    uniform = (words >> mx.array(9, mx.uint32)).astype(mx.float32) * 2.0**-23 + 2.0**-24
-    return -mx.log(-mx.log(uniform))
+def _noise(blocks: mx.array, position: mx.array, low: mx.array, high: mx.array) -> list[mx.array]:
+    """Four of (L, blocks), one for each word; blocks (1, blocks), the others (L, 1)."""
+
+    def noise(word: mx.array) -> mx.array:
+        uniform = (word >> mx.array(9, mx.uint32)).astype(mx.float32) * 2.0**-23 + 2.0**-24
+        return -mx.log(-mx.log(uniform))
+
+    return [noise(word) for word in philox4x32(blocks, position, low, high)]
 
 
 def gumbel_noise(seed_words: mx.array, position: mx.array, vocab_size: int) -> mx.array:
@@ -43,5 +46,5 @@ def gumbel_noise(seed_words: mx.array, position: mx.array, vocab_size: int) -> m
     seed_words: (L, 2) low and high word of each seed. position: (L,). Both uint32.
     """
     blocks = mx.arange((vocab_size + 3) // 4, dtype=mx.uint32)[None]
-    noise = _noise(blocks, position[:, None], seed_words[:, :1], seed_words[:, 1:])
+    noise = mx.stack(_noise(blocks, position[:, None], seed_words[:, :1], seed_words[:, 1:]), -1)
     return noise.reshape(len(position), -1)[:, :vocab_size]

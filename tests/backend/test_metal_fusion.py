@@ -1,0 +1,62 @@
+"""What is compiled for a GPU gives the same when it is compiled here, for shapes that it was not
+compiled for. MLX's CPU device compiles by a C++ compiler, and does not compile without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.sampling import gumbel_noise
+
+mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
+pytest.importorskip("vllmx_metal")
+
+from vllmx_metal import attention, kv_quant, noise, ops  # noqa: E402
+
+RNG = np.random.default_rng(2)
+
+
+def normal(*shape: int) -> Any:
+    return mx.array(RNG.standard_normal(shape).astype(np.float32))
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
+    "rotation": (
+        attention._turned,
+        lambda n: [normal(n, 3, 8), normal(n, 3, 8), normal(n, 1, 8), normal(n, 1, 8)],
+    ),
+    "soft-cap": (attention._cap, lambda n: [normal(n, 5), mx.array(1.5)]),
+    "KV scale": (
+        kv_quant._scaled,
+        lambda n: [normal(n, 2, 4), mx.abs(normal(n, 2, 1)), mx.array(127.0)],
+    ),
+    **{kind: (ops._ACTIVATIONS[kind], lambda n: [normal(n, 6)]) for kind in ops._ACTIVATIONS},
+    **{f"gate {kind}": (ops._GATES[kind], lambda n: [normal(n, 6), normal(n, 6)])
+       for kind in ops._GATES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arguments"), CASES.values(), ids=CASES.keys())
+def test_compiled_is_the_same(
+    function: Callable[..., Any], arguments: Callable[[int], list[Any]]
+) -> None:
+    compiled = mx.compile(function, shapeless=True)
+    for size in (3, 1, 8):
+        given = arguments(size)
+        found, expected = compiled(*given), function(*given)
+        pairs = zip(found, expected, strict=True) if isinstance(found, list | tuple) else [
+            (found, expected)
+        ]  # fmt: skip
+        for one, other in pairs:
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-6, atol=2e-6)
+
+
+def test_compiled_noise_is_that_of_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_noise", mx.compile(noise._noise, shapeless=True))
+    for size in (5, 131):
+        found = noise.gumbel_noise(mx.array(np.array([[7, 9]], np.uint32)), mx.array([3]), size)
+        expected = gumbel_noise(7 + (9 << 32), 3, size)
+        np.testing.assert_allclose(np.array(found)[0], expected, rtol=1e-6, atol=1e-6)
