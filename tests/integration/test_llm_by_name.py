@@ -60,10 +60,13 @@ def test_a_seeded_answer_is_that_of_the_cpu_backend(backend: str) -> None:
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
 
 
+NAMES = ("Anna", "Lily", "Sue", "Mia", "Tom", "Ben", "Max", "Sam", "Tim", "Joe", "Ann", "Kim")
+
+
 def test_chunks_preemption_and_prefix_hits_change_no_answer(backend: str) -> None:
     """Greedy answers of float32 are the same where there is hardly room."""
     story = "Once upon a time there was a little girl who lived in a house by the sea. "
-    prompts = [f"{story * 3}Her name was {name}" for name in ("Anna", "Lily", "Sue", "Mia")]
+    prompts = [f"{story * 3}Her name was {name}" for name in NAMES]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     answers = []
     for tight in ({}, {"num_kv_blocks": 24, "max_num_batched_tokens": 32, "max_model_len": 384}):

@@ -126,8 +126,8 @@ class MetalLoadedModel:
         assert self._in_flight[0] is handle, "result() out of the order of the steps"
         if len(self._in_flight) == 1:  # no later step will wait for this one
             self._owner.submit(self._finish_running)
-        arrays, seconds = handle.done.result()
         self._in_flight.popleft()
+        arrays, seconds = handle.done.result()
         ids = arrays.pop("ids")
         return StepResult(ids, LogprobRows(**arrays) if arrays else None, seconds)
 
