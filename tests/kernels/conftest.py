@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cpu.native import Isa, Team, instruction_sets
 from vllmx_cpu.structs import VxJob, VxRecord, VxStep
-from vllmx_cuda.emulator import ORDERS, Emulator, find_cuda_headers
+from vllmx_cuda.emulator import ORDERS, Emulator, check_available
 from vllmx_cuda.emulator.build import KERNELS
 
 from .cuda_mutations import FOLDER_VARIABLE
@@ -62,10 +61,8 @@ def emulator(request: pytest.FixtureRequest, emulators: dict[str, Emulator]) -> 
 @pytest.fixture(scope="session")
 def emulators() -> dict[str, Emulator]:
     try:
-        find_cuda_headers()
+        check_available()
     except BackendUnavailableError as error:
         pytest.skip(str(error))
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator compiles kernels with g++, which is not installed")
     folder = Path(os.environ.get(FOLDER_VARIABLE, KERNELS))
     return {order: Emulator(check=True, order=order, folder=folder) for order in ORDERS}

@@ -9,7 +9,7 @@ wheels nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl, or a CUDA tool
 
 from __future__ import annotations
 
-from vllmx_cuda.emulator.build import find_cuda_headers
+from vllmx_cuda.emulator.build import check_available, find_cuda_headers
 from vllmx_cuda.emulator.launch import ORDERS, Emulator, KernelFault, empty
 
-__all__ = ["ORDERS", "Emulator", "KernelFault", "empty", "find_cuda_headers"]
+__all__ = ["ORDERS", "Emulator", "KernelFault", "check_available", "empty", "find_cuda_headers"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,6 +38,18 @@ def find_cuda_headers() -> tuple[str, ...]:
     return tuple(include_folders("crt/host_defines.h", "nv/target"))
 
 
+def check_available() -> None:
+    """Raises BackendUnavailableError where kernels cannot be emulated, and says why."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise BackendUnavailableError(
+            "the emulator switches stacks by code for x86-64 Linux, this is"
+            f" {platform.machine()} {sys.platform}: run these tests on such a machine"
+        )
+    if shutil.which("g++") is None:
+        raise BackendUnavailableError("the emulator compiles kernels with g++: install it")
+    find_cuda_headers()
+
+
 def build_module(
     source: Path, defines: Sequence[str] = (), *, check: bool, include: Sequence[Path] = ()
 ) -> Path:
@@ -47,11 +61,10 @@ def build_module(
         include: further folders for the kernel's own headers; `vllmx_cuda/kernels` is known.
 
     Raises:
-        BackendUnavailableError: no g++, or no CUDA headers.
+        BackendUnavailableError: see `check_available`.
         subprocess.CalledProcessError: the source does not compile; g++ has said why.
     """
-    if shutil.which("g++") is None:
-        raise BackendUnavailableError("the emulator compiles kernels with g++: install it")
+    check_available()
     folders = (source.parent, *include, KERNELS, NATIVE)
     headers = sorted(path for folder in set(folders) for path in folder.glob("*.h"))
     kernel = _compile(
