@@ -94,6 +94,20 @@ def test_batch_equals_one_at_a_time(llm: LLM) -> None:
         assert alone.outputs == output.outputs
 
 
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_a_cache_of_codes_answers_alike_in_any_batch(kv: str) -> None:
+    requests = mixed_requests()[:12]
+    config = CONFIG | {"kv_cache_dtype": kv, "enable_prefix_caching": False}
+    with LLM("demo", **config) as llm:
+        assert llm.info.kv_cache_dtype == kv
+        together = llm.generate([p for p, _ in requests], [params for _, params in requests])
+        for (prompt, params), output in list(zip(requests, together, strict=True))[::4]:
+            (alone,) = llm.generate(prompt, params)
+            assert alone.outputs == output.outputs
+        (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=48))
+    assert "Paris" in answer.outputs[0].text
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preemption_changes_nothing(llm: LLM, prefix_caching: bool) -> None:
     """32 requests, of which the KV cache holds five to their end."""
