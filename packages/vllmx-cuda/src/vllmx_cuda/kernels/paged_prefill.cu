@@ -114,7 +114,7 @@ VX_DEV void accumulate(float (&o)[VX_HEAD / 8][4], const float (&p)[VX_KEYS / 8]
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, VX_HEAD <= 64 ? 3 : VX_HEAD <= 128 ? 2 : 1)
 paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
               const kv_elem* __restrict__ v_pages, const float* __restrict__ k_scales,
               const float* __restrict__ v_scales, const int* __restrict__ tiles,
