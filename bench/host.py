@@ -57,6 +57,7 @@ class InstantModel:
             kv_cache_dtype="none",
             block_size=16,
             num_kv_blocks=num_blocks,
+            max_num_seqs=max_tokens,
             max_num_batched_tokens=max_tokens,
             max_logit_rows=max_tokens,
             weight_bytes=0,

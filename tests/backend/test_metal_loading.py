@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.model import KVSpec
 from vllmx_core.sampling import gumbel_noise
 from vllmx_core.testing.harness import PAGE
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
@@ -24,6 +25,7 @@ pytest.importorskip("vllmx_metal")
 from vllmx_metal import noise, plugin  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
 from vllmx_metal.device import Device  # noqa: E402
+from vllmx_metal.kv_cache import plan_kv  # noqa: E402
 from vllmx_metal.loaded import MetalLoadedModel  # noqa: E402
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -120,6 +122,37 @@ class TestMemory:
                 load(*decoder(), max_num_seqs=1 << 20, max_num_batched_tokens=64)
         assert 16 * GIB < sizes[0] < 18 * GIB
         assert sizes[1] <= 4 * GIB
+
+    @pytest.mark.parametrize(
+        ("options", "free_mib", "expected"),
+        [
+            ({}, 110, 32),  # a long model's sequences are rarely long
+            ({}, 30, 20),
+            ({}, 13, 8),
+            ({"max_model_len": 512}, 13, 24),
+            ({"kv_cache_dtype": "int8"}, 20, 17),
+            ({"memory_fraction": 0.5}, 40, 10),
+            ({"num_kv_blocks": 9 * 256}, 19, 9),
+            ({"kv_cache_memory_bytes": 11 << 20}, 22, 11),
+            ({"max_num_seqs": 77}, 13, 77),
+        ],
+    )
+    def test_sequences_together_by_memory(
+        self, options: dict[str, Any], free_mib: int, expected: int
+    ) -> None:
+        """10 MiB are taken; 4096 tokens take one in bfloat16, nine sixteenths in int8."""
+        limits = {"max_model_len": 40960, "shrink_to_fit": True, "memory_fraction": 1.0}
+        device = Device("Apple M9", True, free_mib << 20, free_mib << 20)
+        dtype = options.get("kv_cache_dtype", "bf16")
+        plan = plan_kv([KVSpec(2, 32)], LoadOptions(**limits | options), dtype, device, 10 << 20)
+        assert plan.num_seqs == expected
+
+    def test_the_number_of_sequences_is_reported(self) -> None:
+        for asked, found in ((None, 32), (5, 5)):
+            loaded = load(*decoder(), max_num_seqs=asked)
+            assert loaded.info.max_num_seqs == found
+            assert loaded.info.max_num_batched_tokens >= found
+            loaded.close()
 
     def test_weights_that_do_not_fit_are_refused_before_they_are_read(
         self, monkeypatch: pytest.MonkeyPatch

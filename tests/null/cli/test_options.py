@@ -48,6 +48,7 @@ def test_flag_beats_environment_beats_file_beats_default(
     assert (server.port, engine.max_num_seqs, engine.block_size) == (5, 3, 32)
     assert server.api_key == ("a", "b")
     assert engine.max_queue == EngineConfig().max_queue
+    assert configs("--config", str(file), "--max-num-seqs", "none")[0].max_num_seqs is None
 
 
 def test_the_config_file_may_be_named_by_the_environment(

@@ -135,6 +135,17 @@ def test_no_step_exceeds_its_budget_and_all_end(
     harness.check_outputs()
 
 
+@pytest.mark.parametrize(("asked", "most"), [(None, 3), (2, 2), (5, 5)])
+def test_the_backend_says_how_many_run_together_unless_the_user_does(
+    asked: int | None, most: int
+) -> None:
+    harness = Harness(rules=QUIET, config={"max_num_seqs": asked}, model={"max_num_seqs": 3})
+    for index in range(8):
+        harness.add([index] * 4, 5)
+    harness.run()
+    assert max(len(record.lengths) for record in harness.loaded.records) == most
+
+
 def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
     harness = Harness(rules=QUIET, model={"num_blocks": 9})
     old = harness.add([1] * 10, 40, priority=1)

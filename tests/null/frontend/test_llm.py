@@ -212,6 +212,15 @@ def test_info_says_what_a_step_holds(folder: str, registry: Registry) -> None:
         assert (llm.info.max_num_seqs, llm.info.max_num_batched_tokens) == (20, 20)
 
 
+def test_without_a_number_of_sequences_the_backend_chooses(
+    folder: str, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with LLM(folder, backend="fake", registry=registry) as llm:
+        assert llm.info.max_num_seqs == 256
+    assert "max_num_seqs=256" in caplog.text
+
+
 def test_context_shrinks_to_what_the_cache_holds(
     folder: str, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:

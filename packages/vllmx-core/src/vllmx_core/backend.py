@@ -9,6 +9,9 @@ from vllmx_core.model import Model
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_core.weights import WeightSource
 
+DEFAULT_NUM_SEQS = 256
+"""Sequences that run together where neither the user nor the device asks for fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -22,7 +25,7 @@ class LoadOptions:
     shrink_to_fit: bool = False
     """`max_model_len` is the model's own, not a wish: where memory holds fewer tokens, load with
     as many KV blocks as fit (at least one) instead of raising CapacityError."""
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -33,6 +36,11 @@ class LoadOptions:
     """Run op by op without the recorded step; same bits, for debugging."""
     progress: bool = False
     """Show a progress bar on standard error while weights load."""
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs`, for backends that choose `DEFAULT_NUM_SEQS` whatever the device."""
+        return self.max_num_seqs or DEFAULT_NUM_SEQS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,8 @@ class LoadedInfo:
     block_size: int
     num_kv_blocks: int
     """Blocks that the engine may use, numbered 0 ... num_kv_blocks - 1."""
+    max_num_seqs: int
+    """Sequences that run together: as many as were asked for, or the backend's choice."""
     max_num_batched_tokens: int
     """Greatest T of a step."""
     max_logit_rows: int

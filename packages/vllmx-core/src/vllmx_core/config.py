@@ -35,7 +35,8 @@ class EngineConfig:
     """Quantise the checkpoint to this type while it loads: q4_k_m, q8_0, int8, ..."""
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
+    """Sequences that run together; None: by the backend, 256 or what suits the device."""
     max_num_batched_tokens: int | None = None
     """Token budget of a step; None: 2048, or less on slow backends."""
     block_size: int = 16

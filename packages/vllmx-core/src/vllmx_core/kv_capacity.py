@@ -38,7 +38,7 @@ def num_kv_blocks(
         budget = max(0, int(free * options.memory_fraction) - used)
         if default_bytes is not None:
             budget = min(budget, max(default_bytes, needed * block_bytes))
-        blocks = min(budget // block_bytes, needed * options.max_num_seqs)
+        blocks = min(budget // block_bytes, needed * options.num_seqs)
     if blocks < (1 if options.shrink_to_fit else needed):
         raise _too_small(options, blocks, block_bytes, needed, free, used)
     return blocks

@@ -191,6 +191,7 @@ class ReferenceBackend:
             kv_cache_dtype=cached,
             block_size=options.block_size,
             num_kv_blocks=blocks,
+            max_num_seqs=options.num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
             weight_bytes=_total_bytes(weights),
@@ -236,7 +237,7 @@ def _num_blocks(model: Model, options: LoadOptions, item_bytes: int) -> int:
     blocks = options.num_kv_blocks
     if blocks is None:
         memory = options.kv_cache_memory_bytes or _DEFAULT_KV_BYTES
-        blocks = min(memory // block_bytes, needed * options.max_num_seqs)
+        blocks = min(memory // block_bytes, needed * options.num_seqs)
     if blocks < (1 if options.shrink_to_fit else needed):
         fits = blocks * options.block_size
         raise CapacityError(

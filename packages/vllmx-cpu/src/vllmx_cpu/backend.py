@@ -77,7 +77,9 @@ class CpuBackend:
             plan.kv.dtype, allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
-        info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})
+        info = _info(
+            plan, options, weights, dtype, {"instruction set": isa.name, "threads": threads}
+        )
         logger.info("loaded on %s with %s, %d threads", info.device, isa.name, threads)
         vocab_size = model.shape.vocab_size
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
@@ -94,7 +96,11 @@ def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:
 
 
 def _info(
-    plan: LoadPlan, weights: LoadedWeights, dtype: str, details: dict[str, Any]
+    plan: LoadPlan,
+    options: LoadOptions,
+    weights: LoadedWeights,
+    dtype: str,
+    details: dict[str, Any],
 ) -> LoadedInfo:
     return LoadedInfo(
         backend=NAME,
@@ -103,6 +109,7 @@ def _info(
         kv_cache_dtype=plan.kv.dtype,
         block_size=plan.kv.block_size,
         num_kv_blocks=plan.kv.num_blocks,
+        max_num_seqs=options.num_seqs,
         max_num_batched_tokens=plan.max_rows["T"],
         max_logit_rows=plan.max_rows["L"],
         weight_bytes=weights.num_bytes,

@@ -97,8 +97,8 @@ def _weight_refs(model: Model, options: LoadOptions) -> dict[str, WeightRef]:
 
 
 def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
-    tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
-    rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * vocab_size))
+    tokens = max(options.max_num_batched_tokens, options.num_seqs)
+    rows = max(options.num_seqs, LOGITS_BYTES // (4 * vocab_size))
     return {"T": tokens, "L": min(tokens, rows)}
 
 

@@ -98,12 +98,12 @@ def _load(
     )  # fmt: skip
     sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)
     device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
-    info = _info(plan, device)
+    info = _info(plan, options, device)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
     return CudaLoadedModel(info, program, sampler)
 
 
-def _info(plan: LoadPlan, device: Device) -> LoadedInfo:
+def _info(plan: LoadPlan, options: LoadOptions, device: Device) -> LoadedInfo:
     return LoadedInfo(
         backend=NAME,
         device=device.info.name,
@@ -111,6 +111,7 @@ def _info(plan: LoadPlan, device: Device) -> LoadedInfo:
         kv_cache_dtype=plan.kv.dtype,
         block_size=plan.kv.block_size,
         num_kv_blocks=plan.kv.num_blocks,
+        max_num_seqs=options.num_seqs,
         max_num_batched_tokens=plan.max_rows["T"],
         max_logit_rows=plan.max_rows["L"],
         weight_bytes=plan.weight_bytes,

@@ -65,7 +65,7 @@ def plan_load(
             " smaller model, a 16-bit --dtype, or end what else runs on the GPU"
         )
     max_rows = _max_rows(options, model.shape.vocab_size)
-    buckets = bucket_sizes(options.max_num_seqs)
+    buckets = bucket_sizes(options.num_seqs)
     work = work_kinds(nodes, dtype, device.info.arch)
     layout = lay_out(nodes, logits, max_rows, dtype, processors)
     tokens = max_rows["T"]
@@ -96,6 +96,6 @@ def _record(
 
 
 def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
-    tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
-    rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * vocab_size))
+    tokens = max(options.max_num_batched_tokens, options.num_seqs)
+    rows = max(options.num_seqs, LOGITS_BYTES // (4 * vocab_size))
     return {"T": tokens, "L": min(tokens, rows)}

@@ -223,7 +223,7 @@ def _limits(
     )
     return Limits(
         token_budget=budget,
-        max_rows=min(config.max_num_seqs, budget, info.max_logit_rows),
+        max_rows=min(config.max_num_seqs or info.max_num_seqs, budget, info.max_logit_rows),
         max_logit_rows=info.max_logit_rows,
         max_model_len=max_model_len,
         num_blocks=info.num_kv_blocks,

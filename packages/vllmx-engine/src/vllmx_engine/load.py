@@ -200,7 +200,7 @@ def _core_info(
 def _log(info: CoreInfo) -> None:
     logger.info(
         "model=%s architecture=%s backend=%s device=%r dtype=%s load_s=%.2f weights=%s kv_cache=%s"
-        " kv_tokens=%d kv_dtype=%s max_model_len=%d peak_rss=%s isq=%s",
+        " kv_tokens=%d kv_dtype=%s max_model_len=%d max_num_seqs=%d peak_rss=%s isq=%s",
         info.model,
         info.architecture,
         info.backend,
@@ -212,6 +212,7 @@ def _log(info: CoreInfo) -> None:
         info.num_kv_blocks * info.block_size,
         info.kv_cache_dtype,
         info.max_model_len,
+        info.max_num_seqs,
         gibibytes(_peak_memory_bytes()),
         info.details.get("quantised in situ", "none"),
     )

@@ -16,7 +16,7 @@ from vllmx_core.weights import WeightSource, WeightSpec
 from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident
 from vllmx_metal.dtypes import DTYPES, choose_dtype
-from vllmx_metal.kv_cache import plan_kv
+from vllmx_metal.kv_cache import MOST_SEQS, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
@@ -75,8 +75,9 @@ class MetalBackend:
         dtype = choose_dtype(options.dtype, model.shape.dtype)
         cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, self.name)
         specs, constants = model.weights(), model.constants(options.max_model_len)
-        max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
-        max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
+        most_seqs = options.max_num_seqs or MOST_SEQS
+        max_tokens = max(options.max_num_batched_tokens, most_seqs)
+        max_rows = max(most_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
         max_rows = min(max_tokens, max_rows)
         weights_size = planned_bytes(specs, constants, source, DTYPES[dtype])
         _check_weights(weights_size, dtype, device)
@@ -94,6 +95,7 @@ class MetalBackend:
             kv_cache_dtype=cached,
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
+            max_num_seqs=kv.num_seqs,
             max_num_batched_tokens=max_tokens,
             max_logit_rows=max_rows,
             weight_bytes=held_bytes(weights),

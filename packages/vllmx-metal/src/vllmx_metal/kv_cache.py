@@ -9,7 +9,7 @@ nobody keeps a reference, and a step is submitted after the one before has let g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from vllmx_core.backend import LoadOptions
@@ -27,6 +27,12 @@ _STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
 DEFAULT_HOST_BYTES = 4 * GIB
 """In the host's memory, which others need too, the cache is no larger than this without a flag,
 unless one sequence needs more."""
+
+FEWEST_SEQS, MOST_SEQS = 8, 32
+"""A machine with one GPU of this kind serves a desk, not a data centre: more rows than these take
+memory from each other, and what the GPU gains by them is used up."""
+TYPICAL_TOKENS = 4096
+"""Few sequences ever grow to a long model's full length."""
 
 
 @dataclass(slots=True)
@@ -75,6 +81,8 @@ class LayerPages:
 class KVPlan:
     """The cache that options and memory come to."""
 
+    num_seqs: int
+    """Sequences that run together."""
     num_blocks: int
     block_size: int
     dtype: str
@@ -104,15 +112,35 @@ def block_bytes(layers: Sequence[KVSpec], block_size: int, dtype: str) -> int:
     )
 
 
+def _default_num_seqs(
+    layers: Sequence[KVSpec], options: LoadOptions, dtype: str, device: Device, used: int
+) -> int:
+    """Sequences that run together where nobody asked for a number: as many as the memory beside
+    `used` holds at `TYPICAL_TOKENS` or at full length, whichever is shorter, within limits."""
+    tokens = min(options.max_model_len, TYPICAL_TOKENS)
+    if options.num_kv_blocks is not None:
+        held = options.num_kv_blocks * options.block_size // tokens
+    else:
+        size = max(1, tokens * block_bytes(layers, 1, dtype))
+        budget = int(device.free_bytes * options.memory_fraction) - used
+        if options.kv_cache_memory_bytes is not None:
+            budget = options.kv_cache_memory_bytes
+        held = budget // size
+    return min(max(held, FEWEST_SEQS), MOST_SEQS)
+
+
 def plan_kv(
     layers: Sequence[KVSpec], options: LoadOptions, dtype: str, device: Device, used: int
 ) -> KVPlan:
-    """See `vllmx_core.kv_capacity.num_kv_blocks`; raises ConfigError for a block without tokens."""
+    """See `vllmx_core.kv_capacity.num_kv_blocks`; without `max_num_seqs` for 8 to 32 sequences, by
+    what the memory holds. Raises ConfigError for a block without tokens."""
     if options.block_size < 1:
         raise ConfigError(
             f"block_size must be at least 1, got {options.block_size}", param="block_size"
         )
+    seqs = options.max_num_seqs or _default_num_seqs(layers, options, dtype, device, used)
+    options = replace(options, max_num_seqs=seqs)
     size = max(1, block_bytes(layers, options.block_size, dtype))
     most = None if device.is_gpu else DEFAULT_HOST_BYTES
     blocks = num_kv_blocks(options, size, device.free_bytes, used, default_bytes=most)
-    return KVPlan(blocks, options.block_size, dtype, tuple(layers))
+    return KVPlan(seqs, blocks, options.block_size, dtype, tuple(layers))

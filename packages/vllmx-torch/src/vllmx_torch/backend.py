@@ -75,8 +75,8 @@ class TorchBackend:
         if device.type == "cpu":
             torch.set_num_threads(_num_threads(options))
         specs, constants = model.weights(), model.constants(options.max_model_len)
-        max_tokens = max(options.max_num_batched_tokens, options.max_num_seqs)
-        max_rows = max(options.max_num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
+        max_tokens = max(options.max_num_batched_tokens, options.num_seqs)
+        max_rows = max(options.num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
         max_rows = min(max_tokens, max_rows)
         weights_size = weight_bytes(specs, constants, DTYPES[dtype])
         free = free_bytes(device)
@@ -94,6 +94,7 @@ class TorchBackend:
             kv_cache_dtype=cached,
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
+            max_num_seqs=options.num_seqs,
             max_num_batched_tokens=max_tokens,
             max_logit_rows=max_rows,
             weight_bytes=weights_size,

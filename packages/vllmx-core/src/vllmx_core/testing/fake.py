@@ -77,7 +77,7 @@ class FakeLoadedModel:
     Args:
         rules: which ids come out.
         num_blocks, block_size: of the KV cache.
-        max_tokens, max_logit_rows: limits of a step, as in `LoadedInfo`.
+        max_num_seqs, max_tokens, max_logit_rows: limits of a step, as in `LoadedInfo`.
         step_s, token_s: simulated device time of a step and of each of its tokens.
         fail_steps: numbers of steps (from 0) whose `result` raises FakeError.
         verify_pages: read every page of every row; False reads the newest one alone, which is
@@ -91,6 +91,7 @@ class FakeLoadedModel:
         *,
         num_blocks: int = 1024,
         block_size: int = 16,
+        max_num_seqs: int = 256,
         max_tokens: int = 2048,
         max_logit_rows: int = 2048,
         step_s: float = 0.0,
@@ -119,6 +120,7 @@ class FakeLoadedModel:
             kv_cache_dtype="u64",
             block_size=block_size,
             num_kv_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_logit_rows=max_logit_rows,
             weight_bytes=0,
@@ -341,7 +343,7 @@ class FakeBackend:
         if blocks is None and options.kv_cache_memory_bytes is not None:
             blocks = options.kv_cache_memory_bytes // (8 * size)
         if blocks is None:
-            blocks = min(needed * options.max_num_seqs, max(needed, 1 << 14))
+            blocks = min(needed * options.num_seqs, max(needed, 1 << 14))
         if blocks < (1 if options.shrink_to_fit else needed):
             raise CapacityError(
                 f"{blocks} KV blocks of {size} tokens hold {blocks * size} tokens, but"
@@ -353,6 +355,7 @@ class FakeBackend:
             getattr(model, "rules", FakeRules(vocab_size=model.shape.vocab_size)),
             num_blocks=blocks,
             block_size=size,
+            max_num_seqs=options.num_seqs,
             max_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
             **getattr(model, "behaviour", {}),

@@ -159,9 +159,13 @@ class StepChecks(Harness):
             info = loaded.info
             assert (info.backend, info.num_kv_blocks, info.block_size) == (backend.name, 37, 32)
             assert info.dtype == self.dtype
+            assert info.max_num_seqs == 16
             assert info.max_num_batched_tokens >= 256
             assert info.max_logit_rows >= 16
             assert min(info.weight_bytes, info.kv_cache_bytes) > 0
+        with self.loaded(*decoder(), max_num_seqs=None) as loaded:
+            info = loaded.info
+            assert 1 <= info.max_num_seqs <= info.max_num_batched_tokens
 
     def test_elapsed_time_is_reported(self) -> None:
         with self.loaded(*decoder()) as loaded:

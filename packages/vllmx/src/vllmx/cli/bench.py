@@ -58,7 +58,7 @@ def _offline(name: str, batches: str, as_json: bool, flags: dict[str, Any], **si
     configure_logging("warning")
     counts = _numbers(batches)
     (config,) = resolve((EngineConfig,), flags)
-    config = dataclasses.replace(config, max_num_seqs=max(config.max_num_seqs, *counts))
+    config = dataclasses.replace(config, max_num_seqs=max(config.max_num_seqs or 1, *counts))
     from vllmx_engine.llm import LLM
 
     from vllmx.bench import offline

@@ -41,7 +41,7 @@ HELP: Mapping[str, str] = {
     " int8, fp8, or a mix such as q4_k_m.",
     "kv_cache_dtype": "KV cache: auto, bf16, f16, f32, int8 or fp8.",
     "max_model_len": "Longest prompt plus output; default: the model's.",
-    "max_num_seqs": "Sequences that run together.",
+    "max_num_seqs": "Sequences that run together; default: 256, on Apple GPUs 8 to 32 by memory.",
     "max_num_batched_tokens": "Token budget of a step.",
     "block_size": "Tokens in a page of the KV cache.",
     "num_kv_blocks": "Pages in the KV cache; default: from free memory.",

@@ -57,7 +57,8 @@ def _announce(llm: AsyncLLM, url: str) -> None:
     info = llm.info
     click.echo(
         f"\nvllmx serves {llm.config.name} ({info.architecture}, {info.dtype}) on {info.backend},"
-        f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+        f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache,"
+        f" up to {info.max_num_seqs} sequences together"
         f"\n  {url}/v1\n",
         err=True,
     )
