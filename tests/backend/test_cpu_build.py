@@ -83,6 +83,23 @@ def test_objects_are_kept_and_stale_ones_removed(tree: Path, compiler: build.Too
     assert all(second[path] == first[path] for path in first.keys() & second.keys())
 
 
+def test_a_header_concerns_the_sources_that_include_it(
+    tree: Path, compiler: build.Toolchain
+) -> None:
+    """Also through another header."""
+    (tree / "outer.h").write_text('#pragma once\n#include "inner.h"\n#include "outer.h"\n')
+    (tree / "inner.h").write_text("// nothing\n")
+    (tree / "user.cpp").write_text(f'{build.PER_ISA}\n# include "outer.h"\n')
+    objects = tree.parent / "objects"
+    build.build(objects=objects)
+    first = set(objects.glob("*.o"))
+    (tree / "inner.h").write_text("// changed\n")
+    build.build(objects=objects)
+    second = set(objects.glob("*.o"))
+    assert {path.name.split(".")[0] for path in second - first} == {"user", "once"}
+    assert {path.name.split(".")[0] for path in second & first} == {"kernel"}
+
+
 def test_what_the_compiler_says_is_shown(
     tree: Path, compiler: build.Toolchain, caplog: pytest.LogCaptureFixture
 ) -> None:

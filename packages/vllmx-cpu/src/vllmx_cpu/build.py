@@ -196,15 +196,30 @@ def _compile(
     command = [*toolchain.command, *COMMON_FLAGS, *flags]
     if "clang" in toolchain.version:
         command.append("-Wno-unknown-warning-option")  # some of the above are GCC's alone
-    digest = hashlib.sha256(repr((command, toolchain.version)).encode() + source.read_bytes())
-    for header in sorted(NATIVE.glob("*.h")):
-        digest.update(header.read_bytes())
+    digest = hashlib.sha256(repr((command, toolchain.version)).encode())
+    for path in _included(source):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = objects / f"{stem}.{digest.hexdigest()[:16]}.o"
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}.part")
         _run([*command, "-c", str(source), "-o", str(partial)])
         os.replace(partial, target)
     return target
+
+
+def _included(source: Path) -> list[Path]:
+    """A source and the headers beside it that it includes, directly or not, in the order of their
+    names: what its object depends on."""
+    found, waiting = {source}, [source]
+    while waiting:
+        for name in re.findall(
+            r'^\s*#\s*include "([^"]+)"', waiting.pop().read_text(), re.MULTILINE
+        ):
+            header = source.parent / name
+            if header not in found and header.exists():
+                found.add(header)
+                waiting.append(header)
+    return sorted(found)
 
 
 def _object_folder() -> Path | None:
