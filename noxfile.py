@@ -79,6 +79,19 @@ def fuzz(session: nox.Session) -> None:
             session.run("python", "tests/fuzz/run.py", *kind, name, *options)
 
 
+@nox.session
+def llama(session: nox.Session) -> None:
+    """Runs the files of `vllmx quantize` in llama.cpp, which it builds first (some minutes)."""
+    session.install("-r", "requirements-dev.txt")
+    peers = Path(session.create_tmp()).absolute()
+    session.run("python", "bench/peers_cpu.py", "--setup-llama", "--peers-dir", str(peers))
+    programs = peers / "llama.cpp" / "build" / "bin"
+    session.run(
+        "python", "-m", "pytest", "-rs", "tests/integration/test_quantize.py", *session.posargs,
+        env={"VLLMX_LLAMA_CPP": str(programs)},
+    )  # fmt: skip
+
+
 @nox.session(venv_backend="none")
 def bump(session: nox.Session) -> None:
     """Sets one version everywhere: `nox -s bump -- 0.2.0`."""

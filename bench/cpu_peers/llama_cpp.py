@@ -20,6 +20,9 @@ from cpu_peers.host_load import ForeignLoad, wait_until_quiet
 from cpu_peers.weights import Weights
 
 TARGETS = ("llama-bench", "llama-batched-bench")
+"""What the benchmark runs."""
+_BUILT = (*TARGETS, "llama-perplexity", "llama-quantize")
+"""The others run and write the files that are compared."""
 CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -51,7 +54,7 @@ def build(folder: Path, jobs: int) -> None:
     llama = source / "vendor" / "llama.cpp"
     _keep_tile_config(llama / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     subprocess.run(["cmake", "-S", str(llama), "-B", str(output), *CMAKE_FLAGS], check=True)
-    compile_all = ["cmake", "--build", str(output), f"-j{jobs}", "--target", *TARGETS]
+    compile_all = ["cmake", "--build", str(output), f"-j{jobs}", "--target", *_BUILT]
     # Long and not urgent: leave the cores to whoever needs them.
     subprocess.run(compile_all, check=True, preexec_fn=lambda: os.nice(10))
 

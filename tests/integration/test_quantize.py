@@ -154,7 +154,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_runs_the_file(files: dict[str, Summary], tmp_path: Path) -> None:
-    """VLLMX_LLAMA_CPP names the folder of llama-perplexity."""
+    """VLLMX_LLAMA_CPP names the folder of llama-perplexity: `nox -s llama` builds it."""
     binary = Path(os.environ.get("VLLMX_LLAMA_CPP", "")) / "llama-perplexity"
     if not binary.is_file():
         pytest.skip("no llama.cpp: name the folder of its programs by VLLMX_LLAMA_CPP")
