@@ -50,6 +50,7 @@ UNITS: tuple[tuple[str, dict[str, int]], ...] = (
     ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 4, "VX_OUT": 0}),
     ("linear_mma", {**BF16, "VX_TILES": 1, "VX_OUT": 0}),
     ("linear_mma", {**BF16, "VX_TILES": 2, "VX_OUT": 0}),
+    ("quantize_q8", BF16),
     ("gguf_gemv", {**BF16, "VX_BLOCK": 8, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("gguf_gemv", {**BF16, "VX_BLOCK": 12, "VX_TOKENS": 4, "VX_OUT": 0}),
     ("gguf_dequantize", {**BF16, "VX_BLOCK": 14}),

@@ -66,13 +66,18 @@ def test_gguf_gemv(
     chosen = options(dtype, VX_BLOCK=BLOCKS[name], VX_TOKENS=tile, VX_OUT=out)
     codes, scales = empty(x.shape, np.int8), empty((tokens, inputs // 32), np.float32)
     size = {"rows": tokens, "width": inputs}
-    emulator.launch(KERNELS["quantize_q8"].variant(**chosen), size, [x, codes, scales, inputs])
+    emulator.launch(
+        KERNELS["quantize_q8"].variant(**options(dtype)), size, [x, codes, scales, inputs]
+    )
     rounded = (wide(codes).reshape(tokens, -1, 32) * wide(scales)[..., None]).reshape(tokens, -1)
     assert abs(rounded - wide(x)).max() <= 0.51 * scales.max()
 
-    y = empty((tokens, outputs), np.float32 if out else x.dtype)
-    arguments = [codes, scales, w, bias, y, tokens, outputs, inputs]
+    y = empty((tokens, outputs + 3), np.float32 if out else x.dtype)  # columns of a wider product
+    y[:, outputs:] = 7
+    arguments = [codes, scales, w, bias, y, tokens, outputs, inputs, outputs + 3]
     sizes = {"tokens": tokens, "outputs": outputs}
     emulator.launch(KERNELS["gguf_gemv"].variant(**chosen), sizes, arguments)
     want = rounded @ wide(values).T + wide(bias)
+    assert (y[:, outputs:] == 7).all()
+    y = y[:, :outputs]
     assert_near(y, want, "f32" if out else dtype, scale=abs(want).max() + 1 if out else 1)

@@ -19,12 +19,15 @@ from vllmx_core.weights import (
     bf16_to_f32,
     f32_to_bf16,
 )
-from vllmx_cuda import weights as module
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import Memory
 from vllmx_cuda.emulated_device import EmulatedDevice, array, wide
+from vllmx_cuda.matrices import pieces
+from vllmx_cuda.matrices.form import Target
+from vllmx_cuda.matrices.matrix import Matrix
+from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.planning import plan_load
-from vllmx_cuda.weights import Matrix, load_weights, weight_bytes
+from vllmx_cuda.weights import load_weights
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "f32",
@@ -33,6 +36,11 @@ LIMITS: dict[str, Any] = {
 
 def options(**changes: Any) -> LoadOptions:
     return LoadOptions(**(LIMITS | changes))
+
+
+def planned(specs: Any, tables: Any, source: Any, dtype: str) -> WeightPlan:
+    values = sum(table.size for table in tables.values())
+    return plan_weights(specs, values, source, Target(dtype, 90), 64)
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def test_weights_arrive_rounded_fused_and_tied(
     stored: Any,
     piece_bytes: int,
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
     builder = Builder(19)
     builder.embedding("embed", 24)
     builder.linear("fused", (5, 9, 3), 24, biases=[0, 2])
@@ -58,7 +66,8 @@ def test_weights_arrive_rounded_fused_and_tied(
     builder.rope("rope", 8, positions=50)
     builder.tied("head", "embed", 24)
     source = ArraySource(builder.arrays, stored)
-    loaded = load_weights(builder.specs, builder.tables, source, dtype, device)
+    plan = planned(builder.specs, builder.tables, source, dtype)
+    loaded = load_weights(builder.specs, builder.tables, source, plan, device)
     held = {name: source.part(name).dequantize() for name in source.names()}
 
     def rounded(values: Any) -> Any:
@@ -70,13 +79,13 @@ def test_weights_arrive_rounded_fused_and_tied(
     assert isinstance(embed, Matrix)
     assert isinstance(head, Matrix)
     assert isinstance(fused, Matrix)
-    assert embed.data is head.data, "a tied head is held once"
+    assert embed.segments is head.segments, "a tied head is held once"
     np.testing.assert_array_equal(
-        wide(embed.data, dtype).reshape(19, 24), rounded(held["embed.weight"])
+        wide(embed.segments[0].data, dtype).reshape(19, 24), rounded(held["embed.weight"])
     )
     parts = [held[f"fused.{i}.weight"] for i in range(3)]
     np.testing.assert_array_equal(
-        wide(fused.data, dtype).reshape(17, 24), rounded(np.concatenate(parts))
+        wide(fused.segments[0].data, dtype).reshape(17, 24), rounded(np.concatenate(parts))
     )
     bias = np.concatenate([held["fused.0.bias"], np.zeros(9, np.float32), held["fused.2.bias"]])
     assert fused.bias is not None
@@ -87,14 +96,14 @@ def test_weights_arrive_rounded_fused_and_tied(
         vector = loaded[name]
         assert isinstance(vector, Memory)
         np.testing.assert_array_equal(array(vector, np.float32), want.reshape(-1))
-    assert device.allocated_bytes == weight_bytes(builder.specs, builder.tables, dtype)
+    assert device.allocated_bytes == plan.num_bytes
 
 
 def test_other_layouts_are_dequantised_by_rows(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(module, "PIECE_BYTES", 4 * 6 * 2)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * 6 * 2)
     asked: list[tuple[int, int]] = []
 
     class Halves(ArraySource):
@@ -107,9 +116,13 @@ def test_other_layouts_are_dequantised_by_rows(
 
     values = np.arange(54, dtype=np.float32).reshape(9, 6)
     spec = WeightSpec("w", "linear", (PartSpec("w", 9),), 6)
-    loaded = load_weights([spec], {}, Halves({"w": values}), "f32", device)["w"]
+    source = Halves({"w": values})
+    plan = planned([spec], {}, source, "f32")
+    loaded = load_weights([spec], {}, source, plan, device)["w"]
     assert isinstance(loaded, Matrix)
-    np.testing.assert_array_equal(array(loaded.data, np.float32), (values / 2).reshape(-1))
+    np.testing.assert_array_equal(
+        array(loaded.segments[0].data, np.float32), (values / 2).reshape(-1)
+    )
     assert sorted(asked) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
     assert "halved weights are dequantised at load" in caplog.text
 
@@ -137,12 +150,12 @@ def test_what_is_planned_is_what_is_taken(device: EmulatedDevice) -> None:
 
 
 def test_kv_blocks_are_what_the_memory_leaves(device: EmulatedDevice) -> None:
-    model, _ = decoder()
-    plan = plan_load(model, options(), "f32", "f32", device)
+    model, source = decoder()
+    plan = plan_load(model, source, options(), "f32", "f32", device)
     assert plan.kv.num_blocks == 8 * 4, "4 sequences at full length"
     fraction = {"max_num_seqs": 1 << 14, "memory_fraction": 0.5, "max_model_len": 4096}
-    plan = plan_load(model, options(**fraction), "f32", "f32", device)
-    used = plan.weight_bytes + plan.layout.num_bytes + plan.staging_bytes + plan.kv.num_bytes
+    plan = plan_load(model, source, options(**fraction), "f32", "f32", device)
+    used = plan.weights.num_bytes + plan.layout.num_bytes + plan.staging_bytes + plan.kv.num_bytes
     assert used < 0.5 * device.info.memory_bytes
     assert plan.kv.num_blocks < (1 << 14) * 256
 

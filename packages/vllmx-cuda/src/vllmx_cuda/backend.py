@@ -78,14 +78,14 @@ def _load(
     dtype: str,
     kv: str,
 ) -> CudaLoadedModel:
-    plan = plan_load(model, options, dtype, kv, device)
+    plan = plan_load(model, source, options, dtype, kv, device)
     weights = load_weights(
-        plan.specs, plan.constants, source, dtype, device, progress=options.progress
+        plan.specs, plan.constants, source, plan.weights, device, progress=options.progress
     )
     lowering = Lowering(
         device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
-        plan.layout.in_place, plan.layout.scratch(device),
+        plan.layout.in_place, plan.layout.scratch(device), plan.layout.product_scratch(device),
     )  # fmt: skip
     last_ids = device.zeros(4 * plan.max_rows["L"])
     program = Program(
@@ -114,7 +114,7 @@ def _info(plan: LoadPlan, options: LoadOptions, device: Device) -> LoadedInfo:
         max_num_seqs=options.num_seqs,
         max_num_batched_tokens=plan.max_rows["T"],
         max_logit_rows=plan.max_rows["L"],
-        weight_bytes=plan.weight_bytes,
+        weight_bytes=plan.weights.num_bytes,
         kv_cache_bytes=plan.kv.num_bytes,
         details={
             "architecture": device.info.arch,

@@ -27,6 +27,7 @@ _DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
 _DESC_A_SCALE_POINTER, _DESC_B_SCALE_POINTER, _DESC_FAST_ACCUM = 17, 18, 25
 _DESC_BIAS_TYPE, _DESC_A_SCALE_MODE, _DESC_B_SCALE_MODE = 26, 31, 32
 _PREFERENCE_MAX_WORKSPACE = 1
+_PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
 _NOT_SUPPORTED = 15
 
 SCALE_MODES = {"tensor": (0, 0), "outer": (3, 3), "block": (5, 4)}
@@ -143,7 +144,7 @@ class Matmul:
         m, n, k = product.m, product.n, product.k
         self._w = self._layout(product.dtype, k, n)
         self._x = self._layout(product.dtype, k, m)
-        self._y = self._layout(product.out_dtype, n, m)
+        self._y = self._layout(product.out_dtype, n, m, product.pitch)
 
     def _set_scales(self, scales: str) -> None:
         w_mode, x_mode = SCALE_MODES[scales]
@@ -177,14 +178,17 @@ class Matmul:
     def algorithms(self, most: int, workspace_bytes: int = WORKSPACE_BYTES) -> list[Algorithm]:
         """The library's proposals, its favourite first. Raises CublasLtError when there is none."""
         preference, count = c_void_p(), c_int()
-        found, size = (_Proposal * most)(), c_size_t(workspace_bytes)
+        found = (_Proposal * most)()
+        wanted: list[tuple[int, Any]] = [(_PREFERENCE_MAX_WORKSPACE, c_size_t(workspace_bytes))]
+        wanted += [(n, c_uint32(self.product.alignment)) for n in _PREFERENCE_ALIGNMENTS]
         self._check(self._library.cublasLtMatmulPreferenceCreate(byref(preference)))
         try:
-            self._check(
-                self._library.cublasLtMatmulPreferenceSetAttribute(
-                    preference, _PREFERENCE_MAX_WORKSPACE, byref(size), ctypes.sizeof(size)
+            for number, value in wanted:
+                self._check(
+                    self._library.cublasLtMatmulPreferenceSetAttribute(
+                        preference, number, byref(value), ctypes.sizeof(value)
+                    )
                 )
-            )
             status = self._library.cublasLtMatmulAlgoGetHeuristic(
                 self._lt.handle, self._descriptor, self._w, self._x, self._y, self._y, preference,
                 most, found, byref(count),
@@ -225,12 +229,12 @@ class Matmul:
             )
         )
 
-    def _layout(self, dtype: str, rows: int, cols: int) -> c_void_p:
-        """A column-major matrix without gaps."""
+    def _layout(self, dtype: str, rows: int, cols: int, pitch: int = 0) -> c_void_p:
+        """A column-major matrix, its columns without gaps or `pitch` apart."""
         layout = c_void_p()
         self._check(
             self._library.cublasLtMatrixLayoutCreate(
-                byref(layout), DATA_TYPES[dtype], rows, cols, rows
+                byref(layout), DATA_TYPES[dtype], rows, cols, pitch or rows
             )
         )
         return layout

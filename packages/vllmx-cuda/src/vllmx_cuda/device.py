@@ -59,6 +59,10 @@ class Product:
     out_dtype: str
     """Of y and bias."""
     biased: bool = False
+    pitch: int = 0
+    """Elements from one row of y to the next; 0: n."""
+    alignment: int = 256
+    """Bytes that every address is a multiple of."""
 
 
 class Event(Protocol):

@@ -197,6 +197,6 @@ def _multiply(p: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None) 
             assert bias is not None
             result += wide(bias, p.out_dtype)[: p.n]
         rounded = f32_to_bf16(result) if p.out_dtype == "bf16" else result
-        array(y, _NUMPY[p.out_dtype])[: p.m * p.n] = rounded.reshape(-1).astype(
-            _NUMPY[p.out_dtype], copy=False
-        )
+        values, pitch = array(y, _NUMPY[p.out_dtype]), p.pitch or p.n
+        for row in range(p.m):
+            values[row * pitch : row * pitch + p.n] = rounded[row]

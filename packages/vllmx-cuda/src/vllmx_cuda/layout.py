@@ -18,6 +18,7 @@ from vllmx_cuda.kernel_specs.attention import (
     mma_group,
     prefill_tile_tokens,
 )
+from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.work import Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
@@ -38,7 +39,7 @@ class Scratch:
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """Offsets of all values in the arena, sums that take over the residual that they are added to,
-    and the bytes of `Scratch`."""
+    and the bytes of `Scratch` and `ProductScratch`."""
 
     arena: ArenaPlan
     in_place: Mapping[Value, Value]
@@ -46,14 +47,20 @@ class StepLayout:
     partial: int
     weights: int
     rows: int
+    products: ScratchBytes
 
     @property
     def num_bytes(self) -> int:
-        return self.arena.num_bytes + self.queries + self.partial + self.weights + self.rows
+        scratch = self.queries + self.partial + self.weights + self.rows
+        return self.arena.num_bytes + scratch + self.products.num_bytes
 
     def scratch(self, device: Device) -> Scratch:
         sizes = (self.queries, self.partial, self.weights, self.rows)
         return Scratch(*map(device.empty, sizes))
+
+    def product_scratch(self, device: Device) -> ProductScratch:
+        need = self.products
+        return ProductScratch(*map(device.empty, (need.codes, need.scales, need.work)))
 
 
 def lay_out(
@@ -62,6 +69,7 @@ def lay_out(
     max_rows: Mapping[Rows, int],
     dtype: str,
     num_processors: int,
+    products: ScratchBytes,
 ) -> StepLayout:
     in_place, item = _in_place(nodes), ITEM_BYTES[dtype]
 
@@ -80,6 +88,7 @@ def lay_out(
         partial=items * widest * 4,
         weights=items * heads * 2 * 4,
         rows=max_rows["L"] * max(head_inputs, default=0) * item,
+        products=products,
     )
 
 

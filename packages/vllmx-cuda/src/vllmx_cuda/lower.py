@@ -13,7 +13,7 @@ from vllmx_core.model import AttentionSpec
 from vllmx_core.tape import Node, Value, WeightRef
 
 from vllmx_cuda.arch import number
-from vllmx_cuda.device import Device, Memory, Product
+from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
 from vllmx_cuda.kernel_specs.attention import (
@@ -32,9 +32,10 @@ from vllmx_cuda.layout import (
     tile_tokens,
     visibility,
 )
-from vllmx_cuda.skinny import skinny_kernels
+from vllmx_cuda.matrices.form import ProductScratch, Target
+from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.staging import StepMemory, StepSizes
-from vllmx_cuda.weights import Matrix, Weight
+from vllmx_cuda.weights import Weight
 
 Enqueue = Callable[[StepSizes, StepMemory], None]
 
@@ -54,6 +55,7 @@ class Lowering:
     offsets: Mapping[Value, int]
     in_place: Mapping[Value, Value]
     scratch: Scratch
+    products: ProductScratch
     variants: list[Variant] = field(default_factory=list)
     """Every kernel that was lowered to."""
 
@@ -70,6 +72,11 @@ class Lowering:
     def place(self, value: Value) -> Memory:
         """Of a value, from its first row on."""
         return self.arena.at(self.offsets[value])
+
+    @property
+    def target(self) -> Target:
+        """What forms of matrices are lowered for."""
+        return Target(self.dtype, number(self.device.info.arch))
 
     def variant(self, entry: str, **options: int) -> Variant:
         """A kernel for this model's dtype."""
@@ -93,14 +100,10 @@ class Lowering:
         return width * ITEM_BYTES[self.dtype]
 
     def _embedding(self, node: Node) -> Enqueue:
-        table, y = self._matrix(node.weights["w"]), self.place(node.writes[0])
-        kernel = self.variant("gather_rows", VX_VEC=vector_width(table.cols))
+        gather = self._matrix(node.weights["w"]).gather(self, self.place(node.writes[0]))
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-            self.device.launch(
-                kernel, {"rows": sizes.tokens, "width": table.cols},
-                (step.tokens, table.data, y, table.cols),
-            )  # fmt: skip
+            gather(step.tokens, sizes.tokens)
 
         return enqueue
 
@@ -150,7 +153,7 @@ class Lowering:
         if node.writes[0].rows == "L":
             return self._head(node)
         x, y = self.place(node.reads[0]), self.place(node.writes[0])
-        multiply = self._product(self._matrix(node.weights["w"]), x, y, self.dtype)
+        multiply = self._matrix(node.weights["w"]).product(self, x, y, self.dtype)
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
             multiply(sizes.tokens)
@@ -161,7 +164,7 @@ class Lowering:
         matrix, cap = self._matrix(node.weights["w"]), node.options["softcap"]
         x, y, rows = self.place(node.reads[0]), self.place(node.writes[0]), self.scratch.rows
         gather = self.variant("gather_rows", VX_VEC=vector_width(matrix.cols))
-        multiply = self._product(matrix, rows, y, "f32")
+        multiply = matrix.product(self, rows, y, "f32")
         softcap = self.variant("softcap", VX_VEC=vector_width(matrix.rows)) if cap else None
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
@@ -176,27 +179,6 @@ class Lowering:
                 self.device.launch(softcap, {"count": values}, (y, values, cap))
 
         return enqueue
-
-    def _product(self, w: Matrix, x: Memory, y: Memory, out_dtype: str) -> Callable[[int], None]:
-        """x @ w.T for as many rows as it is called with."""
-        kernels = {
-            rows: self.variant(chosen.entry, **chosen.options)
-            for rows, chosen in skinny_kernels(
-                self.dtype, w.cols, out_dtype, number(self.device.info.arch)
-            ).items()
-        }
-        bias = w.bias if out_dtype == "f32" else w.rounded_bias
-
-        def multiply(m: int) -> None:
-            kernel = kernels.get(m)
-            if kernel is None:
-                product = Product(m, w.rows, w.cols, self.dtype, out_dtype, bias is not None)
-                self.device.multiply(product, x, w.data, y, bias)
-                return
-            sizes = {"tokens": m, "outputs": w.rows}
-            self.device.launch(kernel, sizes, (x, w.data, w.bias, y, m, w.rows, w.cols))
-
-        return multiply
 
     def _attention(self, node: Node) -> Enqueue:
         """Items first: where tokens have none, their combination writes zeros, and tiles then the

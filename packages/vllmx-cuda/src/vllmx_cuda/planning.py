@@ -11,15 +11,17 @@ from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.plan import AnyArray
 from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
-from vllmx_core.weights import WeightSpec
+from vllmx_core.weights import WeightSource, WeightSpec
 
+from vllmx_cuda.arch import number
 from vllmx_cuda.buckets import bucket_sizes
 from vllmx_cuda.device import Device
 from vllmx_cuda.kv_cache import KVPlan, plan_kv
 from vllmx_cuda.layout import StepLayout, lay_out, max_items, work_kinds
+from vllmx_cuda.matrices.form import Target
+from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.sampler import sampler_bytes
 from vllmx_cuda.staging import Layout, StepSizes
-from vllmx_cuda.weights import weight_bytes
 from vllmx_cuda.work import WorkKinds
 
 LOGITS_BYTES = 256 << 20
@@ -37,7 +39,7 @@ class LoadPlan:
     specs: Sequence[WeightSpec]
     constants: Mapping[str, AnyArray]
     dtype: str
-    weight_bytes: int
+    weights: WeightPlan
     max_rows: Mapping[Rows, int]
     max_blocks: int
     """Blocks of one sequence."""
@@ -50,31 +52,40 @@ class LoadPlan:
 
 
 def plan_load(
-    model: Model, options: LoadOptions, dtype: str, kv_dtype: str, device: Device
+    model: Model,
+    source: WeightSource,
+    options: LoadOptions,
+    dtype: str,
+    kv_dtype: str,
+    device: Device,
 ) -> LoadPlan:
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
-    of the device that is free."""
+    of the device that is free, and WeightFormatError when `source` has not what the model asks
+    for."""
     specs, constants = model.weights(), model.constants(options.max_model_len)
     nodes, logits = _record(model, specs, constants)
     free, processors = device.free_bytes(), device.info.num_processors
-    weights = weight_bytes(specs, constants, dtype)
-    if weights > free:
-        raise CapacityError(
-            f"the weights take {format_bytes(weights)} as {dtype}, {format_bytes(free)} of"
-            f" {format_bytes(device.info.memory_bytes)} are free on {device.info.name}: choose a"
-            " smaller model, a 16-bit --dtype, or end what else runs on the GPU"
-        )
     max_rows = _max_rows(options, model.shape.vocab_size)
+    tokens = max_rows["T"]
+    table_values = sum(table.size for table in constants.values())
+    target = Target(dtype, number(device.info.arch))
+    weights = plan_weights(specs, table_values, source, target, tokens)
+    if weights.num_bytes > free:
+        raise CapacityError(
+            f"the weights take {format_bytes(weights.num_bytes)} as {dtype},"
+            f" {format_bytes(free)} of {format_bytes(device.info.memory_bytes)} are free on"
+            f" {device.info.name}: choose a smaller model, a 16-bit --dtype, or end what"
+            " else runs on the GPU"
+        )
     buckets = bucket_sizes(options.num_seqs)
     work = work_kinds(nodes, dtype, device.info.arch)
-    layout = lay_out(nodes, logits, max_rows, dtype, processors)
-    tokens = max_rows["T"]
+    layout = lay_out(nodes, logits, max_rows, dtype, processors, weights.scratch)
     items, tiles = max_items(nodes, tokens, processors), (tokens,) * len(work.tile_tokens)
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles)
     staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
     graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
-    used = weights + layout.num_bytes + staging_bytes + graphs
+    used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
     used += 4 * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
     kv = plan_kv(model.shape.kv, options, kv_dtype, free, used)

@@ -19,6 +19,7 @@ BLOCKS = {
     "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14,
 }  # fmt: skip
 """Values of VX_BLOCK: ggml's numbers of the types."""
+_BLOCK_BYTES = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
 GEMV_TOKENS = (1, 2, 4, 8)
 RUN = 32
 """Values that one thread unpacks, and that share a scale in 8-bit activations."""
@@ -28,6 +29,10 @@ _GEMV_ROWS = 2
 
 def block_values(block: int) -> int:
     return 256 if block >= _K_TYPES else 32
+
+
+def block_bytes(block: int) -> int:
+    return _BLOCK_BYTES[block]
 
 
 def _check(sizes: Sizes, options: Options) -> None:
@@ -43,7 +48,9 @@ def _dequantize(sizes: Sizes, options: Options) -> Launch:
 
 
 def _quantize(sizes: Sizes, options: Options) -> Launch:
-    _check(sizes, options)
+    at_least("rows", sizes["rows"], 1)
+    if sizes["width"] % RUN:
+        raise ConfigError(f"rows of {sizes['width']} values are not whole runs of {RUN}")
     return Launch((sizes["rows"], ceil_div(sizes["width"], RUN * 8), 1), 256)
 
 
@@ -66,8 +73,8 @@ GGUF_DEQUANTIZE = Kernel(
 )
 QUANTIZE_Q8 = Kernel(
     entry="quantize_q8",
-    source="gguf_linear.cu",
-    options=_GEMV_OPTIONS,
+    source="quantize_q8.cu",
+    options={"VX_DTYPE": tuple(DTYPES.values())},
     arguments=arguments("in elem* x, out i8* codes, out f32* scales, i32 k"),
     sizes=("rows", "width"),
     rule=_quantize,
@@ -77,7 +84,8 @@ GGUF_GEMV = Kernel(
     source="gguf_linear.cu",
     options=_GEMV_OPTIONS,
     arguments=arguments(
-        "in i8* codes, in f32* scales, in u8* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k"
+        "in i8* codes, in f32* scales, in u8* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k,"
+        " i32 pitch"
     ),
     sizes=("tokens", "outputs"),
     rule=_gemv,

@@ -1,12 +1,10 @@
-// quantize_q8: activations -> int8 codes with one scale for each 32.
-// gguf_gemv:   y = x w^T + bias for a few tokens, w in GGUF blocks, by integer dot products.
+// gguf_gemv: y = x w^T + bias for a few tokens, w in GGUF blocks, by integer dot products.
 //
-// Layout: x (M, K) of elem; codes (M, K) of i8; scales (M, K / 32) of f32: value = scale * code;
-//         w (N, K / values of a block) as in the file; bias (N) of f32 or null; y (M, N) of elem, or
-//         of f32 with VX_OUT 1. K is a multiple of a block.
-// Grid:   quantize_q8 (M, ceil(K / 32 / 8)), a warp 32 values, 256 threads.
-//         gguf_gemv (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows and split
-//         K by runs of 32 values; a run is unpacked once for all tokens.
+// Layout: codes (M, K) of i8 and scales (M, K / 32) of f32 are quantize_q8's;
+//         w (N, K / values of a block) as in the file; bias (N) of f32 or null; y (M, pitch), its
+//         first N columns, of elem, or of f32 with VX_OUT 1. K is a multiple of a block.
+// Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows and split K by runs
+//         of 32 values; a run is unpacked once for all tokens.
 // Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
 #include "gguf_blocks.h"
 #include "vx.h"
@@ -26,17 +24,6 @@ typedef float out_elem;
 typedef elem out_elem;
 #endif
 
-extern "C" __global__ void __launch_bounds__(256)
-quantize_q8(const elem* __restrict__ x, i8* __restrict__ codes, float* __restrict__ scales, int k) {
-  int run = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (run >= k / RUN) return;
-  size_t at = (size_t)blockIdx.x * k + run * RUN + lane;
-  float v = to_float(x[at]), top = warp_max(fabsf(v));
-  codes[at] = (i8)__float2int_rn(top > 0.f ? v * (127.f / top) : 0.f);
-  if (lane == 0) scales[(size_t)blockIdx.x * (k / RUN) + run] = top / 127.f;
-}
-VX_EXPORT(quantize_q8)
-
 // The product of a run with 32 codes of one token
 VX_DEV float run_dot(const Run& run, const i8* codes, float scale) {
   Pack<i8, 16> packs[2] = {load_pack<i8, 16>(codes), load_pack<i8, 16>(codes + 16)};
@@ -52,7 +39,7 @@ VX_DEV float run_dot(const Run& run, const i8* codes, float scale) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const u8* __restrict__ w,
-          const float* __restrict__ bias, out_elem* __restrict__ y, int m, int n, int k) {
+          const float* __restrict__ bias, out_elem* __restrict__ y, int m, int n, int k, int pitch) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = k / RUN;
   int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
@@ -84,6 +71,6 @@ gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const 
   float sum = bias ? bias[row0 + r] : 0.f;
 #pragma unroll
   for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
-  y[(size_t)(token0 + t) * n + row0 + r] = from_float<out_elem>(sum);
+  y[(size_t)(token0 + t) * pitch + row0 + r] = from_float<out_elem>(sum);
 }
 VX_EXPORT(gguf_gemv)

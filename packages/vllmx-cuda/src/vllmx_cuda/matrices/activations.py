@@ -1,0 +1,32 @@
+"""Activations as codes of 8 bits, as kernels for quantised weights want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from vllmx_cuda.device import Memory
+from vllmx_cuda.kernel_specs.gguf import RUN
+from vllmx_cuda.matrices.form import Ops, ScratchBytes
+
+Quantiser = Callable[[Ops, Memory, int], Callable[[int], None]]
+"""quantiser(ops, x, cols)(m) writes m rows of x into the scratch."""
+
+
+def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
+    """Of "q8"."""
+    return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 4)
+
+
+def _q8(ops: Ops, x: Memory, cols: int) -> Callable[[int], None]:
+    """int8 with a scale for each 32."""
+    kernel = ops.variant("quantize_q8")
+
+    def quantise(m: int) -> None:
+        scratch = ops.products
+        arguments = (x, scratch.codes, scratch.scales, cols)
+        ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+
+    return quantise
+
+
+QUANTISERS: Mapping[str, Quantiser] = {"q8": _q8}

@@ -1,0 +1,104 @@
+"""Rows in the model's dtype: what has no other form is rounded or dequantised to it at load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import F32
+from vllmx_core.weights import DENSE, WeightPart, f32_to_bf16
+
+from vllmx_cuda.device import Bytes, Memory
+from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs import vector_width
+from vllmx_cuda.matrices.form import (
+    Gather,
+    Operands,
+    Ops,
+    ScratchBytes,
+    Segment,
+    SegmentProduct,
+    Target,
+)
+from vllmx_cuda.matrices.pieces import Piece, row_pieces
+from vllmx_cuda.matrices.products import multiply_dense
+from vllmx_cuda.skinny import skinny_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """`vllmx_cuda.matrices.form.Form`: (rows, cols) values."""
+
+    dtype: str
+    offset: float = 0.0
+    """Added to each value at load."""
+    gathers = True
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        return rows * cols * ITEM_BYTES[self.dtype]
+
+    def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
+        return ScratchBytes()
+
+    def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
+        row_bytes = data.num_bytes // rows
+        span = data.at(first * row_bytes, part.shape[0] * row_bytes)
+        return dense_pieces(part, span, self.dtype, self.offset)
+
+    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+        """Own kernels for few rows, where the segment is the whole matrix."""
+        x, y, out_dtype = operands.x, operands.y, operands.out_dtype
+        n, k = segment.rows, segment.cols
+        chosen = skinny_kernels(self.dtype, k, out_dtype, ops.target.arch)
+        if operands.pitch != n:
+            chosen = {}
+        kernels = {rows: ops.variant(c.entry, **c.options) for rows, c in chosen.items()}
+
+        def enqueue(m: int) -> None:
+            kernel = kernels.get(m)
+            if kernel is None:
+                multiply_dense(ops.device, m, n, k, self.dtype, segment.data, operands)
+                return
+            arguments = (x, segment.data, operands.bias, y, m, n, k)
+            ops.device.launch(kernel, {"tokens": m, "outputs": n}, arguments)
+
+        return SegmentProduct(enqueue)
+
+    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+        kernel = ops.variant("gather_rows", VX_VEC=vector_width(segment.cols))
+
+        def gather(ids: Memory, count: int) -> None:
+            sizes = {"rows": count, "width": segment.cols}
+            ops.device.launch(kernel, sizes, (ids, segment.data, y, segment.cols))
+
+        return gather
+
+
+def dense(part: WeightPart, target: Target) -> Dense:
+    """A `Kind` that takes everything."""
+    return Dense(target.dtype)
+
+
+def dense_pieces(part: WeightPart, target: Memory, dtype: str, offset: float) -> Iterator[Piece]:
+    """A tensor as `dtype`: its bytes as they are where the file holds that; else rounded to it,
+    from float32."""
+    plain = part.layout == DENSE and part.decode is None and part.cut is None and not offset
+    as_it_is = plain and part.buffers["weight"].dtype == dtype
+
+    def fill(buffer: Bytes, begin: int, end: int) -> None:
+        if as_it_is:
+            np.copyto(buffer, part.buffers["weight"].rows(begin, end).data)
+        else:
+            values = part.dequantize(begin, end).reshape(-1)
+            buffer[...] = _rounded(values + np.float32(offset) if offset else values, dtype)
+
+    return row_pieces(part.shape[0], target, fill)
+
+
+def _rounded(values: F32, dtype: str) -> Bytes:
+    if dtype == "bf16":
+        return f32_to_bf16(values).view(np.uint8)
+    with np.errstate(over="ignore"):  # beyond float16: infinity, as the checkpoint's maker chose
+        kind = np.float16 if dtype == "f16" else np.float32
+        return np.ascontiguousarray(values, kind).view(np.uint8)

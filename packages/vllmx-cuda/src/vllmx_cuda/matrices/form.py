@@ -1,0 +1,152 @@
+"""What a form of a matrix must say, and what it is given to say it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllmx_core.weights import WeightPart
+
+from vllmx_cuda.device import Device, Memory
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.matrices.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What forms are chosen for."""
+
+    dtype: str
+    """Of activations and dense weights."""
+    arch: int
+    """As 75 or 90."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchBytes:
+    """Buffers that a product needs besides its operands; they live within one op."""
+
+    codes: int = 0
+    """Activations as codes of 8 bits."""
+    scales: int = 0
+    """Their scales."""
+    work: int = 0
+    """Whatever else: rows in the model's dtype, sums that are not scaled yet."""
+
+    def __or__(self, other: ScratchBytes) -> ScratchBytes:
+        """Enough for either."""
+        return ScratchBytes(
+            max(self.codes, other.codes),
+            max(self.scales, other.scales),
+            max(self.work, other.work),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes + self.scales + self.work
+
+
+@dataclass(frozen=True, slots=True)
+class ProductScratch:
+    """The buffers of `ScratchBytes`."""
+
+    codes: Memory
+    scales: Memory
+    work: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of a matrix that lie in one form."""
+
+    form: Form
+    data: Memory
+    begin: int
+    """Its first row in the matrix, which is its first column of a product."""
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Of the product of a segment: its columns of y (m, pitch), and of the matrix's bias."""
+
+    x: Memory  # (m, cols)
+    y: Memory  # from column `Segment.begin` on
+    pitch: int
+    """Elements from one row of y to the next."""
+    out_dtype: str
+    bias: Memory | None = None  # (rows,) float32
+    rounded_bias: Memory | None = None  # (rows,) in out_dtype
+
+
+class Ops(Protocol):
+    """What launches are made with; `vllmx_cuda.lower.Lowering` is one."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def products(self) -> ProductScratch:
+        """Of the sizes that the forms asked for."""
+        ...
+
+    def variant(self, entry: str, **options: int) -> Variant:
+        """A kernel for the model's dtype; every one that is used must come from here, at once and
+        not when it is launched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProduct:
+    """x @ rows.T + bias for any number of rows of x."""
+
+    enqueue: Callable[[int], None]
+    """enqueue(m)"""
+    codes: str | None = None
+    """A name of `activations.QUANTISERS`: x as these codes is in the scratch when it is asked for
+    as many rows as `wants_codes` says yes to."""
+    wants_codes: Callable[[int], bool] = lambda _: True
+
+
+Gather = Callable[[Memory, int], None]
+"""gather(ids, count) writes these rows."""
+
+
+class Form(Protocol):
+    """How rows of a matrix are held. Forms are compared: parts that follow each other and have
+    equal ones lie in one segment, below each other. So a form says no more than what its kernels
+    must know of all rows."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather` exists: else no embedding is held so."""
+        ...
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        """Device memory that a segment takes."""
+        ...
+
+    def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
+        """What the product of at most so many tokens with a segment needs."""
+        ...
+
+    def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
+        """Uploads of `part`, which becomes rows from `first` on of a segment of `rows` rows at
+        `data`. What a piece fills is decoded for it alone, on some thread."""
+        ...
+
+    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct: ...
+
+    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+        """Rows by number into y (count, cols)."""
+        ...
+
+
+Kind = Callable[[WeightPart, Target], Any]
+"""kind(part, target) is the Form of a part, (rows, cols), or None when it is no such part. Looks at
+the layout and not at the buffers: those of a part that is made (`--isq`) are made by looking."""

@@ -1,0 +1,134 @@
+"""In which forms the matrices of a model will lie, decided before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from vllmx_core.weight_map import checked
+from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+
+from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.matrices.dense import Dense
+from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
+from vllmx_cuda.matrices.kinds import form_of
+
+TieKey = tuple[tuple[PartSpec, ...], float]
+
+
+def tie_key(spec: WeightSpec) -> TieKey:
+    """Equal for specs that one matrix serves."""
+    return spec.parts, spec.offset
+
+
+def has_bias(spec: WeightSpec) -> bool:
+    return spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parts that become one segment."""
+
+    form: Form
+    parts: tuple[WeightPart, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """The segments of a matrix, in the order of its rows."""
+
+    runs: tuple[Run, ...]
+    cols: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(run.form.num_bytes(run.rows, self.cols) for run in self.runs)
+
+    def scratch(self, tokens: int) -> ScratchBytes:
+        """What its product with at most so many tokens needs."""
+        need = ScratchBytes()
+        for run in self.runs:
+            need |= run.form.scratch(run.rows, self.cols, tokens)
+        return need
+
+    @property
+    def dequantised(self) -> Mapping[str, int]:
+        """Kind of layout -> values that lie there dequantised."""
+        return {
+            part.layout.kind: part.shape[0] * self.cols
+            for run in self.runs
+            for part in run.parts
+            if isinstance(run.form, Dense) and part.layout != DENSE
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """What `vllmx_cuda.weights.load_weights` will do."""
+
+    dtype: str
+    matrices: Mapping[TieKey, MatrixPlan]
+    rest_bytes: int
+    """Vectors, tables and biases."""
+    scratch: ScratchBytes
+    """Enough for the product with any of the matrices."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the weights take."""
+        return sum(matrix.num_bytes for matrix in self.matrices.values()) + self.rest_bytes
+
+
+def plan_weights(
+    specs: Sequence[WeightSpec],
+    table_values: int,
+    source: WeightSource,
+    target: Target,
+    max_tokens: int,
+) -> WeightPlan:
+    """Raises WeightFormatError that names the tensor when one is missing or has another shape than
+    the map says.
+
+    Args:
+        table_values: of all constants.
+        max_tokens: of a step.
+    """
+    gathered = {tie_key(spec) for spec in specs if spec.kind == "embedding"}
+    matrices: dict[TieKey, MatrixPlan] = {}
+    rest, scratch = 4 * table_values, ScratchBytes()
+    for spec in specs:
+        for part in spec.parts:
+            if part.bias is not None:
+                checked(source.part(part.bias), (part.rows,))
+        if spec.kind == "vector":
+            rest += 4 * spec.rows
+            for part in spec.parts:
+                checked(source.part(part.name), (part.rows,))
+            continue
+        rest += spec.rows * (4 + ITEM_BYTES[target.dtype]) * has_bias(spec)
+        key = tie_key(spec)
+        if key not in matrices:
+            matrices[key] = _plan_matrix(spec, source, target, key in gathered)
+        scratch |= matrices[key].scratch(max_tokens)
+    return WeightPlan(target.dtype, matrices, rest, scratch)
+
+
+def _plan_matrix(
+    spec: WeightSpec, source: WeightSource, target: Target, gathered: bool
+) -> MatrixPlan:
+    """A table that rows are gathered from is one segment, of a form that can do it."""
+    parts = [checked(source.part(p.name), (p.rows, spec.cols)) for p in spec.parts]
+    plain: Form = Dense(target.dtype, spec.offset)
+    forms = [plain if spec.offset else form_of(part, target) for part in parts]
+    if gathered and not (forms[0].gathers and all(form == forms[0] for form in forms)):
+        forms = [plain] * len(parts)
+    pairs = zip(forms, parts, strict=True)
+    runs = [
+        Run(form, tuple(part for _, part in run)) for form, run in groupby(pairs, lambda p: p[0])
+    ]
+    return MatrixPlan(tuple(runs), spec.cols)
