@@ -57,12 +57,22 @@ def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
     np.testing.assert_array_equal(y, table[ids])
 
 
-def test_tokens_still_on_the_device_are_resolved(emulator: Emulator) -> None:
+def test_a_step_begins_with_its_tokens_and_table(emulator: Emulator) -> None:
+    """Tokens still on the device are resolved; changed entries of the block table arrive."""
     sampled = on_device([31, -1, 7], np.int32)
-    tokens = inout([5, -1, -3, 0, -2], np.int32)
-    variant = KERNELS["resolve_tokens"].variant(**options("f32", VX_VEC=1))
-    emulator.launch(variant, {"count": 5}, [tokens, sampled, 5])
+    tokens, table = inout([5, -1, -3, 0, -2], np.int32), inout(range(600), np.int32)
+    patches = np.full((300, 2), -1, np.int32)
+    patches[:270, 0] = np.random.default_rng(5).permutation(600)[:270]
+    patches[:270, 1] = 1000 + np.arange(270)
+    want = np.arange(600)
+    want[patches[:270, 0]] = patches[:270, 1]
+    variant = KERNELS["begin_step"].variant(**options("f32", VX_VEC=1))
+    sent = on_device(patches, np.int32)
+    emulator.launch(
+        variant, {"count": 5, "patches": 300}, [tokens, sampled, table, sent, 5, 300]
+    )  # fmt: skip
     assert tokens.tolist() == [5, 31, 7, 0, 0]
+    np.testing.assert_array_equal(table, want)
 
 
 GEMV = [

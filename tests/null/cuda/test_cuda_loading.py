@@ -133,7 +133,7 @@ def test_a_missing_tensor_is_found_before_anything_is_read(device: EmulatedDevic
     del arrays["1.down.0.weight"]
     with pytest.raises(WeightFormatError, match=r"1\.down\.0\.weight"):
         CudaBackend(lambda: device).load(model, ArraySource(arrays), options())
-    assert device.launches == 0
+    assert device.calls["launch"] == 0
 
 
 def test_what_is_planned_is_what_is_taken(device: EmulatedDevice) -> None:

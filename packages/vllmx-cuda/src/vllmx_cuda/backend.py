@@ -14,16 +14,20 @@ from vllmx_core.weights import WeightSource
 
 from vllmx_cuda.device import Device
 from vllmx_cuda.dtypes import resolve
+from vllmx_cuda.graphs import Graphs
 from vllmx_cuda.kv_cache import CODES
-from vllmx_cuda.loaded import CudaLoadedModel, Program
+from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.lower import Lowering
 from vllmx_cuda.planning import LoadPlan, plan_load
+from vllmx_cuda.program import Program
 from vllmx_cuda.sampler import DeviceSampler
 from vllmx_cuda.staging import Staging
 from vllmx_cuda.weights import load_weights
 
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
+CAPTURE_SECONDS = 5.0
+"""Of a start that go into capturing decode steps; what is left then is captured at first use."""
 
 
 class CudaBackend:
@@ -31,10 +35,17 @@ class CudaBackend:
 
     Args:
         open_device: makes the device that a model is loaded on; a GPU by default.
+        capture_s: seconds of loading for the capture of decode steps.
     """
 
-    def __init__(self, open_device: Callable[[], Device] | None = None) -> None:
+    def __init__(
+        self,
+        open_device: Callable[[], Device] | None = None,
+        *,
+        capture_s: float = CAPTURE_SECONDS,
+    ) -> None:
         self._open_device = open_device or _open_gpu
+        self._capture_s = capture_s
 
     @property
     def name(self) -> str:
@@ -64,7 +75,10 @@ class CudaBackend:
         kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
         device = self._open_device()
         try:
-            return _load(model, source, options, device, dtype, kv)
+            loaded = _load(model, source, options, device, dtype, kv)
+            if not options.enforce_eager:
+                loaded.capture(self._capture_s, progress=options.progress)
+            return loaded
         except BaseException:
             device.close()
             raise
@@ -88,19 +102,19 @@ def _load(
         plan.layout.in_place, plan.layout.scratch(device), plan.layout.product_scratch(device),
     )  # fmt: skip
     last_ids = device.zeros(4 * plan.max_rows["L"])
+    sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)
     program = Program(
-        device, plan, lowering.lower(plan.nodes), lowering.variant("resolve_tokens", VX_VEC=1),
+        device, plan, lowering.lower(plan.nodes), lowering.variant("begin_step", VX_VEC=1),
         lowering.place(plan.logits), last_ids,
         Staging(
             device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks
         ),
-        captures=not options.enforce_eager,
+        sampler, Graphs(device, enabled=not options.enforce_eager),
     )  # fmt: skip
-    sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)
     device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
     info = _info(plan, options, device)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
-    return CudaLoadedModel(info, program, sampler)
+    return CudaLoadedModel(info, program)
 
 
 def _info(plan: LoadPlan, options: LoadOptions, device: Device) -> LoadedInfo:

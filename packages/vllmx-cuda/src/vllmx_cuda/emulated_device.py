@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,35 +19,42 @@ from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16
 
+from vllmx_cuda.arch import number
 from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import Variant
 
 MEMORY_BYTES = 1 << 28
+_CAPTURED = ("launch", "multiply", "copy")
 
 
 class EmulatedEvent:
-    """Everything before it has run when it is made."""
+    """A place in the queue of its device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self.time_s = 0.0
+
+    def happen(self) -> None:
         self.time_s = time.perf_counter()
 
     def wait(self) -> None:
-        return
+        self._device.calls["wait"] += 1
+        self._device.run_until(self.happen)
 
     def seconds_since(self, earlier: Any) -> float:
+        assert self.time_s, "the event has not happened: wait for it"
         return float(self.time_s - earlier.time_s)
 
 
 class EmulatedGraph:
     """The captured calls, made again at each launch."""
 
-    def __init__(self, calls: Sequence[Callable[[], None]]) -> None:
-        self._calls = calls
+    def __init__(self, device: EmulatedDevice, calls: Sequence[Callable[[], None]]) -> None:
+        self._device, self._captured = device, calls
 
     def launch(self) -> None:
-        for call in self._calls:
-            call()
+        self._device.submit("graph", *self._captured)
 
 
 class EmulatedDevice:
@@ -55,6 +63,9 @@ class EmulatedDevice:
     Args:
         check: the emulator's instrumented build, which finds races and bad accesses.
         num_processors: small, so that work is split a little and not a lot.
+        arch: what it says that it is.
+        deferred: as a GPU that is as late as it may be: what was enqueued runs when somebody waits
+            for it, and so shows whoever reads results or writes pinned memory too early.
     """
 
     def __init__(
@@ -63,14 +74,40 @@ class EmulatedDevice:
         check: bool = False,
         memory_bytes: int = MEMORY_BYTES,
         num_processors: int = 2,
+        arch: str = "sm_90a",
+        deferred: bool = False,
         emulator: Emulator | None = None,
     ) -> None:
-        self.info = DeviceInfo("emulated GPU", "sm_90a", num_processors, memory_bytes)
+        self.info = DeviceInfo("emulated GPU", arch, num_processors, memory_bytes)
         self.allocated_bytes = 0
-        self.launches = 0
-        """Kernels and products so far."""
+        self.calls: Counter[str] = Counter()
+        """What was asked of the device so far, by method; "graph": launches of graphs."""
         self._emulator = emulator or Emulator(check=check)
         self._captured: list[Callable[[], None]] | None = None
+        self._deferred = deferred
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def submit(self, kind: str, *calls: Callable[[], None]) -> None:
+        """Into the stream; into the graph while one is captured."""
+        self.calls[kind] += 1
+        if self._captured is not None:
+            assert kind in _CAPTURED, f"CUDA refuses {kind} while it captures"
+            self._captured += calls
+        elif self._deferred:
+            self._queue += calls
+        else:
+            for call in calls:
+                call()
+
+    def run_until(self, last: Callable[[], None] | None) -> None:
+        """Runs what is in the queue, up to `last`; all of it for None."""
+        if last is not None and last not in self._queue:
+            return
+        while self._queue:
+            call = self._queue.popleft()
+            call()
+            if call == last:
+                return
 
     def activate(self) -> None:
         return
@@ -101,24 +138,29 @@ class EmulatedDevice:
         return np.zeros(num_bytes, np.uint8)
 
     def upload(self, target: Memory, source: Bytes) -> None:
-        self._outside_of_capture()
-        array(target, np.uint8)[: source.nbytes] = source
+        def run() -> None:
+            array(target, np.uint8)[: source.nbytes] = source
+
+        self.submit("upload", run)
 
     def upload_rows(self, target: Memory, pitch: int, source: Bytes, width: int) -> None:
-        self._outside_of_capture()
-        rows = source.reshape(-1, width)
-        for index, row in enumerate(rows):
-            array(target.at(index * pitch, width), np.uint8)[...] = row
+        def run() -> None:
+            for index, row in enumerate(source.reshape(-1, width)):
+                array(target.at(index * pitch, width), np.uint8)[...] = row
+
+        self.submit("upload_rows", run)
 
     def download(self, target: Bytes, source: Memory) -> None:
-        self._outside_of_capture()
-        target[...] = array(source, np.uint8)[: target.nbytes]
+        def run() -> None:
+            target[...] = array(source, np.uint8)[: target.nbytes]
+
+        self.submit("download", run)
 
     def copy(self, target: Memory, source: Memory) -> None:
         def run() -> None:
             array(target, np.uint8)[: source.num_bytes] = array(source, np.uint8)
 
-        self._enqueue(run)
+        self.submit("copy", run)
 
     def prepare(self, variants: Sequence[Variant], *, progress: bool = False) -> None:
         """Nothing: the emulator compiles at the first launch."""
@@ -129,47 +171,44 @@ class EmulatedDevice:
         sizes: dict[str, int],
         arguments: Sequence[Memory | int | float | None],
     ) -> None:
+        needed = variant.kernel.min_arch
+        assert needed <= number(self.info.arch), f"{variant.kernel.entry} needs sm_{needed}"
         passed = [
             array(value, np.uint8) if isinstance(value, Memory) else value for value in arguments
         ]
-        self._enqueue(lambda: self._emulator.launch(variant, sizes, passed))
+        self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
 
     def multiply(
         self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
     ) -> None:
-        self._enqueue(lambda: _multiply(product, x, w, y, bias))
+        self.submit("multiply", lambda: _multiply(product, x, w, y, bias))
 
     def tuning(self) -> nullcontext[None]:
         return nullcontext()
 
     def event(self) -> EmulatedEvent:
-        self._outside_of_capture()
-        return EmulatedEvent()
+        event = EmulatedEvent(self)
+        self.submit("event", event.happen)
+        return event
 
     def capture(self, enqueue: Callable[[], None]) -> EmulatedGraph:
-        self._outside_of_capture()
+        assert self._captured is None, "one capture at a time"
+        self.calls["capture"] += 1
+        before = self.calls.copy()
         self._captured = []
         try:
             enqueue()
-            return EmulatedGraph(self._captured)
+            return EmulatedGraph(self, self._captured)
         finally:
-            self._captured = None
+            self._captured, self.calls = None, before  # what is captured has not been asked for
 
     def synchronize(self) -> None:
-        self._outside_of_capture()
+        assert self._captured is None, "CUDA refuses to wait while it captures"
+        self.calls["synchronize"] += 1
+        self.run_until(None)
 
     def close(self) -> None:
-        return
-
-    def _enqueue(self, call: Callable[[], None]) -> None:
-        self.launches += 1
-        if self._captured is None:
-            call()
-        else:
-            self._captured.append(call)
-
-    def _outside_of_capture(self) -> None:
-        assert self._captured is None, "a call that CUDA refuses while it captures"
+        self.run_until(None)
 
 
 def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -1,7 +1,9 @@
-"""The sampler on the device: one upload of a step's parameters, a few launches, one download.
+"""The sampler on the device: a few launches, one download.
 
-`kernel_specs.sampling` gives the order of launches. Nothing here waits: a step's results are read
-when its event has happened, and its ids stay on the device for the step behind it.
+`kernel_specs.sampling` gives the order of launches. The parameters of each row come with the step's
+other arrays; what few requests bring (edits, penalties, masks) goes in a copy of its own. Nothing
+here waits: a step's results are read when its event has happened, and its ids stay on the device
+for the step behind it.
 """
 
 from __future__ import annotations
@@ -10,20 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.plan import F32, AnyArray, LogprobRows, SamplingRows, StepResult
+from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepResult
 
 from vllmx_cuda.device import Bytes, Device, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.sampling import num_chunks
+from vllmx_cuda.parameters import is_plain
 from vllmx_cuda.staging import ALIGNMENT, SLOTS, StepMemory
 
 _ENTRIES = (
     "mask_logits", "edit_logits", "sample_max", "sample_threshold", "sample_draw", "sample_pick",
     "logprob_chunks", "logprob_rows",
-)  # fmt: skip
-_ROW_ARRAYS = (
-    "temperature", "top_k", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "seed", "position", "target", "num_logprobs",
 )  # fmt: skip
 _FIRST_BYTES = 1 << 16
 
@@ -96,7 +95,7 @@ class DeviceSampler:
         self._edited = device.empty(4 * max_rows * vocab_size)
         self._chunk_results = [device.empty(4 * max_rows * self._chunks) for _ in range(4)]
         self._threshold = device.empty(4 * max_rows)
-        self._parameters, self._logprobs = _Growing(device), _Growing(device)
+        self._sparse, self._logprobs = _Growing(device), _Growing(device)
         self._chunk_top = device.empty(_FIRST_BYTES)
         self._ids = [device.pinned(4 * max_rows) for _ in range(SLOTS)]
         self._slot = 0
@@ -105,21 +104,36 @@ class DeviceSampler:
     def variants(self) -> Sequence[Variant]:
         return list(self._kernels.values())
 
-    def sample(self, logits: Memory, step: StepMemory, rows: SamplingRows) -> Sampled:
-        """Enqueues everything; `rows` may change afterwards."""
+    def enqueue_ids(self, logits: Memory, step: StepMemory, count: int, *, drawn: bool) -> None:
+        """From the logits of `count` rows as they are to their ids. The same launches for the same
+        arguments, so that they can be captured.
+
+        Args:
+            drawn: some row is not greedy.
+        """
+        self._pick(logits, step, count, drawn)
+
+    def sample(
+        self, logits: Memory, step: StepMemory, rows: SamplingRows, *, picked: bool = False
+    ) -> Sampled:
+        """Enqueues what is left; `rows` may change afterwards.
+
+        Args:
+            picked: `enqueue_ids` has run for this step.
+        """
         count = rows.num_rows
         self._slot = (self._slot + 1) % SLOTS
         ids = self._ids[self._slot][: 4 * count]
+        width = rows.max_logprobs if rows.max_logprobs >= 0 else None
         if not count:
-            width = rows.max_logprobs if rows.max_logprobs >= 0 else None
             return Sampled(0, width, ids, ids)
-        given = self._upload(_arrays(rows))
-        edited = self._edit(logits, step, rows, given)
-        self._pick(edited, rows, given)
+        if not picked:
+            edited = logits if is_plain(rows) else self._edit(logits, step, rows)
+            self._pick(edited, step, count, not rows.all_greedy)
         self._device.download(ids, self._last_ids)
-        if rows.max_logprobs < 0:
+        if width is None:
             return Sampled(count, None, ids, ids)
-        return Sampled(count, rows.max_logprobs, ids, self._score(logits, rows, given))
+        return Sampled(count, width, ids, self._score(logits, step, count, width))
 
     def _upload(self, arrays: Mapping[str, AnyArray]) -> dict[str, Memory]:
         """All arrays in one copy."""
@@ -127,62 +141,56 @@ class DeviceSampler:
         for name, array in arrays.items():
             begins[name] = end
             end += -(-max(1, array.nbytes) // ALIGNMENT) * ALIGNMENT
-        packed = self._parameters.reserve(end)
+        packed = self._sparse.reserve(end)
         for name, array in arrays.items():
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             packed[begins[name] : begins[name] + raw.nbytes] = raw
-        memory = self._parameters.memory
+        memory = self._sparse.memory
         self._device.upload(memory, packed)
         return {name: memory.at(begin, arrays[name].nbytes) for name, begin in begins.items()}
 
-    def _launch(
-        self, entry: str, rows: SamplingRows, arguments: Sequence[Memory | int | None]
-    ) -> None:
-        kernel, sizes = self._kernels[entry], {"rows": rows.num_rows}
+    def _launch(self, entry: str, count: int, arguments: Sequence[Memory | int | None]) -> None:
+        kernel, sizes = self._kernels[entry], {"rows": count}
         if "vocab" in kernel.kernel.sizes:
             sizes["vocab"] = self._vocab_size
         self._device.launch(kernel, sizes, arguments)
 
-    def _edit(
-        self, logits: Memory, step: StepMemory, rows: SamplingRows, given: Mapping[str, Memory]
-    ) -> Memory:
-        """Masked and edited in a buffer of their own; as computed where nobody wants that."""
-        if rows.edits is None and rows.counts is None and rows.masks is None:
-            return logits
+    def _edit(self, logits: Memory, step: StepMemory, rows: SamplingRows) -> Memory:
+        """Masked and edited in a buffer of their own."""
+        given, sparse, count = step.parameters, self._upload(_sparse(rows)), rows.num_rows
         words = 0 if rows.masks is None else rows.masks.shape[1]
-        self._launch("mask_logits", rows, [
-            logits, given.get("mask_index"), given.get("masks"), given["target"], self._edited,
+        self._launch("mask_logits", count, [
+            logits, sparse.get("mask_index"), sparse.get("masks"), given["target"], self._edited,
             self._vocab_size, words,
         ])  # fmt: skip
-        sparse = ("edit_start", "edit_ids", "edit_values", "count_start", "count_ids", "counts",
-                  "pending")  # fmt: skip
-        self._launch("edit_logits", rows, [
-            self._edited, *(given.get(name) for name in sparse), step.tokens, step.logit_rows,
+        names = ("edit_start", "edit_ids", "edit_values", "count_start", "count_ids", "counts",
+                 "pending")  # fmt: skip
+        self._launch("edit_logits", count, [
+            self._edited, *(sparse.get(name) for name in names), step.tokens, step.logit_rows,
             given["repetition_penalty"], given["frequency_penalty"], given["presence_penalty"],
             given["target"], self._vocab_size,
         ])  # fmt: skip
         return self._edited
 
-    def _pick(self, edited: Memory, rows: SamplingRows, given: Mapping[str, Memory]) -> None:
-        best, argmax, score, drawn = self._chunk_results
-        vocab, chunks = self._vocab_size, self._chunks
-        self._launch("sample_max", rows, [edited, best, argmax, vocab])
-        if not rows.all_greedy:
-            self._launch("sample_threshold", rows, [
+    def _pick(self, edited: Memory, step: StepMemory, count: int, drawn: bool) -> None:
+        best, argmax, score, ids = self._chunk_results
+        given, vocab, chunks = step.parameters, self._vocab_size, self._chunks
+        self._launch("sample_max", count, [edited, best, argmax, vocab])
+        if drawn:
+            self._launch("sample_threshold", count, [
                 edited, best, argmax, given["temperature"], given["min_x"], given["top_k"],
                 given["top_p"], given["target"], self._threshold, vocab, chunks,
             ])  # fmt: skip
-            self._launch("sample_draw", rows, [
+            self._launch("sample_draw", count, [
                 edited, best, argmax, given["temperature"], self._threshold, given["seed"],
-                given["position"], given["target"], score, drawn, vocab,
+                given["position"], given["target"], score, ids, vocab,
             ])  # fmt: skip
-        self._launch("sample_pick", rows, [
-            best, argmax, score, drawn, given["temperature"], given["target"], self._last_ids,
+        self._launch("sample_pick", count, [
+            best, argmax, score, ids, given["temperature"], given["target"], self._last_ids,
             chunks,
         ])  # fmt: skip
 
-    def _score(self, logits: Memory, rows: SamplingRows, given: Mapping[str, Memory]) -> Bytes:
-        count, width = rows.num_rows, rows.max_logprobs
+    def _score(self, logits: Memory, step: StepMemory, count: int, width: int) -> Bytes:
         packed = self._logprobs.reserve(4 * count * (2 + 2 * width))
         out, word = self._logprobs.memory, 4 * count
         parts = [out.at(0, word), out.at(word, word), out.at(2 * word, word * width),
@@ -192,21 +200,21 @@ class DeviceSampler:
         if 2 * entries > self._chunk_top.num_bytes:
             self._chunk_top = self._device.empty(2 * entries)
         top, top_ids = self._chunk_top.at(0, entries), self._chunk_top.at(entries, entries)
-        self._launch("logprob_chunks", rows, [
-            logits, given["num_logprobs"], best, sums, top, top_ids, self._vocab_size, width,
+        wanted = step.parameters["num_logprobs"]
+        self._launch("logprob_chunks", count, [
+            logits, wanted, best, sums, top, top_ids, self._vocab_size, width,
         ])  # fmt: skip
-        self._launch("logprob_rows", rows, [
-            logits, given["num_logprobs"], self._last_ids, best, sums, top, top_ids, *parts,
-            self._vocab_size, self._chunks, width,
+        self._launch("logprob_rows", count, [
+            logits, wanted, self._last_ids, best, sums, top, top_ids, *parts, self._vocab_size,
+            self._chunks, width,
         ])  # fmt: skip
         self._device.download(packed, out)
         return packed
 
 
-def _arrays(rows: SamplingRows) -> dict[str, AnyArray]:
-    """What the kernels read, by their names for it."""
-    arrays: dict[str, AnyArray] = {name: getattr(rows, name) for name in _ROW_ARRAYS}
-    arrays["min_x"] = _min_x(rows.min_p)
+def _sparse(rows: SamplingRows) -> dict[str, AnyArray]:
+    """What few rows bring, by the kernels' names for it."""
+    arrays: dict[str, AnyArray] = {}
     if rows.edits is not None:
         arrays |= {"edit_start": rows.edits.start, "edit_ids": rows.edits.ids,
                    "edit_values": rows.edits.values}  # fmt: skip
@@ -216,9 +224,3 @@ def _arrays(rows: SamplingRows) -> dict[str, AnyArray]:
     if rows.masks is not None and rows.mask_index is not None:
         arrays |= {"masks": rows.masks, "mask_index": rows.mask_index}
     return arrays
-
-
-def _min_x(min_p: F32) -> F32:
-    """ln(min_p) as the reference rounds it; -inf: off."""
-    with np.errstate(divide="ignore"):
-        return np.log(min_p.astype(np.float64)).astype(np.float32)

@@ -1,8 +1,9 @@
 """A step's arrays on their way to the device: packed into one pinned buffer, copied at once.
 
 A `Layout` depends on the padded sizes alone, so the addresses that a captured graph has read from
-once stay right for every step of its bucket. The block table goes on its own, row by row to a fixed
-pitch: packed, its pitch would change with the longest row.
+once stay right for every step of its bucket. The block table stays on the device: of it a step
+sends the entries that changed, which its first kernel puts in place. Where too many did, the table
+goes on its own, row by row to a fixed pitch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.plan import AnyArray, StepPlan
+from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_cuda.device import Bytes, Device, Memory
+from vllmx_cuda.parameters import PARAMETERS, parameter, parameter_bytes, read_parameters
 from vllmx_cuda.work import StepWork, Visibility, WorkKinds
 
 ALIGNMENT = 256
@@ -33,6 +35,12 @@ class StepSizes:
     tiles: tuple[int, ...]
     """Tiles of each size of tile."""
 
+    @property
+    def patches(self) -> int:
+        """Entries of the block table that the step can change: in a step of decode rows each takes
+        a new block at most."""
+        return 2 * self.rows + 64
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -48,25 +56,35 @@ class Layout:
     """One for each visibility, as is `first_items`."""
     first_items: tuple[int, ...]
     tiles: tuple[int, ...]
+    patches: int
+    parameters: Mapping[str, int]
     num_bytes: int
 
     @classmethod
     def of(cls, sizes: StepSizes, num_visibilities: int) -> Layout:
         end = 0
 
-        def take(count: int) -> int:
+        def take_bytes(num_bytes: int) -> int:
             nonlocal end
-            begin, end = end, -(-(end + 4 * count) // ALIGNMENT) * ALIGNMENT
+            begin, end = end, -(-(end + num_bytes) // ALIGNMENT) * ALIGNMENT
             return begin
+
+        def take(count: int) -> int:
+            return take_bytes(4 * count)
 
         tokens, positions, slots = (take(sizes.tokens) for _ in range(3))
         logit_rows, context_len = take(sizes.logit_rows), take(sizes.rows)
         items = tuple(take(4 * sizes.items) for _ in range(num_visibilities))
         first_items = tuple(take(sizes.tokens + 1) for _ in range(num_visibilities))
         tiles = tuple(take(4 * count) for count in sizes.tiles)
+        patches = take(2 * sizes.patches)
+        parameters = {
+            name: take_bytes(parameter_bytes(name, sizes.logit_rows)) for name in PARAMETERS
+        }
         return cls(
-            sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles, end
-        )
+            sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles,
+            patches, parameters, end,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,10 @@ class StepMemory:
     context_len: Memory
     tiles: Mapping[int, Memory]
     """By the size of tile."""
+    patches: Memory
+    """(N, 2) index into the block table, -1: unused, and the entry."""
+    parameters: Mapping[str, Memory]
+    """Of the sampler, one a logit row; see `vllmx_cuda.parameters`."""
     block_table: Memory
     table_stride: int
 
@@ -107,8 +129,10 @@ class Staging:
         self._max_blocks = max_blocks
         self._packed = device.zeros(num_bytes)
         self._table = device.zeros(4 * max_rows * max_blocks)
+        self._sent = np.zeros((max_rows, max_blocks), np.int32)
+        """The table as the device has it once all that was enqueued has run."""
         self._pinned = [device.pinned(num_bytes) for _ in range(SLOTS)]
-        self._pinned_tables = [device.pinned(4 * max_rows * max_blocks) for _ in range(SLOTS)]
+        self._pinned_tables = [device.pinned(0) for _ in range(SLOTS)]
         self._next = 0
 
     def layout(self, sizes: StepSizes) -> Layout:
@@ -137,12 +161,17 @@ class Staging:
                     self._kinds.tile_tokens, layout.tiles, sizes.tiles, strict=True
                 )
             },
+            patches=self._packed.at(layout.patches, 8 * sizes.patches),
+            parameters={
+                name: self._packed.at(at, parameter_bytes(name, sizes.logit_rows))
+                for name, at in layout.parameters.items()
+            },
             block_table=self._table,
             table_stride=self._max_blocks,
         )
 
-    def upload(self, plan: StepPlan, layout: Layout, work: StepWork) -> None:
-        """Packs the plan and enqueues its copies; the plan may change afterwards. Padding tokens
+    def upload(self, plan: StepPlan, rows: SamplingRows, layout: Layout, work: StepWork) -> None:
+        """Packs a step and enqueues its copy; plan and rows may change afterwards. Padding tokens
         are id 0 at position 0 and write to no slot."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         packed, sizes = self._pinned[slot], layout.sizes
@@ -158,17 +187,36 @@ class Staging:
             _put(packed, begin, sizes.tokens + 1, found.first_item, found.num_items)
         for begin, tiles in zip(layout.tiles, work.tiles, strict=True):
             _put(packed, begin, tiles.size, tiles.reshape(-1), 0)
+        for name in read_parameters(rows):
+            kind, padding = PARAMETERS[name]
+            begin, values = layout.parameters[name], parameter(rows, name)
+            target = packed[begin : begin + parameter_bytes(name, sizes.logit_rows)].view(kind)
+            target[: len(values)] = values
+            target[len(values) :] = padding
+        patches = self._patches(plan, sizes.patches, slot)
+        _put(packed, layout.patches, 2 * sizes.patches, patches.reshape(-1), -1)
         self._device.upload(self._packed, packed[: layout.num_bytes])
-        self._upload_table(plan, slot)
 
-    def _upload_table(self, plan: StepPlan, slot: int) -> None:
+    def _patches(self, plan: StepPlan, capacity: int, slot: int) -> I32:
+        """(N, 2) where the plan's block table differs from the one on the device; none where the
+        whole table is sent."""
         rows, blocks = plan.block_table.shape
         blocks = min(blocks, self._max_blocks)
-        if not rows or not blocks:
-            return
-        packed = self._pinned_tables[slot][: 4 * rows * blocks]
-        packed.view(np.int32).reshape(rows, blocks)[...] = plan.block_table[:, :blocks]
+        table, sent = plan.block_table[:, :blocks], self._sent[:rows, :blocks]
+        row, column = np.nonzero(table != sent)
+        patches = np.empty((len(row), 2), np.int32)
+        if len(row) <= capacity:
+            patches[:, 0] = row * self._max_blocks + column
+            patches[:, 1] = sent[row, column] = table[row, column]
+            return patches
+        sent[...] = table
+        num_bytes = 4 * rows * blocks
+        if num_bytes > self._pinned_tables[slot].nbytes:
+            self._pinned_tables[slot] = self._device.pinned(2 * num_bytes)
+        packed = self._pinned_tables[slot][:num_bytes]
+        packed.view(np.int32).reshape(rows, blocks)[...] = table
         self._device.upload_rows(self._table, 4 * self._max_blocks, packed, 4 * blocks)
+        return patches[:0]
 
 
 def _put(packed: Bytes, begin: int, count: int, values: AnyArray, padding: int) -> None:

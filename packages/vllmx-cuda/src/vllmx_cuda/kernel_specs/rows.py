@@ -30,9 +30,10 @@ def _flat(sizes: Sizes, options: Options) -> Launch:
     return Launch((ceil_div(sizes["count"], _THREADS * options["VX_VEC"]), 1, 1), _THREADS)
 
 
-def _tokens(sizes: Sizes, options: Options) -> Launch:
+def _begin(sizes: Sizes, options: Options) -> Launch:
     at_least("count", sizes["count"], 1)
-    return Launch((ceil_div(sizes["count"], _THREADS), 1, 1), _THREADS)
+    entries = max(sizes["count"], sizes["patches"])
+    return Launch((ceil_div(entries, _THREADS), 1, 1), _THREADS)
 
 
 GATED_ACT = Kernel(
@@ -83,13 +84,16 @@ GATHER_ROWS = Kernel(
     sizes=("rows", "width"),
     rule=_rows,
 )
-RESOLVE_TOKENS = Kernel(
-    entry="resolve_tokens",
+BEGIN_STEP = Kernel(
+    entry="begin_step",
     source="gather.cu",
     options=ROW_OPTIONS,
-    arguments=arguments("inout i32* tokens, in i32* sampled, i32 count"),
-    sizes=("count",),
-    rule=_tokens,
+    arguments=arguments(
+        "inout i32* tokens, in i32* sampled, inout i32* block_table, in i32* patches, i32 count,"
+        "i32 num_patches"
+    ),
+    sizes=("count", "patches"),
+    rule=_begin,
 )
 
-KERNELS = (GATED_ACT, ACTIVATION, ADD, SCALE, SOFTCAP, GATHER_ROWS, RESOLVE_TOKENS)
+KERNELS = (GATED_ACT, ACTIVATION, ADD, SCALE, SOFTCAP, GATHER_ROWS, BEGIN_STEP)

@@ -1,9 +1,12 @@
 // gather_rows:    y[i] = table[ids[i]]: embedding, and the rows that want logits.
-// resolve_tokens: tokens that the host could not know yet, -(i + 1) for row i of the step before,
-//                 become what that row sampled; 0 where it was refused.
+// begin_step:     tokens that the host could not know yet, -(i + 1) for row i of the step before,
+//                 become what that row sampled, 0 where it was refused; and the entries of the
+//                 block table that changed since the step before are put in place.
 //
-// Layout: table (rows, width), y (N, width) of elem; ids (N).
-// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), resolve_tokens (ceil(N / 256)); 256 threads.
+// Layout: table (rows, width), y (N, width) of elem; ids (N); patches (M, 2): index into the block
+//         table, -1 where unused, no index twice, and the entry.
+// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), begin_step (ceil(max(N, M) / 256)); 256
+//         threads.
 // Floor:  bytes: the gathered rows once in, once out.
 #include "vx.h"
 
@@ -18,9 +21,10 @@ gather_rows(const int* __restrict__ ids, const elem* __restrict__ table, elem* _
 VX_EXPORT(gather_rows)
 
 extern "C" __global__ void __launch_bounds__(256)
-resolve_tokens(int* tokens, const int* __restrict__ sampled, int count) {
+begin_step(int* tokens, const int* __restrict__ sampled, int* __restrict__ block_table,
+           const int* __restrict__ patches, int count, int num_patches) {
   int i = blockIdx.x * 256 + threadIdx.x;
-  if (i >= count || tokens[i] >= 0) return;
-  tokens[i] = max(sampled[-tokens[i] - 1], 0);
+  if (i < count && tokens[i] < 0) tokens[i] = max(sampled[-tokens[i] - 1], 0);
+  if (i < num_patches && patches[2 * i] >= 0) block_table[patches[2 * i]] = patches[2 * i + 1];
 }
-VX_EXPORT(resolve_tokens)
+VX_EXPORT(begin_step)

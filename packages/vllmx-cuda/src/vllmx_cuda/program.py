@@ -1,0 +1,170 @@
+"""The lowered step on its device: enqueues any size, replays the sizes that repeat."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllmx_core.plan import I32, SamplingRows, StepPlan
+
+from vllmx_cuda.buckets import bucket_of
+from vllmx_cuda.device import Device, Memory
+from vllmx_cuda.graphs import Graphs
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.layout import max_items
+from vllmx_cuda.lower import Enqueue
+from vllmx_cuda.parameters import is_plain
+from vllmx_cuda.planning import LoadPlan
+from vllmx_cuda.sampler import DeviceSampler, Sampled
+from vllmx_cuda.staging import Layout, Staging, StepMemory, StepSizes
+from vllmx_cuda.work import StepWork, Visibility, WorkItems, plan_items, plan_tiles
+
+logger = logging.getLogger("vllmx.cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """What all steps of one bucket share."""
+
+    layout: Layout
+    memory: StepMemory
+
+
+@dataclass
+class Program:
+    """All launches of a step. One of decode rows alone is padded to its bucket and is a copy to the
+    device, two graphs (to the logits, and to the ids) and a copy back; any other runs as it is."""
+
+    device: Device
+    plan: LoadPlan
+    ops: Sequence[Enqueue]
+    begin: Variant
+    logits: Memory
+    last_ids: Memory
+    staging: Staging
+    sampler: DeviceSampler
+    graphs: Graphs
+    _buckets: dict[int, _Bucket] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled:
+        """Enqueues a whole step."""
+        if plan.num_tokens == plan.num_rows:
+            bucket = bucket_of(plan.num_tokens, self.plan.buckets)
+            if bucket is not None:
+                return self._run_bucket(self._bucket(bucket), plan, rows)
+        tiles = tuple(plan_tiles(plan, tokens) for tokens in self.plan.work.tile_tokens)
+        sizes = self._sizes(plan, tiles)
+        layout = self.staging.layout(sizes)
+        self.staging.upload(plan, rows, layout, StepWork(self._items(plan, sizes), tiles))
+        memory = self.staging.memory(layout)
+        self._enqueue(sizes, memory)
+        return self.sampler.sample(self.logits, memory, rows)
+
+    def capture_buckets(self, limit_s: float, *, progress: bool = False) -> int:
+        """Captures decode steps, the largest bucket first, until all are or the time is over: the
+        rest is captured when it is first used. Number of buckets that are ready."""
+        begin, total = time.perf_counter(), len(self.plan.buckets)
+        for done, size in enumerate(reversed(self.plan.buckets)):
+            if time.perf_counter() - begin >= limit_s:
+                logger.info("captured %d of %d batch sizes, the rest at first use", done, total)
+                return done
+            bucket = self._bucket(size)
+            for drawn in (False, True):
+                self.staging.upload(
+                    _nothing(), _no_rows(drawn), bucket.layout, self._no_work(bucket.layout.sizes)
+                )
+                self._replay(bucket, drawn)
+            self.device.synchronize()
+            if progress:
+                _show(done + 1, total)
+        return total
+
+    def _run_bucket(self, bucket: _Bucket, plan: StepPlan, rows: SamplingRows) -> Sampled:
+        work = StepWork(self._items(plan, bucket.layout.sizes), self._no_tiles)
+        self.staging.upload(plan, rows, bucket.layout, work)
+        picked = is_plain(rows) and rows.num_rows > 0
+        self._replay(bucket, None if not picked else not rows.all_greedy)
+        return self.sampler.sample(self.logits, bucket.memory, rows, picked=picked)
+
+    def _replay(self, bucket: _Bucket, drawn: bool | None) -> None:
+        """The pass to the logits and, unless `drawn` is None, the ids of every row."""
+        sizes, memory = bucket.layout.sizes, bucket.memory
+        self.graphs.run(sizes, lambda: self._enqueue(sizes, memory))
+        if drawn is not None:
+            self.graphs.run(
+                (sizes, drawn),
+                lambda: self.sampler.enqueue_ids(
+                    self.logits, memory, sizes.logit_rows, drawn=drawn
+                ),
+            )
+
+    def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
+        self.device.launch(
+            self.begin, {"count": sizes.tokens, "patches": sizes.patches},
+            (
+                memory.tokens, self.last_ids, memory.block_table, memory.patches, sizes.tokens,
+                sizes.patches,
+            ),
+        )  # fmt: skip
+        for op in self.ops:
+            op(sizes, memory)
+
+    def _bucket(self, size: int) -> _Bucket:
+        found = self._buckets.get(size)
+        if found is None:
+            items = max_items(self.plan.nodes, size, self.device.info.num_processors)
+            none = tuple(0 for _ in self.plan.work.tile_tokens)
+            layout = self.staging.layout(StepSizes(size, size, size, items, none))
+            found = self._buckets[size] = _Bucket(layout, self.staging.memory(layout))
+        return found
+
+    def _sizes(self, plan: StepPlan, tiles: tuple[I32, ...]) -> StepSizes:
+        by_items = plan.num_tokens
+        if tiles:
+            by_items = int((np.diff(plan.query_start) == 1).sum())
+        processors = self.device.info.num_processors
+        items = max_items(self.plan.nodes, by_items, processors) if by_items else 0
+        num_tiles = tuple(map(len, tiles))
+        return StepSizes(plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles)
+
+    def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
+        kinds = self.plan.work
+        return {
+            seen: plan_items(
+                plan, seen, sizes.tokens, sizes.items, single_rows_only=bool(kinds.tile_tokens)
+            )
+            for seen in kinds.visibilities
+        }
+
+    @property
+    def _no_tiles(self) -> tuple[I32, ...]:
+        return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tile_tokens)
+
+    def _no_work(self, sizes: StepSizes) -> StepWork:
+        return StepWork(self._items(_nothing(), sizes), self._no_tiles)
+
+
+def _nothing() -> StepPlan:
+    """Padding alone: nothing is stored, nothing attended to."""
+    empty = np.zeros(0, np.int32)
+    return StepPlan(
+        empty, empty, empty, np.zeros(1, np.int32), empty, empty.reshape(0, 0), empty
+    )  # fmt: skip
+
+
+def _no_rows(drawn: bool) -> SamplingRows:
+    f32, i32 = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return SamplingRows(
+        f32, i32, f32, f32, f32, f32, f32, np.zeros(0, np.uint64), i32, i32, i32,
+        all_greedy=not drawn,
+    )  # fmt: skip
+
+
+def _show(done: int, total: int) -> None:
+    share, end = done / total, "\n" if done == total else ""
+    sys.stderr.write(f"\rcapturing graphs [{'#' * int(share * 30):<30}] {share:4.0%}{end}")
+    sys.stderr.flush()

@@ -1,0 +1,214 @@
+"""What a step asks of the device: copies, launches, waits; counted on one whose kernels do nothing
+but the first of a step, which is made by numpy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadOptions
+from vllmx_core.plan import LogitEdits
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.testing.step_checks import decoder
+from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import Memory, Product
+from vllmx_cuda.emulated_device import EmulatedDevice, EmulatedGraph, array
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.loaded import CudaLoadedModel
+
+PAGE, MAX_LEN, ROWS = 16, 512, 20
+
+
+class IdleDevice(EmulatedDevice):
+    """Copies copy; launches are counted, and `begin_step` runs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.log: list[str] = []
+        self.table: Memory | None = None
+        self.tokens: list[int] = []
+        """Of the last step as its kernels see them."""
+
+    def submit(self, kind: str, *calls: Any) -> None:
+        self.log.append(kind)
+        super().submit(kind, *calls)
+
+    def launch(
+        self,
+        variant: Variant,
+        sizes: dict[str, int],
+        arguments: Sequence[Memory | int | float | None],
+    ) -> None:
+        variant.launch(sizes)
+        entry = variant.kernel.entry
+        self.submit("launch", lambda: self._begin(*arguments) if entry == "begin_step" else None)
+
+    def _begin(self, tokens: Any, ids: Any, table: Any, patches: Any, *counts: Any) -> None:
+        self.table = table
+        count, num_patches = counts
+        seen, sampled = array(tokens, np.int32)[:count], array(ids, np.int32)
+        seen[:] = [t if t >= 0 else max(sampled[-t - 1], 0) for t in seen]
+        self.tokens = seen.tolist()
+        for index, value in array(patches, np.int32).reshape(-1, 2)[:num_patches]:
+            if index >= 0:
+                array(table, np.int32)[index] = value
+
+    def multiply(
+        self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
+    ) -> None:
+        self.submit("multiply", lambda: None)
+
+    def capture(self, enqueue: Any) -> EmulatedGraph:
+        log, self.log = self.log, []
+        try:
+            return super().capture(enqueue)
+        finally:
+            self.log = [*log, "capture"]
+
+
+def load(device: IdleDevice, capture_s: float = 60.0, **changes: Any) -> CudaLoadedModel:
+    model, source = decoder()
+    options: dict[str, Any] = {
+        "max_model_len": MAX_LEN, "max_num_seqs": ROWS, "max_num_batched_tokens": 64,
+        "dtype": "f32", "block_size": PAGE, "num_kv_blocks": 1024,
+    }  # fmt: skip
+    backend = CudaBackend(lambda: device, capture_s=capture_s)
+    return backend.load(model, source, LoadOptions(**(options | changes)))
+
+
+def decode_rows(count: int, context: int) -> list[Row]:
+    blocks = -(-context // PAGE)
+    return [Row([3], context - 1, range(32 * i, 32 * i + blocks)) for i in range(count)]
+
+
+def asked(device: IdleDevice, loaded: CudaLoadedModel, rows: Any, **columns: Any) -> Counter[str]:
+    """What one step and its result ask for."""
+    before = device.calls.copy()
+    plan = make_plan(rows, PAGE)
+    loaded.step(plan, sampling_rows(plan.num_logit_rows, **columns)).result()
+    return device.calls - before
+
+
+STEADY = {"upload": 1, "graph": 2, "download": 1, "event": 2, "wait": 1}
+
+
+@pytest.mark.parametrize("columns", [{}, {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}])
+def test_a_decode_step_is_one_copy_in_two_graphs_and_one_copy_out(columns: dict[str, Any]) -> None:
+    device = IdleDevice()
+    loaded = load(device)
+    for context in (15, 16, 17, 33, 34):  # into new blocks too
+        for count in (1, 3, 16, 17, ROWS):
+            assert asked(device, loaded, decode_rows(count, context), **columns) == STEADY
+
+
+def test_what_few_rows_ask_for_costs_its_own_copy() -> None:
+    device = IdleDevice()
+    loaded = load(device)
+    start, ids, values = np.array([0, 1, 1]), np.array([4]), np.array([2.0])
+    edits = LogitEdits(start.astype(np.int32), ids.astype(np.int32), values.astype(np.float32))
+    found = asked(device, loaded, decode_rows(2, 9), edits=edits)
+    assert found == {**STEADY, "upload": 2, "graph": 1, "launch": 4}
+    found = asked(device, loaded, decode_rows(2, 10), num_logprobs=3)
+    assert found == {**STEADY, "launch": 2, "download": 2}
+    assert asked(device, loaded, decode_rows(2, 11)) == STEADY
+
+
+def test_rows_that_sample_nothing_are_not_downloaded() -> None:
+    device = IdleDevice()
+    loaded = load(device)
+    found = asked(device, loaded, [Row([5], 0, [1], "none")])
+    assert found == {"upload": 1, "graph": 1, "event": 2, "wait": 1}
+
+
+def test_the_next_step_is_submitted_before_the_last_is_read() -> None:
+    """Without a wait in between, and with the ids of the last step never seen by the host."""
+    device = IdleDevice(deferred=True)
+    loaded = load(device)
+    rows = decode_rows(2, 9)
+    loaded.step(make_plan(rows, PAGE), sampling_rows(2)).result()
+    device.log.clear()
+    waits = device.calls["wait"]
+    first = loaded.step(make_plan(rows, PAGE), sampling_rows(2))
+    fed = [Row([-2], 9, rows[0].blocks), Row([-1], 9, rows[1].blocks)]
+    second = loaded.step(make_plan(fed, PAGE), sampling_rows(2))
+    assert device.log == ["event", "upload", "graph", "graph", "download", "event"] * 2
+    assert device.calls["wait"] == waits
+    first.result()
+    assert device.tokens == [3, 3], "the second step has not begun"
+    array(loaded._program.last_ids, np.int32)[:2] = [70, 80]  # type: ignore[union-attr]
+    second.result()
+    assert device.tokens == [80, 70]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_table_on_the_device_is_that_of_the_plan(deferred: bool) -> None:
+    """Rows come and go, blocks change places: few entries by patches, many as a whole."""
+    random, device = np.random.default_rng(8), IdleDevice(deferred=deferred)
+    loaded = load(device)
+    lengths = random.integers(20, 400, ROWS)
+    tables = [random.integers(0, 1024, 32) for _ in range(ROWS)]
+    whole = 0
+    for step in range(60):
+        count = int(random.integers(1, ROWS + 1)) if step % 7 == 0 else ROWS
+        if step % 9 == 4:
+            tables[int(random.integers(ROWS))] = random.integers(0, 1024, 32)
+        if step % 20 == 19:
+            tables = [*tables[1:], tables[0]]
+        rows = [
+            Row([1], int(lengths[i]), tables[i][: lengths[i] // PAGE + 1]) for i in range(count)
+        ]
+        plan = make_plan(rows, PAGE)
+        whole += asked(device, loaded, rows)["upload_rows"]
+        assert device.table is not None
+        there = array(device.table, np.int32).reshape(-1, MAX_LEN // PAGE)
+        blocks = plan.block_table.shape[1]
+        np.testing.assert_array_equal(there[:count, :blocks], plan.block_table)
+        lengths[:count] += 1
+    assert 0 < whole < 20
+
+
+def test_decode_steps_are_captured_at_the_start_the_largest_first() -> None:
+    device = IdleDevice()
+    loaded = load(device)
+    assert loaded._program is not None
+    keys = list(loaded._program.graphs._graphs)
+    forward = [key.rows for key in keys if not isinstance(key, tuple)]
+    assert forward == [20, 16, 8, 4, 2, 1]
+    assert device.calls["capture"] == 3 * 6, "to the logits, to greedy ids, to drawn ids"
+    assert device.calls["graph"] == 6, "each was replayed once"
+    asked(device, loaded, decode_rows(7, 9))
+    assert device.calls["capture"] == 3 * 6
+
+
+def test_without_time_at_the_start_they_are_captured_when_they_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    device = IdleDevice()
+    loaded = load(device, capture_s=0.0)
+    assert "captured 0 of 6 batch sizes, the rest at first use" in caplog.text
+    assert device.calls["capture"] == 0
+    asked(device, loaded, decode_rows(7, 9))
+    assert device.calls["capture"] == 2
+    assert asked(device, loaded, decode_rows(6, 9)) == STEADY
+    assert asked(device, loaded, decode_rows(6, 9), temperature=1.0)["capture"] == 1
+
+
+def test_eager_captures_nothing() -> None:
+    device = IdleDevice()
+    loaded = load(device, enforce_eager=True)
+    for _ in range(2):
+        found = asked(device, loaded, decode_rows(7, 9))
+        assert found["graph"] == found["capture"] == 0
+        assert found["launch"] > 10
+    assert device.calls["capture"] == 0
+
+
+def test_the_progress_of_capturing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    load(IdleDevice(), progress=True)
+    shown = capsys.readouterr().err
+    assert "capturing graphs" in shown
+    assert shown.rstrip(" ").endswith("100%\n")
