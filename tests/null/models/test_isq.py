@@ -19,7 +19,13 @@ from vllmx_models.gguf.quantize.convert import quantize
 from vllmx_models.gguf.quantize.mixes import MIXES
 from vllmx_models.isq import ALIASES, ROWS_ALONE
 from vllmx_models.plugin import IN_SITU
-from vllmx_models.quantization.eight_bits import e4m3_codes, fp8_rows, int8_rows
+from vllmx_models.quantization.eight_bits import (
+    e4m3_codes,
+    fp8_codes,
+    fp8_part,
+    int8_codes,
+    int8_part,
+)
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
@@ -149,13 +155,17 @@ def test_float8_codes_of_many_floats() -> None:
     np.testing.assert_array_equal(e4m3_codes(values), expected)
 
 
-@pytest.mark.parametrize("encode", [int8_rows, fp8_rows])
-def test_rows_keep_their_greatest_value(encode: Any) -> None:
+@pytest.mark.parametrize(
+    ("codes", "part"), [(int8_codes, int8_part), (fp8_codes, fp8_part)], ids=["int8", "fp8"]
+)
+def test_rows_keep_their_greatest_value(codes: Any, part: Any) -> None:
     values = np.random.default_rng(5).standard_normal((6, 77)).astype(np.float32)
     values[1] = 0
     values[2] *= 1e-42  # subnormal: no scale can be inverted
     values[3] *= 1e30
-    found = encode("w", values).dequantize()
+    numbers, scales = codes(values)
+    stored = numbers.reshape(-1).view(np.uint8), scales.reshape(-1)
+    found = part("w", values.shape, *stored).dequantize()
     assert np.isfinite(found).all()
     peak = np.abs(values).max(axis=1)
     usable = [0, 3, 4, 5]

@@ -11,6 +11,7 @@ import pluggy
 from vllmx_core.specs import (
     BackendSpec,
     CommandSpec,
+    EncoderSpec,
     ExecutorSpec,
     ModelSourceSpec,
     ModelSpec,
@@ -51,6 +52,11 @@ class Hooks:
     @hookspec
     def vllmx_quantizers(self) -> tuple[QuantizerSpec, ...]:
         """Types of in-situ quantisation."""
+        raise NotImplementedError
+
+    @hookspec
+    def vllmx_encoders(self) -> tuple[EncoderSpec, ...]:
+        """Fast code for quantised types."""
         raise NotImplementedError
 
     @hookspec

@@ -110,6 +110,16 @@ class QuantizerSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderSpec(_Spec):
+    """Fast code for quantised types: a callable `() -> vllmx_core.encoding.Encoder` that raises
+    BackendUnavailableError where it cannot run. The one of the greatest `priority` that has a type
+    makes it; numpy does what is left."""
+
+    priority: int = 0
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
 class ParserSpec(_Spec):
     """A tool-call or reasoning parser (`kind` "tool" or "reasoning")."""
 
@@ -147,6 +157,7 @@ Spec = (
     | WeightFormatSpec
     | QuantizationSpec
     | QuantizerSpec
+    | EncoderSpec
     | ParserSpec
     | ExecutorSpec
     | CommandSpec

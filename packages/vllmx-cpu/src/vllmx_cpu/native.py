@@ -68,6 +68,7 @@ def _declare(lib: ctypes.CDLL) -> None:
                 c_int32,
             ),
         ),
+        "vx_encode": (c_int32, (c_int32, c_void_p)),
         "vx_team_create": (c_void_p, (c_int32, c_size_t)),
         "vx_team_destroy": (None, (c_void_p,)),
         "vx_submit": (c_int32, (c_void_p, c_void_p)),

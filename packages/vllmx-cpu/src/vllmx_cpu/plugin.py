@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, EncoderSpec
 
 
 @hookimpl
@@ -17,6 +17,11 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             summary="numpy and native C++ kernels on x86-64 and 64-bit ARM",
         ),
     )
+
+
+@hookimpl
+def vllmx_encoders() -> tuple[EncoderSpec, ...]:
+    return (EncoderSpec("cpu", "vllmx_cpu.encoder:NativeEncoder"),)
 
 
 def probe() -> str | None:

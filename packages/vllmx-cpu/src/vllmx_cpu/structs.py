@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 
 VX_DTYPES = {"f32": 0, "f16": 1, "bf16": 2}
 KV_DTYPES = {"bf16": 2, "f16": 1, "f32": 0, "int8": 3, "fp8": 4}
@@ -25,6 +25,10 @@ CODED_KINDS = {kind: 32 + index for index, kind in enumerate(AFFINE_KINDS.values
 WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS | CODED_KINDS
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 NO_ACTIVATION = -1
+
+
+ROW_KINDS = {"int8": 48, "fp8": 49}
+"""Rows with one scale each, as encode.h numbers them."""
 
 
 class VxStep(Structure):
@@ -129,6 +133,16 @@ class VxSampler(Structure):
     ]  # fmt: skip
 
 
+class VxEncode(Structure):
+    """Rows to be quantised; native/encode.h."""
+
+    _fields_ = [
+        ("kind", c_int32), ("source_kind", c_int32), ("source", c_void_p), ("rows", c_int64),
+        ("cols", c_int32), ("measure", c_int32), ("out", c_void_p), ("scales", c_void_p),
+        ("squared_error", c_double), ("squared_value", c_double),
+    ]  # fmt: skip
+
+
 class VxKernels(Structure):
     """One instruction set's table of ops."""
 
@@ -143,6 +157,6 @@ class VxKernels(Structure):
 
 MIRRORED = (
     VxStep, VxRecord, VxJob, VxWeight, VxLinear, VxEmbedding, VxNorm, VxElementwise, VxAttention,
-    VxSampler, VxKernels,
+    VxSampler, VxKernels, VxEncode,
 )  # fmt: skip
 """In the order of vx_struct_bytes."""

@@ -7,6 +7,7 @@ from vllmx_core.hooks import hookimpl
 from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     BackendSpec,
+    EncoderSpec,
     ExecutorSpec,
     ModelSourceSpec,
     ModelSpec,
@@ -24,6 +25,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
     weight_formats: list[WeightFormatSpec]
     quantizations: list[QuantizationSpec]
     quantizers: list[QuantizerSpec]
+    encoders: list[EncoderSpec]
     executors: list[ExecutorSpec]
     model_sources: list[ModelSourceSpec]
 
@@ -36,6 +38,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
             weight_formats=registry.all(WeightFormatSpec),
             quantizations=registry.all(QuantizationSpec),
             quantizers=registry.all(QuantizerSpec),
+            encoders=registry.all(EncoderSpec),
             executors=registry.all(ExecutorSpec),
             model_sources=registry.all(ModelSourceSpec),
         )
@@ -70,6 +73,10 @@ class _Plugin:
     @hookimpl
     def vllmx_quantizers(self) -> tuple[QuantizerSpec, ...]:
         return tuple(self._specs.quantizers)
+
+    @hookimpl
+    def vllmx_encoders(self) -> tuple[EncoderSpec, ...]:
+        return tuple(self._specs.encoders)
 
     @hookimpl
     def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:

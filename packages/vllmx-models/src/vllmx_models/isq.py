@@ -16,18 +16,19 @@ from functools import partial
 import numpy as np
 from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.cores import available_cores
+from vllmx_core.encoding import Encoder
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
-from vllmx_core.plan import F32
 from vllmx_core.registry import Registry
-from vllmx_core.weights import DENSE, QuantLayout, WeightPart, WeightSource, made_part
+from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart, WeightSource, made_part
 
+from vllmx_models.encoders import encoder_for, float_rows
 from vllmx_models.gguf.architecture import DECODER_TENSORS
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
-from vllmx_models.gguf.quantize.encode import QUANTIZERS, encode
+from vllmx_models.gguf.quantize.encode import QUANTIZERS
 from vllmx_models.gguf.quantize.header import architecture_table
 from vllmx_models.gguf.quantize.mixes import Layers, type_of
-from vllmx_models.quantization.eight_bits import fp8_layout, fp8_rows, int8_layout, int8_rows
+from vllmx_models.quantization.eight_bits import fp8_layout, fp8_part, int8_layout, int8_part
 
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
 """What llama.cpp means by the bare names."""
@@ -40,8 +41,8 @@ class Encoding:
     """What a matrix becomes."""
 
     layout: QuantLayout
-    encode: Callable[[str, F32], WeightPart]
-    """encode(name, values) of some rows, (rows, cols)."""
+    encode: Callable[[RawTensor], WeightPart]
+    """encode(rows) of some rows, (rows, cols) in f32, f16 or bf16."""
 
 
 def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> InSituSource:
@@ -53,7 +54,7 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
     if name in ("int8", "fp8"):
-        eight = _int8 if name == "int8" else _fp8
+        eight = _eight_bits(name, encoder_for(registry, name))
         return InSituSource(
             checkpoint.weights,
             {n: eight(width) for n, width in cols.items() if n not in vocabulary},
@@ -61,9 +62,11 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     mix, layers = ALIASES.get(name, name), _layers(checkpoint, model, tied=len(vocabulary) == 1)
     file_name = _file_names(checkpoint, registry)
     types = {n: type_of(mix, file_name(n), (1, width), layers) for n, width in cols.items()}
+    wanted = {kind for kind in types.values() if kind in QUANTIZERS}
+    encodings = {kind: _blocks(kind, encoder_for(registry, kind)) for kind in wanted}
     return InSituSource(
         checkpoint.weights,
-        {n: _blocks(kind) for n, kind in types.items() if kind in QUANTIZERS},
+        {n: encodings[kind] for n, kind in types.items() if kind in encodings},
     )
 
 
@@ -99,15 +102,12 @@ def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightP
         with ThreadPoolExecutor(available_cores(), "isq") as pool:
             jobs = (pool.submit(_make, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
             return _joined([job.result() for job in list(jobs)])
-    values = part.dequantize(begin, end)
-    if not np.isfinite(values).all():
-        raise WeightFormatError(
-            f"tensor {part.name!r} has a value that is not finite, which {encoding.layout.kind}"
-            " cannot express: repair the checkpoint, or leave --isq out"
-        )
-    made = encoding.encode(part.name, values)
-    if part.cut is None:
-        part.rows(begin, end).drop_pages()
+    rows = float_rows(part, begin, end)
+    try:
+        made = encoding.encode(rows)
+    except WeightFormatError as error:
+        raise WeightFormatError(f"{error.message}, or leave --isq out") from error
+    rows.drop_pages()
     return made
 
 
@@ -125,21 +125,25 @@ def _joined(pieces: list[WeightPart]) -> WeightPart:
     return replace(pieces[0], shape=(rows, *pieces[0].shape[1:]), buffers=buffers)
 
 
-def _blocks(kind: str) -> Encoding:
+def _blocks(kind: str, encoder: Encoder) -> Encoding:
     block = TYPES_BY_NAME[kind]
 
-    def rows(name: str, values: F32) -> WeightPart:
-        return weight_part(name, block, values.shape, encode(kind, values))
+    def made(rows: RawTensor) -> WeightPart:
+        return weight_part(rows.name, block, rows.shape, encoder.encode(kind, rows).data)
 
-    return Encoding(block.layout, rows)
-
-
-def _int8(cols: int) -> Encoding:
-    return Encoding(int8_layout(cols), int8_rows)
+    return Encoding(block.layout, made)
 
 
-def _fp8(cols: int) -> Encoding:
-    return Encoding(fp8_layout(cols), fp8_rows)
+def _eight_bits(kind: str, encoder: Encoder) -> Callable[[int], Encoding]:
+    """By the number of columns."""
+    part, layout = (int8_part, int8_layout) if kind == "int8" else (fp8_part, fp8_layout)
+
+    def made(rows: RawTensor) -> WeightPart:
+        found = encoder.encode(kind, rows)
+        assert found.scales is not None
+        return part(rows.name, rows.shape, found.data, found.scales)
+
+    return lambda cols: Encoding(layout(cols), made)
 
 
 def _check_dense(isq: str, part: WeightPart) -> None:

@@ -1,5 +1,6 @@
 // Picks the instruction set at run time and hands its ops to Python by number.
 #include "attention.h"
+#include "encode.h"
 #include "ops.h"
 #include "sampler.h"
 #include "team.h"
@@ -86,6 +87,6 @@ VX_API size_t vx_struct_bytes(int32_t i) {
   const size_t bytes[] = {sizeof(VxStep),      sizeof(VxRecord), sizeof(VxJob),
                           sizeof(VxWeight),    sizeof(VxLinear), sizeof(VxEmbedding),
                           sizeof(VxNorm),      sizeof(VxElementwise), sizeof(VxAttention),
-                          sizeof(VxSampler),   sizeof(VxKernels)};
+                          sizeof(VxSampler),   sizeof(VxKernels), sizeof(VxEncode)};
   return i >= 0 && i < (int32_t)(sizeof bytes / sizeof *bytes) ? bytes[i] : 0;
 }

@@ -45,8 +45,14 @@ class StringArray(Sequence[str]):
 
     cursor: Cursor
     start: int
+    end: int
     length: int
     key: str
+
+    @property
+    def stored(self) -> bytes:
+        """Lengths and bytes of all, as they lie in the file."""
+        return self.cursor.data[self.start : self.end]
 
     @cached_property
     def strings(self) -> list[str]:
@@ -161,4 +167,4 @@ class _Reader:
                 raise cursor.damaged(f"{key!r} has a string of {length} bytes", position)
             position += 8 + length
         cursor.position = position
-        return StringArray(cursor, start, count, key)
+        return StringArray(cursor, start, position, count, key)

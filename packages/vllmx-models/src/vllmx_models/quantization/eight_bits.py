@@ -21,35 +21,45 @@ _ACTIVATIONS: Options = {
 
 
 def int8_layout(cols: int) -> QuantLayout:
-    """Of `int8_rows`."""
+    """Of `int8_part`."""
     return QuantLayout(
         "int8", 8, cols, {**_ACTIVATIONS, "activation_type": "int", "symmetric": True}
     )
 
 
 def fp8_layout(cols: int) -> QuantLayout:
-    """Of `fp8_rows`."""
+    """Of `fp8_part`."""
     blocks: Options = {"block_rows": 1, "block_cols": cols, "dtype": "f8e4m3"}
     return QuantLayout("fp8", 8, None, {**_ACTIVATIONS, "activation_type": "float", **blocks})
 
 
-def int8_rows(name: str, values: F32) -> WeightPart:
-    """(rows, cols) finite values; the greatest of each row in magnitude becomes 127 or -127."""
+def int8_codes(values: F32) -> tuple[npt.NDArray[np.int8], F32]:
+    """(rows, cols) finite values as codes and (rows, 1) scales; the greatest of each row in
+    magnitude becomes 127 or -127."""
     scale = _scale(values, INT8_MAX)
-    codes = np.rint(_over(values, scale)).astype(np.int8)
-    layout = int8_layout(values.shape[1])
-    buffers = _buffers(name, "i8", codes, scale)
-    return WeightPart(name, values.shape, layout, buffers, decode_coded, coded_int8)
+    return np.rint(_over(values, scale)).astype(np.int8), scale
 
 
-def fp8_rows(name: str, values: F32) -> WeightPart:
-    """(rows, cols) finite values as e4m3; the greatest of each row becomes 448 or -448."""
+def fp8_codes(values: F32) -> tuple[npt.NDArray[np.uint8], F32]:
+    """The same as e4m3; the greatest of each row becomes 448 or -448."""
     scale = _scale(values, E4M3_MAX)
-    codes = e4m3_codes(_over(values, scale))
-    layout = fp8_layout(values.shape[1])
-    return WeightPart(
-        name, values.shape, layout, _buffers(name, "f8e4m3", codes, scale), decode_fp8
-    )
+    return e4m3_codes(_over(values, scale)), scale
+
+
+def int8_part(
+    name: str, shape: tuple[int, ...], codes: npt.NDArray[np.uint8], scales: F32
+) -> WeightPart:
+    """Of the bytes of the codes and one scale for each row."""
+    buffers = _buffers(name, "i8", shape, codes, scales)
+    return WeightPart(name, shape, int8_layout(shape[1]), buffers, decode_coded, coded_int8)
+
+
+def fp8_part(
+    name: str, shape: tuple[int, ...], codes: npt.NDArray[np.uint8], scales: F32
+) -> WeightPart:
+    """Of the codes and one scale for each row."""
+    buffers = _buffers(name, "f8e4m3", shape, codes, scales)
+    return WeightPart(name, shape, fp8_layout(shape[1]), buffers, decode_fp8)
 
 
 def e4m3_codes(values: F32) -> npt.NDArray[np.uint8]:
@@ -78,9 +88,13 @@ def _over(values: F32, scale: F32) -> F32:
 
 
 def _buffers(
-    name: str, dtype: DType, codes: npt.NDArray[np.generic], scale: F32
+    name: str,
+    dtype: DType,
+    shape: tuple[int, ...],
+    codes: npt.NDArray[np.uint8],
+    scales: F32,
 ) -> dict[str, RawTensor]:
     return {
-        "weight": RawTensor(name, dtype, codes.shape, codes.reshape(-1).view(np.uint8)),
-        "scale": RawTensor(f"{name}_scale", "f32", scale.shape, scale.reshape(-1).view(np.uint8)),
+        "weight": RawTensor(name, dtype, shape, codes),
+        "scale": RawTensor(f"{name}_scale", "f32", (shape[0], 1), scales.view(np.uint8)),
     }

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.checkpoint import Checkpoint, open_checkpoint
-from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
-from vllmx_core.plan import F32
+from vllmx_core.encoding import Encoded
+from vllmx_core.errors import ConfigError, UnsupportedModelError
 from vllmx_core.registry import Registry
+from vllmx_core.weights import RawTensor
 
-from vllmx_models.gguf.quantize.encode import decode, encode
+from vllmx_models.encoders import encoder_for, float_rows
 from vllmx_models.gguf.quantize.header import Target, check, target_of
 from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.gguf.quantize.vocabulary import tokenizer_metadata
@@ -117,12 +120,15 @@ class _Conversion:
             **target.metadata,
             **{key: value for key, value in tokenizer.items() if key.startswith("tokenizer.")},
         }
+        kinds = {tensor.type for tensor in self._tensors}
+        self._encoders = {kind: encoder_for(registry, kind) for kind in sorted(kinds)}
         self._types: dict[str, TypeSummary] = {}
 
     def run(self, threads: int, progress: Progress | None) -> Summary:
         with ThreadPoolExecutor(threads, "quantize") as pool:
+            pieces = _in_order(pool, self._jobs(), 2 * threads)
             data = (
-                self._pieces(tensor, index, pool, threads, progress)
+                self._taken(tensor, index, pieces, progress)
                 for index, tensor in enumerate(self._tensors)
             )
             try:
@@ -133,74 +139,101 @@ class _Conversion:
                 ) from error
         return Summary(self._path, size, self._types)
 
-    def _pieces(
+    def _jobs(self) -> Iterator[Callable[[], Encoded]]:
+        """The pieces of all tensors in their order."""
+        for tensor in self._tensors:
+            read = self._reader(tensor)
+            for begin, end in self._ranges(tensor):
+                yield partial(self._encode, tensor, read, begin, end)
+
+    def _ranges(self, tensor: NewTensor) -> list[tuple[int, int]]:
+        """Rows that a thread takes at once; whole heads where rows of a head change places."""
+        count, unit = tensor.shape[0], 1
+        if (heads := self._interleaved_heads(tensor)) is not None:
+            unit = count // heads
+        step = max(PIECE_VALUES // math.prod(tensor.shape[1:]) // unit, 1) * unit
+        return [(first, min(first + step, count)) for first in range(0, count, step)]
+
+    def _taken(
         self,
         tensor: NewTensor,
         index: int,
-        pool: ThreadPoolExecutor,
-        threads: int,
+        pieces: Iterator[Encoded],
         progress: Progress | None,
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of a tensor in order; a few pieces are under way at a time."""
+        """The bytes of a tensor, out of the pieces of all."""
         if progress is not None:
             progress(tensor.name, index, len(self._tensors))
-        rows = self._values(tensor).reshape(-1, tensor.shape[-1])
-        step = max(PIECE_VALUES // rows.shape[1], 1)
-        under_way: deque[Future[_Piece]] = deque()
-        pieces = []
-        for first in range(0, len(rows), step):
-            under_way.append(pool.submit(_encode, tensor, rows[first : first + step]))
-            if len(under_way) > 2 * threads:
-                pieces.append(under_way.popleft().result())
-                yield pieces[-1].data
-        while under_way:
-            pieces.append(under_way.popleft().result())
-            yield pieces[-1].data
-        self._add(tensor, pieces)
+        own = []
+        for piece in islice(pieces, len(self._ranges(tensor))):
+            own.append((piece.squared_error, piece.squared_value))
+            yield piece.data
+        self._add(tensor, own)
 
-    def _values(self, tensor: NewTensor) -> F32:
-        if tensor.name in self._target.extra:
-            return self._target.extra[tensor.name]
-        values = self._weights.part(self._origins[tensor.name]).dequantize()
+    def _interleaved_heads(self, tensor: NewTensor) -> int | None:
+        """Of how many heads the rows are interleaved; None: of none."""
         pattern = ".".join("{}" if part.isdigit() else part for part in tensor.name.split(".")[:-1])
         group = self._target.table.interleaved.get(pattern)
         if group is None:
-            return values
+            return None
         spec = self._target.spec
-        return interleave(values, spec.num_heads if group == "heads" else spec.num_kv_heads)
+        return spec.num_heads if group == "heads" else spec.num_kv_heads
 
-    def _add(self, tensor: NewTensor, pieces: Sequence[_Piece]) -> None:
+    def _reader(self, tensor: NewTensor) -> Callable[[int, int], RawTensor]:
+        """Rows of a tensor as they go to the encoder."""
+        extra = self._target.extra.get(tensor.name)
+        if extra is not None:
+            raw = RawTensor(tensor.name, "f32", extra.shape, extra.reshape(-1).view(np.uint8))
+            return raw.rows
+        part = self._weights.part(self._origins[tensor.name])
+        if (heads := self._interleaved_heads(tensor)) is None:
+            return partial(float_rows, part)
+        head_rows = tensor.shape[0] // heads
+
+        def interleaved(begin: int, end: int) -> RawTensor:
+            return interleave(float_rows(part, begin, end), (end - begin) // head_rows)
+
+        return interleaved
+
+    def _encode(
+        self, tensor: NewTensor, read: Callable[[int, int], RawTensor], begin: int, end: int
+    ) -> Encoded:
+        rows = replace(read(begin, end), name=tensor.name)
+        found = self._encoders[tensor.type].encode(tensor.type, rows, measure=True)
+        rows.drop_pages()
+        return found
+
+    def _add(self, tensor: NewTensor, sums: Sequence[tuple[float, float]]) -> None:
+        """`sums` are squared error and value of each piece."""
         old = self._types.get(tensor.type, TypeSummary())
         self._types[tensor.type] = TypeSummary(
             old.tensors + 1,
             old.values + math.prod(tensor.shape),
             old.num_bytes + tensor.num_bytes,
-            old.squared_error + sum(piece.squared_error for piece in pieces),
-            old.squared_value + sum(piece.squared_value for piece in pieces),
+            old.squared_error + sum(error for error, _ in sums),
+            old.squared_value + sum(value for _, value in sums),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    data: npt.NDArray[np.uint8]
-    squared_error: float
-    squared_value: float
+def _in_order(
+    pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], Encoded]], ahead: int
+) -> Iterator[Encoded]:
+    """What the jobs give; a few more are under way."""
+    under_way: deque[Future[Encoded]] = deque()
+    for job in jobs:
+        under_way.append(pool.submit(job))
+        if len(under_way) > ahead:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
 
 
-def _encode(tensor: NewTensor, rows: F32) -> _Piece:
-    try:
-        data = encode(tensor.type, rows)
-    except WeightFormatError as error:
-        raise WeightFormatError(f"tensor {tensor.name!r}: {error.message}") from error
-    found = decode(tensor.type, data)
-    flat = rows.reshape(-1).astype(np.float64)
-    return _Piece(data, float(np.square(found - flat).sum()), float(np.square(flat).sum()))
-
-
-def interleave(rows: F32, heads: int) -> F32:
+def interleave(rows: RawTensor, heads: int) -> RawTensor:
     """Reorders whole rows of each head from halves (i, i + D / 2) to pairs (2i, 2i + 1)."""
-    halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+    count = rows.shape[0]
+    halves = rows.data.reshape(heads, 2, count // heads // 2, -1)
+    data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
+    return replace(rows, data=data, mapping=None)
 
 
 def _origins(target: Target, checkpoint: Checkpoint) -> dict[str, str]:

@@ -32,10 +32,12 @@ would take two thirds more time and lower the RMS error by half a percent."""
 
 
 def _grouped(values: F32, group: int) -> F32:
-    """(N, 256) -> (G, S, N), cut to what two scales can express."""
+    """(N, 256) -> (G, S, N), cut to what two scales can express; no zero has a sign."""
     limit = F16_MAX * np.float32(8)
     cut = np.clip(values, -limit, limit).reshape(len(values), -1, group)
-    return np.ascontiguousarray(cut.transpose(2, 1, 0))
+    grouped: F32 = np.ascontiguousarray(cut.transpose(2, 1, 0))
+    grouped += np.float32(0)
+    return grouped
 
 
 def _in_order(found: F32) -> Blocks:
@@ -73,7 +75,8 @@ def _affine(values: F32, high: int, limit: int, steps: F32) -> tuple[F32, F32, F
     group, groups, count = values.shape
     flat = values.reshape(group, -1)
     scale, offset = affine(flat, high, steps, signed=False)
-    scale, minimum = scale.reshape(groups, count), -offset.reshape(groups, count)
+    scale = scale.reshape(groups, count)
+    minimum = np.float32(0) - offset.reshape(groups, count)
     d = f16_not_below(scale.max(axis=0) / np.float32(limit))
     dmin = f16_not_below(minimum.max(axis=0) / np.float32(limit))
     scales = np.clip(np.rint(scale * inverse(d)), 0, limit)
@@ -116,7 +119,7 @@ def _refit(values: F32, slope: F32, level: F32) -> tuple[F32, F32]:
     dmin = (ss * lv - sl * sv) * determinant
     alone = sv * inverse(ss)
     usable = (d > 0) & (dmin > 0)
-    return f16(np.where(usable, d, np.maximum(alone, 0))), f16(np.where(usable, dmin, 0))
+    return f16(np.where(usable, d, np.where(alone > 0, alone, 0))), f16(np.where(usable, dmin, 0))
 
 
 def _symmetric(values: F32, high: int, limit: int, steps: F32) -> tuple[F32, F32, F32]:

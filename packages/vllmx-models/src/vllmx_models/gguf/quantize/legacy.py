@@ -35,9 +35,12 @@ def join_planes(values: Blocks, width: int, bits: int) -> Blocks:
 
 
 def _columns(values: F32, reach: int) -> F32:
-    """(32, N), cut to what scales of float16 can express."""
+    """(32, N), cut to what scales of float16 can express; no zero has a sign, so that the bytes do
+    not depend on which of two a minimum takes."""
     limit = F16_MAX * np.float32(reach)
-    return np.ascontiguousarray(np.clip(values, -limit, limit).T)
+    columns: F32 = np.ascontiguousarray(np.clip(values, -limit, limit).T)
+    columns += np.float32(0)
+    return columns
 
 
 def _symmetric(values: F32, low: int, high: int, count: int) -> tuple[F32, Blocks]:

@@ -64,7 +64,7 @@ def symmetric(values: F32, low: int, high: int, steps: F32) -> F32:
     ends = (low, high) if low != -high else (high,)
     for step in steps:
         for end in ends:
-            target = np.float32(end - np.copysign(step, end))
+            target = np.float32(end) - step if end > 0 else np.float32(end) + step
             found = codes(values, unit * target, low, high)
             squares = np.square(found).sum(axis=0)
             scale = (found * values).sum(axis=0) * inverse(squares)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from vllmx_models.gguf.blocks import TENSOR_TYPES, TYPES_BY_NAME
 from vllmx_models.gguf.file import DEFAULT_ALIGNMENT, MAGIC, TensorInfo
+from vllmx_models.gguf.metadata import StringArray
 
 VERSION = 3
 _U8, _I8, _U16, _I16, _U32, _I32, _F32, _BOOL, _STRING, _ARRAY, _U64, _I64, _F64 = range(13)
@@ -115,4 +116,6 @@ def _value(key: str, value: Any) -> list[bytes]:
         return [struct.pack("<IIQ", _ARRAY, kind, len(flat)), flat.tobytes()]
     assert isinstance(value, Sequence), f"{key}: {type(value).__name__}"
     head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
+    if isinstance(value, StringArray):
+        return [head, value.stored]
     return [head, *(_string(text) for text in value)]
