@@ -15,10 +15,11 @@ from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.plan import F32
 from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import DENSE, WeightPart, WeightSource
+from vllmx_core.weights import DENSE, WeightPart, WeightSource, made_part
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.emulated_device import EmulatedDevice
 from vllmx_cuda.emulator import Emulator, find_cuda_headers
+from vllmx_cuda.matrices import pieces
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.gguf.quantize.encode import encode
 from vllmx_models.qwen3 import qwen3
@@ -102,7 +103,21 @@ def gguf_as(kinds: Mapping[str, str], usual: str) -> Encode:
 
 
 Q4_K_M = gguf_as({"v_proj": "Q6_K", "down_proj": "Q6_K", "embed": "Q6_K"}, "Q4_K")
-GGUF = {"Q4_K_M": Q4_K_M, "Q8_0": gguf_as({}, "Q8_0"), "Q4_0": gguf_as({"embed": "Q5_1"}, "Q4_0")}
+GGUF = {"Q4_K_M": Q4_K_M, "Q8_0": gguf_as({}, "Q8_0"), "Q4_0": gguf_as({"embed": "Q5_1"}, "Q4_0"),
+        "Q2_K": gguf_as({"v_proj": "Q3_K", "embed": "Q5_K"}, "Q2_K")}  # fmt: skip
+
+
+def made(encode: Encode) -> Encode:
+    """As `--isq` gives parts: rows exist when they are asked for."""
+
+    def encoded(name: str, values: F32) -> WeightPart:
+        layout = encode(name, values[:1]).layout
+        coded = layout.kind == "int8"
+        return made_part(
+            name, values.shape, layout, lambda b, e: encode(name, values[b:e]), coded=coded
+        )
+
+    return encoded
 
 
 def options(dtype: str) -> LoadOptions:
@@ -167,6 +182,16 @@ def test_gguf_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> Non
     source = Quantised(GGUF[name])
     check_held(source, "bf16", caplog)
     check_near(source, 0.03)
+
+
+def test_what_is_quantised_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--isq`: the same answers, uploaded in small pieces."""
+    whole, pieces_of = Quantised(Q4_K_M), Quantised(made(Q4_K_M))
+    want, info = log_probabilities(emulated(), whole, "bf16", [3, 1, 4])
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    got, again = log_probabilities(emulated(), pieces_of, "bf16", [3, 1, 4])
+    np.testing.assert_array_equal(got, want)
+    assert again.weight_bytes == info.weight_bytes
 
 
 def test_gguf_answers_as_on_the_cpu() -> None:

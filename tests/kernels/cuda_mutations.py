@@ -112,7 +112,18 @@ BUGS = (
     Bug("logprobs.cu", "ranks count the chosen id", "> logit ?", ">= logit ?", SAMPLER),
     Bug("gguf_blocks.h", "a nibble of the wrong half", "word >> 4 & 0x0f0f0f0fu) | fifth",
         "word & 0x0f0f0f0fu) | fifth", GGUF),
-    Bug("gguf_linear.cu", "the minimum is forgotten", "- run.low * sum", "", f"{GGUF}:gemv"),
+    Bug("gguf_blocks.h", "the wrong half of a table", "(nibbles & 0x8888) >> 1", "0", GGUF),
+    Bug("gguf_blocks.h", "a scale's high bits of the wrong group", "block[104 + group % 4]",
+        "block[104 + group % 2]", GGUF),
+    Bug("gguf_blocks.h", "codes borrow from their neighbours", "((codes | 0x80808080u) - less)",
+        "(codes - less)", GGUF),
+    Bug("gguf_linear.cu", "minima of halves change places",
+        "run.low[0] * first + run.low[1] * last", "run.low[1] * first + run.low[0] * last",
+        f"{GGUF}:gemv"),
+    Bug("gguf_linear.cu", "a column beyond the segment is written",
+        "* pitch + row0 + r", "* n + row0 + r", f"{GGUF}:gemv"),
+    Bug("quantize_q8.cu", "the second sum is the first", "__shfl_sync(VX_ALL, sum, 16)",
+        "__shfl_sync(VX_ALL, sum, 0)", f"{GGUF}:gemv"),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ WANTED = {
     "add": ("LDG.E.128", "STG.E.128"),
     "gather_rows": ("LDG.E.128", "STG.E.128"),
     "linear_gemv": ("LDG.E.NA.LTC",),
+    "gguf_gemv": ("IDP.4A",),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
 }  # fmt: skip
 

@@ -14,7 +14,8 @@ from .cuda_arrays import NUMPY_TYPES, Array, assert_near, normal, on_device, opt
 
 # Where the f16 scales of a block lie: random bytes there could be NaN.
 SCALES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
-          "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}  # fmt: skip
+          "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "q2_k": (80, 82), "q3_k": (108,),
+          "iq4_nl": (0,), "iq4_xs": (0,), "mxfp4": ()}  # fmt: skip
 
 
 def random_blocks(
@@ -24,6 +25,8 @@ def random_blocks(
     kind = GGMLQuantizationType(BLOCKS[name])
     values, size = GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (rows, width // values, size)).astype(np.uint8)
+    if name == "mxfp4":  # an exponent
+        blocks[..., 0] = rng.integers(120, 128, blocks.shape[:2])
     for at in SCALES[name]:
         scale = rng.standard_normal((rows, width // values, 1)).astype(np.float16) * 0.1
         blocks[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)
@@ -54,6 +57,18 @@ def test_dequantised_to_16_bits(emulator: Emulator, dtype: str) -> None:
     np.testing.assert_array_equal(y, values.astype(y.dtype))
 
 
+def test_extreme_exponents_of_mxfp4(emulator: Emulator) -> None:
+    """Scales that are subnormal, and the greatest."""
+    blocks = np.full((1, 8, 17), 0x91, np.uint8)
+    blocks[0, :, 0] = [0, 1, 2, 3, 252, 253, 254, 255]
+    values = dequantize(blocks.reshape(1, -1), GGMLQuantizationType.MXFP4)
+    variant = KERNELS["gguf_dequantize"].variant(**options("f32", VX_BLOCK=BLOCKS["mxfp4"]))
+    y = empty((1, 256), np.float32)
+    arguments = [on_device(blocks.reshape(1, -1), np.uint8), None, y, 256]
+    emulator.launch(variant, {"rows": 1, "width": 256}, arguments)
+    np.testing.assert_array_equal(y, values)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("dtype", "tokens", "tile", "out"), [("bf16", 1, 1, 0), ("f32", 5, 4, 1)])
 def test_gguf_gemv(
@@ -64,13 +79,16 @@ def test_gguf_gemv(
     w, values = random_blocks(name, outputs, inputs, rng)
     x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs,), "f32")
     chosen = options(dtype, VX_BLOCK=BLOCKS[name], VX_TOKENS=tile, VX_OUT=out)
-    codes, scales = empty(x.shape, np.int8), empty((tokens, inputs // 32), np.float32)
+    codes, scales = empty(x.shape, np.int8), empty((tokens, inputs // 32, 2), np.float32)
     size = {"rows": tokens, "width": inputs}
     emulator.launch(
         KERNELS["quantize_q8"].variant(**options(dtype)), size, [x, codes, scales, inputs]
     )
-    rounded = (wide(codes).reshape(tokens, -1, 32) * wide(scales)[..., None]).reshape(tokens, -1)
-    assert abs(rounded - wide(x)).max() <= 0.51 * scales.max()
+    step = wide(scales[..., 0])
+    rounded = (wide(codes).reshape(tokens, -1, 32) * step[..., None]).reshape(tokens, -1)
+    assert (abs(rounded - wide(x)).reshape(tokens, -1, 32).max(axis=2) <= 0.51 * step).all()
+    sums = codes.reshape(tokens, -1, 2, 16).sum(axis=3, dtype=np.int16)
+    np.testing.assert_array_equal(scales[..., 1].copy().view(np.int16).reshape(sums.shape), sums)
 
     y = empty((tokens, outputs + 3), np.float32 if out else x.dtype)  # columns of a wider product
     y[:, outputs:] = 7

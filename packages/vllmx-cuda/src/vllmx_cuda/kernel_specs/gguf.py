@@ -16,23 +16,27 @@ from vllmx_cuda.kernel_specs.types import (
 )
 
 BLOCKS = {
-    "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14,
+    "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11, "q4_k": 12,
+    "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "iq4_xs": 23, "mxfp4": 39,
 }  # fmt: skip
 """Values of VX_BLOCK: ggml's numbers of the types."""
-_BLOCK_BYTES = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
+_SHAPES = {
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
+    12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136), 39: (32, 17),
+}  # fmt: skip
+"""Values and bytes of a block."""
 GEMV_TOKENS = (1, 2, 4, 8)
 RUN = 32
 """Values that one thread unpacks, and that share a scale in 8-bit activations."""
-_K_TYPES = 12  # from here on a block has 256 values
 _GEMV_ROWS = 2
 
 
 def block_values(block: int) -> int:
-    return 256 if block >= _K_TYPES else 32
+    return _SHAPES[block][0]
 
 
 def block_bytes(block: int) -> int:
-    return _BLOCK_BYTES[block]
+    return _SHAPES[block][1]
 
 
 def _check(sizes: Sizes, options: Options) -> None:

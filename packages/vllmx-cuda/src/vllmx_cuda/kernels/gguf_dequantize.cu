@@ -23,7 +23,7 @@ gguf_dequantize(const u8* __restrict__ blocks, const int* __restrict__ ids, elem
     for (int j = 0; j < 8; j++) {
       int at = part * 8 + j;
       i8 code = (i8)(run.codes[at / 4] >> at % 4 * 8);
-      v[j] = __fsub_rn(__fmul_rn(run.scale[at / 16], (float)code), run.low);
+      v[j] = __fsub_rn(__fmul_rn(run.scale[at / 16], (float)code), run.low[at / 16]);
     }
     store(out + part * 8, v);
   }

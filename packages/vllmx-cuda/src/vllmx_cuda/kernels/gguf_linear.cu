@@ -1,8 +1,8 @@
 // gguf_gemv: y = x w^T + bias for a few tokens, w in GGUF blocks, by integer dot products.
 //
-// Layout: codes (M, K) of i8 and scales (M, K / 32) of f32 are quantize_q8's;
-//         w (N, K / values of a block) as in the file; bias (N) of f32 or null; y (M, pitch), its
-//         first N columns, of elem, or of f32 with VX_OUT 1. K is a multiple of a block.
+// Layout: codes (M, K) and scales (M, K / 32, 2) are quantize_q8's; w (N, K / values of a block) as
+//         in the file; bias (N) of f32 or null; y (M, pitch), its first N columns, of elem, or of f32
+//         with VX_OUT 1. K is a multiple of a block.
 // Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows and split K by runs
 //         of 32 values; a run is unpacked once for all tokens.
 // Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
@@ -25,16 +25,21 @@ typedef elem out_elem;
 #endif
 
 // The product of a run with 32 codes of one token
-VX_DEV float run_dot(const Run& run, const i8* codes, float scale) {
+VX_DEV float run_dot(const Run& run, const i8* codes, uint2 head) {
   Pack<i8, 16> packs[2] = {load_pack<i8, 16>(codes), load_pack<i8, 16>(codes + 16)};
   const int* words = reinterpret_cast<const int*>(packs);
-  int dots[2] = {0, 0}, sum = 0;
+  int dots[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    dots[i / 4] = vx_dp4a(run.codes[i], words[i], dots[i / 4]);
-    sum = vx_dp4a(0x01010101, words[i], sum);
+    int half = HALVES ? i / 4 : 0;
+    dots[half] = vx_dp4a(run.codes[i], words[i], dots[half]);
   }
-  return scale * (run.scale[0] * dots[0] + run.scale[1] * dots[1] - run.low * sum);
+  float sum = run.scale[0] * dots[0];
+  if (HALVES) sum += run.scale[1] * dots[1];
+  int first = (short)(head.y & 0xffff), last = (int)head.y >> 16;  // sums of the codes
+  if (HAS_LOW && HALVES) sum -= run.low[0] * first + run.low[1] * last;
+  if (HAS_LOW && !HALVES) sum -= run.low[0] * (first + last);
+  return __int_as_float(head.x) * sum;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -53,9 +58,9 @@ gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const 
     for (int t = 0; t < VX_TOKENS; t++) {
       size_t token = min(token0 + t, m - 1);
       const i8* x = codes + token * k + i * RUN;
-      float scale = scales[token * runs + i];
+      uint2 head = *reinterpret_cast<const uint2*>(scales + 2 * (token * runs + i));
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) sums[r][t] += run_dot(unpacked[r], x, scale);
+      for (int r = 0; r < ROWS; r++) sums[r][t] += run_dot(unpacked[r], x, head);
     }
   }
 #pragma unroll

@@ -14,11 +14,11 @@ Quantiser = Callable[[Ops, Memory, int], Callable[[int], None]]
 
 def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
     """Of "q8"."""
-    return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 4)
+    return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 8)
 
 
 def _q8(ops: Ops, x: Memory, cols: int) -> Callable[[int], None]:
-    """int8 with a scale for each 32."""
+    """int8 with a scale and two sums for each 32."""
     kernel = ops.variant("quantize_q8")
 
     def quantise(m: int) -> None:
