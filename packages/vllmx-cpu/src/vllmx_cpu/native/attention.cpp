@@ -3,15 +3,31 @@
 #include "attention.h"
 
 #include "attention_unit.h"
+#include "attention_vectors.h"
 #include "attention_write.h"
+#if defined(__AMX_BF16__)
+#include "tile_attention.h"
+#endif
 
 namespace vx {
 namespace VX_ISA {
 namespace {
 
-// A unit's kv head and query heads.
+// What computes with these pages.
 template <class Pages>
-void begin_unit(const VxAttention& a, const Tiling& tiling, const Tile& tile, int unit, Worker<Pages>* worker) {
+struct Computing {
+  typedef VectorPartition<Pages> Partition;
+};
+#if defined(__AMX_BF16__)
+template <>
+struct Computing<Bf16Pages> {
+  typedef TilePartition<Bf16Pages> Partition;
+};
+#endif
+
+// A unit's kv head and query heads.
+template <class Worker>
+void begin_unit(const VxAttention& a, const Tiling& tiling, const Tile& tile, int unit, Worker* worker) {
   int group_heads = a.num_heads / a.num_kv_heads;
   int kv_head = unit / tiling.head_blocks, inside = unit % tiling.head_blocks * tiling.heads;
   worker->begin(tile, kv_head, kv_head * group_heads + inside, minimum(tiling.heads, group_heads - inside));
@@ -19,7 +35,7 @@ void begin_unit(const VxAttention& a, const Tiling& tiling, const Tile& tile, in
 
 template <class Pages>
 void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
-  Worker<Pages> worker(a, step, ctx->scratch);
+  Worker<typename Computing<Pages>::Partition> worker(a, step, ctx->scratch);
   Tiling tiling(a, step);
   Cutter cutter(a, step, ctx->nth);
   float* workspace = (float*)a.workspace;

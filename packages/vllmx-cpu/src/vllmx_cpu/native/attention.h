@@ -8,14 +8,14 @@
 // with Dp = D rounded up to 16. Block b, kv head k, group g start at ((b * K + k) * P / 16 + g) groups.
 // Pages need no initial value: what no visible position wrote never reaches a result.
 //
-// Bits. Positions are worked off in chunks of 64 and partitions of 256, both aligned to position 0. A
-// partition runs an online softmax of its own and is folded into the total in order, so a token's
-// output is a function of its q and the visible K/V alone: not of the tile of queries that it was
-// computed in, nor of which thread took which partition, nor of the block numbers.
+// Bits. Positions are worked off in partitions of 256, aligned to position 0. A partition has a softmax
+// of its own and is folded into the total in order, so a token's output is a function of its q and the
+// visible K/V alone: not of the tile of queries that it was computed in, nor of which thread took which
+// partition, nor of the block numbers.
 //
 // bf16 pages multiply bf16 by bf16 (q and the probabilities are rounded) and add in float32; f32 and
-// f16 pages compute in float32; the codes of int8 and fp8 pages are multiplied as bf16. A window means: causal, positions p - window + 1 ... p; not causal,
-// p - window + 1 ... p + window - 1.
+// f16 pages compute in float32; the codes of int8 and fp8 pages are multiplied as bf16. A window means:
+// causal, positions p - window + 1 ... p; not causal, p - window + 1 ... p + window - 1.
 #pragma once
 #include "vx.h"
 

@@ -22,6 +22,14 @@ struct Tile {
   Visible keys;  // seen by any of its tokens
 };
 
+// A tile with `heads` query heads of one kv head. Row r of its queries is token r / heads of the tile,
+// head first_head + r % heads.
+struct Unit {
+  Tile tile;
+  int kv_head, first_head, heads, rows;
+  Visible visible[kTileRows];  // by each row
+};
+
 // How units of a tile are cut into pieces, and where the states of a cut one go.
 struct Cut {
   int pieces;              // 1 = not cut

@@ -102,6 +102,9 @@ struct SoftmaxParameters {
   float scale;    // of a raw score, log2(e) included unless there is a soft-cap
   float softcap;  // 0 = none
 };
+VX_INLINE SoftmaxParameters softmax_parameters(const VxAttention& a) {
+  return {a.softcap != 0.0f ? a.scale / a.softcap : a.scale * kLog2e, a.softcap};
+}
 
 // The scales of a chunk's groups, 16 each, where the pages have any.
 struct Scales {

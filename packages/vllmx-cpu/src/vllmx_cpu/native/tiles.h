@@ -47,6 +47,17 @@ class TileShapes {
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
   }
 
+  // For tile_attention.h: sums, queries and weights of `rows` (1 ... 16) rows.
+  void set_attention(int32_t rows) {
+    if (rows == tokens_) return;
+    tokens_ = rows;
+    Config config = {};
+    config.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) config.rows[tile] = (uint8_t)rows, config.row_bytes[tile] = 64;
+    config.rows[5] = 16, config.rows[7] = 8, config.row_bytes[6] = 32;
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
+
  private:
   struct Config {
     uint8_t palette, start_row, unused[14];

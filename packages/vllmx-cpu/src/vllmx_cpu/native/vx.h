@@ -12,7 +12,7 @@
 // For the authors of kernels: `simd.h` has the vectors (F32x16, exp, dot_bf16, 16-bit loads and
 // stores); every src/vllmx_cpu/native/*.cpp whose first line is `// VX: per instruction set` is
 // compiled once for each, the others once. All of an op's state lies in its args, in `ctx->scratch`
-// (1 MiB or more) or in buffers that the backend allocates and passes in; kernels never allocate.
+// (2 MiB) or in buffers that the backend allocates and passes in; kernels never allocate.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,0 +1,167 @@
+// Partitions of a unit by vectors, in chunks of 64 positions.
+#pragma once
+#include "attention_codes.h"
+#include "attention_cut.h"
+#include "attention_heads.h"
+
+namespace vx {
+namespace VX_ISA {
+
+// Stored: the pages; Pages: what is computed with.
+template <class Stored>
+class VectorPartition {
+  typedef typename Stored::Arithmetic Pages;
+  typedef typename Pages::Operand Operand;
+  typedef typename Pages::Cell Cell;
+
+ public:
+  VectorPartition(const VxAttention& a, const VxStep& step, float* room)
+      : a_(a), step_(step), pages_(a), width_(padded(a.head_size)), q_stride_(width_ / Pages::per_cell) {
+    softmax_ = softmax_parameters(a);
+    acc_ = room;
+    q_ = (Operand*)(acc_ + kTileRows * width_);
+    p_ = q_ + kTileRows * q_stride_;
+    lane_sums_ = (float*)(p_ + kTileRows * p_stride);
+    widened_ = (Cell*)(lane_sums_ + kTileRows * 16);
+  }
+
+  void begin(const Unit& unit) { unit_ = &unit; }
+
+  // Query r of the unit, Dp floats.
+  void set_query(int r, const float* q) {
+    for (int i = 0; i < width_; i += 16) Pages::store_operand(q_ + r * q_stride_, i, load(q + i));
+  }
+
+  void run(int partition) {
+    for (int r = 0; r < unit_->rows; ++r) maxima_[r] = kFloor;
+    __builtin_memset(lane_sums_, 0, sizeof(float) * 16 * unit_->rows);
+    __builtin_memset(acc_, 0, sizeof(float) * unit_->rows * width_);
+    int start = maximum(partition * kPartition, unit_->tile.keys.lo / kChunk * kChunk);
+    int end = minimum((partition + 1) * kPartition, unit_->tile.keys.hi);
+    for (int chunk = start; chunk < end; chunk += kChunk) {
+      Groups now, later;
+      find_groups(chunk, &now);
+      find_groups(chunk + kChunk, &later);
+      if constexpr (Stored::scaled) {
+        widened_chunk(chunk, now, later);
+      } else {
+        for (int r = 0; r < unit_->rows; r += kRowBlock) probabilities(r, chunk, now.k, later.k, {});
+        for (int r = 0; r < unit_->rows; r += kRowBlock) values(r, chunk, now.v, later.v);
+      }
+    }
+  }
+
+  // Of the partition that ran last.
+  RowState state(int r) const { return {maxima_[r], reduce_add(load(lane_sums_ + 16 * r))}; }
+  const float* sums(int r) const { return acc_ + r * width_; }
+
+ private:
+  static constexpr int p_stride = kChunk / Pages::per_cell;
+  static constexpr int kCellsPer = Stored::scaled ? 2 : 1;
+  typedef typename Stored::Cell StoredCell;
+
+  struct Groups {
+    const StoredCell *k[kChunkGroups], *v[kChunkGroups];
+  };
+
+  // The groups of a chunk; those outside of what the tile sees repeat the nearest one.
+  void find_groups(int chunk_start, Groups* groups) const {
+    int lo = unit_->tile.keys.lo / kGroup, hi = (unit_->tile.keys.hi - 1) / kGroup;
+    const int32_t* table = step_.block_table + (size_t)unit_->tile.row * step_.block_stride;
+    for (int g = 0; g < kChunkGroups; ++g) {
+      int group = minimum(maximum(chunk_start / kGroup + g, lo), hi);
+      int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
+      groups->k[g] = pages_.k_group(block, unit_->kv_head, inside);
+      groups->v[g] = pages_.v_group(block, unit_->kv_head, inside);
+    }
+  }
+
+  // A chunk of codes: the keys and then the values lie in `widened_`.
+  void widened_chunk(int chunk, const Groups& now, const Groups& later) {
+    const Cell* cells[kChunkGroups];
+    Scales scales;
+    for (int g = 0; g < kChunkGroups; ++g) {
+      scales.k[g] = (const float*)(now.k[g] + pages_.k_cells);
+      scales.v[g] = (const float*)(now.v[g] + pages_.v_cells);
+      prefetch_pages(later.k[g] + pages_.k_cells);
+      prefetch_pages(later.v[g] + pages_.v_cells);
+    }
+    widen(now.k, pages_.k_cells / 2, cells);
+    for (int r = 0; r < unit_->rows; r += kRowBlock) probabilities(r, chunk, cells, later.k, scales);
+    widen(now.v, pages_.v_cells / 2, cells);
+    for (int r = 0; r < unit_->rows; r += kRowBlock) values(r, chunk, cells, later.v);
+  }
+
+  void widen(const uint8_t* const* groups, int cells, const Cell** out) {
+    for (int g = 0; g < kChunkGroups; ++g) {
+      if (g > 0 && groups[g] == groups[g - 1]) {  // not seen by the tile
+        out[g] = out[g - 1];
+        continue;
+      }
+      Cell* own = widened_ + (size_t)g * cells;
+      widen_group<typename Stored::Kind>(groups[g], cells, own);
+      out[g] = own;
+    }
+  }
+
+  // Positions of the chunk that any row of the block sees, relative to the chunk; may be empty.
+  Visible block_visible(int r, int rows, int chunk) const {
+    return {maximum(unit_->visible[r].lo - chunk, 0), minimum(unit_->visible[r + rows - 1].hi - chunk, kChunk)};
+  }
+
+  void probabilities(int r, int chunk, const Cell* const* now, const StoredCell* const* later,
+                     const Scales& scales) {
+    int rows = minimum(kRowBlock, unit_->rows - r);
+    Visible seen = block_visible(r, rows, chunk);
+    if (seen.lo >= seen.hi) return;
+    int first = seen.lo / kGroup, last = ceil_div(seen.hi, kGroup);
+    alignas(64) float scores[kRowBlock * kChunk];
+    const Operand* q = q_ + r * q_stride_;
+    const int steps = a_.head_size / Pages::per_cell;
+    const uint8_t* const* ahead = (const uint8_t* const*)later;
+#define VX_SCORES(n)                                                                                       \
+  case n:                                                                                                  \
+    r == 0 ? score_groups<Pages, n, kCellsPer>(q, q_stride_, now, ahead, steps, first, last, scores)       \
+           : score_groups<Pages, n, 0>(q, q_stride_, now, ahead, steps, first, last, scores);              \
+    break;
+    switch (rows) { VX_SCORES(1) VX_SCORES(2) VX_SCORES(3) VX_SCORES(4) }
+#undef VX_SCORES
+    for (int i = 0; i < rows; ++i) {
+      factors_[r + i] = softmax_row<Pages, Stored::scaled>(
+          scores + i * kChunk, chunk, first, last, unit_->visible[r + i], softmax_, scales, &maxima_[r + i],
+          lane_sums_ + 16 * (r + i), p_ + (r + i) * p_stride);
+    }
+  }
+
+  void values(int r, int chunk, const Cell* const* now, const StoredCell* const* later) {
+    int rows = minimum(kRowBlock, unit_->rows - r);
+    Visible seen = block_visible(r, rows, chunk);
+    if (seen.lo >= seen.hi) return;
+    int first = seen.lo / Pages::per_cell, last = ceil_div(seen.hi, Pages::per_cell);
+    const Operand* p = p_ + r * p_stride;
+    float* acc = acc_ + r * width_;
+    const uint8_t* const* ahead = (const uint8_t* const*)later;
+#define VX_VALUES(n)                                                                                       \
+  case n:                                                                                                  \
+    r == 0 ? value_rows<Pages, n, kCellsPer>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc) \
+           : value_rows<Pages, n, 0>(p, p_stride, factors_ + r, now, ahead, width_, first, last, acc);     \
+    break;
+    switch (rows) { VX_VALUES(1) VX_VALUES(2) VX_VALUES(3) VX_VALUES(4) }
+#undef VX_VALUES
+  }
+
+  const VxAttention& a_;
+  const VxStep& step_;
+  PageMap<Stored> pages_;
+  int width_, q_stride_;
+  SoftmaxParameters softmax_;
+  const Unit* unit_ = nullptr;
+  float* acc_;        // (rows, Dp)
+  Operand *q_, *p_;   // (rows, D), (rows, kChunk)
+  float* lane_sums_;  // (rows, 16)
+  Cell* widened_;     // the keys or the values of a chunk, where pages hold codes
+  float maxima_[kTileRows], factors_[kTileRows];
+};
+
+}  // namespace VX_ISA
+}  // namespace vx

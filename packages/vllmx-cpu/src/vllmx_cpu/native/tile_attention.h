@@ -1,0 +1,330 @@
+// Partitions of a unit by AMX tiles: bf16 pages as they lie, codes widened.
+//
+// A K group is B of a product as it lies: 32 features of 16 positions are a tile; a V group gives the
+// eight pairs of its positions for 16 features. All scores of a partition come first, so that its
+// maximum is known before the first power of two and no sum is ever rescaled. Up to four blocks of 16
+// rows share each tile of keys and values on its way from the second-level cache.
+//
+// A score adds its features in steps of 32, a sum its positions in steps of 16 from the partition's
+// first on; rows are independent. So the bits do not depend on the other rows. They are not those of
+// attention_vectors.h.
+#pragma once
+#include "attention_codes.h"
+#include "attention_cut.h"
+#include "tiles.h"
+
+#include <type_traits>
+
+namespace vx {
+namespace VX_ISA {
+
+// Shapes of AttentionTiles: sums, 32 features of queries and of keys, 16 probabilities and values.
+enum { TILE_SUM = 0, TILE_QUERY = 4, TILE_KEY = 5, TILE_WEIGHT = 6, TILE_VALUE = 7 };
+
+template <int tile>
+VX_INLINE void tile_load(const void* p, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+VX_INLINE void tile_store(void* p, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+VX_INLINE void tile_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile));
+}
+template <int c, int a, int b>
+VX_INLINE void tile_dot() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
+}
+
+// Calls f with a constant 0 ... n - 1.
+template <int n, class F>
+VX_INLINE void unrolled(F f) {
+  if constexpr (n > 0) {
+    unrolled<n - 1>(f);
+    f(std::integral_constant<int, n - 1>());
+  }
+}
+
+// `blocks` blocks of 16 rows times `columns` tiles of 16 columns: sums of `steps` products.
+// a + block * a_block + step * a_step: a tile of rows, a_stride bytes from one to the next;
+// b[column] + step * b_step ... ; c[column] + block * c_block: where the sums go.
+struct TileOperands {
+  const uint8_t* a;
+  int64_t a_block, a_step, a_stride;
+  int64_t b_stride, c_block, c_stride;
+};
+
+template <int blocks, int columns, int a_tile, int b_tile, class B>
+VX_INLINE void multiply_tiles(const TileOperands& o, int first, int last, B b, float* const* c) {
+  unrolled<blocks * columns>([&](auto i) { tile_zero<TILE_SUM + i.value>(); });
+  for (int s = first; s < last; ++s) {
+    const uint8_t* a = o.a + s * o.a_step;
+    if constexpr (blocks == 1) {
+      tile_load<a_tile>(a, o.a_stride);
+      unrolled<columns>([&](auto column) {
+        tile_load<b_tile>(b(s, column.value), o.b_stride);
+        tile_dot<TILE_SUM + column.value, a_tile, b_tile>();
+      });
+    } else {
+      unrolled<columns>([&](auto column) {
+        tile_load<b_tile>(b(s, column.value), o.b_stride);
+        unrolled<blocks>([&](auto block) {
+          tile_load<a_tile>(a + block.value * o.a_block, o.a_stride);
+          tile_dot<TILE_SUM + block.value * columns + column.value, a_tile, b_tile>();
+        });
+      });
+    }
+  }
+  unrolled<blocks>([&](auto block) {
+    unrolled<columns>([&](auto column) {
+      tile_store<TILE_SUM + block.value * columns + column.value>(c[column.value] + block.value * o.c_block,
+                                                                  o.c_stride);
+    });
+  });
+}
+
+template <class Stored>
+class TilePartition {
+  typedef typename Stored::Cell StoredCell;
+
+ public:
+  TilePartition(const VxAttention& a, const VxStep& step, float* room)
+      : a_(a), step_(step), pages_(a), softmax_(softmax_parameters(a)), width_(padded(a.head_size)),
+        key_tiles_((a.head_size + 31) / 32) {
+    acc_ = room;
+    scores_ = acc_ + kTileRows * width_;
+    q_ = (uint32_t*)(scores_ + kTileRows * kScoreStride);
+    p_ = q_ + kTileRows * key_tiles_ * 16;
+    keys_ = p_ + kTileRows * kPartition / 2;
+    values_ = keys_ + kColumns * key_tiles_ * 256;
+  }
+
+  void begin(const Unit& unit) {
+    unit_ = &unit;
+    blocks_ = ceil_div(unit.rows, 16);
+    shapes_.set_attention(blocks_ > 1 ? 16 : unit.rows);
+  }
+
+  // Query r of the unit, Dp floats.
+  void set_query(int r, const float* q) {
+    uint32_t* row = q_ + r * key_tiles_ * 16;
+    for (int i = 0; i < width_; i += 16) Bf16Pages::store_operand(row, i, load(q + i));
+    if (width_ % 32) __builtin_memset(row + width_ / 2, 0, 32);
+  }
+
+  void run(int partition) {
+    find_groups(partition);
+    switch (blocks_) {
+      case 1: scores<1, 4>(); break;
+      case 2: scores<2, 2>(); break;
+      case 3: scores<3, 1>(); break;
+      default: scores<4, 1>(); break;
+    }
+    for (int r = 0; r < unit_->rows; ++r) softmax(r);
+    stage_values();
+    switch (blocks_) {
+      case 1: values<1, 4>(); break;
+      case 2: values<2, 2>(); break;
+      case 3: values<3, 1>(); break;
+      default: values<4, 1>(); break;
+    }
+  }
+
+  // Of the partition that ran last.
+  RowState state(int r) const { return states_[r]; }
+  const float* sums(int r) const { return acc_ + r * width_; }
+
+ private:
+  static constexpr int kGroups = kPartition / kGroup;
+  static constexpr int kColumns = 4;
+  static constexpr int kAhead = 4;  // groups from what is computed with to what is fetched
+  static constexpr int kScoreStride = kPartition + 16;  // rows of scores in different sets of the cache
+
+  // The groups first_ ... last_ - 1 of the partition are seen by the tile.
+  void find_groups(int partition) {
+    start_ = partition * kPartition;
+    first_ = maximum(unit_->tile.keys.lo - start_, 0) / kGroup;
+    last_ = ceil_div(minimum(unit_->tile.keys.hi - start_, kPartition), kGroup);
+    for (int g = first_; g < last_; ++g) find_group(start_ / kGroup + g, &k_[g], &v_[g]);
+    const int end = ceil_div(unit_->tile.keys.hi, kGroup) - 1;
+    for (int g = first_; g < last_; ++g) {
+      if (g + kAhead < last_) {
+        later_k_[g] = k_[g + kAhead], later_v_[g] = v_[g + kAhead];
+      } else {
+        find_group(minimum(start_ / kGroup + g + kAhead, end), &later_k_[g], &later_v_[g]);
+      }
+    }
+  }
+
+  void find_group(int group, const StoredCell** k, const StoredCell** v) const {
+    const int32_t* table = step_.block_table + (size_t)unit_->tile.row * step_.block_stride;
+    const int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
+    *k = pages_.k_group(block, unit_->kv_head, inside);
+    *v = pages_.v_group(block, unit_->kv_head, inside);
+  }
+
+  // Into the cache: one row waits for memory, many do not.
+  template <int lines>
+  VX_INLINE void fetch(const uint8_t* p, int64_t stride) {
+    unrolled<lines>([&](auto i) { prefetch_pages(p + i.value * stride); });
+  }
+  void fetch_codes(const uint8_t* codes, size_t count) const {
+    for (size_t i = 0; i < count + Stored::scale_cells; i += 64) prefetch_pages(codes + i);
+  }
+
+  // Group g's tiles of keys; in room `column` where they do not lie in the page.
+  const uint8_t* key_group(int g, int column) {
+    if (!Stored::scaled && a_.head_size % 32 == 0) return (const uint8_t*)k_[g];
+    uint32_t* out = keys_ + column * key_tiles_ * 256;
+    const int cells = a_.head_size * 8;
+    if constexpr (Stored::scaled) {
+      if (blocks_ == 1) fetch_codes(later_k_[g], pages_.k_cells);
+      widen_group<typename Stored::Kind>(k_[g], cells, out);
+    } else {
+      __builtin_memcpy(out, k_[g], cells * sizeof *out);
+    }
+    for (int i = cells; i < key_tiles_ * 256; i += 16) store_u32(out + i, splat_u32(0));
+    return (const uint8_t*)out;
+  }
+
+  template <int blocks, int columns>
+  void scores() {
+    const int64_t row_bytes = key_tiles_ * 64;
+    const TileOperands o = {(const uint8_t*)q_, 16 * row_bytes, 64, row_bytes,
+                            64, 16 * kScoreStride, kScoreStride * sizeof(float)};
+    for (int g = first_; g < last_; g += columns) {
+      const uint8_t *keys[columns], *later[columns];
+      float* out[columns];
+      for (int i = 0; i < columns; ++i) {  // behind the last group: that one again
+        const int group = minimum(g + i, last_ - 1);
+        keys[i] = i == 0 || group == g + i ? key_group(group, i) : keys[i - 1];
+        out[i] = scores_ + group * kGroup;
+        later[i] = (const uint8_t*)later_k_[group];
+      }
+      multiply_tiles<blocks, columns, TILE_QUERY, TILE_KEY>(
+          o, 0, key_tiles_,
+          [&](int s, int column) {
+            if (blocks == 1 && !Stored::scaled) fetch<16>(later[column] + s * TILE_BYTES, 64);
+            return keys[column] + s * TILE_BYTES;
+          },
+          out);
+    }
+  }
+
+  // Row r's scores -> probabilities, times the scales of their values; 0 where it does not see.
+  void softmax(int r) {
+    float* s = scores_ + r * kScoreStride;
+    uint32_t* p = p_ + r * kPartition / 2;
+    const Visible seen = {maximum(unit_->visible[r].lo - start_, first_ * kGroup),
+                          minimum(unit_->visible[r].hi - start_, last_ * kGroup)};
+    const bool any = seen.lo < seen.hi;
+    const int first = any ? seen.lo / kGroup : last_, last = any ? ceil_div(seen.hi, kGroup) : last_;
+    for (int g = first_; g < first; ++g) Bf16Pages::store_operand(p, g * kGroup, zero());
+    for (int g = last; g < last_; ++g) Bf16Pages::store_operand(p, g * kGroup, zero());
+    states_[r] = {kFloor, 0.0f};
+    if (!any) return;
+    const float scale = prepare_scores(s, first, last);
+    const int edges[2] = {first, last - 1};
+    const int from = seen.lo % kGroup ? first + 1 : first, to = seen.hi % kGroup ? last - 1 : last;
+    for (int g : edges) {
+      const I32x16 lanes = visible_lanes(g * kGroup, seen);
+      store(s + g * kGroup, select(lanes, load(s + g * kGroup), splat(-3e38f)));
+    }
+    F32x16 greatest = splat(kFloor);
+    for (int g = first; g < last; ++g) greatest = max(greatest, load(s + g * kGroup) * splat(scale));
+    const float maximum = reduce_max(greatest);
+    F32x16 sums = zero();
+    auto group = [&](int g, auto whole) {
+      F32x16 weight = exp2_nonpositive(load(s + g * kGroup) * splat(scale) - splat(maximum));
+      if (!whole.value) weight = select(visible_lanes(g * kGroup, seen), weight, zero());
+      sums = sums + weight;
+      if (Stored::scaled) {
+        weight = weight * load(value_scales(g));
+        if (!whole.value) weight = select(visible_lanes(g * kGroup, seen), weight, zero());
+      }
+      Bf16Pages::store_operand(p, g * kGroup, weight);
+    };
+    if (from > first) group(first, std::false_type());
+    for (int g = from; g < to; ++g) group(g, std::true_type());
+    if (to < last && to >= from) group(to, std::false_type());
+    states_[r] = {maximum, reduce_add(sums)};
+  }
+
+  // Scales of codes and soft-cap into the scores; returns the factor that is left.
+  float prepare_scores(float* s, int first, int last) {
+    if (!Stored::scaled && softmax_.softcap == 0.0f) return softmax_.scale;
+    for (int g = first; g < last; ++g) {
+      F32x16 x = load(s + g * kGroup) * splat(softmax_.scale);
+      if (Stored::scaled) x = x * load(key_scales(g));
+      if (softmax_.softcap != 0.0f) x = tanh_accurate(x) * splat(softmax_.softcap * kLog2e);
+      store(s + g * kGroup, x);
+    }
+    return 1.0f;
+  }
+
+  const float* key_scales(int g) const { return (const float*)(k_[g] + pages_.k_cells); }
+  const float* value_scales(int g) const { return (const float*)(v_[g] + pages_.v_cells); }
+
+  // Values as tiles: where they lie, but for codes, and for what the tile does not see, which may be NaN.
+  void stage_values() {
+    const int cells = width_ * 8;
+    for (int g = first_; g < last_; ++g) {
+      const int lo = maximum(unit_->tile.keys.lo - start_ - g * kGroup, 0) / 2;
+      const int hi = minimum((unit_->tile.keys.hi - start_ - g * kGroup + 1) / 2, 8);
+      uint32_t* room = values_ + g * cells;
+      staged_[g] = (const uint8_t*)room;
+      if constexpr (Stored::scaled) {
+        if (blocks_ == 1) fetch_codes(later_v_[g], pages_.v_cells);
+        widen_group<typename Stored::Kind>(v_[g], cells, room);
+      } else if (lo == 0 && hi == 8) {
+        staged_[g] = (const uint8_t*)v_[g];
+      } else {
+        __builtin_memset(room, 0, cells * sizeof *room);
+        __builtin_memcpy(room + lo * width_, v_[g] + lo * width_, (hi - lo) * width_ * sizeof *room);
+      }
+    }
+  }
+
+  template <int blocks, int columns>
+  void values() {
+    const int64_t row_bytes = kPartition * 2;
+    const TileOperands o = {(const uint8_t*)p_, 16 * row_bytes, kGroup * 2, row_bytes,
+                            width_ * (int64_t)sizeof(uint32_t), 16 * width_, width_ * (int64_t)sizeof(float)};
+    for (int i = 0; i < width_; i += 16 * columns) {
+      int features[columns];
+      float* out[columns];
+      for (int j = 0; j < columns; ++j) {  // behind the last: those again
+        features[j] = minimum(i + 16 * j, width_ - 16);
+        out[j] = acc_ + features[j];
+      }
+      multiply_tiles<blocks, columns, TILE_WEIGHT, TILE_VALUE>(
+          o, first_, last_,
+          [&](int g, int column) {
+            const int offset = features[column] * 4;
+            if (blocks == 1 && !Stored::scaled) fetch<8>((const uint8_t*)later_v_[g] + offset, o.b_stride);
+            return staged_[g] + offset;
+          },
+          out);
+    }
+  }
+
+  const VxAttention& a_;
+  const VxStep& step_;
+  PageMap<Stored> pages_;
+  SoftmaxParameters softmax_;
+  int width_, key_tiles_;
+  const Unit* unit_ = nullptr;
+  int blocks_ = 0, start_ = 0, first_ = 0, last_ = 0;
+  TileShapes shapes_;
+  float *acc_, *scores_;    // (rows, Dp), (rows, kScoreStride)
+  uint32_t *q_, *p_;        // pairs of (rows, 32 key tiles), (rows, kPartition)
+  uint32_t *keys_, *values_;  // room for groups: kColumns of keys, a partition's values
+  const StoredCell *k_[kGroups], *v_[kGroups], *later_k_[kGroups], *later_v_[kGroups];
+  const uint8_t* staged_[kGroups];
+  RowState states_[kTileRows];
+};
+
+}  // namespace VX_ISA
+}  // namespace vx
