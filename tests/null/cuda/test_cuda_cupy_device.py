@@ -7,8 +7,9 @@ these sizes.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,21 @@ import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError, CapacityError
 from vllmx_cuda import cupy_device as module
+from vllmx_cuda import libraries
 from vllmx_cuda.cublaslt import Algorithm
 from vllmx_cuda.cupy_device import CupyDevice
 from vllmx_cuda.device import Memory, Product
-from vllmx_cuda.driver import DeviceFacts
+from vllmx_cuda.driver import DeviceFacts, DriverFacts
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 
 LIMIT = 1 << 26
 
 
 class OutOfMemoryError(Exception):
+    pass
+
+
+class CUDARuntimeError(RuntimeError):
     pass
 
 
@@ -112,7 +118,7 @@ def fake_cupy(log: list[Any]) -> Any:
         memGetInfo=lambda: (LIMIT, LIMIT),
         getDeviceProperties=lambda ordinal: {"multiProcessorCount": 132},
         memcpyAsync=move, memcpy2DAsync=move_rows, memcpyHostToDevice=1, memcpyDeviceToHost=2,
-        memcpyDeviceToDevice=3,
+        memcpyDeviceToDevice=3, CUDARuntimeError=CUDARuntimeError,
         memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
     )  # fmt: skip
     ticks = iter(range(10_000))
@@ -136,6 +142,7 @@ def fake_cupy(log: list[Any]) -> Any:
 @dataclass
 class FakeNvrtc:
     version: tuple[int, int] = (13, 0)
+    path: str = "libnvrtc.so.13"
     sources: list[str] = field(default_factory=list)
 
     def check_architecture(self, arch: str) -> None:
@@ -289,19 +296,110 @@ def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path) -> None:
         assert module.AlgorithmFile(path).get(Product(1, 1, 1, "f16", "f16")) is None
 
 
-def test_no_driver_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Any:
-        raise module.driver.DriverError("NVIDIA's driver is not installed")
+def test_pinned_memory_that_is_refused(device: CupyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int) -> Any:
+        raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
 
-    monkeypatch.setattr(module.driver, "query", refuse)
+    monkeypatch.setattr(device._cupy.cuda, "alloc_pinned_memory", refuse)
+    with pytest.raises(CapacityError, match=r"3\.0+ MiB of page-locked.*memlock"):
+        device.pinned(3 << 20)
+
+
+FACTS = DriverFacts((13, 1), (DeviceFacts(0, "NVIDIA H200", (9, 0), 1 << 37),))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> Any:
+    """A machine on which `CupyDevice.open` succeeds; a test takes something away."""
+    cupy = fake_cupy(log)
+    monkeypatch.setattr(module.driver, "query", lambda: FACTS)
+    monkeypatch.setattr(module.Nvrtc, "open", FakeNvrtc)
+    monkeypatch.setattr(module.CublasLt, "open", FakeLt)
+    monkeypatch.setattr(module, "include_folders", lambda: ["/nowhere"])
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return cupy
+
+
+def test_a_whole_machine_opens(machine: Any) -> None:
+    assert CupyDevice.open().info.name == "NVIDIA H200"
+
+
+def refuse_with(error: Exception) -> Any:
+    def refuse(*arguments: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def test_no_driver_is_a_typed_error(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = refuse_with(module.driver.DriverError("NVIDIA's driver is not installed"))
+    monkeypatch.setattr(module.driver, "query", missing)
     with pytest.raises(BackendUnavailableError, match="driver is not installed"):
+        CupyDevice.open()
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (6, 1)])
+def test_an_old_gpu_is_a_typed_error(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    old = DriverFacts((12, 4), (DeviceFacts(0, "Tesla", capability, 1 << 34),))
+    monkeypatch.setattr(module.driver, "query", lambda: old)
+    with pytest.raises(BackendUnavailableError, match=r"7\.5 \(Turing\).*--backend cpu"):
+        CupyDevice.open()
+
+
+def test_an_nvrtc_newer_than_the_driver(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.driver, "query", lambda: replace(FACTS, cuda_version=(12, 6)))
+    with pytest.raises(
+        BackendUnavailableError, match=r"NVRTC.*CUDA 13\.0.*up to CUDA 12\.6.*vllmx\[cuda\]"
+    ):
+        CupyDevice.open()
+
+
+@pytest.mark.parametrize("library", ["Nvrtc", "CublasLt"])
+def test_a_library_that_is_missing(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    """As the real `open_library` says it where nothing is installed."""
+
+    def open_library(*arguments: Any) -> Any:
+        stem = {"Nvrtc": "nvrtc", "CublasLt": "cublasLt"}[library]
+        monkeypatch.setattr(libraries, "_candidates", lambda stem: ["/nowhere/lib.so"])
+        return libraries.open_library(stem)
+
+    monkeypatch.setattr(getattr(module, library), "open", open_library)
+    with pytest.raises(BackendUnavailableError, match=r"lib\w+ of CUDA.*pip install nvidia-"):
+        CupyDevice.open()
+
+
+def test_cupy_that_is_missing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailableError, match=r"vllmx\[cuda13\]"):
+        CupyDevice.open()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "remedy"),
+    [
+        ("cudaErrorInsufficientDriver: ...", BackendUnavailableError, r"13\.1.*update NVIDIA"),
+        ("cudaErrorMemoryAllocation: ...", CapacityError, "H200 has no memory.*VLLMX_CUDA_DEVICE"),
+        ("cudaErrorDevicesUnavailable: ...", BackendUnavailableError, "another process"),
+        ("cudaErrorUnknown: ...", BackendUnavailableError, "cannot open NVIDIA H200.*dmesg"),
+    ],
+)
+def test_a_gpu_that_cuda_refuses(
+    machine: Any, text: str, kind: type[Exception], remedy: str
+) -> None:
+    machine.cuda.runtime.getDeviceProperties = refuse_with(CUDARuntimeError(text))
+    with pytest.raises(kind, match=remedy):
         CupyDevice.open()
 
 
 def test_the_real_cupy_has_what_is_used() -> None:
     cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
     for name in (
-        "runtime.memGetInfo", "runtime.getDeviceProperties", "runtime.memcpyAsync",
+        "runtime.memGetInfo", "runtime.CUDARuntimeError", "runtime.getDeviceProperties",
+        "runtime.memcpyAsync",
         "runtime.memcpy2DAsync", "runtime.memsetAsync", "runtime.memcpyHostToDevice",
         "runtime.memcpyDeviceToHost", "runtime.memcpyDeviceToDevice", "Device", "MemoryPool.malloc",
         "MemoryPool.free_bytes", "MemoryPool.free_all_blocks", "Stream.begin_capture",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError, ConfigError
-from vllmx_cuda import driver, plugin
+from vllmx_cuda import driver, environment, plugin
 from vllmx_cuda.arch import ARCHITECTURES, architecture
 
 
@@ -108,3 +109,23 @@ def test_architectures() -> None:
                 for a in ARCHITECTURES}) == len(ARCHITECTURES)  # fmt: skip
     with pytest.raises(BackendUnavailableError, match=r"7\.0.*7\.5"):
         architecture((7, 0))
+
+
+def test_the_environment_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line is a fact or a remedy, whatever is missing."""
+    monkeypatch.setattr(driver, "open_libcuda", lambda: FakeCuda((("NVIDIA T4", 7, 5),)))
+    monkeypatch.setattr(driver.query, "__defaults__", (driver.open_libcuda,))
+    found = environment.facts()
+    assert found["device"].startswith("0: NVIDIA T4, sm_75, 80.00 GiB")
+    assert found["driver"] == "up to CUDA 13.1"
+    assert found["dtype of bf16 models"] == "f16"
+    old = FakeCuda((("NVIDIA T4", 7, 5),), version=11080)
+    monkeypatch.setattr(driver.query, "__defaults__", (lambda: old,))
+    monkeypatch.setattr(
+        environment.Nvrtc, "open", lambda: SimpleNamespace(version=(13, 0), path="libnvrtc.so")
+    )
+    assert "up to CUDA 11.8: update NVIDIA's driver" in environment.facts()["nvrtc"]
+    monkeypatch.setattr(driver.query, "__defaults__", (lambda: FakeCuda(status=100),))
+    found = environment.facts()
+    assert all("no GPU is visible" in found[name] for name in ("driver", "device"))
+    assert found["nvrtc"] == "13.0 (libnvrtc.so)"

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.plan import LogitEdits
+from vllmx_core.testing.attention_checks import attention_model
+from vllmx_core.testing.harness import mixed_steps
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
+from vllmx_cuda.arch import number
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import Memory, Product
 from vllmx_cuda.emulated_device import EmulatedDevice, EmulatedGraph, array
@@ -31,6 +35,8 @@ class IdleDevice(EmulatedDevice):
         self.table: Memory | None = None
         self.tokens: list[int] = []
         """Of the last step as its kernels see them."""
+        self.entries: set[str] = set()
+        """Kernels that were launched."""
 
     def submit(self, kind: str, *calls: Any) -> None:
         self.log.append(kind)
@@ -44,6 +50,8 @@ class IdleDevice(EmulatedDevice):
     ) -> None:
         variant.launch(sizes)
         entry = variant.kernel.entry
+        self.entries.add(entry)
+        assert variant.kernel.min_arch <= number(self.info.arch)
         self.submit("launch", lambda: self._begin(*arguments) if entry == "begin_step" else None)
 
     def _begin(self, tokens: Any, ids: Any, table: Any, patches: Any, *counts: Any) -> None:
@@ -212,3 +220,30 @@ def test_the_progress_of_capturing_is_shown(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().err
     assert "capturing graphs" in shown
     assert shown.rstrip(" ").endswith("100%\n")
+
+
+ON_AMPERE = {"paged_prefill", "paged_decode_mma", "linear_mma"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "wanted"),
+    [("sm_80", "auto", "bf16"), ("sm_75", "auto", "f16"), ("sm_75", "bf16", "bf16")],
+)
+def test_turing_takes_slower_kernels_and_f16(
+    arch: str, dtype: str, wanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    device = IdleDevice(arch=arch)
+    model, source = attention_model(num_heads=8, num_kv_heads=2, head_size=64)
+    model = replace(model, shape=replace(model.shape, dtype="bf16"))
+    options = LoadOptions(
+        dtype=dtype, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=64
+    )
+    loaded = CudaBackend(lambda: device).load(model, source, options)
+    assert loaded.info.dtype == wanted
+    assert ("computing in f16" in caplog.text) == (wanted == "f16")
+    for rows in mixed_steps():
+        asked(device, loaded, rows)
+    used = ON_AMPERE & device.entries
+    assert used == (set() if arch == "sm_75" else ON_AMPERE)
+    assert {"paged_combine", "sample_pick"} <= device.entries

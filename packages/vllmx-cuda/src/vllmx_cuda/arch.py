@@ -29,3 +29,8 @@ def architecture(capability: tuple[int, int]) -> str:
 def number(arch: str) -> int:
     """sm_90a -> 90, as `Kernel.min_arch` counts."""
     return int(arch.removeprefix("sm_").rstrip("af"))
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """sm_90a -> (9, 0)."""
+    return divmod(number(arch), 10)

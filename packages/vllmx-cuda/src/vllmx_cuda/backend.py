@@ -12,8 +12,9 @@ from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.weights import WeightSource
 
+from vllmx_cuda.arch import capability
 from vllmx_cuda.device import Device
-from vllmx_cuda.dtypes import resolve
+from vllmx_cuda.dtypes import automatic, resolve
 from vllmx_cuda.graphs import Graphs
 from vllmx_cuda.kv_cache import CODES
 from vllmx_cuda.loaded import CudaLoadedModel
@@ -71,10 +72,10 @@ class CudaBackend:
                 " set --tensor-parallel-size 1",
                 param="tensor_parallel_size",
             )
-        dtype = resolve(options.dtype, model.shape.dtype)
-        kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
         device = self._open_device()
         try:
+            dtype = _dtype(options, model, device)
+            kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
             loaded = _load(model, source, options, device, dtype, kv)
             if not options.enforce_eager:
                 loaded.capture(self._capture_s, progress=options.progress)
@@ -82,6 +83,17 @@ class CudaBackend:
         except BaseException:
             device.close()
             raise
+
+
+def _dtype(options: LoadOptions, model: Model, device: Device) -> str:
+    auto = automatic(model.shape.dtype, capability(device.info.arch))
+    dtype = resolve(options.dtype, auto)
+    if dtype != model.shape.dtype and options.dtype == "auto":
+        logger.info(
+            "%s multiplies %s slowly: computing in %s; values beyond 65504 would overflow, in which"
+            " case choose --dtype f32", device.info.name, model.shape.dtype, dtype,
+        )  # fmt: skip
+    return dtype
 
 
 def _load(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import BackendUnavailableError, CapacityError
+from vllmx_core.errors import BackendUnavailableError, CapacityError, VllmxError
 from vllmx_core.memory import format_bytes
 
 from vllmx_cuda import driver
@@ -62,7 +62,10 @@ class CupyDevice:
         """The GPU that `vllmx_cuda.driver.choose_device` names. Raises BackendUnavailableError for
         a missing driver, GPU, CuPy or library, ConfigError for a number that is not there."""
         try:
-            chosen = driver.choose_device(driver.query())
+            facts = driver.query()
+            chosen = driver.choose_device(facts)
+            nvrtc = Nvrtc.open()
+            driver.check_major(facts.cuda_version, f"NVRTC ({nvrtc.path})", nvrtc.version)
         except driver.DriverError as error:
             raise BackendUnavailableError(str(error)) from error
         try:
@@ -72,7 +75,10 @@ class CupyDevice:
                 f"CuPy cannot be imported ({error}): pip install 'vllmx[cuda13]', or 'vllmx[cuda]'"
                 " for CUDA 12"
             ) from error
-        return cls(cupy, chosen, Nvrtc.open(), CublasLt.open)
+        try:
+            return cls(cupy, chosen, nvrtc, CublasLt.open)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise refusal(error, chosen, facts) from error
 
     def __init__(
         self,
@@ -129,7 +135,14 @@ class CupyDevice:
         return memory
 
     def pinned(self, num_bytes: int) -> Bytes:
-        held = self._cupy.cuda.alloc_pinned_memory(max(1, num_bytes))
+        try:
+            held = self._cupy.cuda.alloc_pinned_memory(max(1, num_bytes))
+        except self._runtime.CUDARuntimeError as error:
+            raise CapacityError(
+                f"{format_bytes(num_bytes)} of page-locked host memory were refused ({error}): free"
+                " some RAM, lower --max-num-batched-tokens, or in a container raise its limit of"
+                " locked memory (--ulimit memlock=-1)"
+            ) from error
         return np.frombuffer(held, np.uint8, num_bytes)
 
     # ---- copies
@@ -259,6 +272,30 @@ class CupyDevice:
         self._functions.clear()
         self._modules.clear()
         self._pool.free_all_blocks()
+
+
+def refusal(error: Exception, chosen: driver.DeviceFacts, facts: driver.DriverFacts) -> VllmxError:
+    """What it means that CUDA refused to open a GPU."""
+    text = str(error)
+    if "InsufficientDriver" in text:
+        version = ".".join(map(str, facts.cuda_version))
+        return BackendUnavailableError(
+            f"CuPy needs a newer driver than this one, which runs up to CUDA {version} ({text}):"
+            " update NVIDIA's driver, or pip install 'vllmx[cuda]' for CUDA 12"
+        )
+    if "MemoryAllocation" in text:
+        return CapacityError(
+            f"{chosen.name} has no memory left for a CUDA context ({text}): end what else runs"
+            f" there (nvidia-smi), or choose another GPU by {driver.DEVICE_VARIABLE}"
+        )
+    if "DevicesUnavailable" in text or "Prohibited" in text:
+        return BackendUnavailableError(
+            f"{chosen.name} is taken by another process ({text}): its compute mode is exclusive or"
+            f" prohibited (nvidia-smi -q -d COMPUTE); choose another by {driver.DEVICE_VARIABLE}"
+        )
+    return BackendUnavailableError(
+        f"CUDA cannot open {chosen.name} ({text}): see nvidia-smi and dmesg, or use --backend cpu"
+    )
 
 
 def _passed(ctype: str, is_pointer: bool, value: Memory | int | float | None) -> Any:

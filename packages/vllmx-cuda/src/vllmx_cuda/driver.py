@@ -99,6 +99,17 @@ def _check(status: int) -> None:
         raise DriverError(f"NVIDIA's driver answers error {status}: {meaning}")
 
 
+def check_major(found: tuple[int, int], library: str, version: tuple[int, int]) -> None:
+    """Raises DriverError for a library of a newer CUDA than the driver runs: what it makes or does
+    is refused. A newer minor version is no trouble."""
+    if version[0] > found[0]:
+        extra = "vllmx[cuda]" if found[0] == 12 else "vllmx[cpu]"
+        raise DriverError(
+            f"{library} is of CUDA {version[0]}.{version[1]}, the driver runs up to CUDA"
+            f" {found[0]}.{found[1]}: update NVIDIA's driver, or pip install '{extra}'"
+        )
+
+
 def choose_device(facts: DriverFacts) -> DeviceFacts:
     """The one that VLLMX_CUDA_DEVICE numbers, else the first that the kernels run on. Raises
     ConfigError for a number that is not there, DriverError where no GPU is new enough."""

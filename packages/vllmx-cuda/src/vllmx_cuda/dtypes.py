@@ -10,6 +10,12 @@ _ALIASES = {
 }  # fmt: skip
 
 
+def automatic(checkpoint: str, capability: tuple[int, int]) -> str:
+    """What auto means: the checkpoint's dtype, but f16 instead of bf16 before 8.0 (Ampere), where
+    tensor cores do not know bf16."""
+    return "f16" if checkpoint == "bf16" and capability < (8, 0) else checkpoint
+
+
 def resolve(wanted: str, automatic: str) -> str:
     """The dtype that `LoadOptions.dtype` asks for; `automatic` for auto. Raises ConfigError."""
     name = automatic if wanted == "auto" else wanted

@@ -12,6 +12,7 @@ from vllmx_core.memory import format_bytes
 from vllmx_cuda import driver
 from vllmx_cuda.arch import architecture
 from vllmx_cuda.cubins import kernel_cache
+from vllmx_cuda.dtypes import automatic
 from vllmx_cuda.libraries import include_folders, open_library
 from vllmx_cuda.nvrtc import Nvrtc
 
@@ -26,6 +27,7 @@ def facts() -> dict[str, str]:
         "cupy": _cupy,
         "nvrtc": _nvrtc,
         "cublasLt": _cublas_lt,
+        "dtype of bf16 models": _dtype,
         "headers": lambda: ", ".join(include_folders()),
         "compiled kernels": _cache,
     }
@@ -52,6 +54,10 @@ def _device() -> str:
     )
 
 
+def _dtype() -> str:
+    return automatic("bf16", driver.choose_device(driver.query()).capability)
+
+
 def _cupy() -> str:
     for name in _CUPY:
         try:
@@ -61,14 +67,25 @@ def _cupy() -> str:
     return "not installed: pip install 'vllmx[cuda13]', or 'vllmx[cuda]' for CUDA 12"
 
 
+def _check_with_driver(library: str, version: tuple[int, int]) -> None:
+    """Nothing without a driver: the line above says so."""
+    try:
+        found = driver.query().cuda_version
+    except driver.DriverError:
+        return
+    driver.check_major(found, library, version)
+
+
 def _nvrtc() -> str:
     nvrtc = Nvrtc.open()
+    _check_with_driver("NVRTC", nvrtc.version)
     return f"{nvrtc.version[0]}.{nvrtc.version[1]} ({nvrtc.path})"
 
 
 def _cublas_lt() -> str:
     library, path = open_library("cublasLt")
     version = int(library.cublasLtGetVersion())
+    _check_with_driver("cuBLASLt", (version // 10000, version % 10000 // 100))
     return f"{version // 10000}.{version % 10000 // 100}.{version % 100} ({path})"
 
 
