@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,27 @@ def test_a_right_model_passes_the_model_suite() -> None:
     suite.test_constants_are_float32()
     suite.test_chunks_do_not_change_the_logits(7)
     suite.test_positions_and_order_matter()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({}, None), ({"scale": 1.0}, "broken, chunk 1"), ({"window": 5}, "broken, chunk 1")],
+)
+def test_the_model_suite_finds_a_backend_that_disagrees(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str | None
+) -> None:
+    with_spec(**changes)(monkeypatch)
+    spec = SimpleNamespace(
+        name="broken", unavailable_reason=lambda: None, load=lambda: BrokenBackend
+    )
+    registry = SimpleNamespace(all=lambda kind: [spec])
+    monkeypatch.setattr("vllmx_core.testing.model_suite.load_registry", lambda: registry)
+    test = body_of()().test_installed_backends_agree_with_the_reference
+    if message is None:
+        test()
+        return
+    with pytest.raises(AssertionError, match=message):
+        test()
 
 
 def values_seen(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:

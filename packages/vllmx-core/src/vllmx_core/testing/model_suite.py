@@ -9,30 +9,35 @@
         def transformers_model(self) -> Any:                                  # optional
             return MyForCausalLM(MyConfig(...)).eval()
 
-The model runs on the numpy reference in float32, so no other backend need be installed.
+The model runs on the numpy reference in float32, so no other backend need be installed; those that
+are must agree with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.reference import Floats
 from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
-from vllmx_core.testing.plans import Driver, Row, make_plan
+from vllmx_core.registry import load_registry
+from vllmx_core.specs import BackendSpec
+from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.testing.trace import trace
 
 MAX_MODEL_LEN = 192
-PAGE = 8
+PAGE = 16
+MOST_LOGPROBS = 64
+"""What every backend gives."""
 
 
 class ModelSuite:
@@ -123,6 +128,44 @@ class ModelSuite:
             other = _logits(model, source, changed, len(text))[-1]
             assert np.abs(other - last).max() > 1e-6, f"position {position} has no effect"
 
+    def test_installed_backends_agree_with_the_reference(self) -> None:
+        """In float32: the same logits, and the same greedy ids wherever no other id is as near."""
+        model = self.make_model(dict(self.config))
+        source = random_weights(model)
+        with _loaded(model, source) as reference:
+            text = [*_text(model, 23), *Driver(reference).generate([_text(model, 23)], 40)[0]]
+        expected = _logits(model, source, text, len(text))
+        for spec in load_registry().all(BackendSpec):
+            if spec.unavailable_reason() is not None:
+                continue
+            backend: Backend = spec.load()()
+            loaded = backend.load(model, source, _options(kv_cache_dtype="f32", num_threads=1))
+            with closing(loaded):
+                for chunk in (1, 7, len(text)):
+                    self._check_logits(f"{spec.name}, chunk {chunk}", loaded, text, chunk, expected)
+
+    def _check_logits(
+        self, case: str, loaded: LoadedModel, text: Sequence[int], chunk: int, expected: Floats
+    ) -> None:
+        """What a backend samples greedily after each token of the text, with the log-probabilities
+        of the likeliest."""
+        peak = np.abs(expected).max()
+        logprobs = expected - np.logaddexp.reduce(expected, axis=-1, keepdims=True)
+        best = np.sort(expected, axis=-1)
+        clear = best[:, -1] - best[:, -2] > 1e-4 * peak
+        for at in range(0, len(text), chunk):
+            row = Row(text[at : at + chunk], at, _blocks(text), "all")
+            count = len(row.tokens)
+            rows = sampling_rows(count, num_logprobs=min(MOST_LOGPROBS, expected.shape[1]))
+            result = loaded.step(make_plan([row], PAGE), rows).result()
+            wanted = expected[at : at + count].argmax(-1)
+            wrong = (result.ids != wanted) & clear[at : at + count]
+            assert not wrong.any(), f"{case}: {result.ids} in place of {wanted} at {at}"
+            assert result.logprobs is not None
+            found = np.take_along_axis(logprobs[at : at + count], result.logprobs.top_ids, axis=1)
+            error = np.abs(result.logprobs.top - found).max() / peak
+            assert error < self.tolerance, f"{case}: relative error {error:.1e} at {at}"
+
     def test_equals_transformers(self) -> None:
         twin = self.transformers_model()
         if twin is None:
@@ -179,23 +222,29 @@ def random_weights(model: Model, seed: int = 0) -> ArraySource:
     return ArraySource(arrays)
 
 
+def _options(**more: Any) -> LoadOptions:
+    return LoadOptions(
+        dtype="f32", max_model_len=MAX_MODEL_LEN, block_size=PAGE, max_num_seqs=2,
+        num_kv_blocks=2 * MAX_MODEL_LEN // PAGE, **more,
+    )  # fmt: skip
+
+
+def _blocks(text: Sequence[int]) -> list[int]:
+    return list(range(-(-len(text) // PAGE)))[::-1]
+
+
 @contextmanager
 def _loaded(model: Model, source: ArraySource) -> Iterator[ReferenceLoadedModel]:
-    options = LoadOptions(
-        dtype="f32", max_model_len=MAX_MODEL_LEN, block_size=PAGE, max_num_seqs=2,
-        num_kv_blocks=2 * MAX_MODEL_LEN // PAGE,
-    )  # fmt: skip
-    loaded = ReferenceBackend().load(model, source, options)
+    loaded = ReferenceBackend().load(model, source, _options())
     yield loaded
     loaded.close()
 
 
 def _logits(model: Model, source: ArraySource, text: Sequence[int], chunk: int) -> Floats:
     """(T, V) logits of the text, fed in chunks."""
-    blocks = list(range(-(-len(text) // PAGE)))[::-1]
     with _loaded(model, source) as loaded:
         parts = [
-            loaded.logits(make_plan([Row(text[at : at + chunk], at, blocks, "all")], PAGE))
+            loaded.logits(make_plan([Row(text[at : at + chunk], at, _blocks(text), "all")], PAGE))
             for at in range(0, len(text), chunk)
         ]
     return np.concatenate(parts)
