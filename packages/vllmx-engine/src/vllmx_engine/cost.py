@@ -12,9 +12,12 @@ from vllmx_core.plan import F32
 _REMEMBERED = 64
 _FEATURES = 5
 _CHUNK_TOKENS, _CHUNK_WORK = 3, 4
-_KEPT_SHARE = 0.97
-"""Of the steps with prefill, so many are to keep the target: all but two of those remembered."""
+_RATIOS = 256
+_KEPT_SHARE = 0.99
+"""Of the steps with prefill, so many are to keep the target."""
 _MAX_MARGIN = 2.0
+_PACE_WEIGHT = 0.25
+"""Of the newest step in how fast the machine is now."""
 _GROWTH = 2.0
 
 
@@ -35,6 +38,10 @@ class StepCost:
     Keeps the last 64 steps with and the last 64 without prefill (a ring each, so that a long time
     of decoding does not wash out what prefill costs) and fits relative errors by least squares, but
     only when a chunk is to be sized beside running decodes; a step of decodes costs one write.
+
+    Beside the fit it keeps how steps with prefill compared with what was predicted for them before
+    they were known: their pace now, which follows a machine that others load faster than the fit
+    does, and the ratios of the last 256, whose upper end is the margin.
     """
 
     def __init__(self, target_s: float | None, min_chunk: int) -> None:
@@ -48,7 +55,9 @@ class StepCost:
         self._seen = [0, 0]
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
-        self._margin: float | None = None
+        self._ratios = np.ones(_RATIOS, np.float32)
+        self._num_ratios = 0
+        self._pace = 1.0
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         """Learns from a finished step. A backend that gives no time (0) is held to no target."""
@@ -56,9 +65,21 @@ class StepCost:
         if not self._is_timed:
             return
         kind = 1 if load.chunk_tokens else 0
+        if kind and self._seen[kind] >= _FEATURES:  # a fit of fewer steps predicts nothing
+            self._compare(self.predict(load), elapsed_s)
         self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load, elapsed_s)
         self._seen[kind] += 1
-        self._fit = self._margin = None
+        self._fit = None
+
+    def _compare(self, fitted_s: float, elapsed_s: float) -> None:
+        """Learns how far a step was from what the steps before it let expect."""
+        if fitted_s <= 0.0:
+            return
+        ratio = elapsed_s / (fitted_s * self._pace)
+        self._ratios[self._num_ratios % _RATIOS] = ratio
+        self._num_ratios += 1
+        pace = self._pace * ratio**_PACE_WEIGHT
+        self._pace = min(max(pace, 1 / _MAX_MARGIN), _MAX_MARGIN)
 
     def predict(self, load: StepLoad) -> float:
         """Seconds, 0 before anything was seen."""
@@ -98,15 +119,12 @@ class StepCost:
         return coefficients[_CHUNK_TOKENS] * tokens + coefficients[_CHUNK_WORK] * work
 
     def _overrun(self) -> float:
-        """How many times the predicted time nearly all remembered steps with prefill kept to."""
-        if self._margin is None:
-            steps = self._rings[1][: min(self._seen[1], _REMEMBERED)].astype(np.float64)
-            predicted = steps[:, :_FEATURES] @ np.array(self._coefficients())
-            known = predicted > 0.0
-            ratios = steps[known, _FEATURES] / predicted[known]
-            worst = float(np.quantile(ratios, _KEPT_SHARE)) if len(ratios) else 1.0
-            self._margin = min(max(worst, 1.0), _MAX_MARGIN)
-        return self._margin
+        """How many times the fitted time nearly all steps with prefill would keep to now."""
+        if not self._num_ratios:
+            return 1.0
+        ratios = self._ratios[: min(self._num_ratios, _RATIOS)]
+        margin = self._pace * float(np.quantile(ratios, _KEPT_SHARE))
+        return min(max(margin, 1.0), _MAX_MARGIN)
 
     def _coefficients(self) -> tuple[float, ...]:
         if self._fit is None:
