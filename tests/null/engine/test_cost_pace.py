@@ -51,7 +51,7 @@ def heavy_tail(rng: random.Random) -> Slowness:
 
 
 def simulate(machine: Callable[[random.Random], Slowness], seed: int) -> list[float]:
-    """Seconds of the steps with prefill while twelve prompts come in, after one that is not counted.
+    """Seconds of the steps with prefill while twelve prompts come in, after an uncounted one.
     As in the engine a step is sized before the one under way has ended."""
     slowness = machine(random.Random(seed))
     cost = StepCost(TARGET_S, 16)
