@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from vllmx_core.plan import I64, StepPlan
+from vllmx_core.plan import StepPlan
+from vllmx_core.query_tiles import QueryTiles
 
 from vllmx_torch.transfer import upload
 
@@ -60,19 +61,18 @@ class TorchStep:
         """Every query token of the step once; made for the first layer that asks."""
         key = (window, causal)
         if key not in self._batches:
-            tiles = _tiles(self.plan, window, causal)
+            tiles = QueryTiles.cut(self.plan, window, causal, TILE_TOKENS)
             self._batches[key] = [
-                self._batch(tiles.take(chosen), window, causal) for chosen in tiles.groups()
+                self._batch(group, window, causal) for group in tiles.groups(BATCH_KEYS)
             ]
         return self._batches[key]
 
-    def _batch(self, tiles: _Tiles, window: int | None, causal: bool) -> AttentionBatch:
+    def _batch(self, tiles: QueryTiles, window: int | None, causal: bool) -> AttentionBatch:
         device, queries = self.tokens.device, int(tiles.queries[0])
-        longest = int((tiles.last_key - tiles.first_key).max()) + 1
         packed = np.stack([tiles.row, tiles.first_token, tiles.first_key, tiles.last_key])
         row, first_token, first_key, last_key = upload(packed, np.int64, device)[:, :, None]
         tokens = first_token + torch.arange(queries, device=device)  # (N, Q)
-        keys = first_key + torch.arange(longest, device=device)  # (N, C) positions
+        keys = first_key + torch.arange(tiles.longest, device=device)  # (N, C) positions
         # Padding repeats the tile's last key, so that no other row's NaN comes in.
         held = torch.minimum(keys, last_key)
         blocks = self.block_table[row, held // self.block_size]
@@ -84,52 +84,3 @@ class TorchStep:
         if window is not None:
             mask = mask & (behind.abs() < window)
         return AttentionBatch(tokens.flatten(), slots, mask)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Pieces of rows, at most TILE_TOKENS queries each; every array is (tiles,)."""
-
-    row: I64
-    first_token: I64
-    queries: I64
-    first_key: I64
-    last_key: I64
-
-    def take(self, chosen: I64) -> _Tiles:
-        return _Tiles(
-            self.row[chosen], self.first_token[chosen], self.queries[chosen],
-            self.first_key[chosen], self.last_key[chosen],
-        )  # fmt: skip
-
-    def groups(self) -> list[I64]:
-        """Tiles of as many queries and about as many keys, padded to no more than BATCH_KEYS."""
-        lengths = self.last_key - self.first_key + 1
-        groups: list[I64] = []
-        start, order = 0, np.lexsort((lengths, self.queries))
-        for end in range(1, len(order) + 1):
-            if end < len(order):
-                following = order[end]
-                padded = (end + 1 - start) * lengths[following]
-                same = self.queries[following] == self.queries[order[start]]
-                if same and padded <= BATCH_KEYS:
-                    continue
-            groups.append(order[start:end])
-            start = end
-        return groups
-
-
-def _tiles(plan: StepPlan, window: int | None, causal: bool) -> _Tiles:
-    start = plan.query_start.astype(np.int64)
-    counts = -(-np.diff(start) // TILE_TOKENS)  # (R,) tiles of each row
-    row = np.repeat(np.arange(plan.num_rows), counts)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first_token = start[row] + index * TILE_TOKENS
-    queries = np.minimum(TILE_TOKENS, start[row + 1] - first_token)
-    first_key = np.zeros(len(row), np.int64)
-    if window is not None:
-        first_key = np.maximum(0, plan.positions[first_token].astype(np.int64) - window + 1)
-    last_key = plan.context_len[row].astype(np.int64) - 1
-    if causal:
-        last_key = plan.positions[first_token + queries - 1].astype(np.int64)
-    return _Tiles(row, first_token, queries, first_key, last_key)
