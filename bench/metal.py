@@ -6,6 +6,12 @@
         --mlx-models mlx-community/Qwen3-0.6B-bf16,mlx-community/Qwen3-0.6B-4bit \\
         --gguf Qwen3-0.6B-Q4_0.gguf
 
+    python bench/metal.py --model Qwen/Qwen3-0.6B --run --weights bf16 --prompt 4096 --tokens 16 \\
+        --batches 1,4 --prefill-kernel off,on
+
+The last one decides whether our own prefill kernel (`VLLMX_METAL_PAGED_PREFILL`) should be the
+default: it compares it with MLX's attention first, then measures prefill with and without it.
+
 Decode speed is that of `LLM.generate`: the time of a long answer less that of a short one, so that
 load, prefill and templates fall out. The share of the memory bandwidth counts the weights once a
 step (KV pages are left out), beside `--bandwidth` in GB/s or, without it, a copy that is measured
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -41,6 +48,7 @@ class Figure:
     """One case of vllmx."""
 
     weights: str
+    prefill_kernel: str
     batch: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
@@ -56,7 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine()
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else copy_bandwidth()
     print(json.dumps(facts | {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1)}))
-    figures = [figure for name in args.weights for figure in measure(args, name, bandwidth)]
+    if "on" in args.prefill_kernel:
+        print("the prefill kernel differs from MLX's attention by", prefill_differences())
+    figures = [
+        figure
+        for kernel in args.prefill_kernel
+        for name in args.weights
+        for figure in measure(args, name, kernel, bandwidth)
+    ]
     print(table(figures))
     for command in commands:
         print("\n$", " ".join(command), flush=True)
@@ -75,6 +90,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", action="store_true", help="measure instead of printing the plan")
     parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--weights", type=lambda s: s.split(","), default=list(BITS))
+    parser.add_argument("--prefill-kernel", type=lambda s: s.split(","), default=["off"],
+                        help="off, on or both: our own kernel for prompts")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="decoded tokens that are timed")
     parser.add_argument("--rounds", type=int, default=3)
@@ -85,6 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     unknown = set(args.weights) - set(BITS) | set(args.peers) - {"mlx-lm", "llama.cpp"}
+    unknown |= set(args.prefill_kernel) - {"off", "on"}
     if unknown:
         parser.error(f"unknown {', '.join(sorted(unknown))}: weights are {', '.join(BITS)}")
     return args
@@ -152,9 +170,19 @@ def copy_bandwidth() -> float:
     return best
 
 
-def measure(args: argparse.Namespace, name: str, bandwidth: float) -> Iterator[Figure]:
+def prefill_differences() -> dict[str, float]:
+    """The greatest one in each dtype, for values of a standard deviation of one."""
+    import mlx.core as mx
+    from vllmx_metal.kernel_choice import prefill_difference
+
+    dtypes = (mx.float32, mx.float16, mx.bfloat16)
+    return {str(dtype): round(prefill_difference(dtype), 5) for dtype in dtypes}
+
+
+def measure(args: argparse.Namespace, name: str, kernel: str, bandwidth: float) -> Iterator[Figure]:
     from vllmx import LLM
 
+    os.environ["VLLMX_METAL_PAGED_PREFILL"] = "1" if kernel == "on" else "0"
     longest = args.prompt + args.tokens + 1
     with LLM(
         args.model, backend="metal", isq=BITS[name], max_num_seqs=max(args.batches),
@@ -170,7 +198,7 @@ def measure(args: argparse.Namespace, name: str, bandwidth: float) -> Iterator[F
                 decode.append(batch * args.tokens / (long - short))
             speed = statistics.median(decode)
             used = llm.info.weight_bytes * speed / batch
-            yield Figure(name, batch, statistics.median(prefill), speed, used / bandwidth)
+            yield Figure(name, kernel, batch, statistics.median(prefill), speed, used / bandwidth)
 
 
 _calls = iter(range(1 << 30))
@@ -193,10 +221,10 @@ def run(llm: Any, batch: int, prompt: int, tokens: int) -> float:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    lines = ["| weights | batch | prefill tokens/s | decode tokens/s | share of bandwidth |",
-             "|-|-|-|-|-|"]  # fmt: skip
+    lines = ["| weights | prefill kernel | batch | prefill tokens/s | decode tokens/s"
+             " | share of bandwidth |", "|-|-|-|-|-|-|"]  # fmt: skip
     lines += [
-        f"| {f.weights} | {f.batch} | {f.prefill_tokens_per_s:.0f} | {f.decode_tokens_per_s:.1f} |"
+        f"| {f.weights} | {f.prefill_kernel} | {f.batch} | {f.prefill_tokens_per_s:.0f} | {f.decode_tokens_per_s:.1f} |"
         f" {f.bandwidth_share:.0%} |"
         for f in figures
     ]

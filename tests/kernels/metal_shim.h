@@ -25,6 +25,10 @@ struct bfloat16_t {
 struct uint3 {
   uint x, y, z;
 };
+struct ulong2 {
+  ulong x, y;
+  ulong2(ulong a, ulong b) : x(a), y(b) {}
+};
 #define threadgroup static  // shared by the fibers of a group, and groups follow each other
 
 namespace shim {
@@ -99,15 +103,65 @@ using std::exp2;
 using std::tanh;
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline uint min(uint a, uint b) { return a < b ? a : b; }
-inline float simd_sum(float value) {
+template <typename Join>
+float simd_reduce(float value, Join join) {
   const uint first = shim::current & ~(shim::LANES - 1);
   shim::fibers[shim::current].offered = value;
   shim::park(shim::IN_SIMDGROUP);
-  float sum = 0;
-  for (uint i = 0; i < shim::LANES; i++) sum += shim::fibers[first + i].offered;
+  float all = shim::fibers[first].offered;
+  for (uint i = 1; i < shim::LANES; i++) all = join(all, shim::fibers[first + i].offered);
   shim::park(shim::IN_SIMDGROUP);
-  return sum;
+  return all;
+}
+inline float simd_sum(float value) {
+  return simd_reduce(value, [](float a, float b) { return a + b; });
+}
+inline float simd_max(float value) {
+  return simd_reduce(value, [](float a, float b) { return max(a, b); });
 }
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { shim::park(shim::AT_BARRIER); }
+inline void simdgroup_barrier(mem_flags) { shim::park(shim::IN_SIMDGROUP); }
+
+// Every lane holds the whole matrix and computes all of it. The last lane alone stores, so that who
+// reads before a barrier finds what was there.
+template <typename T, int COLS, int ROWS>
+struct simdgroup_matrix {
+  T at[ROWS][COLS];
+};
+template <typename T, int COLS, int ROWS>
+simdgroup_matrix<T, COLS, ROWS> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, COLS, ROWS> m;
+  for (auto& row : m.at)
+    for (T& place : row) place = value;
+  return m;
+}
+template <typename T>
+void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const T* from, ulong width = 8,
+                    ulong2 origin = ulong2(0, 0), bool turned = false) {
+  from += origin.y * width + origin.x;
+  for (int r = 0; r < 8; r++)
+    for (int c = 0; c < 8; c++) m.at[r][c] = turned ? from[c * width + r] : from[r * width + c];
+}
+template <typename T>
+void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, T* to, ulong width = 8) {
+  if (shim::current % shim::LANES != shim::LANES - 1) return;
+  for (int r = 0; r < 8; r++)
+    for (int c = 0; c < 8; c++) to[r * width + c] = m.at[r][c];
+}
+template <typename T>
+void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& d, const simdgroup_matrix<T, 8, 8>& a,
+                                   const simdgroup_matrix<T, 8, 8>& b,
+                                   const simdgroup_matrix<T, 8, 8>& c) {
+  simdgroup_matrix<T, 8, 8> sum = c;  // d may be any of the others
+  for (int r = 0; r < 8; r++)
+    for (int i = 0; i < 8; i++)
+      for (int k = 0; k < 8; k++) sum.at[r][k] += a.at[r][i] * b.at[i][k];
+  d = sum;
+}
+template <typename T>
+void simdgroup_multiply(simdgroup_matrix<T, 8, 8>& d, const simdgroup_matrix<T, 8, 8>& a,
+                        const simdgroup_matrix<T, 8, 8>& b) {
+  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<T, 8, 8>(T(0)));
+}
 }  // namespace metal

@@ -8,29 +8,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
-from vllmx_core import kv_quant
 from vllmx_core.errors import ConfigError
-from vllmx_core.model import AttentionSpec
 from vllmx_core.testing.attention_checks import attention_model
 from vllmx_core.testing.harness import Harness, mixed_steps
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
-from vllmx_metal import paged  # noqa: E402
+from vllmx_metal import kernel_choice, paged  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
-from vllmx_metal.kv_cache import LayerPages, Pages  # noqa: E402
 
+from .metal_cases import PAGE, Case  # noqa: E402
 from .metal_shim import ShimKernel  # noqa: E402
 
 KERNELS = files("vllmx_metal") / "kernels"
 SOURCE = (KERNELS / "paged_decode.metal").read_text()
-HEADER = (KERNELS / "paged_decode.h").read_text()
-Array = NDArray[Any]
-PAGE = 16
+HEADER = (KERNELS / "page_value.h").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -50,79 +44,10 @@ def shim(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShimKer
     return use
 
 
-class Case:
-    """Random queries and pages, blocks in no order, and what attention makes of them."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        *,
-        heads: int = 4,
-        kv_heads: int = 2,
-        size: int = 64,
-        kv: str = "f32",
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        dtype: str = "f32",
-    ) -> None:
-        random = np.random.default_rng(len(lengths) * size + heads)
-        blocks = [-(-length // PAGE) for length in lengths]
-        order = random.permutation(sum(blocks) + 3).astype(np.int32)
-        table = np.full((len(lengths), max(blocks)), 1 << 20, np.int32)  # nobody reads these
-        for row, count in enumerate(blocks):
-            table[row, :count] = order[sum(blocks[:row]) :][:count]
-        q = random.standard_normal((len(lengths), heads, size)).astype(np.float32)
-        k, v = (
-            random.standard_normal((len(order) * PAGE, kv_heads, size)).astype(np.float32)
-            for _ in range(2)
-        )
-        wide = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
-        self.q = mx.array(q).astype(wide[dtype])
-        self.pages = LayerPages(*(self._pages(side, kv, wide) for side in (k, v)))
-        values = random.standard_normal(heads).astype(np.float32)
-        self.spec = AttentionSpec(
-            0, heads, kv_heads, size, size**-0.5, window=window, softcap=softcap,
-            sinks=mx.array(values) if sinks else None,
-        )  # fmt: skip
-        last = np.array(lengths) - 1
-        first = np.zeros(len(lengths), np.int64) if window is None else last - window + 1
-        first = np.maximum(first, 0)
-        self.rows = paged.decode_rows(table, first, last, PAGE)
-        held = [kv_quant.rounded(side, kv) for side in (k, v)]
-        query = np.array(self.q.astype(mx.float32))
-        self.expected = np.stack(
-            [
-                self._attend(query[row], *held, table[row], range(first[row], lengths[row]),
-                             values if sinks else None)
-                for row in range(len(lengths))
-            ]
-        )  # fmt: skip
-
-    def _pages(self, side: Array, kv: str, wide: dict[str, Any]) -> Pages:
-        if kv in wide:
-            return Pages(kv, mx.array(side).astype(wide[kv]), None)
-        codes, scales = kv_quant.quantise(side, kv)
-        return Pages(kv, mx.array(codes), mx.array(scales))
-
-    def _attend(
-        self, q: Array, k: Array, v: Array, table: Array, seen: range, sinks: Array | None
-    ) -> Array:
-        positions = np.array(seen)
-        slots = table[positions // PAGE] * PAGE + positions % PAGE
-        group = self.spec.num_heads // self.spec.num_kv_heads
-        keys, values = (side[slots].astype(np.float64).repeat(group, axis=1) for side in (k, v))
-        scores = np.einsum("hd,chd->hc", q.astype(np.float64), keys) * self.spec.scale
-        if self.spec.softcap is not None:
-            scores = self.spec.softcap * np.tanh(scores / self.spec.softcap)
-        weights = np.exp(scores)
-        mass = weights.sum(1) + (0 if sinks is None else np.exp(sinks.astype(np.float64)))
-        return np.einsum("hc,chd->hd", weights / mass[:, None], values)
-
-    def error(self) -> float:
-        """NaN where anything is."""
-        found = paged.paged_decode(self.q, self.spec, self.pages, self.rows)
-        return float(np.abs(np.array(found.astype(mx.float32)) - self.expected).max())
+def decode_error(case: Case) -> float:
+    last = case.lengths - 1
+    rows = paged.decode_rows(case.table, case.first_key(last), last, PAGE)
+    return case.error(paged.paged_decode(case.q, case.spec, case.pages, rows))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -149,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 def test_paged_decode(shim: Callable[..., ShimKernel], options: dict[str, Any]) -> None:
     made = shim()
-    error = Case([1, 17, 5, 130], **options).error()
+    error = decode_error(Case([1, 17, 5, 130], **options))
     print(f"{error:.1e}")  # pytest -rP shows it
     assert error < {"f16": 1e-3, "bf16": 1e-2}.get(options.get("dtype", ""), 2e-6)
     assert made.divergences == 0
@@ -162,7 +87,7 @@ def test_long_contexts_are_cut_into_parts(
     """Rows that end in the first, second and third part, beside each other."""
     shim()
     lengths = [1, paged.PART, paged.PART + 1, 2 * paged.PART + 40]
-    assert Case(lengths, **options).error() < 2e-6
+    assert decode_error(Case(lengths, **options)) < 2e-6
 
 
 WRONG = {
@@ -183,7 +108,7 @@ def test_a_wrong_kernel_is_noticed(
 ) -> None:
     assert SOURCE.count(change[0]) == 1
     made = shim(SOURCE.replace(*change))
-    error = Case([1, 17, 5, 130]).error()
+    error = decode_error(Case([1, 17, 5, 130]))
     assert not error < 1e-3 or made.divergences
 
 
@@ -202,43 +127,47 @@ class TestInTheBackend(Harness):
         self, shim: Callable[..., ShimKernel], monkeypatch: pytest.MonkeyPatch, features: Any
     ) -> None:
         made = shim()
-        monkeypatch.setenv(paged.SWITCH, "1")
+        monkeypatch.setenv(kernel_choice.DECODE_SWITCH, "1")
         self.compare(*attention_model(**features), mixed_steps())
         assert made.builds >= 1, "the kernel was not called"
+
+
+def chosen(dtype: Any) -> bool:
+    return kernel_choice.choose_kernels(dtype).decode
 
 
 class TestProbe:
     @pytest.fixture(autouse=True)
     def _metal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mlx.core.metal.is_available", lambda: True)
-        monkeypatch.delenv(paged.SWITCH, raising=False)
+        monkeypatch.delenv(kernel_choice.DECODE_SWITCH, raising=False)
 
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
     def test_a_right_kernel_is_used(self, shim: Callable[..., ShimKernel], dtype: str) -> None:
         shim()
-        assert paged.wanted(getattr(mx, dtype))
+        assert chosen(getattr(mx, dtype))
 
     def test_a_wrong_one_is_not(
         self, shim: Callable[..., ShimKernel], caplog: pytest.LogCaptureFixture
     ) -> None:
         shim(SOURCE.replace(*WRONG["a block too far"]))
-        assert not paged.wanted(mx.float16)
+        assert not chosen(mx.float16)
         assert "off by" in caplog.text
 
     def test_one_that_does_not_compile_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
         """What MLX says on a machine without Metal."""
         paged.kernel.cache_clear()
-        assert not paged.wanted(mx.float16)
+        assert not chosen(mx.float16)
         assert "does not run" in caplog.text
 
     @pytest.mark.parametrize(("value", "used"), [("1", True), ("0", False)])
     def test_the_switch_decides(
         self, monkeypatch: pytest.MonkeyPatch, value: str, used: bool
     ) -> None:
-        monkeypatch.setenv(paged.SWITCH, value)
-        assert paged.wanted(mx.float16) == used
+        monkeypatch.setenv(kernel_choice.DECODE_SWITCH, value)
+        assert chosen(mx.float16) == used
 
     def test_another_value_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(paged.SWITCH, "yes")
-        with pytest.raises(ConfigError, match=f"{paged.SWITCH}=yes"):
-            paged.wanted(mx.float16)
+        monkeypatch.setenv(kernel_choice.DECODE_SWITCH, "yes")
+        with pytest.raises(ConfigError, match=f"{kernel_choice.DECODE_SWITCH}=yes"):
+            chosen(mx.float16)

@@ -8,8 +8,9 @@ from vllmx_core.model import AttentionSpec
 
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages, Pages
-from vllmx_metal.paged import paged_decode
-from vllmx_metal.step import AttentionBatch, MetalStep
+from vllmx_metal.paged import DecodeRows, paged_decode
+from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
+from vllmx_metal.step import GatheredTiles, MetalStep
 
 
 @fused
@@ -50,12 +51,12 @@ def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerP
     q = q.astype(qkv.dtype)
     pages.k.write(step.slots, k)
     pages.v.write(step.slots, v)
-    cut = step.batches(spec.window, spec.causal)
+    cut = step.batches(spec)
     if cut.order is not None:
         q = q[cut.order]
     outs, first = [], 0
     for batch in cut.batches:
-        outs.append(_attend(q[first : first + batch.tokens], batch, spec, pages))
+        outs.append(_attend(q[first : first + batch.tokens], batch.over, spec, pages))
         first += batch.tokens
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs)  # (T, H, D)
     if cut.inverse is not None:
@@ -63,15 +64,21 @@ def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerP
     return out.reshape(-1, heads * size)
 
 
-def _attend(q: mx.array, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages) -> mx.array:
-    """q (N * Q, H, D) -> (N * Q, H, D)."""
-    if batch.rows is not None:
-        return paged_decode(q, spec, pages, batch.rows)
+def _attend(
+    q: mx.array,
+    batch: GatheredTiles | DecodeRows | PrefillTiles,
+    spec: AttentionSpec,
+    pages: LayerPages,
+) -> mx.array:
+    """q (tokens, H, D) -> the same."""
+    if isinstance(batch, DecodeRows):
+        return paged_decode(q, spec, pages, batch)
+    if isinstance(batch, PrefillTiles):
+        return paged_prefill(q, spec, pages, batch)
     tiles, queries = batch.tiles, batch.queries
 
     def gathered(pool: Pages) -> mx.array:
         """(N, K, C, D)"""
-        assert batch.slots is not None
         rows = pool.gather(batch.slots).astype(q.dtype)
         return rows.reshape(tiles, -1, spec.num_kv_heads, spec.head_size).swapaxes(1, 2)
 
@@ -100,7 +107,7 @@ def _capped(
     q: mx.array,
     keys: mx.array,
     values: mx.array,
-    batch: AttentionBatch,
+    batch: GatheredTiles,
     spec: AttentionSpec,
     softcap: float,
 ) -> mx.array:

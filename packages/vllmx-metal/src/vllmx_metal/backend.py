@@ -16,11 +16,11 @@ from vllmx_core.weights import WeightSource, WeightSpec
 from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident
 from vllmx_metal.dtypes import DTYPES, choose_dtype
+from vllmx_metal.kernel_choice import choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
-from vllmx_metal.paged import wanted
 from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
 logger = logging.getLogger("vllmx.metal")
@@ -85,7 +85,7 @@ class MetalBackend:
             model.shape, specs, options.max_model_len, max_tokens, max_rows
         )
         kv = plan_kv(model.shape.kv, options, cached, device, weights_size + step_bytes)
-        paged = wanted(DTYPES[dtype])
+        kernels = choose_kernels(DTYPES[dtype])
         loader = WeightLoader(source, DTYPES[dtype])
         weights = loader.load(specs, constants, progress=options.progress)
         info = LoadedInfo(
@@ -100,12 +100,16 @@ class MetalBackend:
             max_logit_rows=max_rows,
             weight_bytes=held_bytes(weights),
             kv_cache_bytes=kv.num_bytes,
-            details={"mlx": version("mlx"), "decode attention": "own kernel" if paged else "MLX"},
+            details={
+                "mlx": version("mlx"),
+                "decode attention": "own kernel" if kernels.decode else "MLX",
+                "prefill attention": "own kernel" if kernels.prefill else "MLX",
+            },
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
         ops = MetalOps(kv.allocate(), DTYPES[dtype])
         keep_resident(device, info.weight_bytes + info.kv_cache_bytes, step_bytes)
-        return MetalLoadedModel(model, weights, ops, info, owner, device, paged=paged)
+        return MetalLoadedModel(model, weights, ops, info, owner, device, kernels)
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

@@ -15,6 +15,7 @@ from vllmx_core.model import Model
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
 from vllmx_metal.device import Device, release
+from vllmx_metal.kernel_choice import PagedKernels
 from vllmx_metal.ops import MetalOps
 from vllmx_metal.owner import Owner
 from vllmx_metal.sampler import sample
@@ -35,11 +36,10 @@ class MetalLoadedModel:
         info: LoadedInfo,
         owner: Owner,
         device: Device,
-        *,
-        paged: bool,
+        kernels: PagedKernels,
     ) -> None:
         self._model, self._weights, self._ops = model, weights, ops
-        self._info, self._owner, self._device, self._paged = info, owner, device, paged
+        self._info, self._owner, self._device, self._kernels = info, owner, device, kernels
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
         self._last_rows = 0  # L of the last step that had any
@@ -90,7 +90,7 @@ class MetalLoadedModel:
 
     def _graph(self, plan: StepPlan, rows: SamplingRows) -> dict[str, mx.array]:
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
-        step = MetalStep.build(plan, self._info.block_size, last_ids, paged=self._paged)
+        step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
         logits: mx.array = self._model.forward(self._ops, self._weights, step)  # (L, V)
         if not plan.num_logit_rows:
             return {"ids": mx.zeros(0, mx.int32)}

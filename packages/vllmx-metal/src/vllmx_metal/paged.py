@@ -1,11 +1,9 @@
 """Attention of decode rows by our own Metal kernel, which reads the pages where they lie. Never run
-on Metal so far; `probe` compares it with MLX's own attention before it is used."""
+on Metal so far; `kernel_choice` compares it with MLX's own attention before it is used."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -13,15 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.errors import ConfigError
 from vllmx_core.model import AttentionSpec
 
-from vllmx_metal.kv_cache import LayerPages, Pages
+from vllmx_metal.kv_cache import LayerPages
 
-logger = logging.getLogger("vllmx.metal")
-
-SWITCH = "VLLMX_METAL_PAGED_KERNEL"
-"""1: use the kernel without a probe, 0: never; unset: where the probe finds it right."""
 PART = 512
 """Positions of one threadgroup: a long context becomes many of them."""
 SIMDS = 4
@@ -46,18 +39,24 @@ class DecodeRows:
     page: int
 
 
-@cache
-def kernel() -> Callable[..., list[mx.array]]:
-    """Raises RuntimeError where MLX has no Metal."""
+def compiled(
+    stem: str, inputs: Sequence[str], outputs: Sequence[str]
+) -> Callable[..., list[mx.array]]:
+    """The kernel of that file. Raises RuntimeError where MLX has no Metal."""
     folder = files("vllmx_metal") / "kernels"
     made: Callable[..., list[mx.array]] = mx.fast.metal_kernel(
-        name="vllmx_paged_decode",
-        input_names=list(INPUTS),
-        output_names=list(OUTPUTS),
-        source=(folder / "paged_decode.metal").read_text(),
-        header=(folder / "paged_decode.h").read_text(),
+        name=f"vllmx_{stem}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=(folder / f"{stem}.metal").read_text(),
+        header=(folder / "page_value.h").read_text(),
     )  # type: ignore[assignment]
     return made
+
+
+@cache
+def kernel() -> Callable[..., list[mx.array]]:
+    return compiled("paged_decode", INPUTS, OUTPUTS)
 
 
 def paged_decode(q: mx.array, spec: AttentionSpec, pages: LayerPages, rows: DecodeRows) -> mx.array:
@@ -101,50 +100,6 @@ def _joined(sums: mx.array, tops: mx.array, masses: mx.array, sinks: mx.array | 
     if sinks is not None:
         mass = mass + mx.exp(sinks[:, None] - highest)
     return (sums * share[..., None]).sum(-2) / mass
-
-
-def wanted(dtype: mx.Dtype) -> bool:
-    """Whether to use the kernel: as `SWITCH` says, else where there is Metal and a small case comes
-    out as MLX's attention has it. Raises ConfigError for another value of the switch."""
-    switch = os.environ.get(SWITCH, "")
-    if switch not in ("", "0", "1"):
-        raise ConfigError(f"{SWITCH}={switch}: set it to 1 or 0, or leave it out")
-    if switch:
-        return switch == "1"
-    if not mx.metal.is_available():
-        return False
-    try:
-        difference = _difference(dtype)
-    except Exception as error:  # a compiler or driver may say anything
-        logger.warning("paged decode kernel: does not run (%s), pages are gathered", error)
-        return False
-    if not difference < 0.02:  # bfloat16 rounds the result to 0.004
-        logger.warning("paged decode kernel: off by %g, pages are gathered", difference)
-        return False
-    return True
-
-
-def _difference(dtype: mx.Dtype) -> float:
-    """Greatest one between both ways, for values of a standard deviation of one."""
-    length, heads, kv_heads, size = PART + 70, 8, 2, 128
-    random = np.random.default_rng(0)
-
-    def normal(*shape: int) -> mx.array:
-        return mx.array(random.standard_normal(shape).astype(np.float32)).astype(dtype)
-
-    page = 16
-    blocks = -(-length // page)
-    q, k, v = normal(1, heads, size), *(normal(blocks * page, kv_heads, size) for _ in range(2))
-    pages = LayerPages(Pages("", k, None), Pages("", v, None))
-    spec = AttentionSpec(0, heads, kv_heads, size, size**-0.5)
-    last, table = np.array([length - 1]), np.arange(blocks, dtype=np.int32)[None]
-    found = paged_decode(q, spec, pages, decode_rows(table, np.array([0]), last, page))
-    expected = mx.fast.scaled_dot_product_attention(
-        q[:, :, None],
-        *(side[None, :length].swapaxes(1, 2) for side in (k, v)),
-        scale=spec.scale,
-    )[:, :, 0]
-    return float(mx.abs(found.astype(mx.float32) - expected.astype(mx.float32)).max())
 
 
 def decode_rows(

@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.plan import I32, I64, StepPlan
+from vllmx_core.model import AttentionSpec
+from vllmx_core.plan import I32, StepPlan
+from vllmx_core.query_tiles import QueryTiles
 
+from vllmx_metal.kernel_choice import PagedKernels
 from vllmx_metal.paged import DecodeRows, decode_rows
+from vllmx_metal.paged_prefill import PrefillTiles, prefill_fits
 
 TILE_TOKENS = 256
 """Query tokens of one row that are attended together; bounds the scores where they are made."""
@@ -20,21 +24,24 @@ SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBatch:
+class GatheredTiles:
     """N tiles of Q query tokens each, over C keys each."""
 
     tiles: int
     queries: int
-    slots: mx.array | None = None  # (N * C,) KV slots
-    mask: mx.array | str | None = None
+    slots: mx.array  # (N * C,) KV slots
+    mask: mx.array | str | None
     """(N, 1, Q, C) True where the query sees the key; "causal": the last query sees all, each one
     before it one key less; None: every query sees every key."""
-    rows: DecodeRows | None = None
-    """For the kernel that reads the pages where they lie; there are no slots and no mask then."""
 
-    @property
-    def tokens(self) -> int:
-        return self.tiles * self.queries
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Tokens that are attended together: over gathered keys, or by a kernel that reads the pages
+    where they lie."""
+
+    tokens: int
+    over: GatheredTiles | DecodeRows | PrefillTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +59,17 @@ class MetalStep:
 
     plan: StepPlan
     block_size: int
-    paged: bool
-    """Rows of one token are attended by the kernel of `vllmx_metal.paged`."""
+    kernels: PagedKernels
     tokens: mx.array  # (T,)
     positions: mx.array  # (T,)
     slots: mx.array  # (T,)
     logit_rows: mx.array  # (L,)
-    _batches: dict[tuple[int | None, bool], Batches] = field(default_factory=dict)
+    _batches: dict[tuple[int | None, bool, bool], Batches] = field(default_factory=dict)
     _rotations: dict[int, mx.array] = field(default_factory=dict)
 
     @classmethod
     def build(
-        cls, plan: StepPlan, block_size: int, last_ids: mx.array, *, paged: bool
+        cls, plan: StepPlan, block_size: int, last_ids: mx.array, kernels: PagedKernels
     ) -> MetalStep:
         """References to `last_ids`, of the step before, stay on the device: they may still be
         computed."""
@@ -72,7 +78,7 @@ class MetalStep:
             referred = mx.maximum(last_ids[mx.maximum(-tokens - 1, 0)], 0)  # (T,)
             tokens = mx.where(tokens < 0, referred, tokens)
         return cls(
-            plan, block_size, paged, tokens, mx.array(plan.positions), mx.array(plan.slots),
+            plan, block_size, kernels, tokens, mx.array(plan.positions), mx.array(plan.slots),
             mx.array(plan.logit_rows),
         )  # fmt: skip
 
@@ -82,43 +88,61 @@ class MetalStep:
             self._rotations[id(table)] = table[self.positions][:, None]
         return self._rotations[id(table)]
 
-    def batches(self, window: int | None, causal: bool) -> Batches:
-        """Every query token of the step once; made for the first layer that asks."""
-        key = (window, causal)
+    def batches(self, spec: AttentionSpec) -> Batches:
+        """Every query token of the step once; made for the first layer of its kind that asks."""
+        by_kernel = self.kernels.prefill and prefill_fits(spec)
+        key = (spec.window, spec.causal, by_kernel)
         if key not in self._batches:
-            tiles = _tiles(self.plan, window, causal)
-            paged = self.paged and causal
-            groups = [tiles.take(chosen) for chosen in tiles.groups(single_together=paged)]
-            order = np.concatenate([group.tokens().ravel() for group in groups])
-            in_order = np.array_equal(order, np.arange(len(order)))
-            self._batches[key] = Batches(
-                tuple(self._batch(group, window, causal) for group in groups),
-                None if in_order else mx.array(order.astype(np.int32)),
-                None if in_order else mx.array(np.argsort(order).astype(np.int32)),
-            )
+            self._batches[key] = self._cut(spec, by_kernel)
         return self._batches[key]
 
-    def _batch(self, tiles: _Tiles, window: int | None, causal: bool) -> AttentionBatch:
-        if self.paged and causal and tiles.queries[0] == 1:
-            table = self.plan.block_table[tiles.row]
-            rows = decode_rows(table, tiles.first_key, tiles.last_key, self.block_size)
-            return AttentionBatch(len(tiles.row), 1, rows=rows)
-        longest = int((tiles.last_key - tiles.first_key).max()) + 1
-        keys = tiles.first_key[:, None] + np.arange(longest)  # (N, C) positions
+    def _cut(self, spec: AttentionSpec, by_kernel: bool) -> Batches:
+        tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS)
+        single = tiles.queries == 1
+        paged = spec.causal & np.where(single, self.kernels.decode, by_kernel)  # (tiles,)
+        groups, batches = [], []
+        for chosen, made in ((paged & single, self._rows), (paged & ~single, self._prefill)):
+            if chosen.any():
+                groups.append(tiles.take(np.flatnonzero(chosen)))
+                batches.append(AttentionBatch(len(groups[-1].tokens()), made(groups[-1])))
+        rest = tiles.take(np.flatnonzero(~paged))
+        for group in rest.groups(BATCH_KEYS, padding=PADDING, slack=SLACK):
+            groups.append(group)
+            batches.append(AttentionBatch(len(group.tokens()), self._gathered(group, spec)))
+        order = np.concatenate([group.tokens() for group in groups])
+        in_order = np.array_equal(order, np.arange(len(order)))
+        return Batches(
+            tuple(batches),
+            None if in_order else mx.array(order.astype(np.int32)),
+            None if in_order else mx.array(np.argsort(order).astype(np.int32)),
+        )
+
+    def _rows(self, tiles: QueryTiles) -> DecodeRows:
+        table = self.plan.block_table[tiles.row]
+        return decode_rows(table, tiles.first_key, tiles.last_key, self.block_size)
+
+    def _prefill(self, tiles: QueryTiles) -> PrefillTiles:
+        return PrefillTiles.of(
+            self.plan.block_table[tiles.row], self.plan.positions[tiles.first_token],
+            tiles.queries, self.block_size,
+        )  # fmt: skip
+
+    def _gathered(self, tiles: QueryTiles, spec: AttentionSpec) -> GatheredTiles:
+        keys = tiles.first_key[:, None] + np.arange(tiles.longest)  # (N, C) positions
         # Padding repeats the tile's last key, so that no other row's NaN comes in.
         held = np.minimum(keys, tiles.last_key[:, None])
         blocks = self.plan.block_table[tiles.row[:, None], held // self.block_size]
         slots = blocks * self.block_size + held % self.block_size
-        behind = self.plan.positions[tiles.tokens()][:, :, None] - keys[:, None, :]  # (N, Q, C)
+        queries = self.plan.positions[tiles.tokens()].reshape(len(tiles), -1)  # (N, Q) positions
+        behind = queries[:, :, None] - keys[:, None, :]  # (N, Q, C)
         mask = np.broadcast_to((keys <= tiles.last_key[:, None])[:, None, :], behind.shape)
-        if causal:
+        if spec.causal:
             mask = mask & (behind >= 0)
-        if window is not None:
-            mask = mask & (np.abs(behind) < window)
-        return AttentionBatch(
-            len(tiles.row), int(tiles.queries[0]), mx.array(slots.ravel().astype(np.int32)),
-            _shortest(mask),
-        )  # fmt: skip
+        if spec.window is not None:
+            mask = mask & (np.abs(behind) < spec.window)
+        return GatheredTiles(
+            len(tiles), queries.shape[1], mx.array(slots.ravel().astype(np.int32)), _shortest(mask)
+        )
 
 
 def _shortest(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> mx.array | str | None:
@@ -129,64 +153,6 @@ def _shortest(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> mx.array
     if keys >= queries and (mask == np.tri(queries, keys, keys - queries, dtype=bool)).all():
         return "causal"
     return mx.array(mask[:, None])
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Pieces of rows, at most TILE_TOKENS queries each; every array is (tiles,)."""
-
-    row: I64
-    first_token: I64
-    queries: I64
-    first_key: I64
-    last_key: I64
-
-    def take(self, chosen: I64) -> _Tiles:
-        return _Tiles(
-            self.row[chosen], self.first_token[chosen], self.queries[chosen],
-            self.first_key[chosen], self.last_key[chosen],
-        )  # fmt: skip
-
-    def tokens(self) -> I64:
-        """(tiles, Q) indices into the T tokens, where all tiles have as many queries."""
-        found: I64 = self.first_token[:, None] + np.arange(int(self.queries[0]))
-        return found
-
-    def groups(self, *, single_together: bool) -> list[I64]:
-        """Tiles of as many queries and about as many keys: what a batch gathers stays below
-        BATCH_KEYS and near to what its tiles have. `single_together`: all tiles of one query are a
-        group, for they are not gathered."""
-        lengths = self.last_key - self.first_key + 1
-        order = np.lexsort((lengths, self.queries))
-        groups: list[I64] = []
-        start, keys = 0, 0
-        for end, tile in enumerate(order):
-            width, length = end + 1 - start, int(lengths[tile])
-            same = self.queries[tile] == self.queries[order[start]]
-            allowed = min(BATCH_KEYS, PADDING * (keys + length) + SLACK * width)
-            free = single_together and self.queries[tile] == 1
-            if end > start and not (same and (free or width * length <= allowed)):
-                groups.append(np.sort(order[start:end]))
-                start, keys = end, 0
-            keys += length
-        groups.append(np.sort(order[start:]))
-        return groups
-
-
-def _tiles(plan: StepPlan, window: int | None, causal: bool) -> _Tiles:
-    start = plan.query_start.astype(np.int64)
-    counts = -(-np.diff(start) // TILE_TOKENS)  # (R,) tiles of each row
-    row = np.repeat(np.arange(plan.num_rows), counts)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first_token = start[row] + index * TILE_TOKENS
-    queries = np.minimum(TILE_TOKENS, start[row + 1] - first_token)
-    first_key = np.zeros(len(row), np.int64)
-    if window is not None:
-        first_key = np.maximum(0, plan.positions[first_token].astype(np.int64) - window + 1)
-    last_key = plan.context_len[row].astype(np.int64) - 1
-    if causal:
-        last_key = plan.positions[first_token + queries - 1].astype(np.int64)
-    return _Tiles(row, first_token, queries, first_key, last_key)
 
 
 def detached(plan: StepPlan) -> StepPlan:

@@ -1,5 +1,9 @@
 // Values of KV pages as float: plain numbers, int8 codes, or e4m3 codes as bytes.
-// Included before the kernel's function; see paged_decode.metal.
+// Included before the kernel's function; see the kernels beside it.
+
+#ifdef __METAL_VERSION__
+#include <metal_simdgroup_matrix>
+#endif
 
 template <typename S>
 inline float page_value(S stored) {

@@ -1,0 +1,105 @@
+"""Attention of prompt chunks by our own Metal kernel, which reads the pages where they lie. Never
+run on Metal so far, and off until somebody has measured it; see `kernel_choice`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.model import AttentionSpec
+
+from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.paged import compiled
+
+SIMDS = 4
+ROWS = 8 * SIMDS
+"""Query vectors of a threadgroup: 8 of each simdgroup, as high as its matrices."""
+MOST_HEAD_SIZE = 128
+"""Longer vectors would not fit into a threadgroup's memory beside the scores."""
+INPUTS = (
+    "q", "k_pages", "v_pages", "k_scales", "v_scales", "block_table", "items", "sinks", "factors"
+)  # fmt: skip
+OUTPUTS = ("out",)
+
+
+def prefill_fits(spec: AttentionSpec) -> bool:
+    """Whether the kernel has a form for the layer."""
+    return spec.causal and spec.head_size % 8 == 0 and spec.head_size <= MOST_HEAD_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """N pieces of rows, of any number of query tokens each, one behind the other."""
+
+    block_table: mx.array  # (N, B)
+    position: npt.NDArray[Any]  # (N,) of each one's first token
+    queries: npt.NDArray[Any]  # (N,)
+    page: int
+    _items: dict[int, mx.array] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        block_table: npt.NDArray[np.int32],
+        position: npt.NDArray[Any],
+        queries: npt.NDArray[Any],
+        page: int,
+    ) -> PrefillTiles:
+        """From the host's arrays: (N, B), (N,), (N,)."""
+        return cls(mx.array(np.ascontiguousarray(block_table)), position, queries, page)
+
+    def items(self, group: int) -> mx.array:
+        """(I, 5) what each threadgroup computes, for `group` query heads to a kv head: its tile,
+        that one's first token, the token's position, the tile's number of query vectors (tokens
+        times heads) and which of them is the first here; made for the first layer that asks."""
+        if group not in self._items:
+            vectors = self.queries * group  # (N,)
+            counts = -(-vectors // ROWS)
+            tile = np.repeat(np.arange(len(counts)), counts)
+            index = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
+            first_token = np.cumsum(self.queries) - self.queries
+            columns = (tile, first_token[tile], self.position[tile], vectors[tile], index * ROWS)
+            self._items[group] = mx.array(np.stack(columns, axis=1).astype(np.int32))
+        return self._items[group]
+
+
+@cache
+def kernel() -> Callable[..., list[mx.array]]:
+    return compiled("paged_prefill", INPUTS, OUTPUTS)
+
+
+def paged_prefill(
+    q: mx.array, spec: AttentionSpec, pages: LayerPages, tiles: PrefillTiles
+) -> mx.array:
+    """q (T, H, D) -> (T, H, D) in its dtype; the pages hold the tokens' own keys already."""
+    heads, size = q.shape[1:]
+    group = heads // spec.num_kv_heads
+    items = tiles.items(group)
+    nothing = mx.zeros(1)
+    k_scales, v_scales = (
+        nothing if side.scales is None else side.scales for side in (pages.k, pages.v)
+    )
+    template: list[tuple[str, Any]] = [
+        ("T", q.dtype), ("S", pages.k.data.dtype), ("D", size), ("H", heads),
+        ("K", spec.num_kv_heads), ("GROUP", group), ("PAGE", tiles.page), ("SIMDS", SIMDS),
+        ("WINDOW", spec.window or 0), ("SCALED", pages.k.scales is not None),
+        ("CAPPED", spec.softcap is not None), ("SINKS", spec.sinks is not None),
+    ]  # fmt: skip
+    (out,) = kernel()(
+        inputs=[
+            q, pages.k.data, pages.v.data, k_scales, v_scales, tiles.block_table, items,
+            nothing if spec.sinks is None else spec.sinks,
+            mx.array([spec.scale, spec.softcap or 1.0], mx.float32),
+        ],
+        template=template,
+        grid=(len(items) * SIMDS * 32, spec.num_kv_heads, 1),
+        threadgroup=(SIMDS * 32, 1, 1),
+        output_shapes=[q.shape],
+        output_dtypes=[mx.float32],
+    )  # fmt: skip
+    return out.astype(q.dtype)
