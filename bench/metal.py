@@ -224,8 +224,8 @@ def table(figures: Sequence[Figure]) -> str:
     lines = ["| weights | prefill kernel | batch | prefill tokens/s | decode tokens/s"
              " | share of bandwidth |", "|-|-|-|-|-|-|"]  # fmt: skip
     lines += [
-        f"| {f.weights} | {f.prefill_kernel} | {f.batch} | {f.prefill_tokens_per_s:.0f} | {f.decode_tokens_per_s:.1f} |"
-        f" {f.bandwidth_share:.0%} |"
+        f"| {f.weights} | {f.prefill_kernel} | {f.batch} | {f.prefill_tokens_per_s:.0f} |"
+        f" {f.decode_tokens_per_s:.1f} | {f.bandwidth_share:.0%} |"
         for f in figures
     ]
     return "\n".join(lines)
