@@ -21,11 +21,10 @@ def _turned(
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
 
 
-def rotate(x: mx.array, table: mx.array, *, interleaved: bool) -> mx.array:
-    """RoPE in float32. x (T, heads, D); table (T, 1, rotary_dim): cos, then sin, of each token's
-    position. Dimensions from rotary_dim on stay as they are."""
-    half = table.shape[-1] // 2
-    cos, sin = mx.split(table, 2, axis=-1)  # (T, 1, rotary_dim / 2)
+def rotate(x: mx.array, cos: mx.array, sin: mx.array, *, interleaved: bool) -> mx.array:
+    """RoPE in float32. x (T, heads, D); cos, sin (T, 1, rotary_dim / 2) of each token's position.
+    Dimensions from rotary_dim on stay as they are."""
+    half = cos.shape[-1]
     rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
     if not interleaved:
         turned = _turned(x[..., :half], x[..., half : 2 * half], cos, sin)
@@ -45,9 +44,9 @@ def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerP
     if spec.k_norm is not None:
         k = mx.fast.rms_norm(k, spec.k_norm, spec.norm_eps)
     if spec.rope is not None:
-        table = step.rotation(spec.rope)
-        q = rotate(q, table, interleaved=spec.interleaved)
-        k = rotate(k, table, interleaved=spec.interleaved)
+        cos, sin = step.rotation(spec.rope)
+        q = rotate(q, cos, sin, interleaved=spec.interleaved)
+        k = rotate(k, cos, sin, interleaved=spec.interleaved)
     q = q.astype(qkv.dtype)
     pages.k.write(step.slots, k)
     pages.v.write(step.slots, v)

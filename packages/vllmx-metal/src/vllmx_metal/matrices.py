@@ -54,22 +54,26 @@ class QuantisedMatrix:
     dtype: mx.Dtype
     order: mx.array | None = None
     """(in,) the input features as the codes have them; None: as they are."""
+    factor: mx.array | None = None
+    """(out,) float32: multiplies what codes and scales come to."""
 
     def multiply(self, x: mx.array) -> mx.array:
         if self.order is not None:
             x = x[..., self.order]
-        return mx.quantized_matmul(
+        product = mx.quantized_matmul(
             x.astype(self.dtype if self.biases is None else self.scales.dtype),
             self.codes, self.scales, self.biases,
             group_size=self.group_size, bits=self.bits, mode=self.mode,
         )  # fmt: skip
+        return product if self.factor is None else product.astype(mx.float32) * self.factor
 
     def rows(self, ids: mx.array) -> mx.array:
         assert self.order is None, "a table of embeddings is in order"
-        return mx.dequantize(
+        found = mx.dequantize(
             self.codes[ids], self.scales[ids], None if self.biases is None else self.biases[ids],
             group_size=self.group_size, bits=self.bits, mode=self.mode, dtype=mx.float32,
         )  # fmt: skip
+        return found if self.factor is None else found * self.factor[ids][:, None]
 
     def joins(self, other: Matrix) -> bool:
         """Whether `joined` takes both."""
@@ -77,14 +81,44 @@ class QuantisedMatrix:
             isinstance(other, QuantisedMatrix)
             and self.order is None
             and other.order is None
-            and (self.group_size, self.bits, self.mode, self.scales.dtype)
-            == (other.group_size, other.bits, other.mode, other.scales.dtype)
+            and self._kind == other._kind
         )
 
     @property
+    def _kind(self) -> tuple[object, ...]:
+        scaled = self.factor is not None
+        return self.group_size, self.bits, self.mode, self.scales.dtype, self.dtype, scaled
+
+    @property
     def arrays(self) -> tuple[mx.array, ...]:
-        found = (self.codes, self.scales, self.biases, self.order)
+        found = (self.codes, self.scales, self.biases, self.order, self.factor)
         return tuple(array for array in found if array is not None)
+
+
+_BY_ROW = ("codes", "scales", "biases", "factor")
+"""What a `QuantisedMatrix` without an order may hold, as `arrays` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a part of a checkpoint becomes."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        """The most that it takes: with scales and biases, or a factor, of float32."""
+        in_group, in_row = (8, 0) if self.mode == "affine" else (1, 4)
+        return rows * (cols * self.bits // 8 + cols // self.group_size * in_group + in_row)
+
+    def matrix(
+        self, codes: mx.array, scales: mx.array, dtype: mx.Dtype, factor: mx.array | None = None
+    ) -> QuantisedMatrix:
+        """Of a mode without biases."""
+        return QuantisedMatrix(
+            codes, scales, None, self.group_size, self.bits, self.mode, dtype, factor=factor
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +174,10 @@ def _one(run: list[Matrix]) -> Matrix:
     first = run[0]
     if len(run) == 1:
         return first
-    columns = [
-        mx.concatenate(list(arrays)) for arrays in zip(*(m.arrays for m in run), strict=True)
-    ]
+    columns = iter(
+        [mx.concatenate(list(arrays)) for arrays in zip(*(m.arrays for m in run), strict=True)]
+    )
     if isinstance(first, QuantisedMatrix):
-        biases = columns[2] if first.biases is not None else None
-        return replace(first, codes=columns[0], scales=columns[1], biases=biases)
-    return DenseMatrix(columns[0])
+        names = [name for name in _BY_ROW if getattr(first, name) is not None]
+        return replace(first, **dict(zip(names, columns, strict=True)))
+    return DenseMatrix(next(columns))

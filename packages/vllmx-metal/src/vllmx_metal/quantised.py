@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -12,8 +11,9 @@ from vllmx_core.plan import F32
 from vllmx_core.weights import WeightPart
 
 from vllmx_metal.dtypes import to_mlx
+from vllmx_metal.float_codes import float_form, float_matrix
 from vllmx_metal.gguf_affine import GROUP, KINDS
-from vllmx_metal.matrices import QuantisedMatrix
+from vllmx_metal.matrices import Form, QuantisedMatrix
 from vllmx_metal.packing import pack
 
 GROUPS = (128, 64, 32)
@@ -27,20 +27,6 @@ Affine = tuple[npt.NDArray[np.uint8], F32, F32]
 """Codes (rows, cols), scales and biases (rows, groups)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a part becomes."""
-
-    mode: str
-    bits: int
-    group_size: int
-
-    def num_bytes(self, rows: int, cols: int) -> int:
-        """The most that it takes: with scales and biases of float32."""
-        scale_bytes = 8 if self.mode == "affine" else 1
-        return rows * (cols * self.bits // 8 + cols // self.group_size * scale_bytes)
-
-
 def native_form(part: WeightPart) -> Form | None:
     """None: the part is dequantised at load."""
     layout = part.layout
@@ -50,6 +36,8 @@ def native_form(part: WeightPart) -> Form | None:
     if layout.kind == "mlx":
         mode, group_size = str(layout.options["mode"]), layout.group_size or 1
         return Form(mode, bits, group_size) if mode != "affine" or group_size in GROUPS else None
+    if layout.kind in ("fp8", "fp4") or layout.options.get("type") == "MXFP4":
+        return float_form(part)
     if layout.kind == "gguf":
         kind = KINDS.get(str(layout.options["type"]))
         return None if kind is None else Form("affine", kind.bits, GROUP)
@@ -66,6 +54,8 @@ def quantised_matrix(part: WeightPart, form: Form, dtype: mx.Dtype) -> Quantised
     """The part in its `native_form`; None where its columns are in groups of uneven size."""
     if part.layout.kind == "mlx":
         return _as_it_is(part, form, dtype)
+    if form.mode != "affine":
+        return float_matrix(part, form, dtype)
     if part.layout.kind == "gguf":
         return _joined(_gguf_rows(part), form, dtype, None)
     order, group_of = None, part.coded_rows(0, 1).group_of
@@ -82,8 +72,7 @@ def _as_it_is(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatrix:
         scales, biases = (to_mlx(part.buffers[key]) for key in ("scales", "biases"))
         scales, biases = _narrowed(scales, biases, dtype)
         return QuantisedMatrix(codes, scales, biases, form.group_size, form.bits, "affine", dtype)
-    scales = mx.array(np.ascontiguousarray(part.buffers["scales"].view()))
-    return QuantisedMatrix(codes, scales, None, form.group_size, form.bits, form.mode, dtype)
+    return form.matrix(codes, mx.array(np.ascontiguousarray(part.buffers["scales"].view())), dtype)
 
 
 def _gguf_rows(part: WeightPart) -> Iterator[Affine]:

@@ -65,7 +65,7 @@ class MetalStep:
     slots: mx.array  # (T,)
     logit_rows: mx.array  # (L,)
     _batches: dict[tuple[int | None, bool, bool], Batches] = field(default_factory=dict)
-    _rotations: dict[int, mx.array] = field(default_factory=dict)
+    _rotations: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -82,10 +82,12 @@ class MetalStep:
             mx.array(plan.logit_rows),
         )  # fmt: skip
 
-    def rotation(self, table: mx.array) -> mx.array:
-        """(T, 1, rotary_dim) the table's rows for the step's tokens; made for the first layer."""
+    def rotation(self, table: mx.array) -> tuple[mx.array, mx.array]:
+        """Cosines and sines (T, 1, rotary_dim / 2) of the table's rows for the step's tokens; made
+        for the first layer."""
         if id(table) not in self._rotations:
-            self._rotations[id(table)] = table[self.positions][:, None]
+            cos, sin = mx.split(table[self.positions][:, None], 2, axis=-1)
+            self._rotations[id(table)] = cos, sin
         return self._rotations[id(table)]
 
     def batches(self, spec: AttentionSpec) -> Batches:
