@@ -11,7 +11,12 @@ from vllmx_core.backend import Backend, LoadedModel
 from vllmx_core.model import Model
 from vllmx_core.registry import Registry, load_registry
 from vllmx_core.specs import BackendSpec
+from vllmx_core.testing.attention_checks import AttentionChecks
 from vllmx_core.testing.backend_suite import BackendSuite
+from vllmx_core.testing.harness import Harness
+from vllmx_core.testing.op_checks import OpChecks
+from vllmx_core.testing.sampler_checks import SamplerChecks
+from vllmx_core.testing.step_checks import StepChecks
 from vllmx_core.weights import WeightSource
 
 REGISTRY: Registry = load_registry()
@@ -29,12 +34,16 @@ def backend_spec(name: str) -> BackendSpec:
     return known[name]
 
 
-class _Suite(BackendSuite):
+class _Named(Harness):
     backend = ""
 
     def make_backend(self) -> Backend:
         backend: Backend = backend_spec(self.backend).load()()
         return backend
+
+
+class _Suite(_Named, BackendSuite):
+    pass
 
 
 class TestNumpy(_Suite):
@@ -51,17 +60,18 @@ class TestCpu(_Suite):
     kv_share = 0.75  # codes are multiplied as bf16
 
 
-class _Metal(_Suite):
+class _Metal(_Named):
     backend = "metal"
     exact_batches = False  # MLX chooses kernels by the size of the matrix
 
 
-class TestMetal(_Metal):
+class TestMetal(_Metal, BackendSuite):
     pass
 
 
-class TestMetalInPieces(_Metal):
-    """Steps so small that attention is cut into tiles and batches of rows."""
+class TestMetalInPieces(_Metal, AttentionChecks, StepChecks):
+    """Steps so small that attention is cut into tiles and batches of rows. What pages hold, ops and
+    the sampler know nothing of pieces."""
 
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +80,7 @@ class TestMetalInPieces(_Metal):
             monkeypatch.setattr(f"vllmx_metal.step.{name}", size)
 
 
-class _Torch(_Suite):
+class _Torch(_Named):
     backend = "torch"
     exact_batches = False  # as in TestNumpy
 
@@ -81,12 +91,13 @@ class _Torch(_Suite):
             yield loaded
 
 
-class TestTorch(_Torch):
+class TestTorch(_Torch, BackendSuite):
     pass
 
 
-class TestTorchInPieces(_Torch):
-    """Steps so small that all that the backend cuts into pieces is cut."""
+class TestTorchInPieces(_Torch, OpChecks, AttentionChecks, SamplerChecks, StepChecks):
+    """Steps so small that all that the backend cuts into pieces is cut; codes of the KV cache are
+    made and read without knowing of pieces."""
 
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:

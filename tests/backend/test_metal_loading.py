@@ -12,7 +12,9 @@ import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import KVSpec
+from vllmx_core.registry import Registry
 from vllmx_core.sampling import gumbel_noise
+from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.harness import PAGE
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
@@ -22,6 +24,7 @@ from vllmx_core.weights import WeightSource
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
 
+from vllmx_cpu import plugin as cpu_plugin  # noqa: E402
 from vllmx_metal import noise, plugin  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
 from vllmx_metal.device import Device  # noqa: E402
@@ -54,6 +57,23 @@ class TestProbe:
             assert "Intel" in str(reason)
         else:
             assert reason is None
+
+    @pytest.mark.parametrize(
+        ("system", "machine", "chosen"),
+        [("darwin", "arm64", "metal"), ("linux", "x86_64", "cpu"), ("linux", "aarch64", "cpu")],
+    )
+    def test_auto_chooses_among_what_is_there(
+        self, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, chosen: str
+    ) -> None:
+        """With the plugins as a machine of that kind would see them, all of which could run."""
+        monkeypatch.setattr("sys.platform", system)
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        registry = Registry()
+        for plugin_of, name in ((plugin, "vllmx-metal:metal"), (cpu_plugin, "vllmx-cpu:cpu")):
+            registry.add(plugin_of, name)
+        monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda self: None)
+        spec, reason = registry.choose_backend("auto")
+        assert spec.name == chosen, reason
 
     def test_a_missing_mlx_is_named_with_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plugin, "find_spec", lambda name: None)
