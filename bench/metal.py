@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(plan_text(args, commands))
         return 0
     facts = machine()
+    if "on" in args.prefill_kernel and not facts["on a GPU"]:
+        sys.exit("--prefill-kernel on needs Apple's GPU, MLX has none here: leave it off")
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else copy_bandwidth()
     print(json.dumps(facts | {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1)}))
     if "on" in args.prefill_kernel:

@@ -6,7 +6,15 @@ import numpy as np
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights import PartSpec, WeightPart, WeightSource, WeightSpec
+
+TieKey = tuple[tuple[PartSpec, ...], float]
+
+
+def tie_key(spec: WeightSpec) -> TieKey:
+    """Equal for specs that one matrix serves, such as an embedding and the head that is tied to
+    it."""
+    return spec.parts, spec.offset
 
 
 def assemble(spec: WeightSpec, source: WeightSource) -> tuple[F32, F32 | None]:

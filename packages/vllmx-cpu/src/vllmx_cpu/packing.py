@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import F32, I32, AnyArray
+from vllmx_core.progress import show_progress
 from vllmx_core.weight_map import checked
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
@@ -284,8 +284,4 @@ def _run(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -
         for index, future in enumerate(futures):
             future.result()
             if progress and (index + 1 == len(futures) or index % 16 == 0):
-                share = (index + 1) / len(futures)
-                bar = "#" * int(share * 30)
-                sys.stderr.write(f"\rloading weights [{bar:<30}] {share:4.0%}")
-        if progress and futures:
-            sys.stderr.write("\n")
+                show_progress("loading weights", index + 1, len(futures))

@@ -19,6 +19,7 @@ from typing import Any
 
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import VllmxError
+from vllmx_core.progress import show_progress
 
 from vllmx_cuda.cubins import CubinCache, Keys, Target, Unit, missing
 from vllmx_cuda.nvrtc import CompileError, Nvrtc
@@ -70,7 +71,7 @@ def _compile_in_workers(
         with lock:
             done += 1
             if progress:
-                _show(done, len(units))
+                show_progress("compiling kernels", done, len(units))
 
     threads = [
         threading.Thread(target=_feed, args=(next_job, finished, target, cache))
@@ -105,13 +106,6 @@ def _feed(next_job: Any, finished: Any, target: Target, cache: CubinCache) -> No
             worker.stdin.close()
         except BrokenPipeError:
             logger.warning("a process that compiles kernels died; going on without it")
-
-
-def _show(done: int, total: int) -> None:
-    share = done / total
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\rcompiling kernels [{'#' * int(share * 30):<30}] {share:4.0%}{end}")
-    sys.stderr.flush()
 
 
 def _serve(lines: Iterator[str]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from vllmx_core.plan import I32, SamplingRows, StepPlan
+from vllmx_core.progress import show_progress
 
 from vllmx_cuda.buckets import bucket_of
 from vllmx_cuda.device import Device, Memory
@@ -80,7 +80,7 @@ class Program:
                 self._replay(bucket, drawn)
             self.device.synchronize()
             if progress:
-                _show(done + 1, total)
+                show_progress("capturing graphs", done + 1, total)
         return total
 
     def _run_bucket(self, bucket: _Bucket, plan: StepPlan, rows: SamplingRows) -> Sampled:
@@ -162,9 +162,3 @@ def _no_rows(drawn: bool) -> SamplingRows:
         f32, i32, f32, f32, f32, f32, f32, np.zeros(0, np.uint64), i32, i32, i32,
         all_greedy=not drawn,
     )  # fmt: skip
-
-
-def _show(done: int, total: int) -> None:
-    share, end = done / total, "\n" if done == total else ""
-    sys.stderr.write(f"\rcapturing graphs [{'#' * int(share * 30):<30}] {share:4.0%}{end}")
-    sys.stderr.flush()

@@ -9,7 +9,6 @@ anywhere; what no form holds as it is stored is dequantised on the way.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,8 @@ import numpy as np
 from vllmx_core.cores import available_cores
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import F32, AnyArray
+from vllmx_core.progress import show_progress
+from vllmx_core.weight_map import TieKey, tie_key
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cuda.device import Bytes, Device, Event, Memory
@@ -29,7 +30,7 @@ from vllmx_cuda.matrices.dense import dense_pieces
 from vllmx_cuda.matrices.form import Segment
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.pieces import Piece
-from vllmx_cuda.matrices.plan import MatrixPlan, TieKey, WeightPlan, has_bias, tie_key
+from vllmx_cuda.matrices.plan import MatrixPlan, WeightPlan, has_bias
 
 logger = logging.getLogger("vllmx.cuda")
 
@@ -134,7 +135,8 @@ def _stream(pieces: Sequence[Piece], device: Device, progress: bool) -> None:
         for piece, slot in zip(pieces, cycle(range(len(buffers))), strict=False):
             if len(filling) == len(buffers):
                 done += _send(*filling.popleft(), buffers, copied, device)
-                _show(progress, done, total)
+                if progress:
+                    show_progress("loading weights", done, total)
             event = copied[slot]
             if event is not None:
                 event.wait()
@@ -142,7 +144,8 @@ def _stream(pieces: Sequence[Piece], device: Device, progress: bool) -> None:
             filling.append((piece, slot, pool.submit(piece.fill, buffer)))
         while filling:
             done += _send(*filling.popleft(), buffers, copied, device)
-            _show(progress, done, total)
+            if progress:
+                show_progress("loading weights", done, total)
     device.synchronize()
 
 
@@ -158,10 +161,3 @@ def _send(
     device.upload(piece.target, buffers[slot][: piece.target.num_bytes])
     copied[slot] = device.event()
     return piece.target.num_bytes
-
-
-def _show(progress: bool, done: int, total: int) -> None:
-    if progress:
-        share = done / total
-        end = "\n" if done == total else ""
-        sys.stderr.write(f"\rloading weights [{'#' * int(share * 30):<30}] {share:4.0%}{end}")

@@ -95,10 +95,6 @@ class QuantisedMatrix:
         return tuple(array for array in found if array is not None)
 
 
-_BY_ROW = ("codes", "scales", "biases", "factor")
-"""What a `QuantisedMatrix` without an order may hold, as `arrays` has it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a part of a checkpoint becomes."""
@@ -178,6 +174,8 @@ def _one(run: list[Matrix]) -> Matrix:
         [mx.concatenate(list(arrays)) for arrays in zip(*(m.arrays for m in run), strict=True)]
     )
     if isinstance(first, QuantisedMatrix):
-        names = [name for name in _BY_ROW if getattr(first, name) is not None]
-        return replace(first, **dict(zip(names, columns, strict=True)))
+        codes, scales = next(columns), next(columns)
+        biases = None if first.biases is None else next(columns)
+        factor = None if first.factor is None else next(columns)
+        return replace(first, codes=codes, scales=scales, biases=biases, factor=factor)
     return DenseMatrix(next(columns))

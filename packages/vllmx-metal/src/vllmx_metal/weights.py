@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import AnyArray
-from vllmx_core.weight_map import checked
+from vllmx_core.progress import show_progress
+from vllmx_core.weight_map import TieKey, checked, tie_key
 from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
 
 from vllmx_metal.dtypes import DTYPES, to_mlx
@@ -33,7 +33,7 @@ def planned_bytes(
 ) -> int:
     """The most that `WeightLoader` will take for a map, known before anything is read. Raises
     WeightFormatError as it would."""
-    matrices: dict[_TieKey, int] = {}
+    matrices: dict[TieKey, int] = {}
     rest = sum(table.size * 4 for table in constants.values())
     for spec in specs:
         if spec.kind == "vector":
@@ -41,7 +41,7 @@ def planned_bytes(
             continue
         has_bias = spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
         rest += spec.rows * dtype.size * has_bias
-        matrices[_tie_key(spec)] = sum(
+        matrices[tie_key(spec)] = sum(
             _matrix_bytes(spec, part, source, dtype) for part in spec.parts
         )
     return sum(matrices.values()) + rest
@@ -76,7 +76,7 @@ class WeightLoader:
 
     source: WeightSource
     dtype: mx.Dtype
-    _matrices: dict[_TieKey, Matrix] = field(default_factory=dict)
+    _matrices: dict[TieKey, Matrix] = field(default_factory=dict)
     _dequantised: Counter[str] = field(default_factory=Counter)
 
     def load(
@@ -86,7 +86,7 @@ class WeightLoader:
         for index, spec in enumerate(specs):
             weights[spec.name] = self._weight(spec)
             if progress:
-                _show(index + 1, len(specs))
+                show_progress("loading weights", index + 1, len(specs))
         for name, table in constants.items():
             weights[name] = mx.array(np.array(table, np.float32))
         for kind, elements in self._dequantised.items():
@@ -98,7 +98,7 @@ class WeightLoader:
         if spec.kind == "vector":
             found = [checked(self.source.part(part.name), (part.rows,)) for part in spec.parts]
             return self._joined([self._dense(part, spec.offset, mx.float32) for part in found])
-        key = _tie_key(spec)
+        key = tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
             self._matrices[key] = stacked([self._matrix(spec, part) for part in spec.parts])
             mx.eval(self._matrices[key].arrays)  # what they were made of is freed
@@ -142,17 +142,3 @@ class WeightLoader:
         array = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
         mx.eval(array)
         return array
-
-
-_TieKey = tuple[tuple[PartSpec, ...], float]
-
-
-def _tie_key(spec: WeightSpec) -> _TieKey:
-    """Equal for specs that one matrix serves."""
-    return spec.parts, spec.offset
-
-
-def _show(done: int, total: int) -> None:
-    share = done / total
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\rloading weights [{'#' * int(share * 30):<30}] {share:4.0%}{end}")

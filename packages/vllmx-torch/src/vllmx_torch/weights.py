@@ -4,7 +4,6 @@ dequantised on the way, one part after the other, so that no second copy of the 
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import AnyArray
-from vllmx_core.weight_map import checked
-from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_core.progress import show_progress
+from vllmx_core.weight_map import TieKey, checked, tie_key
+from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 logger = logging.getLogger("vllmx.torch")
 
@@ -42,7 +42,7 @@ def weight_bytes(
     specs: Iterable[WeightSpec], constants: Mapping[str, AnyArray], dtype: torch.dtype
 ) -> int:
     """Memory that `WeightLoader` will take for a map."""
-    matrices: dict[_TieKey, int] = {}
+    matrices: dict[TieKey, int] = {}
     rest = sum(table.size * 4 for table in constants.values())
     for spec in specs:
         if spec.kind == "vector":
@@ -50,7 +50,7 @@ def weight_bytes(
             continue
         has_bias = spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
         rest += spec.rows * dtype.itemsize * has_bias
-        matrices[_tie_key(spec)] = spec.rows * spec.cols * dtype.itemsize
+        matrices[tie_key(spec)] = spec.rows * spec.cols * dtype.itemsize
     return sum(matrices.values()) + rest
 
 
@@ -62,7 +62,7 @@ class WeightLoader:
     source: WeightSource
     dtype: torch.dtype
     device: torch.device
-    _matrices: dict[_TieKey, Tensor] = field(default_factory=dict)
+    _matrices: dict[TieKey, Tensor] = field(default_factory=dict)
     _dequantised: Counter[str] = field(default_factory=Counter)
 
     def load(
@@ -72,7 +72,7 @@ class WeightLoader:
         for index, spec in enumerate(specs):
             weights[spec.name] = self._weight(spec)
             if progress:
-                _show(index + 1, len(specs))
+                show_progress("loading weights", index + 1, len(specs))
         for name, table in constants.items():
             weights[name] = torch.from_numpy(np.array(table, np.float32)).to(self.device)
         for kind, elements in self._dequantised.items():
@@ -85,7 +85,7 @@ class WeightLoader:
             vector = torch.empty(spec.rows, dtype=torch.float32, device=self.device)
             self._fill(vector, spec, (), spec.offset)
             return vector
-        key = _tie_key(spec)
+        key = tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
             shape = (spec.rows, spec.cols)
             self._matrices[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -128,23 +128,9 @@ class WeightLoader:
         out.copy_(torch.from_numpy(part.dequantize() + np.float32(offset)))
 
 
-_TieKey = tuple[tuple[PartSpec, ...], float]
-
-
-def _tie_key(spec: WeightSpec) -> _TieKey:
-    """Equal for specs that one matrix serves."""
-    return spec.parts, spec.offset
-
-
 def _tensor(rows: AnyArray, dtype: str) -> Tensor:
     """A copy: the mapped file is read-only, which torch has no notion of."""
     copied = np.array(rows)
     if dtype == "bf16":
         return torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(copied)
-
-
-def _show(done: int, total: int) -> None:
-    share = done / total
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\rloading weights [{'#' * int(share * 30):<30}] {share:4.0%}{end}")

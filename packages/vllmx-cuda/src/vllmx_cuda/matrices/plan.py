@@ -6,20 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from vllmx_core.weight_map import checked
-from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weight_map import TieKey, checked, tie_key
+from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
 from vllmx_cuda.matrices.kinds import form_of
-
-TieKey = tuple[tuple[PartSpec, ...], float]
-
-
-def tie_key(spec: WeightSpec) -> TieKey:
-    """Equal for specs that one matrix serves."""
-    return spec.parts, spec.offset
 
 
 def has_bias(spec: WeightSpec) -> bool:
