@@ -155,12 +155,16 @@ def log_probabilities(
         loaded.close()
 
 
-def check_held(source: Quantised, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The device holds what the file holds, and nothing was dequantised at load."""
+def check_held(
+    source: Quantised, dtype: str, caplog: pytest.LogCaptureFixture, *, more: float = 0
+) -> None:
+    """The device holds what the file holds, `more` of it for factors that are unpacked, and nothing
+    was dequantised at load."""
     with caplog.at_level(logging.INFO, "vllmx"):
         _, info = log_probabilities(emulated(), source, dtype, [1, 2])
     assert not [r for r in caplog.records if "dequantised" in r.getMessage()]
-    assert info.weight_bytes == source.stored_bytes(2 if dtype != "f32" else 4)
+    stored = source.stored_bytes(2 if dtype != "f32" else 4)
+    assert stored <= info.weight_bytes <= stored * (1 + more)
 
 
 def check_near(source: Quantised, limit: float, **how: Any) -> None:
@@ -180,7 +184,9 @@ def _cpu() -> Backend:
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
     source = Quantised(GGUF[name])
-    check_held(source, "bf16", caplog)
+    # blocks of Q4_K are repacked with their factors as float16, both with counters
+    more = {"Q4_K_M": 0.12, "Q4_0": 0.02}.get(name, 0.0)
+    check_held(source, "bf16", caplog, more=more)
     check_near(source, 0.03)
 
 

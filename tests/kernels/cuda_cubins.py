@@ -26,6 +26,7 @@ from vllmx_cuda.nvrtc import Nvrtc
 BUDGET = Path(__file__).parent / "cuda_budget.json"
 BF16 = {"VX_DTYPE": 2}
 HEAD = {**BF16, "VX_HEAD": 128, "VX_KV": 0}
+W4 = {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1, "VX_FOLDS": 1, "VX_OUT": 0}
 
 # What a served model uses: bf16, head size 128, and the extremes of the attention kernels.
 UNITS: tuple[tuple[str, dict[str, int]], ...] = (
@@ -59,6 +60,13 @@ UNITS: tuple[tuple[str, dict[str, int]], ...] = (
     ("gguf_dequantize", {**BF16, "VX_BLOCK": 14}),
     ("gguf_dequantize", {**BF16, "VX_BLOCK": 11}),
     ("gguf_dequantize", {**BF16, "VX_BLOCK": 39}),
+    ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 1}),
+    ("w4_linear", {**W4, "VX_TILES": 2, "VX_ROWS": 2}),
+    ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_ZERO": 2, "VX_FOLDS": 2}),
+    ("w4_linear", {**W4, "VX_TILES": 8, "VX_ROWS": 2}),
+    ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_DTYPE": 1, "VX_ZERO": 0}),
+    ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 2, "VX_BITS": 8, "VX_SCALE": 0}),
+    ("w4_dequantize", {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1}),
     ("mask_logits", {}),
     ("sample_max", {}),
     ("logprob_chunks", {}),

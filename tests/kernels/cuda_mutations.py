@@ -33,7 +33,7 @@ class Bug:
 
 
 NORMS, ATTENTION, ROWS = "test_cuda_norms.py", "test_cuda_attention.py", "test_cuda_rows.py"
-SAMPLER, GGUF = "test_cuda_sampler.py", "test_cuda_gguf.py"
+SAMPLER, GGUF, W4 = "test_cuda_sampler.py", "test_cuda_gguf.py", "test_cuda_w4.py"
 DECODE, PREFILL, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:prefill", f"{ATTENTION}:store"
 BUGS = (
     Bug("vx.h", "no barrier before a reduction's buffer is read",
@@ -120,6 +120,33 @@ BUGS = (
     Bug("gguf_linear.cu", "minima of halves change places",
         "run.low[0] * first + run.low[1] * last", "run.low[1] * first + run.low[0] * last",
         f"{GGUF}:gemv"),
+    Bug("gather.cu", "columns in the order of another row", "columns[i]]", "columns[blockIdx.x]]",
+        f"{ROWS}:columns"),
+    Bug("w4_codes.h", "a zero of the wrong row", "record[SCALES_BYTES + row]",
+        "record[SCALES_BYTES]", W4),
+    Bug("w4_linear.cu", "the wait is one tile short", "vx_cp_wait<STAGES - 2>();",
+        "vx_cp_wait<STAGES - 1>();", f"{W4}:linear"),
+    Bug("w4_linear.cu", "records of other lanes are read too early",
+        "    __syncwarp();  // the records", "    // the records", f"{W4}:linear"),
+    Bug("w4_linear.cu", "a stage is filled while it is read", "    empty = stage;",
+        "    empty = stage + STAGE_BYTES < ring_end ? stage + STAGE_BYTES : ring;", f"{W4}:linear"),
+    Bug("w4_linear.cu", "sums over the rings of warps that are not done",
+        "  __syncthreads();  // the rings end", "  // the rings end", f"{W4}:linear"),
+    Bug("w4_linear.cu", "halves share a scale", "(VX_FOLDS * r + fold) * RECORD_BYTES",
+        "(VX_FOLDS * r) * RECORD_BYTES", f"{W4}:linear"),
+    Bug("w4_linear.cu", "steps change places", "fragment(a[i][1], codes, fold + i, 1,",
+        "fragment(a[i][1], codes, fold + i, 0,", f"{W4}:linear"),
+    Bug("w4_linear.cu", "columns beyond the last", "tile * TILE_COLS + HALF_COLS < k", "true",
+        f"{W4}:linear"),
+    Bug("w4_linear.cu", "a split's tokens overlap", "((size_t)blockIdx.z * m + token0 + token)",
+        "((size_t)blockIdx.z + token0 + token)", f"{W4}:linear"),
+    Bug("w4_linear.cu", "the counters do not start again", "(int)atomicInc(arrivals + blockIdx.y * "
+        "gridDim.x + blockIdx.x, splits - 1)",
+        "(int)atomicAdd(arrivals + blockIdx.y * gridDim.x + blockIdx.x, 1u)", f"{W4}:linear"),
+    Bug("w4_linear.cu", "the minimum is not counted from the middle",
+        "(row.low + MIDDLE * row.scale)", "row.low", f"{W4}:linear"),
+    Bug("w4_dequantize.cu", "odd columns change places", "4 * (h + 2 * p + 4 * odd)",
+        "4 * (h + 2 * odd + 4 * p)", f"{W4}:dequantize"),
     Bug("gguf_linear.cu", "a column beyond the segment is written",
         "* pitch + row0 + r", "* n + row0 + r", f"{GGUF}:gemv"),
     Bug("quantize_q8.cu", "the second sum is the first", "__shfl_sync(VX_ALL, sum, 16)",

@@ -28,6 +28,8 @@ WANTED = {
     "gather_rows": ("LDG.E.128", "STG.E.128"),
     "linear_gemv": ("LDG.E.NA.LTC",),
     "gguf_gemv": ("IDP.4A",),
+    "w4_linear": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
+    "w4_dequantize": ("LDG.E.", "STG.E.128"),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
 }  # fmt: skip
 

@@ -57,6 +57,15 @@ def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
     np.testing.assert_array_equal(y, table[ids])
 
 
+def test_gather_columns(emulator: Emulator) -> None:
+    rng = np.random.default_rng(3)
+    x, columns = normal(rng, (3, 300), "bf16"), on_device(rng.permutation(300), np.int32)
+    y = empty((3, 300), x.dtype)
+    variant = KERNELS["gather_columns"].variant(**options("bf16", VX_VEC=1))
+    emulator.launch(variant, {"rows": 3, "width": 300}, [x, columns, y, 300])
+    np.testing.assert_array_equal(y, x[:, columns])
+
+
 def test_a_step_begins_with_its_tokens_and_table(emulator: Emulator) -> None:
     """Tokens still on the device are resolved; changed entries of the block table arrive."""
     sampled = on_device([31, -1, 7], np.int32)

@@ -84,6 +84,14 @@ GATHER_ROWS = Kernel(
     sizes=("rows", "width"),
     rule=_rows,
 )
+GATHER_COLUMNS = Kernel(
+    entry="gather_columns",
+    source="gather.cu",
+    options={**ROW_OPTIONS, "VX_VEC": (1,)},
+    arguments=arguments("in elem* x, in i32* columns, out elem* y, i32 width"),
+    sizes=("rows", "width"),
+    rule=_rows,
+)
 BEGIN_STEP = Kernel(
     entry="begin_step",
     source="gather.cu",
@@ -96,4 +104,4 @@ BEGIN_STEP = Kernel(
     rule=_begin,
 )
 
-KERNELS = (GATED_ACT, ACTIVATION, ADD, SCALE, SOFTCAP, GATHER_ROWS, BEGIN_STEP)
+KERNELS = (GATED_ACT, ACTIVATION, ADD, SCALE, SOFTCAP, GATHER_ROWS, GATHER_COLUMNS, BEGIN_STEP)

@@ -1,11 +1,12 @@
 // gather_rows:    y[i] = table[ids[i]]: embedding, and the rows that want logits.
+// gather_columns: y[i][j] = x[i][columns[j]]: activations in the order of a weight's columns.
 // begin_step:     tokens that the host could not know yet, -(i + 1) for row i of the step before,
 //                 become what that row sampled, 0 where it was refused; and the entries of the
 //                 block table that changed since the step before are put in place.
 //
-// Layout: table (rows, width), y (N, width) of elem; ids (N); patches (M, 2): index into the block
+// Layout: table (rows, width), x and y (N, width) of elem; ids (N); columns (width); patches (M, 2): index into the block
 //         table, -1 where unused, no index twice, and the entry.
-// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), begin_step (ceil(max(N, M) / 256)); 256
+// Grid:   gather_rows (N, ceil(width / (256 * VX_VEC))), gather_columns with VX_VEC 1, begin_step (ceil(max(N, M) / 256)); 256
 //         threads.
 // Floor:  bytes: the gathered rows once in, once out.
 #include "vx.h"
@@ -19,6 +20,14 @@ gather_rows(const int* __restrict__ ids, const elem* __restrict__ table, elem* _
   store_pack(y + (size_t)blockIdx.x * width + i, load_pack<elem, VX_VEC>(row + i));
 }
 VX_EXPORT(gather_rows)
+
+extern "C" __global__ void __launch_bounds__(256)
+gather_columns(const elem* __restrict__ x, const int* __restrict__ columns, elem* __restrict__ y,
+               int width) {
+  int i = blockIdx.y * 256 + threadIdx.x;
+  if (i < width) y[(size_t)blockIdx.x * width + i] = x[(size_t)blockIdx.x * width + columns[i]];
+}
+VX_EXPORT(gather_columns)
 
 extern "C" __global__ void __launch_bounds__(256)
 begin_step(int* tokens, const int* __restrict__ sampled, int* __restrict__ block_table,

@@ -18,6 +18,32 @@ VX_DEV void vx_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// D = A * B: the first product of a sum
+VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
+}
+VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
+}
+// a * b + c of two elements each, rounded once
+VX_DEV u32 vx_fma2(u32 a, u32 b, u32 c, bf16) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+VX_DEV u32 vx_fma2(u32 a, u32 b, u32 c, f16) {
+  u32 d;
+  asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 
 // Four 8x8 matrices of 16-bit elements; lane 8m + i gives the address of row i of matrix m, 16-byte
 // aligned. Afterwards r[m] of a lane holds row lane / 4, columns 2 (lane % 4) and the next;

@@ -7,12 +7,14 @@ from vllmx_core.weights import WeightPart
 from vllmx_cuda.matrices.dense import dense
 from vllmx_cuda.matrices.form import Form, Kind, Target
 from vllmx_cuda.matrices.gguf import gguf
+from vllmx_cuda.matrices.w4 import w4
 
-KINDS: tuple[Kind, ...] = (gguf, dense)
+KINDS: tuple[Kind, ...] = (w4, gguf, dense)
 """Asked in this order; the last takes everything."""
 
 
-def form_of(part: WeightPart, target: Target) -> Form:
-    """The form of the first kind that knows the part."""
-    found: Form = next(form for kind in KINDS if (form := kind(part, target)) is not None)
+def form_of(part: WeightPart, target: Target, *, gathered: bool = False) -> Form:
+    """The form of the first kind that knows the part; `gathered`: and that can gather its rows."""
+    forms = (form for kind in KINDS if (form := kind(part, target)) is not None)
+    found: Form = next(form for form in forms if form.gathers or not gathered)
     return found

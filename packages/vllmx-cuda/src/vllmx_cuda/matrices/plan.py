@@ -117,8 +117,8 @@ def _plan_matrix(
     """A table that rows are gathered from is one segment, of a form that can do it."""
     parts = [checked(source.part(p.name), (p.rows, spec.cols)) for p in spec.parts]
     plain: Form = Dense(target.dtype, spec.offset)
-    forms = [plain if spec.offset else form_of(part, target) for part in parts]
-    if gathered and not (forms[0].gathers and all(form == forms[0] for form in forms)):
+    forms = [plain if spec.offset else form_of(part, target, gathered=gathered) for part in parts]
+    if gathered and any(form != forms[0] for form in forms):
         forms = [plain] * len(parts)
     pairs = zip(forms, parts, strict=True)
     runs = [

@@ -73,7 +73,10 @@ void checker_launch(size_t dynamic_bytes) {
   for (size_t i = 0; i < buffers.size(); i++)
     global_cells[i].assign(buffers[i].end - buffers[i].begin, Cell());
 }
+// From which barrier on all threads of the block have seen an atomic of one of them
+static unsigned acquired_epoch;
 void checker_block() {
+  acquired_epoch = ~0u;
   dynamic_cells.assign(dynamic_cells.size(), Cell());
   static_cells.assign(static_cells.size(), Cell());
 }
@@ -108,8 +111,9 @@ static void touch(Cell* cells, size_t bytes, bool write, bool atomic, bool share
       fail("%s of %s memory %p while a cp.async to it is in flight pc=%p", verb, space, p, pc);
     if (shared && !write && cell.writer == NOBODY)
       fail("uninitialised shared memory read at %p pc=%p", p, pc);
-    // After any atomic of this thread, what other blocks wrote counts as acquired through it.
-    bool trusted = !shared && current->atomics;
+    // After any atomic of this thread, or of another one before a barrier, what other blocks wrote
+    // counts as acquired through it.
+    bool trusted = !shared && (current->atomics || current->block_epoch >= acquired_epoch);
     bool write_trusted = trusted && cell.write_block >= 0 && cell.write_block != block_number;
     bool read_trusted = trusted && cell.read_block != block_number;
     if (cell.writer != NOBODY && !(atomic && cell.written_atomically) && !write_trusted &&
@@ -167,7 +171,7 @@ void check(const void* p, size_t bytes, size_t align, bool write, bool atomic) {
   size_t address = (size_t)p;
   if (address - (size_t)(stacks + current->id * STACK_BYTES) < STACK_BYTES) return;
   if (address & (align - 1)) fail("misaligned %zu-byte access at %p pc=%p", bytes, p, pc);
-  if (atomic) current->atomics++;
+  if (atomic) current->atomics++, acquired_epoch = min(acquired_epoch, current->block_epoch + 1);
   if (Cell* cells = shared_cells(address, bytes)) return touch(cells, bytes, write, atomic, true, p);
   check_global(p, bytes, write, atomic);
 }

@@ -209,6 +209,25 @@ inline void vx_mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]
 inline void vx_mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
   emu_mma(d, a, b, emu::MMA_F16);
 }
+template <class T>
+void vx_mma_first(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], T kind) {
+  d[0] = d[1] = d[2] = d[3] = 0.f;
+  vx_mma(d, a, b, kind);
+}
+inline unsigned short emu_fma(unsigned short a, unsigned short b, unsigned short c, __half) {
+  __half_raw in[3] = {{a}, {b}, {c}};
+  double sum = (double)__half2float(in[0]) * __half2float(in[1]) + __half2float(in[2]);
+  return __half_raw(__double2half(sum)).x;
+}
+inline unsigned short emu_fma(unsigned short a, unsigned short b, unsigned short c, __nv_bfloat16) {
+  float in[3] = {__int_as_float(a << 16), __int_as_float(b << 16), __int_as_float(c << 16)};
+  return __nv_bfloat16_raw(__double2bfloat16((double)in[0] * in[1] + in[2])).x;
+}
+template <class T> unsigned vx_fma2(unsigned a, unsigned b, unsigned c, T kind) {
+  unsigned low = emu_fma((unsigned short)a, (unsigned short)b, (unsigned short)c, kind);
+  unsigned high = emu_fma(a >> 16, b >> 16, c >> 16, kind);
+  return low | high << 16;
+}
 EMU_RAW inline void emu_ldmatrix(unsigned (&r)[4], const void* row, bool transposed) {
   emu::check(row, 16, 16, false, false);
   const emu::Slot* slots = emu::exchange(0xffffffffu, &row, sizeof row, emu::LDMATRIX);

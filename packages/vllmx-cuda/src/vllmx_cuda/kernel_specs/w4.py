@@ -1,0 +1,142 @@
+"""Weights of 4- or 8-bit integers in the order of tensor-core fragments."""
+
+from __future__ import annotations
+
+from vllmx_core.errors import ConfigError
+
+from vllmx_cuda.kernel_specs.types import (
+    DTYPES,
+    Kernel,
+    Launch,
+    Options,
+    Sizes,
+    arguments,
+    at_least,
+    at_most,
+    ceil_div,
+)
+
+TILES = (1, 2, 4, 8)
+"""Values of VX_TILES: tiles of 8 tokens that share one pass over the weights."""
+TOKENS = 8 * TILES[-1]
+"""Tokens that one pass serves at most."""
+ROW_TILES = (1, 2)
+"""Values of VX_ROWS: tiles of 16 rows that share the tokens' fragments."""
+ZERO_MIDDLE, ZERO_CODES, MINIMA = 0, 1, 2
+"""Values of VX_ZERO: zero is 8 or 128; one of u8 a group; a minimum in its place."""
+TILE_ROWS, TILE_COLS, GROUP_COLS = 16, 64, 32
+"""Of a tile, and the fewest columns of a group; K is a multiple of the latter."""
+WARPS = 8
+_MINIMA_TILES = 4
+_LEAST_TILES = 4
+"""Of columns, that a warp has after splitting."""
+
+
+def tile_bytes(bits: int) -> int:
+    return TILE_ROWS * TILE_COLS * bits // 8
+
+
+def record_bytes(scale: int, zero: int) -> int:
+    """Of the factors of 16 rows in one group."""
+    scales = TILE_ROWS * (4 if scale == DTYPES["f32"] else 2)
+    return scales + {ZERO_MIDDLE: 0, ZERO_CODES: TILE_ROWS, MINIMA: scales}[zero]
+
+
+def token_tiles(tokens: int, zero: int) -> int:
+    """VX_TILES for so many tokens. Minima take registers: with them 32 tokens share a pass."""
+    most = _MINIMA_TILES if zero == MINIMA else TILES[-1]
+    return next((tiles for tiles in TILES if tokens <= 8 * tiles and tiles <= most), most)
+
+
+def row_tiles(tokens: int) -> int:
+    """VX_ROWS: from a few tokens on their fragments are worth being used twice."""
+    return 1 if tokens <= 2 else 2
+
+
+def folds(group_shift: int) -> int:
+    """VX_FOLDS: how many groups a tile may lie in."""
+    return 1 if 1 << group_shift >= TILE_COLS else 2
+
+
+def splits(outputs: int, width: int, num_processors: int) -> int:
+    """Blocks that share a row of tiles: more than one where the rows alone leave processors without
+    work. The number of tokens has no say, so that it does not change the order of sums."""
+    blocks = ceil_div(outputs, TILE_ROWS * ROW_TILES[-1])
+    tiles, found = ceil_div(width, TILE_COLS), 1
+    while 2 * found * blocks <= num_processors and tiles >= 2 * found * WARPS * _LEAST_TILES:
+        found *= 2
+    return found
+
+
+def arrival_count(tokens: int, outputs: int) -> int:
+    """Counters that a split product of at most so many tokens uses."""
+    return (ceil_div(outputs, TILE_ROWS) + 1) * ceil_div(tokens, TOKENS)
+
+
+def _check(sizes: Sizes) -> None:
+    at_least("rows", sizes["outputs"], 1)
+    if sizes["width"] % GROUP_COLS:
+        raise ConfigError(
+            f"W4 kernels need rows of a multiple of {GROUP_COLS} values, got {sizes['width']}",
+            param="width",
+        )
+
+
+def _linear(sizes: Sizes, options: Options) -> Launch:
+    _check(sizes)
+    for name in ("tokens", "splits"):
+        at_least(name, sizes[name], 1)
+    if options["VX_ZERO"] == MINIMA:
+        at_most("VX_TILES", options["VX_TILES"], _MINIMA_TILES, "registers with minima")
+    rows, tokens = TILE_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
+    stages = max(3, 32 // (options["VX_BITS"] * options["VX_ROWS"]))
+    record = record_bytes(options["VX_SCALE"], options["VX_ZERO"])
+    tile = tile_bytes(options["VX_BITS"]) + options["VX_FOLDS"] * record
+    ring = stages * options["VX_ROWS"] * tile
+    sums = tokens * (rows + 4) * 4
+    grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), sizes["splits"])
+    return Launch(grid, 32 * WARPS, WARPS * max(ring, sums))
+
+
+def _dequantize(sizes: Sizes, options: Options) -> Launch:
+    _check(sizes)
+    tiles = ceil_div(sizes["width"], TILE_COLS)
+    return Launch((ceil_div(sizes["outputs"], TILE_ROWS), ceil_div(tiles, WARPS), 1), 32 * WARPS)
+
+
+_OPTIONS = {
+    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_BITS": (4, 8),
+    "VX_SCALE": tuple(DTYPES.values()),
+    "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES, MINIMA),
+}
+
+W4_LINEAR = Kernel(
+    entry="w4_linear",
+    source="w4_linear.cu",
+    options={
+        **_OPTIONS,
+        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_TILES": TILES,
+        "VX_ROWS": ROW_TILES,
+        "VX_FOLDS": (1, 2),
+        "VX_OUT": (0, 1),
+    },
+    arguments=arguments(
+        "in elem* x, in u8* data, in f32* bias?, out out* y, inout f32* partial?,"
+        "inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 group_shift"
+    ),
+    sizes=("tokens", "outputs", "width", "splits"),
+    rule=_linear,
+    min_arch=80,
+)
+W4_DEQUANTIZE = Kernel(
+    entry="w4_dequantize",
+    source="w4_dequantize.cu",
+    options=_OPTIONS,
+    arguments=arguments("in u8* data, out elem* y, i32 n, i32 k, i32 group_shift"),
+    sizes=("outputs", "width"),
+    rule=_dequantize,
+)
+
+KERNELS = (W4_LINEAR, W4_DEQUANTIZE)

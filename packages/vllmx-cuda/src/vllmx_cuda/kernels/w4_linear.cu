@@ -1,0 +1,287 @@
+// y = x w^T + bias for up to 64 tokens, w as in w4_codes.h, on tensor cores; the codes are read once.
+//
+// Layout: x (M, K) of elem, bf16 or f16; w (N, K); bias (N) of f32 or null; y of elem, or of f32 with VX_OUT
+//         1, (M, N) with rows `pitch` apart. K is a multiple of 32. A code minus its zero is exact in elem, so
+//         products are exact; scales meet the sums of 32 or 64 products, in f32.
+// Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
+//         pieces, one a warp. Each warp has a ring of tiles of its own, which cp.async fills STAGES ahead:
+//         32 KB of codes under way in a block, more than latency times bandwidth of an SM; nobody waits for
+//         another warp before the end. The pieces' sums are added in an order that neither M nor the grid
+//         changes; across splits the last block to arrive adds them, out of `partial` (splits, M, N).
+//         arrivals: one u32 for each (x, y) of the grid, 0 before and after; null with one split.
+// Floor:  bytes of codes and records, once for each tile of tokens.
+#include "w4_codes.h"
+
+#ifndef VX_TILES
+#define VX_TILES 1
+#endif
+#ifndef VX_ROWS
+#define VX_ROWS 1
+#endif
+#ifndef VX_FOLDS  // 1: a tile of 64 columns lies in one group; 2: each half of it
+#define VX_FOLDS 2
+#endif
+#ifndef VX_OUT
+#define VX_OUT 0
+#endif
+#if VX_OUT
+typedef float out_elem;
+#else
+typedef elem out_elem;
+#endif
+#define WARPS 8
+#define ROWS (TILE_ROWS * VX_ROWS)
+#define TOKENS (8 * VX_TILES)
+#define STAGES (32 / (VX_BITS * VX_ROWS) > 3 ? 32 / (VX_BITS * VX_ROWS) : 3)
+#define CHUNKS (RECORD_BYTES / 16)
+#define STAGE_BYTES (VX_ROWS * (TILE_BYTES + VX_FOLDS * RECORD_BYTES))
+#define RECORD_LOADS ((VX_ROWS * VX_FOLDS * CHUNKS + 31) / 32)
+#define STRIDE (ROWS + 4)  // of a token's sums: writes of a warp hit all banks
+
+#if VX_DTYPE == VX_BF16
+#define MAGIC 0x43004300u  // 128: the next 7 bits count ones
+#define ONES 0x3f803f80u
+#define MINUS 0xc300u
+#else
+#define MAGIC 0x64006400u  // 1024, 10 bits
+#define ONES 0x3c003c00u
+#define MINUS 0xe400u
+#endif
+#define BY_FLOAT (VX_BITS == 8 && VX_DTYPE == VX_BF16)  // 128 + code does not fit
+
+// What `fragment` adds to the codes of a row to take their zero away
+VX_DEV u32 minus_zero(int zero) { return BY_FLOAT ? 0xcb000000u + zero : (MINUS + zero) * 0x10001u; }
+
+// Fragment A of k-step s of a half. codes: the lane's 16 bytes, as words; nibbles: 0x000f000f.
+VX_DEV void fragment(u32 (&a)[4], const uint4& codes, int half, int s, const u32 (&minus)[2],
+                     u32 nibbles) {
+#if VX_BITS == 4
+  u32 word = half ? (s ? codes.w : codes.z) : (s ? codes.y : codes.x);
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    a[i] = vx_fma2((word >> 4 * i & nibbles) | MAGIC, ONES, minus[i % 2], elem());
+#else
+#pragma unroll
+  for (int p = 0; p < 2; p++) {
+    u32 word = s ? (p ? codes.w : codes.z) : (p ? codes.y : codes.x);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#if BY_FLOAT  // 2^23 + code, exact; so is the difference in bf16
+      float zero = __uint_as_float(minus[h]);
+      float even = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + 2 * h)) + zero;
+      float odd = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7441 + 2 * h)) + zero;
+      __nv_bfloat162 both = __floats2bfloat162_rn(even, odd);
+      a[h + 2 * p] = *reinterpret_cast<u32*>(&both);
+#else
+      u32 both = __byte_perm(word, 0x64646464u, h ? 0x4342 : 0x4140);
+      a[h + 2 * p] = vx_fma2(both, ONES, minus[h], elem());
+#endif
+    }
+  }
+#endif
+}
+
+// Where a lane copies from: its 16 bytes of each tile, and of each tile's records.
+struct Source {
+  const u8 *codes[VX_ROWS], *records[RECORD_LOADS];
+  int half[RECORD_LOADS];  // columns into the tile; -1: nothing to copy
+};
+
+VX_DEV Source source_of(const u8* data, int row_tile, int row_tiles, int tiles, int groups, int lane) {
+  Source source;
+  size_t size = row_bytes(tiles, groups);
+#pragma unroll
+  for (int r = 0; r < VX_ROWS; r++)
+    source.codes[r] = data + min(row_tile + r, row_tiles - 1) * size + lane * 16;
+#pragma unroll
+  for (int i = 0; i < RECORD_LOADS; i++) {
+    int chunk = 32 * i + lane, row = chunk / (VX_FOLDS * CHUNKS);
+    source.half[i] = row < VX_ROWS ? chunk / CHUNKS % VX_FOLDS * HALF_COLS : -1;
+    source.records[i] = data + min(row_tile + row, row_tiles - 1) * size +
+                        (size_t)tiles * TILE_BYTES + chunk % CHUNKS * 16;
+  }
+  return source;
+}
+
+// Enqueues the copies of one tile of columns, for all rows of the block. The second half of the last one
+// may have no group of its own: it is padding.
+VX_DEV void fetch(u8* stage, const Source& source, int tile, int groups, int group_shift, int lane) {
+#pragma unroll
+  for (int r = 0; r < VX_ROWS; r++)
+#pragma unroll
+    for (int at = 0; at < TILE_BYTES; at += 512)
+      vx_cp_async16(stage + r * TILE_BYTES + at + lane * 16,
+                    source.codes[r] + (size_t)tile * TILE_BYTES + at, 16);
+#pragma unroll
+  for (int i = 0; i < RECORD_LOADS; i++) {
+    if (source.half[i] < 0) continue;
+    int group = min((tile * TILE_COLS + source.half[i]) >> group_shift, groups - 1);
+    vx_cp_async16(stage + VX_ROWS * TILE_BYTES + (32 * i + lane) * 16,
+                  source.records[i] + group * RECORD_BYTES, 16);
+  }
+}
+
+// The sums of x over what meets one scale, which minima are multiplied by
+VX_DEV void sum_of_tokens(float (&sums)[2], const uint4 (&b)[2], int first, int last) {
+  const u32 ones[4] = {ONES, ONES, ONES, ONES};
+  float part[4];
+#pragma unroll
+  for (int half = first; half < last; half++) {
+    const u32 low[2] = {b[half].x, b[half].y}, high[2] = {b[half].z, b[half].w};
+    if (half == first) {
+      vx_mma_first(part, ones, low, elem());
+    } else {
+      vx_mma(part, ones, low, elem());
+    }
+    vx_mma(part, ones, high, elem());
+  }
+  sums[0] = part[0], sums[1] = part[1];
+}
+
+// Adds the products of the columns of a tile that share scales: half of them or all. b: fragments B of
+// the tokens, both k-steps of a half in one.
+VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int fold, int lane,
+                     const uint4 (&b)[VX_TILES][2], u32 nibbles) {
+  constexpr int HALVES = 2 / VX_FOLDS;
+  float totals[VX_TILES][2];
+  if (VX_ZERO == 2)
+#pragma unroll
+    for (int t = 0; t < VX_TILES; t++) sum_of_tokens(totals[t], b[t], fold, fold + HALVES);
+#pragma unroll
+  for (int r = 0; r < VX_ROWS; r++) {
+    const u8* record = stage + VX_ROWS * TILE_BYTES + (VX_FOLDS * r + fold) * RECORD_BYTES;
+    Factors f[2] = {factors_of(record, lane / 4), factors_of(record, lane / 4 + 8)};
+    u32 minus[2] = {minus_zero(f[0].zero), minus_zero(f[1].zero)}, a[HALVES][2][4];
+#pragma unroll
+    for (int i = 0; i < HALVES; i++) {
+      uint4 codes = *reinterpret_cast<const uint4*>(stage + r * TILE_BYTES + lane * 16 +
+                                                    (VX_BITS == 8 ? (fold + i) * 512 : 0));
+      fragment(a[i][0], codes, fold + i, 0, minus, nibbles);
+      fragment(a[i][1], codes, fold + i, 1, minus, nibbles);
+    }
+#pragma unroll
+    for (int t = 0; t < VX_TILES; t++) {
+      float part[4];
+#pragma unroll
+      for (int i = 0; i < HALVES; i++) {
+        const uint4& x = b[t][fold + i];
+        u32 low[2] = {x.x, x.y}, high[2] = {x.z, x.w};
+        if (i == 0) {
+          vx_mma_first(part, a[i][0], low, elem());
+        } else {
+          vx_mma(part, a[i][0], low, elem());
+        }
+        vx_mma(part, a[i][1], high, elem());
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const Factors& row = f[e / 2];
+        sums[r][t][e] += row.scale * part[e];
+        if (VX_ZERO == 2) sums[r][t][e] += (row.low + MIDDLE * row.scale) * totals[t][e % 2];
+      }
+    }
+  }
+}
+
+// Of the warps' sums of one output
+VX_DEV float tree(const float* part) {
+  float v[WARPS];
+#pragma unroll
+  for (int p = 0; p < WARPS; p++) v[p] = part[p * TOKENS * STRIDE];
+#pragma unroll
+  for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+    for (int p = 0; p < WARPS; p += 2 * step) v[p] += v[p + step];
+  return v[0];
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
+w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
+          out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch,
+          int group_shift) {
+  VX_DYNAMIC_SHARED(shared);
+  __shared__ int arrived;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane % 4;
+  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * TOKENS, splits = gridDim.z;
+  int tiles = (k + TILE_COLS - 1) / TILE_COLS, row_tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
+  int groups = ((k - 1) >> group_shift) + 1;
+  Source source = source_of(data, blockIdx.x * VX_ROWS, row_tiles, tiles, groups, lane);
+  int piece = blockIdx.z * WARPS + warp, pieces = splits * WARPS;
+  int tile = piece * tiles / pieces, end = (piece + 1) * tiles / pieces;
+  const elem* tokens[VX_TILES];
+#pragma unroll
+  for (int t = 0; t < VX_TILES; t++)
+    tokens[t] = x + (size_t)min(token0 + 8 * t + lane / 4, m - 1) * k + tile * TILE_COLS + quarter * 8;
+
+  float sums[VX_ROWS][VX_TILES][4] = {};
+  u8 *ring = shared + warp * STAGES * STAGE_BYTES, *ring_end = ring + STAGES * STAGE_BYTES;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    if (tile + s < end) fetch(ring + s * STAGE_BYTES, source, tile + s, groups, group_shift, lane);
+    vx_cp_commit();
+  }
+  // m is not negative, which the compiler cannot know: it would make the constant anew for each use
+  u32 nibbles = 0x000f000fu ^ (u32)(m < 0);
+  u8 *stage = ring, *empty = ring_end - STAGE_BYTES;
+  for (; tile < end; tile++) {
+    uint4 b[VX_TILES][2];
+#pragma unroll
+    for (int t = 0; t < VX_TILES; t++) {
+      b[t][0] = *reinterpret_cast<const uint4*>(tokens[t]);
+      b[t][1] = tile * TILE_COLS + HALF_COLS < k
+                    ? *reinterpret_cast<const uint4*>(tokens[t] + HALF_COLS)
+                    : make_uint4(0, 0, 0, 0);
+      tokens[t] += TILE_COLS;
+    }
+    vx_cp_wait<STAGES - 2>();
+    __syncwarp();  // the records are other lanes' copies; and the stage to fill has been read
+    if (tile + STAGES - 1 < end) fetch(empty, source, tile + STAGES - 1, groups, group_shift, lane);
+    vx_cp_commit();
+#pragma unroll
+    for (int fold = 0; fold < VX_FOLDS; fold++) multiply(sums, stage, fold, lane, b, nibbles);
+    empty = stage;
+    stage = stage + STAGE_BYTES < ring_end ? stage + STAGE_BYTES : ring;
+  }
+
+  float* part = reinterpret_cast<float*>(shared);  // [WARPS][TOKENS][STRIDE]
+  vx_cp_wait<0>();
+  __syncthreads();  // the rings end
+#pragma unroll
+  for (int r = 0; r < VX_ROWS; r++)
+#pragma unroll
+    for (int t = 0; t < VX_TILES; t++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        part[(warp * TOKENS + 8 * t + 2 * quarter + e % 2) * STRIDE + TILE_ROWS * r + lane / 4 +
+             8 * (e / 2)] = sums[r][t][e];
+  __syncthreads();
+  for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
+    int row = i % ROWS, token = i / ROWS;
+    if (row0 + row >= n || token0 + token >= m) continue;
+    float sum = tree(part + token * STRIDE + row);
+    if (splits > 1) {
+      partial[((size_t)blockIdx.z * m + token0 + token) * n + row0 + row] = sum;
+    } else {
+      sum += bias ? bias[row0 + row] : 0.f;
+      y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
+    }
+  }
+  if (splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0)  // back to 0 with the last
+    arrived = (int)atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, splits - 1);
+  __syncthreads();
+  if (arrived + 1 < splits) return;
+  __threadfence();  // no stale line of what the others wrote
+  for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
+    int row = i % ROWS, token = i / ROWS;
+    if (row0 + row >= n || token0 + token >= m) continue;
+    const float* parts = partial + (size_t)(token0 + token) * n + row0 + row;
+    float sum = parts[0];
+    for (int s = 1; s < splits; s++) sum += parts[(size_t)s * m * n];
+    sum += bias ? bias[row0 + row] : 0.f;
+    y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
+  }
+}
+VX_EXPORT(w4_linear)

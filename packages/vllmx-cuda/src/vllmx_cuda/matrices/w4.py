@@ -1,0 +1,183 @@
+"""Integers of 4 or 8 bits with 16-bit activations, in the order of tensor-core fragments: GPTQ,
+AWQ, packed integers of compressed-tensors, 4-bit blocks of GGUF.
+
+Up to `OWN_TOKENS` rows meet the integers on tensor cores, which read each of them once for 64 rows.
+More rows, float32 and GPUs before sm_80 multiply by cuBLASLt with rows that are dequantised a piece
+at a time. Where input features are not in the order of their groups (GPTQ's desc_act), the columns
+are, and the activations are brought into their order first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from vllmx_core.weights import WeightPart
+
+from vllmx_cuda.device import Bytes, Memory
+from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.kernel_specs.types import ceil_div
+from vllmx_cuda.kernel_specs.w4 import (
+    TILE_ROWS,
+    TILES,
+    TOKENS,
+    W4_LINEAR,
+    arrival_count,
+    folds,
+    row_tiles,
+    splits,
+    token_tiles,
+)
+from vllmx_cuda.matrices.form import (
+    Gather,
+    Operands,
+    Ops,
+    ScratchBytes,
+    Segment,
+    SegmentProduct,
+    Target,
+)
+from vllmx_cuda.matrices.pieces import Piece, row_pieces
+from vllmx_cuda.matrices.products import by_pieces, work_bytes
+from vllmx_cuda.matrices.w4_packing import Packing, packed_rows, packing_of
+
+OWN_TOKENS = 2 * TOKENS
+"""Rows that the own kernel takes. A pass over 64 rows costs about 0.2 ps a weight on an H100, by
+its arithmetic; dequantising, writing and reading a 16-bit copy 1.4 ps."""
+_ROWS_AT_ONCE = 16 * TILE_ROWS
+"""Rows that are unpacked together: what they take meanwhile stays in a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class W4:
+    """`vllmx_cuda.matrices.form.Form`: row tiles as in `kernels/w4_codes.h`, then zeroed counters
+    for blocks that share a product, then the order of the columns."""
+
+    packing: Packing
+    gathers = False
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        return self._tail(rows, cols) + self._counters_bytes(rows) + len(self.packing.order)
+
+    def _tail(self, rows: int, cols: int) -> int:
+        """Where the tiles end."""
+        return ceil_div(rows, TILE_ROWS) * self.packing.row_tile_bytes(cols)
+
+    def _counters_bytes(self, rows: int) -> int:
+        return 4 * arrival_count(OWN_TOKENS, rows)
+
+    def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
+        """`codes` gets the activations in the order of the columns."""
+        ordered = tokens * cols * ITEM_BYTES["f32"] if self.packing.order else 0
+        return ScratchBytes(codes=ordered, work=work_bytes(rows, cols, "f32"))
+
+    def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
+        cols = part.shape[1]
+        size = self.packing.row_tile_bytes(cols)
+
+        def fill(buffer: Bytes, begin: int, end: int) -> None:
+            tiles = buffer.reshape(end - begin, size)
+            end = min(end * TILE_ROWS, part.shape[0])
+            for row in range(begin * TILE_ROWS, end, _ROWS_AT_ONCE):
+                some = packed_rows(part, self.packing, row, min(row + _ROWS_AT_ONCE, end))
+                at = row // TILE_ROWS - begin
+                tiles[at : at + len(some)] = some
+
+        count = part.shape[0] // TILE_ROWS
+        span = data.at(first // TILE_ROWS * size, count * size)
+        yield from row_pieces(count, span, fill)
+        if first == 0:
+            order = np.frombuffer(self.packing.order, np.uint8)
+            counters = np.zeros(self._counters_bytes(rows), np.uint8)
+            tail = np.concatenate([counters, order])
+            target = data.at(self._tail(rows, cols), tail.nbytes)
+            yield Piece(target, lambda buffer: np.copyto(buffer, tail))
+
+    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+        order, operands = self._ordered(ops, segment, operands)
+        by_cublas = by_pieces(ops, segment, operands, self._dequantise(ops, segment))
+        if ops.target.dtype == "f32" or ops.target.arch < W4_LINEAR.min_arch:
+            own, most = by_cublas, 0
+        else:
+            own, most = self._own(ops, segment, operands), OWN_TOKENS
+
+        def enqueue(m: int) -> None:
+            order(m)
+            if m <= most:
+                own(m)
+            else:
+                by_cublas(m)
+
+        return SegmentProduct(enqueue)
+
+    def _ordered(
+        self, ops: Ops, segment: Segment, operands: Operands
+    ) -> tuple[Callable[[int], None], Operands]:
+        """What brings x into the order of the columns, and the operands afterwards."""
+        if not self.packing.order:
+            return lambda m: None, operands
+        kernel, x, cols = ops.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
+        begin = self._tail(segment.rows, cols) + self._counters_bytes(segment.rows)
+        columns, ordered = segment.data.at(begin), ops.products.codes
+
+        def order(m: int) -> None:
+            arguments = (x, columns, ordered, cols)
+            ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+
+        return order, replace(operands, x=ordered)
+
+    def _dequantise(self, ops: Ops, segment: Segment) -> Callable[[int, int], None]:
+        kernel = ops.variant("w4_dequantize", **self.packing.options)
+        cols, size = segment.cols, self.packing.row_tile_bytes(segment.cols)
+
+        def dequantise(first: int, rows: int) -> None:
+            tiles = segment.data.at(first // TILE_ROWS * size, ceil_div(rows, TILE_ROWS) * size)
+            shape = (rows, cols, self.packing.group_shift)
+            sizes = {"outputs": rows, "width": cols}
+            ops.device.launch(kernel, sizes, (tiles, ops.products.work, *shape))
+
+        return dequantise
+
+    def _own(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+        n, k, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
+        parts = splits(n, k, ops.device.info.num_processors)
+        sums = parts * OWN_TOKENS * n * 4 if parts > 1 else 0
+        assert sums <= work_bytes(n, k, "f32"), (n, k, parts)
+        counters = segment.data.at(self._tail(n, k), self._counters_bytes(n))
+        work = ops.products.work
+
+        def variant(tokens: int) -> Variant:
+            return ops.variant(
+                "w4_linear", VX_TILES=token_tiles(tokens, self.packing.zero),
+                VX_ROWS=row_tiles(tokens),
+                VX_FOLDS=folds(self.packing.group_shift), VX_OUT=out, **self.packing.options,
+            )  # fmt: skip
+
+        kernels = {tokens: variant(tokens) for tokens in (1, 2, *(8 * tiles for tiles in TILES))}
+
+        def own(m: int) -> None:
+            kernel = kernels[next((tokens for tokens in kernels if tokens >= m), TOKENS)]
+            arguments = (
+                operands.x, segment.data, operands.bias, operands.y,
+                work if parts > 1 else None, counters if parts > 1 else None, m, n, k,
+                operands.pitch, self.packing.group_shift,
+            )  # fmt: skip
+            sizes = {"tokens": m, "outputs": n, "width": k, "splits": parts}
+            ops.device.launch(kernel, sizes, arguments)
+
+        return own
+
+    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+        raise NotImplementedError("`gathers` says no")
+
+
+def w4(part: WeightPart, target: Target) -> W4 | None:
+    """A `Kind`. GGUF's blocks have kernels of their own, which those GPUs and float32 are left to
+    that have no tensor cores for this."""
+    own = target.dtype != "f32" and target.arch >= W4_LINEAR.min_arch
+    if part.layout.kind == "gguf" and not own:
+        return None
+    packing = packing_of(part)
+    return None if packing is None else W4(packing)

@@ -1,0 +1,75 @@
+"""GGUF's blocks of 4-bit codes as codes with factors for each 32 values, for `kernels/w4_codes.h`.
+
+Q4_0 and Q4_1 are exactly that. Of Q4_K the factors, an f16 times 6 bits each, are rounded to f16:
+by a part in 2,048 at most, an eighth of what bf16 activations are rounded by.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import WeightFormatError
+from vllmx_core.plan import F32
+from vllmx_core.weights import WeightPart
+
+from vllmx_cuda.kernel_specs.gguf import BLOCKS, block_bytes
+from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_MIDDLE
+
+U8 = npt.NDArray[np.uint8]
+ZEROS = {"q4_0": ZERO_MIDDLE, "q4_1": MINIMA, "q4_k": MINIMA}
+"""Type -> value of VX_ZERO."""
+_F16_MAX = 65504.0
+
+
+def block_type(part: WeightPart) -> str | None:
+    """A key of `ZEROS`."""
+    name = str(part.layout.options.get("type")).lower() if part.layout.kind == "gguf" else ""
+    return name if name in ZEROS else None
+
+
+def coded_blocks(part: WeightPart, begin: int, end: int) -> tuple[U8, F32, F32 | None]:
+    """Codes (n, cols), scales and minima (n, cols / 32) of some rows.
+
+    Raises:
+        WeightFormatError: a factor is beyond float16.
+    """
+    name, (count, cols) = block_type(part), (end - begin, part.shape[1])
+    assert name is not None, part.layout
+    some = part.rows(begin, end)
+    blocks = some.buffers["weight"].data.reshape(-1, block_bytes(BLOCKS[name]))
+    minima: F32 | None = None
+    if name == "q4_k":
+        codes = _nibbles(blocks[:, 16:], 32)
+        scales, minima = _factors_of_k(blocks)
+    else:
+        codes, scales = _nibbles(blocks[:, 2 if name == "q4_0" else 4 :], 16), _half(blocks, 0)
+        minima = None if name == "q4_0" else _half(blocks, 2)
+    for factors in (scales, minima):
+        if factors is not None and not (abs(factors) <= _F16_MAX).all():
+            raise WeightFormatError(
+                f"tensor {part.name!r} has a scale or minimum of {abs(factors).max()}, beyond the"
+                f" {_F16_MAX:.0f} of float16: the file is damaged"
+            )
+    some.drop_pages()
+    groups = None if minima is None else minima.reshape(count, -1)
+    return codes.reshape(count, cols), scales.reshape(count, -1), groups
+
+
+def _nibbles(packed: U8, width: int) -> U8:
+    """Each run of `width` bytes holds first the low halves of all its bytes, then the high ones."""
+    runs = packed.reshape(len(packed), -1, 1, width)
+    return (runs >> np.array([[0], [4]], np.uint8) & np.uint8(15)).reshape(len(packed), -1)
+
+
+def _half(blocks: U8, at: int) -> F32:
+    """(n, 1) the f16 at byte `at`."""
+    found: F32 = np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+    return found
+
+
+def _factors_of_k(blocks: U8) -> tuple[F32, F32]:
+    """(n, 8) scales and minima: 6 bits each of bytes 4 to 16, of the last four in two places."""
+    low, high, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
+    minima = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=1)
+    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima

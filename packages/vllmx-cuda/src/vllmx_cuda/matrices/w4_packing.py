@@ -1,0 +1,185 @@
+"""Integers of 4 or 8 bits, put into the order of `kernels/w4_codes.h`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import WeightFormatError
+from vllmx_core.plan import I32, AnyArray
+from vllmx_core.weights import WeightPart, f32_to_bf16
+
+from vllmx_cuda.kernel_specs.types import DTYPES, ceil_div
+from vllmx_cuda.kernel_specs.w4 import (
+    GROUP_COLS,
+    TILE_COLS,
+    TILE_ROWS,
+    ZERO_CODES,
+    ZERO_MIDDLE,
+    record_bytes,
+    tile_bytes,
+)
+from vllmx_cuda.matrices.w4_gguf import ZEROS, block_type, coded_blocks
+
+U8 = npt.NDArray[np.uint8]
+_ONE_GROUP = 31
+_BLOCK_SHIFT = 5
+"""Values of group_shift."""
+_MOST_ZERO = {4: 127, 8: 255}
+"""By bits: what the kernels take away from a code exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What the kernels are told of a matrix."""
+
+    bits: int
+    scale: int
+    """Values of VX_SCALE and VX_ZERO."""
+    zero: int
+    group_shift: int
+    """Column c has the factors of group c >> group_shift."""
+    order: bytes = b""
+    """Input feature of each column, int32; empty: in order."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"VX_BITS": self.bits, "VX_SCALE": self.scale, "VX_ZERO": self.zero}
+
+    @property
+    def columns(self) -> I32 | None:
+        """`order` as an array (cols,)."""
+        return np.frombuffer(self.order, np.int32) if self.order else None
+
+    def row_tile_bytes(self, cols: int) -> int:
+        """Of 16 rows."""
+        groups = ((cols - 1) >> self.group_shift) + 1
+        codes = ceil_div(cols, TILE_COLS) * tile_bytes(self.bits)
+        return codes + groups * record_bytes(self.scale, self.zero)
+
+
+def packing_of(part: WeightPart) -> Packing | None:
+    """None where the kernels do not have it: more than 8 bits, rows that are not whole tiles,
+    groups that are no power of two of at least 32 columns, columns in groups of uneven size."""
+    if len(part.shape) != 2 or part.shape[0] % TILE_ROWS or part.shape[1] % GROUP_COLS:
+        return None
+    blocks = block_type(part)
+    if blocks is not None:
+        return Packing(4, DTYPES["f16"], ZEROS[blocks], _BLOCK_SHIFT)
+    return _coded_packing(part)
+
+
+def _coded_packing(part: WeightPart) -> Packing | None:
+    """Of a part that hands over integers."""
+    if part.coded is None or part.layout.bits > 8:
+        return None
+    cols = part.shape[1]
+    group = part.layout.group_size or cols
+    shift = _ONE_GROUP if group >= cols else group.bit_length() - 1
+    if group < cols and (group != 1 << shift or group < GROUP_COLS):
+        return None
+    order = b""
+    if part.layout.options.get("act_order"):
+        group_of = np.asarray(part.buffers["g_idx"].view())
+        sorted_columns = np.argsort(group_of, kind="stable").astype(np.int32)
+        if (group_of[sorted_columns] != np.arange(cols) // group).any():
+            return None
+        order = sorted_columns.tobytes()
+    bits = 4 if part.layout.bits <= 4 else 8
+    return Packing(bits, _scale_type(part), _zero_kind(part, bits), shift, order)
+
+
+def _scale_type(part: WeightPart) -> int:
+    """As the checkpoint has them: nothing is rounded. A part that is made would be made by looking,
+    and has float32."""
+    if part.cut is not None:
+        return DTYPES["f32"]
+    kinds = {raw.dtype for key, raw in part.buffers.items() if key.startswith("scale")}
+    kind = kinds.pop() if len(kinds) == 1 else "f32"
+    return DTYPES.get(kind, DTYPES["f32"])
+
+
+def _zero_kind(part: WeightPart, bits: int) -> int:
+    """Where the checkpoint stores none, one row tells."""
+    if part.cut is None and any("zero" in key for key in part.buffers):
+        return ZERO_CODES
+    zeros = part.coded_rows(0, 1).zeros
+    middle = zeros is not None and (zeros == 1 << (bits - 1)).all()
+    return ZERO_MIDDLE if middle else ZERO_CODES
+
+
+def packed(codes: U8, scales: AnyArray, zeros: AnyArray | None, packing: Packing) -> U8:
+    """(row tiles, bytes) of rows of codes (n, cols), scales and zeros or minima (n, groups)."""
+    factors = [_by_tile(_as_scales(scales, packing.scale))]
+    if packing.zero != ZERO_MIDDLE:
+        assert zeros is not None
+        whole = packing.zero == ZERO_CODES
+        kind = zeros.astype(np.uint8) if whole else _as_scales(zeros, packing.scale)
+        factors.append(_by_tile(kind))
+    records = np.concatenate(factors, axis=2)
+    ordered = _ordered(codes, packing.bits)
+    return np.concatenate([ordered, records.reshape(len(ordered), -1)], axis=1)
+
+
+def _as_scales(values: AnyArray, kind: int) -> AnyArray:
+    """In the type of VX_SCALE; bf16 as uint16."""
+    if kind == DTYPES["bf16"]:
+        return f32_to_bf16(values.astype(np.float32))
+    return values.astype(np.float16 if kind == DTYPES["f16"] else np.float32)
+
+
+def _ordered(codes: U8, bits: int) -> U8:
+    """(row tiles, bytes) codes as the device has them; rows and columns padded to whole tiles."""
+    rows, cols = codes.shape
+    padding = ((0, -rows % TILE_ROWS), (0, -cols % TILE_COLS))
+    if any(pad for _, pad in padding):
+        codes = np.pad(codes, padding)
+    tiles = (len(codes) // TILE_ROWS, codes.shape[1] // TILE_COLS)
+    # a row is h (0 or 8 more) and g, a column is half, quarter, step, pair, odd
+    if bits == 4:
+        split = np.ascontiguousarray(codes).view("<u4").reshape(tiles[0], 2, 8, -1)
+        words = split[:, 1] << np.uint32(4)
+        words |= split[:, 0]  # (row tiles, g, columns / 4)
+        middle = words >> np.uint32(8)  # pair and odd change places: the two bytes in the middle
+        middle ^= words
+        middle &= np.uint32(0xFF00)
+        words ^= middle
+        middle <<= np.uint32(8)
+        words ^= middle
+        steps = words.view("<u8").reshape(tiles[0], 8, tiles[1], 2, 4).transpose(0, 2, 1, 4, 3)
+        return np.ascontiguousarray(steps).reshape(tiles[0], -1).view(np.uint8)
+    odds = np.ascontiguousarray(codes).view("<u2").reshape(tiles[0], 2, 8, tiles[1], 2, 4, 4)
+    odds = odds.transpose(0, 3, 4, 2, 5, 6, 1)
+    return np.ascontiguousarray(odds).reshape(tiles[0], -1).view(np.uint8)
+
+
+def _by_tile(values: AnyArray) -> U8:
+    """(row tiles, groups, bytes of 16 values)."""
+    rows, groups = values.shape
+    padded = np.pad(values, ((0, -rows % TILE_ROWS), (0, 0)))
+    tiles = padded.reshape(-1, TILE_ROWS, groups).transpose(0, 2, 1)
+    return np.ascontiguousarray(tiles).view(np.uint8)
+
+
+def packed_rows(part: WeightPart, packing: Packing, begin: int, end: int) -> U8:
+    """Some rows of a part, from a multiple of 16 on.
+
+    Raises:
+        WeightFormatError: zeros that no such integer can have.
+    """
+    if block_type(part) is not None:
+        return packed(*coded_blocks(part, begin, end), packing)
+    rows = part.coded_rows(begin, end)
+    columns = packing.columns
+    codes = rows.codes if columns is None else rows.codes[:, columns]
+    zeros = np.zeros(rows.scales.shape, np.uint8) if rows.zeros is None else rows.zeros
+    middle = 1 << (packing.bits - 1)
+    low, high = (middle, middle) if packing.zero == ZERO_MIDDLE else (0, _MOST_ZERO[packing.bits])
+    if not low <= int(zeros.min()) <= int(zeros.max()) <= high:
+        raise WeightFormatError(
+            f"tensor {part.name!r} has zero points from {zeros.min()} to {zeros.max()}, of its"
+            f" {packing.bits}-bit integers they are expected within {low} and {high}: the"
+            " checkpoint is damaged or of another format"
+        )
+    return packed(codes, rows.scales, zeros, packing)

@@ -1,0 +1,190 @@
+"""Products with 4- and 8-bit weights in the order of fragments, on the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from vllmx_core.errors import ConfigError, WeightFormatError
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_CODES, ZERO_MIDDLE, folds, splits
+from vllmx_cuda.matrices.w4_gguf import ZEROS
+from vllmx_cuda.matrices.w4_packing import Packing, packed, packed_rows, packing_of
+from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+
+from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
+from .test_cuda_gguf import random_blocks
+
+F16, BF16, F32 = DTYPES["f16"], DTYPES["bf16"], DTYPES["f32"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A matrix on the device, and the values that it means."""
+
+    form: Packing
+    values: Array  # (N, K) float64
+    data: Array
+
+
+def random_weights(
+    rng: np.random.Generator, shape: tuple[int, int], bits: int, scale: int, zero: int, group: int
+) -> Weights:
+    (n, k), groups = shape, -(-shape[1] // group)
+    form = Packing(bits, scale, zero, 31 if group >= k else group.bit_length() - 1)
+    codes = rng.integers(0, 1 << bits, shape).astype(np.uint8)
+    kind = {value: NUMPY_TYPES[name] for name, value in DTYPES.items()}[scale]
+    scales = (rng.uniform(0.5, 2, (n, groups)) * rng.choice([-1, 1], (n, groups)) / 9).astype(kind)
+    wide_codes = codes.astype(np.float64)
+    column = np.arange(k) // group
+    if zero == MINIMA:
+        lows = rng.uniform(-1, 1, (n, groups)).astype(kind)
+        values = wide_codes * wide(scales)[:, column] + wide(lows)[:, column]
+    elif zero == ZERO_CODES:
+        lows = rng.integers(0, 1 << bits, (n, groups))
+        values = (wide_codes - lows[:, column]) * wide(scales)[:, column]
+    else:
+        lows = None
+        values = (wide_codes - (1 << (bits - 1))) * wide(scales)[:, column]
+    data = packed(codes, scales, lows, form)
+    assert data.shape == (-(-n // 16), form.row_tile_bytes(k))
+    return Weights(form, values, on_device(data, np.uint8))
+
+
+def run(
+    emulator: Emulator, w: Weights, x: Array, bias: Array | None, dtype: str, out: int,
+    *, tiles: int, rows: int, parts: int = 1,
+) -> Array:  # fmt: skip
+    (tokens, inputs), outputs = x.shape, len(w.values)
+    pitch = outputs + 3
+    y = inout(np.full((tokens, pitch), 7), np.float32 if out else x.dtype)
+    partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
+    arrivals = inout(np.zeros(-(-outputs // 16) * 8), np.uint32) if parts > 1 else None
+    chosen = options(
+        dtype, VX_TILES=tiles, VX_ROWS=rows, VX_FOLDS=folds(w.form.group_shift), VX_OUT=out,
+        **w.form.options,
+    )  # fmt: skip
+    sizes = {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts}
+    emulator.launch(
+        KERNELS["w4_linear"].variant(**chosen),
+        sizes,
+        [x, w.data, bias, y, partial, arrivals, tokens, outputs, inputs, pitch, w.form.group_shift],
+    )
+    if arrivals is not None:
+        assert not arrivals.any()  # ready for the next product
+    np.testing.assert_array_equal(y[:, outputs:], 7)
+    return y[:, :outputs]
+
+
+LINEAR = [  # dtype, bits, scale, zero, group, tokens, outputs, inputs, tiles, rows, splits, out
+    ("bf16", 4, F16, ZERO_CODES, 128, 1, 40, 1024, 1, 1, 1, 0),
+    ("f16", 4, F16, ZERO_MIDDLE, 32, 7, 33, 608, 1, 2, 1, 1),
+    ("bf16", 4, BF16, ZERO_MIDDLE, 64, 13, 16, 64, 2, 2, 1, 0),
+    ("f16", 4, F32, ZERO_CODES, 4096, 17, 50, 1056, 4, 2, 2, 1),
+    ("bf16", 4, F16, MINIMA, 32, 9, 31, 672, 2, 1, 1, 1),
+    ("f16", 4, F16, MINIMA, 256, 3, 16, 1088, 1, 2, 4, 0),
+    ("bf16", 4, F16, ZERO_CODES, 128, 64, 32, 256, 8, 2, 1, 1),
+    ("bf16", 4, F32, ZERO_MIDDLE, 32, 10, 24, 96, 1, 1, 1, 0),  # two passes
+    ("bf16", 8, F32, ZERO_MIDDLE, 4096, 5, 40, 1056, 1, 2, 1, 1),
+    ("f16", 8, F16, ZERO_CODES, 32, 12, 17, 544, 2, 1, 2, 0),
+    ("bf16", 8, BF16, ZERO_CODES, 64, 2, 16, 640, 1, 1, 1, 0),
+]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: "-".join(map(str, case)))
+def test_w4_linear(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> None:
+    dtype, bits, scale, zero, group, tokens, outputs, inputs, tiles, rows, parts, out = case
+    rng = np.random.default_rng(inputs + outputs)
+    w = random_weights(rng, (outputs, inputs), bits, scale, zero, group)
+    x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs,), "f32")
+    for given in (None, bias):
+        y = run(emulator, w, x, given, dtype, out, tiles=tiles, rows=rows, parts=parts)
+        want = wide(x) @ w.values.T + (0 if given is None else wide(given))
+        # exact products, sums in f32
+        limit = 1e-6 * inputs**0.5 * (1 if bits == 4 else 4) * abs(want).max()
+        if out:
+            np.testing.assert_allclose(y, want, rtol=1e-5, atol=limit)
+        else:
+            assert_near(y, want, dtype, scale=max(1.0, abs(want).max() / 8))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_token_has_the_same_bits_in_any_batch(emulator: Emulator, parts: int) -> None:
+    rng = np.random.default_rng(5)
+    w = random_weights(rng, (48, 1152), 4, F16, ZERO_CODES, 128)
+    x = normal(rng, (19, 1152), "bf16")
+    whole = run(emulator, w, x, None, "bf16", 1, tiles=4, rows=2, parts=parts)
+    for first, last, tiles, rows in ((0, 1, 1, 1), (3, 12, 2, 2), (10, 19, 1, 2)):
+        some = on_device(x[first:last], x.dtype)
+        got = run(emulator, w, some, None, "bf16", 1, tiles=tiles, rows=rows, parts=parts)
+        np.testing.assert_array_equal(got, whole[first:last])
+
+
+DEQUANTIZE = [
+    ("bf16", 4, F16, ZERO_CODES, 32, 17, 544), ("f16", 4, F32, ZERO_MIDDLE, 4096, 32, 1056),
+    ("bf16", 4, F16, MINIMA, 64, 5, 608), ("bf16", 8, BF16, ZERO_CODES, 128, 33, 640),
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "scale", "zero", "group", "outputs", "inputs"), DEQUANTIZE
+)
+def test_w4_dequantize(
+    emulator: Emulator, dtype: str, bits: int, scale: int, zero: int, group: int, outputs: int,
+    inputs: int,
+) -> None:  # fmt: skip
+    w = random_weights(
+        np.random.default_rng(inputs), (outputs, inputs), bits, scale, zero, group
+    )  # fmt: skip
+    y = empty((outputs, inputs), NUMPY_TYPES[dtype])
+    emulator.launch(
+        KERNELS["w4_dequantize"].variant(**options(dtype, **w.form.options)),
+        {"outputs": outputs, "width": inputs},
+        [w.data, y, outputs, inputs, w.form.group_shift],
+    )
+    # rounded to f32 on the way, as the dequantised weights of every other path
+    np.testing.assert_array_equal(y, w.values.astype(np.float32).astype(y.dtype))
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_blocks_of_gguf(emulator: Emulator, name: str) -> None:
+    blocks, values = random_blocks(name, 32, 512, np.random.default_rng(8))
+    part = weight_part("w", TYPES_BY_NAME[name.upper()], (32, 512), blocks.reshape(-1))
+    packing = packing_of(part)
+    assert packing is not None
+    data, y = on_device(packed_rows(part, packing, 0, 32), np.uint8), empty((32, 512), np.float32)
+    emulator.launch(
+        KERNELS["w4_dequantize"].variant(**options("f32", **packing.options)),
+        {"outputs": 32, "width": 512}, [data, y, 32, 512, packing.group_shift],
+    )  # fmt: skip
+    rounding = 1e-3 * abs(values).max() if name == "q4_k" else 0
+    np.testing.assert_allclose(y, values, rtol=0, atol=rounding)
+
+
+def test_factors_beyond_float16_are_refused() -> None:
+    blocks, _ = random_blocks("q4_k", 16, 256, np.random.default_rng(8))
+    data = np.array(blocks)
+    data[:, :2] = np.array([60000], np.float16).view(np.uint8)
+    data[:, 4:16] = 255
+    part = weight_part("w", TYPES_BY_NAME["Q4_K"], (16, 256), data.reshape(-1))
+    packing = packing_of(part)
+    assert packing is not None
+    with pytest.raises(WeightFormatError, match=r"'w' has a scale or minimum of .*float16"):
+        packed_rows(part, packing, 0, 16)
+
+
+def test_widths_without_whole_groups_are_refused() -> None:
+    kernel = KERNELS["w4_dequantize"].variant(
+        **options("bf16", VX_BITS=4, VX_SCALE=F16, VX_ZERO=ZERO_CODES)
+    )
+    with pytest.raises(ConfigError, match="multiple of 32 values, got 48"):
+        kernel.launch({"outputs": 16, "width": 48})
+
+
+def test_splits_feed_processors_that_rows_alone_leave_idle() -> None:
+    assert splits(4096, 12288, 132) == 1  # 128 blocks
+    assert splits(1024, 16384, 132) == 4  # 32 blocks, 8 tiles of columns a warp
+    assert splits(1024, 3072, 132) == 1  # pieces would be too short
