@@ -69,8 +69,8 @@ class CpuBackend:
         threads = _num_threads(options)
         plan = plan_load(model, source, options, dtype, threads)
         weights = load_weights(
-            plan.specs, model.constants(options.max_model_len), source, plan.shapes,
-            num_threads=threads, progress=options.progress,
+            plan.specs, plan.constants, source, plan.shapes, num_threads=threads,
+            progress=options.progress,
         )  # fmt: skip
         lowering = Lowering(
             isa.kernels, weights, plan.segments, plan.kv.allocate(), plan.kv.block_size,

@@ -11,6 +11,7 @@ from vllmx_core.errors import CapacityError
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
+from vllmx_core.plan import AnyArray
 from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
 from vllmx_core.weights import WeightSource, WeightSpec
 
@@ -43,6 +44,7 @@ class LoadPlan:
     panel_bytes: int
     workspace_bytes: int
     kv: KVPlan
+    constants: Mapping[str, AnyArray]
 
     @property
     def activation_bytes(self) -> int:
@@ -54,7 +56,8 @@ def plan_load(
 ) -> LoadPlan:
     """Records the model's step and sizes it. Raises CapacityError when weights or one sequence of
     max_model_len do not fit into the memory that is free."""
-    forward = bound_forward(model, _weight_refs(model, options))
+    constants = model.constants(options.max_model_len)
+    forward = bound_forward(model, _weight_refs(model, constants))
     recorder = Recorder()
     logits = forward(recorder, RecordedInputs())
     # float32 asks for float32 throughout: no activation is rounded to int8 then.
@@ -85,13 +88,13 @@ def plan_load(
     return LoadPlan(
         forward, nodes, logits, specs,
         {name: [spec.name for spec in group] for name, group in cut.items()},
-        shapes, max_rows, arena, panel_bytes, workspace_bytes, kv,
+        shapes, max_rows, arena, panel_bytes, workspace_bytes, kv, constants,
     )  # fmt: skip
 
 
-def _weight_refs(model: Model, options: LoadOptions) -> dict[str, WeightRef]:
+def _weight_refs(model: Model, constants: Mapping[str, AnyArray]) -> dict[str, WeightRef]:
     refs = {spec.name: WeightRef(spec.name, spec.rows, spec.cols) for spec in model.weights()}
-    for name, table in model.constants(options.max_model_len).items():
+    for name, table in constants.items():
         refs[name] = WeightRef(name, table.shape[0], table.shape[-1] if table.ndim > 1 else 0)
     return refs
 

@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
@@ -33,10 +34,12 @@ class InlineFrontend:
     def __init__(self, config: EngineConfig, registry: Registry | None = None) -> None:
         plan = plan_load(config, registry)
         self.config = config
-        self.tokenizer = load_tokenizer(plan)
-        self.renderer = ChatRenderer.of(config, self.tokenizer)
-        self._core, self.info = load_planned(plan)
+        with ThreadPoolExecutor(1, "tokenizer") as pool:
+            tokenizer = pool.submit(load_tokenizer, plan)
+            self._core, self.info = load_planned(plan)
         try:
+            self.tokenizer = tokenizer.result()
+            self.renderer = ChatRenderer.of(config, self.tokenizer)
             self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
         except BaseException:
             self._core.close()

@@ -15,12 +15,10 @@ struct Codes {
     LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW, LOW_BYTES = 64 * LOW, BYTES = 64 * BITS,
   };
 
-  // `lane` points to the row's lane of the first vector, which was zero.
+  // `lane` points to the row's lane of the first vector.
   static void write(uint8_t* lane, const uint8_t* codes) {
-    for (int k = 0; k < 32; ++k) {
-      write_plane<LOW>(lane, k, codes[k] & ((1 << LOW) - 1));
-      if constexpr (HIGH > 0) write_plane<HIGH>(lane + LOW_BYTES, k, codes[k] >> LOW);
-    }
+    write_plane<LOW, 0>(lane, codes);
+    if constexpr (HIGH > 0) write_plane<HIGH, LOW>(lane + LOW_BYTES, codes);
   }
   static int read(const uint8_t* lane, int k) {
     int code = read_plane<LOW>(lane, k);
@@ -33,9 +31,18 @@ struct Codes {
   static size_t byte(int k) { return (size_t)(k / 4 / (8 / B)) * 64 + (size_t)(k % 4); }
   template <int B>
   static int shift(int k) { return k / 4 % (8 / B) * B; }
-  template <int B>
-  static void write_plane(uint8_t* lane, int k, int bits) {
-    lane[byte<B>(k)] = (uint8_t)(lane[byte<B>(k)] | bits << shift<B>(k));
+  // B bits of each code from bit FROM on: four codes are a word.
+  template <int B, int FROM>
+  static void write_plane(uint8_t* lane, const uint8_t* codes) {
+    constexpr uint32_t mask = 0x01010101u * ((1u << B) - 1);
+    for (int quad = 0; quad < 8; lane += 64) {
+      uint32_t word = 0, four;
+      for (int bit = 0; bit < 8; bit += B, ++quad) {
+        __builtin_memcpy(&four, codes + quad * 4, 4);
+        word |= (four >> FROM & mask) << bit;
+      }
+      __builtin_memcpy(lane, &word, 4);
+    }
   }
   template <int B>
   static int read_plane(const uint8_t* lane, int k) {
