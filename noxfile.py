@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -64,6 +65,12 @@ def kernels(session: nox.Session) -> None:
     """Plants bugs into the CUDA kernels, one after the other; the tests must find each."""
     session.install("-r", "requirements-dev.txt")
     session.run("python", "-m", "tests.kernels.cuda_mutations", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def arm(session: nox.Session) -> None:
+    """The CPU kernels on emulated ARM, a quarter of an hour; arguments go to pytest."""
+    session.run(sys.executable, "-m", "tests.kernels.arm", *session.posargs)
 
 
 @nox.session
