@@ -135,6 +135,18 @@ def test_cxx_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
         build.find_toolchain()
 
 
+def test_a_cross_compiler_says_what_it_compiles_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "cxx"
+    script.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(script))
+    for target, isas in build.ISA_FLAGS.items():
+        answer = f"echo {target}-any-os"
+        script.write_text(f'#!/bin/sh\n[ "$1" = -dumpmachine ] && {answer} || echo 1.0\n')
+        assert build.find_toolchain().isas == isas
+
+
 def test_a_compiler_that_refuses_everything_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,10 @@ class TestAvx512(_Forced):
     isa = "avx512"
 
 
+class TestNeon(_Forced):
+    isa = "neon"
+
+
 def test_the_default_is_the_most_capable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
     assert choose_isa().name == usable()[-1]

@@ -181,6 +181,25 @@ def test_the_arithmetic_is_the_stated_one(
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_largest_sums_fit(isa: Isa, run_op: RunOp, kind: str) -> None:
+    """Codes and group scales at either end of their ranges, activations all at +127 or -127."""
+    n, k = 64, 512
+    part = random_part("w", TYPES[kind], n, k)
+    blocks = part.buffers["weight"].data.reshape(-1, TYPES[kind].num_bytes)
+    of_row = np.repeat(np.array([0x00, 0xFF, 0x7F, 0x80], np.uint8), len(blocks) // 4)
+    halves = [at + i for at in HALVES[kind] for i in (0, 1)] or [0]
+    for at in set(range(TYPES[kind].num_bytes)) - set(halves):
+        blocks[:, at] = of_row
+    case = pack_case(part)
+    for rows in (1, 4, 13):
+        x = np.ones((rows, k), np.float32)
+        x[::2] = -1
+        np.testing.assert_array_equal(
+            case.run(run_op, isa, x), stated(case, x, isa.name != "portable")
+        )
+
+
 @pytest.mark.parametrize("kind", [name for name, kind in TYPES.items() if kind.values == 32])
 @pytest.mark.parametrize("k", [32, 96, 416])
 def test_widths_of_single_blocks(isa: Isa, run_op: RunOp, kind: str, k: int) -> None:

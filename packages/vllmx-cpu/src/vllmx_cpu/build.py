@@ -53,7 +53,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx512bf16": _AVX512_BF16,
         "amx": _AMX,
     },
-    "aarch64": {"neon": ()},
+    "aarch64": {"neon": (), "dotprod": ("-march=armv8.2-a+dotprod",)},
 }
 
 
@@ -70,9 +70,11 @@ class Toolchain:
     isas: dict[str, tuple[str, ...]]
 
 
-def architecture() -> str:
-    """x86_64 or aarch64, as the tables of this module name it."""
-    machine = platform.machine().lower()
+def architecture(command: tuple[str, ...]) -> str:
+    """What a compiler compiles for, as the tables of this module name it: a cross compiler's target
+    is not this machine. Of a compiler that does not tell, this machine."""
+    probe = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, check=False)  # noqa: S603
+    machine = (probe.stdout.split("-")[0].strip() or platform.machine()).lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
@@ -103,11 +105,12 @@ def find_toolchain() -> Toolchain:
         if not command or shutil.which(command[0]) is None:
             continue
         version = _run([*command, "--version"]).splitlines()[0]
-        table = ISA_FLAGS.get(architecture())
+        target = architecture(command)
+        table = ISA_FLAGS.get(target)
         if table is None:
             raise BuildError(
-                f"no kernels for the processor architecture {platform.machine()!r}: x86-64 and"
-                " 64-bit ARM are supported"
+                f"no kernels for the processor architecture {target!r}: x86-64 and 64-bit ARM are"
+                " supported"
             )
         refusals = {name: _refusal(command, flags) for name, flags in table.items()}
         isas = {name: flags for name, flags in table.items() if refusals[name] is None}

@@ -34,24 +34,31 @@ struct KindFor<Format, layout::FLOAT8> {
 template <class Format>
 using BlockKind = typename KindFor<Format, Format::FAMILY>::type;
 
-// NR = MICRO_BLOCKS blocks of 16 rows times MB tokens, one block after the other; as `micro`.
+// NR = MICRO_BLOCKS blocks of 16 rows times MB tokens, one block after the other, and in a unit one
+// register of rows after the other: the codes of a unit fill the registers. Otherwise as `micro`.
 template <class Kind, int NR, int MB>
 static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, const uint8_t* panel,
                          float* c, const uint8_t* ahead) {
   for (int r = 0; r < NR; ++r, w += block_bytes) {
-    F32x16 acc[MB];
+    NativeF acc[16 / NATIVE_LANES][MB];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16 / NATIVE_LANES; ++i)
 #pragma GCC unroll 16
-    for (int t = 0; t < MB; ++t) acc[t] = zero();
+      for (int t = 0; t < MB; ++t) acc[i][t] = splat_as(Tag<NativeF>(), 0.0f);
     const uint8_t* x = panel;
     for (int32_t u = 0; u < units; ++u, x += MB * (size_t)Kind::PANEL_BYTES) {
       if (ahead) {
         for (int i = 0; i < Kind::UNIT_BYTES; i += 64) prefetch(ahead + i);
         ahead += Kind::UNIT_BYTES;
       }
-      Kind::template multiply<MB>(acc, w, u, units, x);
+#pragma GCC unroll 1
+      for (int lane = 0; lane < 16; lane += NATIVE_LANES)
+        Kind::template multiply<MB>(acc[lane / NATIVE_LANES], w, u, units, lane, x);
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16 / NATIVE_LANES; ++i)
 #pragma GCC unroll 16
-    for (int t = 0; t < MB; ++t) store(c + t * 32 + r * 16, acc[t]);
+      for (int t = 0; t < MB; ++t) store_as(c + t * 32 + r * 16 + i * NATIVE_LANES, acc[i][t]);
   }
 }
 

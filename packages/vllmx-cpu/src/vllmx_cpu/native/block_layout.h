@@ -56,12 +56,14 @@ enum Family { SCALED, SUPER, AFFINE, FLOAT8 };
 enum Offset { CONSTANT, MINIMUM };
 enum ScaleType { SCALE_F16, SCALE_BF16 };
 
+// WIDE: there are codes above 127.
+//
 // One scale a unit of 32 columns: all codes, then the scales (and minima) of all units, so that codes
 // stay aligned.
 template <int BITS_, Offset OFFSET_, int ZERO_ = 0, ScaleType SCALE_ = SCALE_F16>
 struct Scaled {
   enum {
-    UNIT_COLS = 32, BITS = BITS_, ZERO = ZERO_, TABLE = 0, CODE_BYTES = Codes<BITS>::BYTES,
+    UNIT_COLS = 32, BITS = BITS_, ZERO = ZERO_, TABLE = 0, WIDE = BITS == 8 || ZERO == 128, CODE_BYTES = Codes<BITS>::BYTES,
     TAIL_BYTES = OFFSET_ == MINIMUM ? 64 : 32, UNIT_BYTES = CODE_BYTES + TAIL_BYTES,
   };
   static constexpr Family FAMILY = SCALED;
@@ -81,7 +83,7 @@ template <int BITS_, int GROUP_, Offset OFFSET_, int ZERO_ = 0>
 struct Super {
   enum {
     UNIT_COLS = 256, BITS = BITS_, GROUP = GROUP_, GROUPS = 256 / GROUP, ZERO = ZERO_, TABLE = 0,
-    NIBBLE_SCALES = 0,
+    NIBBLE_SCALES = 0, WIDE = ZERO == 128,
     SCALES = 8 * Codes<BITS>::BYTES, MINIMA = SCALES + 16 * GROUPS,
     SCALE = MINIMA + (OFFSET_ == MINIMUM ? 16 * GROUPS : 0), UNIT_BYTES = SCALE + 64,
   };
@@ -96,8 +98,8 @@ struct Super {
 template <int BITS_, int COLS>
 struct Affine {
   enum {
-    UNIT_COLS = COLS, BITS = BITS_, TABLE = 0, CODE_BYTES = COLS / 32 * Codes<BITS>::BYTES,
-    UNIT_BYTES = CODE_BYTES + 64 + 32,
+    UNIT_COLS = COLS, BITS = BITS_, TABLE = 0, WIDE = BITS == 8,
+    CODE_BYTES = COLS / 32 * Codes<BITS>::BYTES, UNIT_BYTES = CODE_BYTES + 64 + 32,
   };
   static constexpr Family FAMILY = AFFINE;
   static size_t codes(int32_t u, int g) { return (size_t)u * CODE_BYTES + (size_t)(g * Codes<BITS>::BYTES); }

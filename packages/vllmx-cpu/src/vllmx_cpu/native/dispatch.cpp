@@ -12,6 +12,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #define VX_X(name) \
   namespace vx { namespace name { const VxKernels* kernels(); } }
@@ -64,9 +67,12 @@ bool supported(const char* name) {
     const bool bytes = __builtin_cpu_supports("avx512vbmi");
     return vectors && (same(name, "avx512bf16") || (bytes && tiles_permitted()));
   }
+#elif defined(__aarch64__) && defined(__linux__)
+  enum { ASIMDDP = 1 << 20 };  // of Linux's AT_HWCAP
+  if (same(name, "dotprod")) return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
 #endif
   (void)name;
-  return true;
+  return true;  // the baseline; on Apple's processors the dot product too
 }
 
 }  // namespace

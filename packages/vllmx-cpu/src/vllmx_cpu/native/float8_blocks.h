@@ -61,12 +61,12 @@ VX_INLINE void float8_to_bf16(U32x16 codes, U32x16* even, U32x16* odd) {
 #else
 
 // Byte i of each lane as float32.
-VX_INLINE F32x16 float8_to_f32(U32x16 codes, int i) {
-  const U32x16 byte = codes >> (8 * i), magnitude = byte & splat_u32(0x7f);
-  const F32x16 normal = as_f32((magnitude << 20) + splat_u32(120u << 23));
-  const F32x16 small = normal + normal - splat(0.015625f);  // without the implicit one
-  const F32x16 value = select(as_i32(magnitude) < splat_i32(8), small, normal);
-  return as_f32(as_u32(value) | ((byte & splat_u32(0x80)) << 24));
+VX_INLINE NativeF float8_to_f32(NativeU codes, int i) {
+  const NativeU byte = codes >> (8 * i), magnitude = byte & 0x7f;
+  const NativeF normal = as_f32((magnitude << 20) + (120u << 23));
+  const NativeF small = normal + normal - 0.015625f;  // without the implicit one
+  const NativeF value = select(as_i32(magnitude) < 8, small, normal);
+  return as_f32(as_u32(value) | ((byte & 0x80) << 24));
 }
 
 #endif
@@ -98,15 +98,16 @@ struct Float8Blocks {
   }
 
   template <int MB>
-  VX_INLINE void multiply(F32x16* acc, const uint8_t* block, int32_t u, int32_t units, const uint8_t* x) {
-    const uint8_t* codes = block + Format::codes(u, 0);
-    const F32x16 scale = load((const float*)(block + Format::scale(u, units)));
-    F32x16 sum[MB], odd[MB];
+  VX_INLINE void multiply(NativeF* acc, const uint8_t* block, int32_t u, int32_t units, int lane,
+                          const uint8_t* x) {
+    const uint8_t* codes = block + Format::codes(u, 0) + lane * 4;
+    const NativeF scale = load_as<NativeF>(block + Format::scale(u, units) + lane * 4);
+    NativeF sum[MB], odd[MB];
 #pragma GCC unroll 16
-    for (int t = 0; t < MB; ++t) sum[t] = odd[t] = zero();
+    for (int t = 0; t < MB; ++t) sum[t] = odd[t] = splat_as(Tag<NativeF>(), 0.0f);
 #pragma GCC unroll 1
     for (int j = 0; j < UNIT_COLS / 4; ++j) {
-      const U32x16 four = load_u32(codes + j * 64);
+      const NativeU four = load_as<NativeU>(codes + j * 64);
       const uint8_t* p = x + j * FOUR_BYTES;
 #if defined(__AVX512BF16__)
       U32x16 a, b;
@@ -117,15 +118,15 @@ struct Float8Blocks {
         odd[t] = dot_bf16(odd[t], b, splat_u32(read_as<uint32_t>(p + 4)));
       }
 #else
-      F32x16 w[4];
+      NativeF w[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) w[i] = float8_to_f32(four, i);
 #pragma GCC unroll 16
       for (int t = 0; t < MB; ++t, p += PANEL_BYTES)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          F32x16& half = i % 2 ? odd[t] : sum[t];
-          half = fma(w[i], splat(read_as<float>(p + i * 4)), half);
+          NativeF& half = i % 2 ? odd[t] : sum[t];
+          half = fma(w[i], splat_as(Tag<NativeF>(), read_as<float>(p + i * 4)), half);
         }
 #endif
     }

@@ -1,7 +1,7 @@
 // The codes of 32 columns out of a packed block (block_layout.h): eight vectors of bytes, one a quad.
 #pragma once
 #include "block_layout.h"
-#include "simd.h"
+#include "int8.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -24,37 +24,35 @@ VX_INLINE NativeU look_up(NativeU w, const uint8_t* table) {
   return w;
 #endif
 }
-template <class H>
-VX_INLINE Twice<H> look_up(Twice<H> w, const uint8_t* table) {
-  return {look_up(w.lo, table), look_up(w.hi, table)};
-}
 
 // The B bits of quad j of a plane, shifted up by `place`.
 template <int B>
-VX_INLINE U32x16 plane_bits(const uint8_t* p, int j, int place) {
+VX_INLINE NativeU plane_bits(const uint8_t* p, int j, int place) {
   const int shift = j % (8 / B) * B;
-  const U32x16 v = load_u32(p + j / (8 / B) * 64);
-  const U32x16 mask = splat_u32(0x01010101u * (uint32_t)(((1 << B) - 1) << place));
+  const NativeU v = load_as<NativeU>(p + j / (8 / B) * 64);
+  const NativeU mask = splat_as(Tag<NativeU>(), 0x01010101u * (uint32_t)(((1 << B) - 1) << place));
   return (shift < place ? v << (place - shift) : shift > place ? v >> (shift - place) : v) & mask;
 }
 
-// With a table, the value of each code plus the format's zero.
+// Of the rows whose lanes begin at p. With a table, the value of each code plus the format's zero; for
+// all formats less CODE_BIAS.
 template <class Format>
-VX_INLINE void load_codes(const uint8_t* p, U32x16* w) {
+VX_INLINE void load_codes(const uint8_t* p, NativeU* w) {
   typedef layout::Codes<Format::BITS> Codes;
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
     if constexpr (Codes::LOW == 8)
-      w[j] = load_u32(p + j * 64);
+      w[j] = load_as<NativeU>(p + j * 64);
     else
       w[j] = plane_bits<Codes::LOW>(p, j, 0);
     if constexpr (Codes::HIGH > 0)
       w[j] = w[j] | plane_bits<Codes::HIGH>(p + Codes::LOW_BYTES, j, Codes::LOW);
     if constexpr (Format::TABLE) w[j] = look_up(w[j], Format::LEVELS);
+    if constexpr (CODE_BIAS<Format> != 0) w[j] = w[j] ^ splat_as(Tag<NativeU>(), 0x80808080u);
   }
 }
 
-VX_INLINE F32x16 load_half(const uint8_t* p) { return load_f16((const uint16_t*)p); }
+VX_INLINE NativeF load_half(const uint8_t* p) { return load_f16_as(Tag<NativeF>(), (const uint16_t*)p); }
 
 }  // namespace VX_ISA
 }  // namespace vx

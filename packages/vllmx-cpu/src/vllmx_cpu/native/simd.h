@@ -1,41 +1,19 @@
 // Sixteen lanes of float as one type, for every instruction set that we compile for.
 //
 // F32x16, I32x16 and U32x16 are one AVX-512 register, two AVX2 registers or four SSE2 / NEON ones: a
-// `Twice` of halves, down to the native vector (a GCC / Clang vector extension). The operators
-// + - * / & | ^ ~ << >> and the comparisons (lanes of 0 or -1) work on all of them, so that a kernel
-// is written once and compiled once per instruction set. What pays for an intrinsic has one: fma, min,
-// max, conversions, the bf16 dot product.
+// `Twice` of halves, down to the native vector (simd_native.h). The operators + - * / & | ^ ~ << >> and
+// the comparisons (lanes of 0 or -1) work on all of them, so that a kernel is written once and
+// compiled once per instruction set. What pays for an intrinsic has one: fma, min, max, conversions,
+// the bf16 dot product.
 //
 // Bits: nothing here depends on how many rows or threads there are. Reductions add lanes i and i + 8,
 // then i + 4, i + 2, i + 1, on every instruction set. Compile with -ffp-contract=off: a multiply-add
 // is fused where `fma` is written and nowhere else.
 #pragma once
-#include "vx.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-#if defined(__AVX512F__)
-#define VX_NATIVE_BYTES 64
-#elif defined(__AVX2__)
-#define VX_NATIVE_BYTES 32
-#else
-#define VX_NATIVE_BYTES 16
-#endif
-
-#define VX_INLINE static inline __attribute__((always_inline))
+#include "simd_native.h"
 
 namespace vx {
 namespace VX_ISA {
-
-typedef float NativeF __attribute__((vector_size(VX_NATIVE_BYTES)));
-typedef int32_t NativeI __attribute__((vector_size(VX_NATIVE_BYTES)));
-typedef uint32_t NativeU __attribute__((vector_size(VX_NATIVE_BYTES)));
-typedef uint16_t NativeHalfWords __attribute__((vector_size(VX_NATIVE_BYTES / 2)));
-typedef int8_t NativeBytes __attribute__((vector_size(VX_NATIVE_BYTES / 4)));
 
 template <class H>
 struct Twice {
@@ -84,27 +62,6 @@ template <class H>
 VX_INLINE Twice<H> operator>>(Twice<H> a, int n) { return {a.lo >> n, a.hi >> n}; }
 
 // --- making vectors: a tag argument picks the overload, `splat` and `load` hide it --------------
-template <class V>
-struct Tag {};
-
-VX_INLINE NativeF splat_as(Tag<NativeF>, float x) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeF)_mm512_set1_ps(x);
-#elif VX_NATIVE_BYTES == 32
-  return (NativeF)_mm256_set1_ps(x);
-#else
-  return NativeF{x, x, x, x};
-#endif
-}
-VX_INLINE NativeI splat_as(Tag<NativeI>, int32_t x) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeI)_mm512_set1_epi32(x);
-#elif VX_NATIVE_BYTES == 32
-  return (NativeI)_mm256_set1_epi32(x);
-#else
-  return NativeI{x, x, x, x};
-#endif
-}
 VX_INLINE NativeU splat_as(Tag<NativeU>, uint32_t x) {
   return (NativeU)splat_as(Tag<NativeI>(), (int32_t)x);
 }
@@ -190,18 +147,6 @@ VX_INLINE auto as_i32(Twice<H> v) -> Twice<decltype(as_i32(v.lo))> { return {as_
 template <class H>
 VX_INLINE auto as_f32(Twice<H> v) -> Twice<decltype(as_f32(v.lo))> { return {as_f32(v.lo), as_f32(v.hi)}; }
 
-// To the nearest integer, ties to even.
-VX_INLINE NativeI to_i32(NativeF v) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeI)_mm512_cvtps_epi32((__m512)v);
-#elif VX_NATIVE_BYTES == 32
-  return (NativeI)_mm256_cvtps_epi32((__m256)v);
-#elif defined(__x86_64__)
-  return (NativeI)_mm_cvtps_epi32((__m128)v);
-#else
-  return (NativeI)vcvtnq_s32_f32((float32x4_t)v);
-#endif
-}
 VX_INLINE NativeF to_f32(NativeI v) { return __builtin_convertvector(v, NativeF); }
 template <class H>
 VX_INLINE auto to_i32(Twice<H> v) -> Twice<decltype(to_i32(v.lo))> { return {to_i32(v.lo), to_i32(v.hi)}; }
@@ -218,41 +163,6 @@ VX_INLINE Twice<H> select(Twice<M> mask, Twice<H> a, Twice<H> b) {
 }
 
 // --- arithmetic ----------------------------------------------------------------------------------
-// a * b + c, rounded once where the machine has it (portable x86 rounds twice).
-VX_INLINE NativeF fma(NativeF a, NativeF b, NativeF c) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif VX_NATIVE_BYTES == 32
-  return (NativeF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-  return (NativeF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
-// The greater (lesser) of two; when either is NaN, b.
-VX_INLINE NativeF max(NativeF a, NativeF b) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeF)_mm512_max_ps((__m512)a, (__m512)b);
-#elif VX_NATIVE_BYTES == 32
-  return (NativeF)_mm256_max_ps((__m256)a, (__m256)b);
-#elif defined(__x86_64__)
-  return (NativeF)_mm_max_ps((__m128)a, (__m128)b);
-#else
-  return a > b ? a : b;
-#endif
-}
-VX_INLINE NativeF min(NativeF a, NativeF b) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeF)_mm512_min_ps((__m512)a, (__m512)b);
-#elif VX_NATIVE_BYTES == 32
-  return (NativeF)_mm256_min_ps((__m256)a, (__m256)b);
-#elif defined(__x86_64__)
-  return (NativeF)_mm_min_ps((__m128)a, (__m128)b);
-#else
-  return a < b ? a : b;
-#endif
-}
 template <class H>
 VX_INLINE Twice<H> fma(Twice<H> a, Twice<H> b, Twice<H> c) {
   return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
@@ -269,51 +179,11 @@ VX_INLINE F32x16 copysign(F32x16 magnitude, F32x16 sign) {
 }
 
 // --- reductions over the 16 lanes, in a fixed tree -------------------------------------------------
-typedef float Quad __attribute__((vector_size(16)));
-VX_INLINE float reduce_add(Quad v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-VX_INLINE float reduce_max(Quad v) {
-  float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
-  return a > b ? a : b;
-}
-#if VX_NATIVE_BYTES > 16
-VX_INLINE float reduce_add(NativeF v) {
-  float lanes[VX_NATIVE_BYTES / 4];
-  __builtin_memcpy(lanes, &v, sizeof v);
-  Quad q[VX_NATIVE_BYTES / 16];
-  __builtin_memcpy(q, lanes, sizeof v);
-#if VX_NATIVE_BYTES == 64
-  return reduce_add((q[0] + q[2]) + (q[1] + q[3]));
-#else
-  return reduce_add(q[0] + q[1]);
-#endif
-}
-VX_INLINE float reduce_max(NativeF v) {
-#if VX_NATIVE_BYTES == 64
-  __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)v),
-                              _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1)));
-#else
-  __m256 half = (__m256)v;
-#endif
-  return reduce_max((Quad)_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-}
-#endif
 template <class H>
 VX_INLINE float reduce_add(Twice<H> v) { return reduce_add(v.lo + v.hi); }
 // NaN lanes may be lost: check for them elsewhere where it matters.
 template <class H>
 VX_INLINE float reduce_max(Twice<H> v) { return reduce_max(max(v.lo, v.hi)); }
-// True when any lane of a comparison's result is set.
-VX_INLINE bool any(NativeI mask) {
-#if VX_NATIVE_BYTES == 64
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif VX_NATIVE_BYTES == 32
-  return _mm256_movemask_ps((__m256)mask) != 0;
-#elif defined(__x86_64__)
-  return _mm_movemask_ps((__m128)mask) != 0;
-#else
-  return vmaxvq_u32((uint32x4_t)mask) != 0;
-#endif
-}
 template <class H>
 VX_INLINE bool any(Twice<H> mask) { return any(mask.lo | mask.hi); }
 
@@ -359,56 +229,18 @@ VX_INLINE uint16_t float_to_bf16(float value) {
   return value == value ? (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
 }
 
-VX_INLINE F32x16 load_f16(const uint16_t* p) {
-#if VX_NATIVE_BYTES == 64
-  return (F32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif VX_NATIVE_BYTES == 32
-  return {(NativeF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
-          (NativeF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
-#else
-  // Shift the exponent into place and let a multiplication by 2^112 correct its bias: exact, and
-  // right for denormals too. An exponent of all ones (inf, NaN) is set by hand.
-  U32x16 words = load_u16(p), magnitude = (words & splat_u32(0x7fff)) << 13;
-  F32x16 scaled = as_f32(magnitude) * splat(0x1p112f);
-  I32x16 special = as_i32(magnitude) >= splat_i32(0x7c00 << 13);
-  U32x16 bits = select(special, magnitude | splat_u32(0x7f800000u), as_u32(scaled));
-  return as_f32(bits | ((words & splat_u32(0x8000)) << 16));
-#endif
+template <class H>
+VX_INLINE Twice<H> load_f16_as(Tag<Twice<H>>, const uint16_t* p) {
+  return {load_f16_as(Tag<H>(), p), load_f16_as(Tag<H>(), p + sizeof(H) / 4)};
 }
-// Nearest, ties to even; beyond 65504 infinity.
-VX_INLINE void store_f16(uint16_t* p, F32x16 v) {
-#if VX_NATIVE_BYTES == 64
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
-#elif VX_NATIVE_BYTES == 32
-  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.lo, _MM_FROUND_TO_NEAREST_INT));
-  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph((__m256)v.hi, _MM_FROUND_TO_NEAREST_INT));
-#else
-  U32x16 bits = as_u32(v), sign = (bits >> 16) & splat_u32(0x8000);
-  I32x16 magnitude = as_i32(bits & splat_u32(0x7fffffffu));
-  // Denormal results: adding 0.5 leaves the rounded value in the low mantissa bits.
-  U32x16 small = as_u32(as_f32(magnitude) + splat(0.5f)) - splat_u32(0x3f000000u);
-  U32x16 normal = as_u32(magnitude);
-  normal = (normal + splat_u32(0xfff) + ((normal >> 13) & splat_u32(1)) - splat_u32(112u << 23)) >> 13;
-  U32x16 half = select(magnitude < splat_i32(113 << 23), small, normal);
-  half = select(magnitude >= splat_i32(0x477ff000), splat_u32(0x7c00), half);
-  half = select(magnitude > splat_i32(0x7f800000), splat_u32(0x7e00), half);
-  store_u16(p, half | sign);
-#endif
+template <class H>
+VX_INLINE void store_f16(uint16_t* p, Twice<H> v) {
+  store_f16(p, v.lo);
+  store_f16(p + sizeof(H) / 4, v.hi);
 }
+VX_INLINE F32x16 load_f16(const uint16_t* p) { return load_f16_as(Tag<F32x16>(), p); }
 
 // --- bytes -----------------------------------------------------------------------------------------
-VX_INLINE NativeI load_i8_as(Tag<NativeI>, const int8_t* p) {
-#if VX_NATIVE_BYTES == 64
-  return (NativeI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif VX_NATIVE_BYTES == 32
-  return (NativeI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#elif defined(__x86_64__)
-  const __m128i bytes = _mm_cvtsi32_si128(load_as<int32_t>(p)), none = _mm_setzero_si128();
-  return (NativeI)_mm_unpacklo_epi16(none, _mm_unpacklo_epi8(none, bytes)) >> 24;
-#else
-  return __builtin_convertvector(load_as<NativeBytes>(p), NativeI);  // two instructions on ARM
-#endif
-}
 template <class H>
 VX_INLINE Twice<H> load_i8_as(Tag<Twice<H>>, const int8_t* p) {
   return {load_i8_as(Tag<H>(), p), load_i8_as(Tag<H>(), p + sizeof(H) / 4)};

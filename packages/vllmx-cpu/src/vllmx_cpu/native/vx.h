@@ -6,7 +6,7 @@
 // step is recorded (buffers are sized for the largest step); only VxStep changes from step to step.
 //
 // Each kernel source is compiled once per instruction set with VX_ISA set to a name (portable, avx2,
-// avx512, avx512bf16, amx, neon); all of its symbols live in namespace vx::VX_ISA, and runtime dispatch
+// avx512, avx512bf16, amx, neon, dotprod); all of its symbols live in namespace vx::VX_ISA, and runtime dispatch
 // picks one table of function pointers at start.
 //
 // For the authors of kernels: `simd.h` has the vectors (F32x16, exp, dot_bf16, 16-bit loads and
