@@ -1,186 +1,160 @@
 """Speed on the GPU at real shapes with random weights, beside what the card can do.
 
-    python bench/gpu/figures.py OUT.json [--shapes 0.6b,8b] [--seconds 180]
+    python bench/gpu/figures.py OUT [--seconds 230] [--only WORD] [--rehearse]
 
-Decode steps are given as a share of the measured copy bandwidth (weights and the context's keys and
-values, once each), prefills as a share of the measured rate of a large bf16 product. Contexts that
-do not fit beside each other share their blocks, which is said. Steps are launched one ahead, as the
-engine does; times are those of the device, medians.
+Every part is a process of its own with its own limit: one that fails or hangs costs itself. What
+parts leave unused goes to those behind them, the most wanted come first. OUT gets a JSON file and a
+log for each part, figures.json with all of them, and table.txt.
+
+Decode steps are given as a share of the measured copy bandwidth (the checkpoint's matrices and the
+contexts' keys and values, once each), prefills as a share of the measured rate of a large bf16
+product. Contexts that do not fit beside each other share their blocks, which is marked with "~".
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from vllmx_core.backend import LoadedModel, LoadOptions
-from vllmx_core.errors import VllmxError
-from vllmx_core.plan import StepPlan
-from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_core.weights import DENSE, RawTensor, WeightPart
-from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.cupy_device import CupyDevice
-from vllmx_cuda.device import Product
-from vllmx_models.qwen3 import qwen3
-
-PAGE = 16
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-             "num_attention_heads": 16, "tie_word_embeddings": True},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-           "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
-COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-}  # fmt: skip
-BATCHES, CONTEXTS, PREFILLS = (1, 4, 16, 64, 128, 256), (128, 1024, 8192, 32768), (512, 2048, 8192)
-STEPS = 12
+HERE = Path(__file__).parent
+MARGIN_S = 4.0
+"""Between the time when a part should end and when it is killed."""
 
 
-class RandomSource:
-    """Dense bf16 tensors of any name: the beginning of one random buffer."""
-
-    def __init__(self, model: Any) -> None:
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for spec in model.weights():
-            for part in spec.parts:
-                shape = (part.rows,) if spec.kind == "vector" else (part.rows, spec.cols)
-                self._shapes[part.name] = shape
-        count = max(int(np.prod(shape)) for shape in self._shapes.values())
-        random = np.random.default_rng(0)
-        words = random.integers(0, 1 << 16, 1 << 24)
-        words = words & 0x807F | 0x3C00  # magnitudes of 0.008 to 0.016, both signs
-        self._words = np.resize(words.astype(np.uint16), count)
-
-    def names(self) -> Collection[str]:
-        return self._shapes
-
-    def part(self, name: str) -> WeightPart:
-        shape = self._shapes[name]
-        data = self._words[: int(np.prod(shape))].view(np.uint8)
-        return WeightPart(name, shape, DENSE, {"weight": RawTensor(name, "bf16", shape, data)})
-
-    def close(self) -> None:
-        return
+@dataclass(frozen=True)
+class Part:
+    name: str
+    seconds: float
+    """What it should take; shares of the time that there is."""
+    script: str = "measure.py"
 
 
-def ceilings() -> dict[str, float]:
-    """GB/s of a copy on the device, read and written; TFLOP/s of a bf16 product."""
-    device, size, n = CupyDevice.open(), 1 << 30, 8192
-    source, target = device.zeros(size), device.zeros(size)
-    product = Product(n, n, n, "bf16", "bf16")
-
-    def seconds(call: Any) -> float:
-        found = []
-        for _ in range(8):
-            begin = device.event()
-            call()
-            end = device.event()
-            end.wait()
-            found.append(end.seconds_since(begin))
-        return statistics.median(found[2:])
-
-    copied = 2 * size / seconds(lambda: device.copy(target, source)) / 1e9
-    with device.tuning():
-        device.multiply(product, source, source, target)
-    rate = 2 * n**3 / seconds(lambda: device.multiply(product, source, source, target)) / 1e12
-    device.close()
-    return {"copy_gb_s": copied, "bf16_tflop_s": rate}
+PARTS = (
+    Part("ceilings", 6), Part("0.6b bf16", 18), Part("8b bf16", 26),
+    Part("256 x 1024 on 0.6b", 14), Part("start, cold", 16), Part("start, warm", 8),
+    Part("8b q4_k_m", 20), Part("8b fp8", 20), Part("8b bf16, fp8 KV", 20),
+    Part("torch 0.6b", 30, "torch_decode.py"), Part("torch 8b", 30, "torch_decode.py"),
+    Part("0.6b q4_k_m", 10), Part("0.6b fp8", 10), Part("0.6b bf16, fp8 KV", 10),
+)  # fmt: skip
+Run = Callable[[list[str], float, dict[str, str], Path], str]
+"""run(command, limit in seconds, environment, log) says "ok" or what went wrong."""
 
 
-def decode_plan(batch: int, context: int, num_blocks: int) -> tuple[StepPlan, bool]:
-    """One token for each row at the end of its context; whether rows share blocks."""
-    needed = -(-context // PAGE)
-    rows = [
-        Row([7], context - 1, [(i * needed + j) % num_blocks for j in range(needed)])
-        for i in range(batch)
-    ]
-    return make_plan(rows, PAGE), batch * needed > num_blocks
+def run_process(command: list[str], limit_s: float, more: dict[str, str], log: Path) -> str:
+    with log.open("w") as file:
+        try:
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, check=False,
+                env={**os.environ, **more},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"killed after {limit_s:.0f} s"
+    return "ok" if done.returncode == 0 else f"failed, status {done.returncode}: see {log.name}"
 
 
-def median_s(loaded: LoadedModel, plan: StepPlan) -> tuple[float, float]:
-    """(device, wall) seconds of a step, the next one launched before the last is read."""
-    rows = sampling_rows(plan.num_logit_rows)
-    for _ in range(2):
-        loaded.step(plan, rows).result()
-    begin, device_s, waiting = time.perf_counter(), [], loaded.step(plan, rows)
-    for _ in range(STEPS):
-        following = loaded.step(plan, rows)
-        device_s.append(waiting.result().elapsed_s)
-        waiting = following
-    waiting.result()
-    return statistics.median(device_s), (time.perf_counter() - begin) / (STEPS + 1)
+def run_parts(
+    parts: Sequence[Part],
+    out: Path,
+    total_s: float,
+    *,
+    rehearse: bool = False,
+    run: Run = run_process,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Part -> what it found, with "status" and "seconds"; rewritten to figures.json after each."""
+    report: dict[str, Any] = {}
+    end = clock() + total_s
+    for index, part in enumerate(parts):
+        begin = clock()
+        share = part.seconds / sum(later.seconds for later in parts[index:])
+        limit = (end - begin) * share
+        stem = "".join(c if c.isalnum() or c == "." else "-" for c in part.name)
+        found, path = {}, out / f"{stem}.json"
+        path.unlink(missing_ok=True)
+        if limit <= MARGIN_S:
+            status = "not started: no time left"
+        else:
+            command = [sys.executable, str(HERE / part.script), part.name, str(path)]
+            command += ["--seconds", f"{limit - MARGIN_S:.1f}"]
+            if (out / "ceilings.json").exists() and part.name != "ceilings":
+                command += ["--ceilings", str(out / "ceilings.json")]
+            command += ["--rehearse"] if rehearse else []
+            more = {}
+            if part.name.startswith("start"):  # the second finds what the first left
+                more["VLLMX_CACHE_DIR"] = str(out / "start-cache")
+            status = run(command, limit, more, out / f"{stem}.log")
+        if path.exists():
+            found = json.loads(path.read_text())
+        report[part.name] = {"status": status, "seconds": round(clock() - begin, 1), **found}
+        (out / "figures.json").write_text(json.dumps(report, indent=1))
+    return report
 
 
-def measure(shape: str, limits: dict[str, float], deadline: float) -> dict[str, Any]:
-    config = COMMON | SHAPES[shape]
-    model = qwen3(config)
-    begin = time.perf_counter()
-    loaded = CudaBackend().load(
-        model, RandomSource(model),
-        LoadOptions(
-            dtype="bf16", max_model_len=40960, max_num_seqs=256, max_num_batched_tokens=8192,
-            shrink_to_fit=True,
-        ),
-    )  # fmt: skip
-    found: dict[str, Any] = {"load_s": time.perf_counter() - begin, "info": loaded.info.details}
-    layers, head, kv_heads = config["num_hidden_layers"], 128, 8
-    body = loaded.info.weight_bytes - 40960 * head * 4
-    if not config["tie_word_embeddings"]:
-        body -= config["vocab_size"] * config["hidden_size"] * 2  # a table that is only gathered
-    for context in CONTEXTS:
-        for batch in BATCHES:
-            if time.perf_counter() > deadline:
-                found["cut"] = f"out of time before decode {batch} x {context}"
-                return found
-            plan, shared = decode_plan(batch, context, loaded.info.num_kv_blocks)
-            device_s, wall_s = median_s(loaded, plan)
-            read = body + batch * context * layers * 2 * kv_heads * head * 2
-            found[f"decode {batch} x {context}"] = {
-                "device_ms": device_s * 1e3, "wall_ms": wall_s * 1e3,
-                "share_of_copy": read / device_s / 1e9 / limits["copy_gb_s"],
-                "tokens_s": batch / wall_s, "blocks_shared": shared,
-            }  # fmt: skip
-    weights = sum(
-        spec.rows * spec.cols for spec in model.weights() if spec.kind == "linear"
-    ) - config["vocab_size"] * config["hidden_size"]  # fmt: skip
-    for length in PREFILLS:
-        blocks = list(range(-(-length // PAGE)))
-        plan = make_plan([Row([i % 1000 for i in range(length)], 0, blocks)], PAGE)
-        device_s, _ = median_s(loaded, plan)
-        flop = 2 * weights * length
-        flop += 2 * layers * config["num_attention_heads"] * head * length**2
-        found[f"prefill {length}"] = {
-            "device_ms": device_s * 1e3, "tokens_s": length / device_s,
-            "share_of_matmul": flop / device_s / 1e12 / limits["bf16_tflop_s"],
-        }  # fmt: skip
-    loaded.close()
-    return found
+def table(report: dict[str, Any]) -> str:
+    """What a person wants to see of a report."""
+    lines = []
+    for name, found in report.items():
+        lines.append(f"{name}: {found['status']}, {found['seconds']} s")
+        if "cut" in found:
+            lines.append(f"  {found['cut']}")
+        decodes = {k: v for k, v in found.items() if k.startswith("decode ")}
+        lines += _decode_table(decodes)
+        for case, v in found.items():
+            if case.startswith("prefill "):
+                lines.append(
+                    f"  {case}: {v['device_ms']:.2f} ms, {v['tokens_s']:.0f} tokens/s,"
+                    f" {v['share_of_matmul']:.0%} of the matmul rate"
+                )
+            elif isinstance(v, int | float) and case != "seconds":
+                lines.append(f"  {case}: {v:.4g}")
+    return "\n".join(lines)
+
+
+def _decode_table(decodes: dict[str, Any]) -> list[str]:
+    """Rows: contexts, columns: batches; milliseconds and the share of the bandwidth."""
+    if not decodes:
+        return []
+    cases = {tuple(map(int, name.split()[1::2])): v for name, v in decodes.items()}
+    batches = sorted({batch for batch, _ in cases})
+    width = 18
+    lines = ["  context" + "".join(f"{f'{n} rows':>{width}}" for n in batches) + "   gap us"]
+    for context in sorted({context for _, context in cases}):
+        cells, gaps = [], []
+        for batch in batches:
+            v = cases.get((batch, context))
+            if v is None:
+                cells.append("-")
+                continue
+            shared = "~" if v.get("blocks_shared") else ""
+            cells.append(f"{v['device_ms']:.3f} ms {shared}{v['share_of_copy']:.0%}")
+            gaps += [v["gap_us"]] if "gap_us" in v else []
+        gap = f"{max(gaps):9.0f}" if gaps else ""
+        lines.append(f"  {context:7}" + "".join(f"{cell:>{width}}" for cell in cells) + gap)
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shapes", default="0.6b,8b", help=", ".join(SHAPES))
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seconds", type=float, default=230.0, help="for everything")
+    parser.add_argument("--only", default="", help="parts whose names hold this word, and ceilings")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the emulator")
     chosen = parser.parse_args()
-    deadline = time.perf_counter() + chosen.seconds
-    try:
-        report: dict[str, Any] = {"ceilings": ceilings()}
-        for shape in chosen.shapes.split(","):
-            report[shape] = measure(shape, report["ceilings"], deadline)
-            chosen.out.write_text(json.dumps(report, indent=1))
-    except VllmxError as error:
-        print(error.message, file=sys.stderr)
-        return 2
-    print(json.dumps(report, indent=1))
-    return 0
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    parts = [p for p in PARTS if chosen.only in p.name or p.name == "ceilings"]
+    report = run_parts(parts, chosen.out, chosen.seconds, rehearse=chosen.rehearse)
+    text = table(report)
+    (chosen.out / "table.txt").write_text(text + "\n")
+    print(text)
+    return sum(found["status"] != "ok" for found in report.values())
 
 
 if __name__ == "__main__":

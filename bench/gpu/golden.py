@@ -3,21 +3,83 @@
     python bench/gpu/golden.py OUT.npz [--emulated]
 
 The same models and steps whatever runs them, so two files differ by what the hardware does
-otherwise than the emulator. Small enough for compute-sanitizer.
+otherwise than the emulator. Small enough for compute-sanitizer, for which each model also samples
+with everything that a request can ask for. A file that a GPU made is committed as
+tests/kernels/cuda_golden.npz, which the tests compare the emulator with.
 """
 
+from __future__ import annotations
+
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import Backend, LoadedModel, LoadOptions
+from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs, mixed_steps
-from vllmx_core.testing.plans import make_plan
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
 
+DTYPES = ("f32", "bf16", "f16")
 NAMES = ("qk norm and rope", "head size 64", "head size 128", "window 23", "softcap", "everything")
+TOLERANCE = {"f32": 1e-4, "bf16": 0.05, "f16": 0.01}
+"""Of log-probabilities: what other last bits of exp2, rsqrt and tensor-core sums come to after two
+layers, each rounded to the dtype."""
+
+
+def outputs(
+    backend: Backend, dtypes: Sequence[str] = DTYPES, names: Sequence[str] = NAMES
+) -> dict[str, Any]:
+    """Key -> (L, V) log-probabilities, for each dtype, model and step."""
+    found = {}
+    for dtype in dtypes:
+        options = LoadOptions(
+            dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,
+            num_kv_blocks=64,
+        )  # fmt: skip
+        for name in names:
+            loaded = backend.load(*attention_model(**FEATURES[name]), options)
+            for index, rows in enumerate(mixed_steps()):
+                plan = make_plan(rows, PAGE)
+                found[f"{dtype} {name} {index}"] = all_logprobs(loaded, plan, VOCAB)
+            sample_everything(loaded)
+            loaded.close()
+    return found
+
+
+def sample_everything(loaded: LoadedModel) -> None:
+    """Two decode steps of two rows that draw, with biases, penalties and a mask."""
+    i32, f32 = np.int32, np.float32
+    for position in (3, 4):
+        plan = make_plan([Row([5], position, [7]), Row([6], position, [9])], PAGE)
+        rows = sampling_rows(
+            2, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3, position=position,
+            repetition_penalty=1.2, frequency_penalty=0.1, presence_penalty=0.2,
+        )  # fmt: skip
+        rows.edits = LogitEdits(np.array([0, 1, 1], i32), np.array([4], i32), np.array([2], f32))
+        rows.counts = TokenCounts(
+            np.array([0, 1, 2], i32), np.array([3, 6], i32), np.array([1, 2], i32),
+            np.array([True, False]),
+        )  # fmt: skip
+        rows.masks = np.full((1, -(-VOCAB // 32)), 0xFFFF, np.uint32)
+        rows.mask_index = np.array([0, -1], i32)
+        loaded.step(plan, rows).result()
+
+
+def differences(golden: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """One line for each step of `found` that is further off than `TOLERANCE`, or not there."""
+    wrong = []
+    for key, got in found.items():
+        if key not in golden:
+            wrong.append(f"{key}: not in the golden file, make it again")
+            continue
+        error, limit = float(np.abs(golden[key] - got).max()), TOLERANCE[key.split()[0]]
+        if not error <= limit:
+            wrong.append(f"{key}: log-probabilities are off by {error:.2g}, the limit is {limit}")
+    return wrong
 
 
 def main() -> None:
@@ -25,23 +87,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--emulated", action="store_true")
     chosen = parser.parse_args()
-    backend = CudaBackend()
+    backend = CudaBackend(capture_s=0)
     if chosen.emulated:
         from vllmx_cuda.emulated_device import EmulatedDevice
 
-        backend = CudaBackend(EmulatedDevice)
-    found: dict[str, Any] = {}
-    for dtype in ("f32", "bf16", "f16"):
-        options = LoadOptions(
-            dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,
-            num_kv_blocks=64,
-        )  # fmt: skip
-        for name in NAMES:
-            loaded = backend.load(*attention_model(**FEATURES[name]), options)
-            for index, rows in enumerate(mixed_steps()):
-                plan = make_plan(rows, PAGE)
-                found[f"{dtype} {name} {index}"] = all_logprobs(loaded, plan, VOCAB)
-            loaded.close()
+        backend = CudaBackend(EmulatedDevice, capture_s=0)
+    found = outputs(backend)
     np.savez_compressed(chosen.out, **found)
     print(f"{len(found)} steps in {chosen.out}")
 

@@ -1,0 +1,133 @@
+"""Models of real shapes with random weights, in the forms that checkpoints have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.model import Model
+from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart
+from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
+from vllmx_models.gguf.quantize.mixes import Layers, type_of
+from vllmx_models.quantization.matrices import decode_fp8
+from vllmx_models.qwen3 import qwen3
+
+FORMS = ("bf16", "fp8", "q4_k_m")
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "0.6b": COMMON | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "tie_word_embeddings": True,
+    },
+    "8b": COMMON | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "tie_word_embeddings": False,
+    },
+    "tiny": COMMON | {  # to rehearse on the emulator
+        "vocab_size": 300, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 256,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 512, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+_RANDOM_BYTES = 1 << 25
+_ROLES = {"v_proj": "attn_v", "down_proj": "ffn_down", "o_proj": "attn_output"}
+
+
+class RandomSource:
+    """`vllmx_core.weights.WeightSource`: every tensor is the beginning of one random buffer of its
+    kind, so that making an 8B model takes no memory of its size.
+
+    Args:
+        form: one of `FORMS`. "fp8": the layers' matrices in e4m3 with a scale a row; "q4_k_m": GGUF
+            blocks by llama.cpp's rules; norms stay bf16.
+    """
+
+    def __init__(self, config: Mapping[str, Any], form: str) -> None:
+        assert form in FORMS, form
+        self._form = form
+        heads = config["num_attention_heads"] // config["num_key_value_heads"]
+        self._layers = Layers(config["num_hidden_layers"], heads, config["tie_word_embeddings"])
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for spec in qwen3(dict(config)).weights():
+            for part in spec.parts:
+                shape = (part.rows,) if spec.kind == "vector" else (part.rows, spec.cols)
+                self._shapes[part.name] = shape
+        self._random = np.random.default_rng(0).integers(0, 256, _RANDOM_BYTES, np.uint8)
+        self._made: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def names(self) -> Collection[str]:
+        return self._shapes
+
+    def part(self, name: str) -> WeightPart:
+        shape = self._shapes[name]
+        if len(shape) == 1 or self._form == "bf16":
+            return self._dense(name, shape)
+        layer = ".layers." in name
+        if self._form == "fp8":
+            return self._fp8(name, shape) if layer else self._dense(name, shape)
+        kind = TYPES_BY_NAME[type_of("q4_k_m", _gguf_name(name), shape, self._layers)]
+        num_bytes = math.prod(shape) // kind.values * kind.num_bytes
+        return weight_part(name, kind, shape, self._take(kind.name, num_bytes))
+
+    def close(self) -> None:
+        self._made.clear()
+
+    def linear_bytes(self, model: Model) -> int:
+        """Bytes of the checkpoint that a decode step must read: every matrix that is multiplied by,
+        once."""
+        names = {p.name for s in model.weights() if s.kind == "linear" for p in s.parts}
+        return sum(
+            raw.data.nbytes for name in sorted(names) for raw in self.part(name).buffers.values()
+        )
+
+    def _dense(self, name: str, shape: tuple[int, ...]) -> WeightPart:
+        data = self._take("bf16", 2 * math.prod(shape))
+        return WeightPart(name, shape, DENSE, {"weight": RawTensor(name, "bf16", shape, data)})
+
+    def _fp8(self, name: str, shape: tuple[int, ...]) -> WeightPart:
+        rows, cols = shape
+        options = {
+            "dtype": "f8e4m3", "strategy": "channel", "block_rows": 1, "block_cols": cols,
+        }  # fmt: skip
+        codes = RawTensor(name, "f8e4m3", shape, self._take("fp8", rows * cols))
+        scales = np.full(rows, 0.01, np.float32).view(np.uint8)
+        buffers = {"weight": codes, "scale": RawTensor(f"{name}.scale", "f32", (rows,), scales)}
+        return WeightPart(name, shape, QuantLayout("fp8", 8, None, options), buffers, decode_fp8)
+
+    def _take(self, kind: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The first bytes of the random buffer of a kind, which grows as it must."""
+        made = self._made.get(kind)
+        if made is None or made.nbytes < num_bytes:
+            made = self._made[kind] = np.resize(self._pattern(kind), num_bytes)
+        return made[:num_bytes]
+
+    def _pattern(self, kind: str) -> npt.NDArray[np.uint8]:
+        """A run of values of about 0.01."""
+        if kind == "bf16":  # magnitudes of 0.008 to 0.016, both signs
+            words = self._random.view(np.uint16) & np.uint16(0x807F) | np.uint16(0x3C00)
+            return words.view(np.uint8)
+        if kind == "fp8":  # exponents of 2 ** -1 and 2 ** 0
+            return self._random & np.uint8(0x8F) | np.uint8(0x30)
+        size = TYPES_BY_NAME[kind].num_bytes
+        blocks = self._random[: self._random.size // size * size].reshape(-1, size).copy()
+        scale = np.array([3e-5], np.float16).view(np.uint8)
+        for begin in {"Q4_K": (0, 2), "Q6_K": (size - 2,), "Q8_0": (0,)}[kind]:
+            blocks[:, begin : begin + 2] = scale
+        return blocks.reshape(-1)
+
+
+def _gguf_name(name: str) -> str:
+    """As far as the rules of a mix look."""
+    if name == "model.embed_tokens.weight":
+        return "token_embd.weight"
+    if name == "lm_head.weight":
+        return "output.weight"
+    _, _, layer, *_, module, _ = name.split(".")
+    return f"blk.{layer}.{_ROLES.get(module, module)}.weight"

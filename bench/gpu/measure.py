@@ -1,0 +1,296 @@
+"""One part of the figures, in a process of its own; `figures.py` runs them all.
+
+    python bench/gpu/measure.py PART OUT.json --seconds 30 [--ceilings FILE] [--rehearse]
+
+Steps are launched one ahead, as the engine does; device times are medians. What was measured is
+written after every case, so that a part that is cut keeps what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoints import SHAPES, RandomSource
+from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.errors import VllmxError
+from vllmx_core.plan import StepPlan
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import Device, Product
+from vllmx_models.qwen3 import qwen3
+
+STARTED_S = time.perf_counter()
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is."""
+
+    batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256)
+    contexts: tuple[int, ...] = (128, 1024, 8192, 32768)
+    prefills: tuple[int, ...] = (512, 2048, 8192)
+    steps: int = 12
+    copy_bytes: int = 1 << 30
+    square: int = 8192
+    requests: int = 256
+    new_tokens: int = 1024
+    options: dict[str, Any] = field(default_factory=lambda: {
+        "max_model_len": 40960, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
+    })  # fmt: skip
+
+
+REHEARSAL = Scale(
+    (1, 3), (20, 40), (24,), 2, 1 << 12, 16, 3, 4,
+    {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 24},
+)  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """What the parts share.
+
+    Args:
+        open_device: None: the GPU.
+        out: rewritten with `found` whenever something was measured.
+    """
+
+    scale: Scale
+    deadline_s: float
+    out: Path
+    ceilings: dict[str, float]
+    open_device: Callable[[], Device] | None = None
+    rehearse: bool = False
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        self.found[name] = value
+        self.out.write_text(json.dumps(self.found, indent=1))
+
+    def late(self, before: str) -> bool:
+        """Whether the time is over, which is noted."""
+        if time.perf_counter() < self.deadline_s:
+            return False
+        self.note("cut", f"out of time before {before}")
+        return True
+
+    def load(self, shape: str, form: str, **changes: Any) -> tuple[LoadedModel, RandomSource]:
+        shape = "tiny" if self.rehearse else shape
+        model, source = qwen3(SHAPES[shape]), RandomSource(SHAPES[shape], form)
+        options = LoadOptions(dtype="bf16", shrink_to_fit=True, **(self.scale.options | changes))
+        begin = time.perf_counter()
+        loaded = CudaBackend(self.open_device).load(model, source, options)
+        self.note("load_s", time.perf_counter() - begin)
+        self.note("details", loaded.info.details)
+        return loaded, source
+
+
+def ceilings(bench: Bench) -> None:
+    """GB/s of a copy on the device, read and written; TFLOP/s of a bf16 product."""
+    device, size, n = _open(bench), bench.scale.copy_bytes, bench.scale.square
+    source, target = device.zeros(size), device.zeros(size)
+    product = Product(n, n, n, "bf16", "bf16")
+    with device.tuning():
+        device.multiply(product, source, source, target)
+    copied = _device_s(device, lambda: device.copy(target, source))
+    multiplied = _device_s(device, lambda: device.multiply(product, source, source, target))
+    bench.note("copy_gb_s", 2 * size / copied / 1e9)
+    bench.note("bf16_tflop_s", 2 * n**3 / multiplied / 1e12)
+    device.close()
+
+
+def _open(bench: Bench) -> Device:
+    if bench.open_device is not None:
+        return bench.open_device()
+    from vllmx_cuda.cupy_device import CupyDevice
+
+    return CupyDevice.open()
+
+
+def _device_s(device: Device, call: Callable[[], None]) -> float:
+    found = []
+    for _ in range(8):
+        begin = device.event()
+        call()
+        end = device.event()
+        end.wait()
+        found.append(end.seconds_since(begin))
+    return statistics.median(found[2:])
+
+
+def model(shape: str, form: str, kv: str = "auto") -> Callable[[Bench], None]:
+    """The part that measures decode and prefill of one model."""
+
+    def measure(bench: Bench) -> None:
+        loaded, source = bench.load(shape, form, kv_cache_dtype=kv)
+        config = SHAPES["tiny" if bench.rehearse else shape]
+        for context in bench.scale.contexts:
+            for batch in bench.scale.batches:
+                if bench.late(f"decode {batch} x {context}"):
+                    return
+                bench.note(
+                    f"decode {batch} x {context}",
+                    _decode(bench, loaded, source, config, (batch, context)),
+                )
+        for length in bench.scale.prefills:
+            if bench.late(f"prefill {length}"):
+                return
+            bench.note(f"prefill {length}", _prefill(bench, loaded, config, length))
+        loaded.close()
+
+    return measure
+
+
+def _decode(
+    bench: Bench, loaded: LoadedModel, source: RandomSource, config: Any, case: tuple[int, int]
+) -> dict[str, Any]:
+    """A step of one token a row. The floor is what must be read: the checkpoint's matrices and the
+    keys and values of every context, once."""
+    batch, context = case
+    needed, blocks = -(-context // PAGE), loaded.info.num_kv_blocks
+    rows = [
+        Row([7], context - 1, [(i * needed + j) % blocks for j in range(needed)])
+        for i in range(batch)
+    ]
+    device_s, wall_s, host_s = _step_s(loaded, make_plan(rows, PAGE), bench.scale.steps)
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    kv_bytes = 2 if loaded.info.kv_cache_dtype in ("bf16", "f16") else 1
+    read = source.linear_bytes(qwen3(config)) + batch * context * values * kv_bytes
+    return {
+        "device_ms": device_s * 1e3, "wall_ms": wall_s * 1e3,
+        "gap_us": (wall_s - device_s) * 1e6, "host_us": host_s * 1e6,
+        "share_of_copy": read / device_s / 1e9 / bench.ceilings["copy_gb_s"],
+        "tokens_s": batch / wall_s, "blocks_shared": batch * needed > blocks,
+    }  # fmt: skip
+
+
+def _prefill(bench: Bench, loaded: LoadedModel, config: Any, length: int) -> dict[str, float]:
+    vocab = config["vocab_size"]
+    tokens = [i % vocab for i in range(length)]
+    plan = make_plan([Row(tokens, 0, list(range(-(-length // PAGE))))], PAGE)
+    device_s, _, host_s = _step_s(loaded, plan, max(2, bench.scale.steps // 3))
+    weights = sum(s.rows * s.cols for s in qwen3(config).weights() if s.kind == "linear")
+    weights -= vocab * config["hidden_size"]  # the head sees one row
+    heads = config["num_attention_heads"] * config["head_dim"]
+    flop = 2 * weights * length + 2 * config["num_hidden_layers"] * heads * length**2
+    return {
+        "device_ms": device_s * 1e3, "tokens_s": length / device_s, "host_us": host_s * 1e6,
+        "share_of_matmul": flop / device_s / 1e12 / bench.ceilings["bf16_tflop_s"],
+    }  # fmt: skip
+
+
+def _step_s(loaded: LoadedModel, plan: StepPlan, steps: int) -> tuple[float, float, float]:
+    """Seconds of a step on the device, by the wall clock, and of the call that enqueues it."""
+    rows = sampling_rows(plan.num_logit_rows)
+    for _ in range(2):
+        loaded.step(plan, rows).result()
+    device_s, host_s, waiting = [], [], loaded.step(plan, rows)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        called = time.perf_counter()
+        following = loaded.step(plan, rows)
+        host_s.append(time.perf_counter() - called)
+        device_s.append(waiting.result().elapsed_s)
+        waiting = following
+    wall_s = (time.perf_counter() - begin) / steps
+    waiting.result()
+    return statistics.median(device_s), wall_s, statistics.median(host_s)
+
+
+def throughput(bench: Bench) -> None:
+    """Many requests through the engine's core, greedy, to a fixed length."""
+    from vllmx_core.config import EngineConfig
+    from vllmx_core.sampling import SamplingParams
+    from vllmx_engine.core import EngineCore
+    from vllmx_engine.messages import CoreRequest
+
+    scale = bench.scale
+    loaded, _ = bench.load("0.6b", "bf16", max_model_len=max(128, 2 * scale.new_tokens))
+    config = EngineConfig(max_num_seqs=min(scale.requests, scale.options["max_num_seqs"]))
+    core = EngineCore(
+        loaded, config, max_model_len=max(128, 2 * scale.new_tokens), vocab_size=256
+    )  # fmt: skip
+    for index in range(scale.requests):
+        prompt = [(index * 7 + j) % 256 for j in range(16)]
+        params = SamplingParams(max_tokens=scale.new_tokens, temperature=0.0, ignore_eos=True)
+        core.add(
+            CoreRequest(
+                request_id=str(index), prompt_ids=prompt, params=params,
+                max_tokens=scale.new_tokens, seed=index,
+            )
+        )  # fmt: skip
+    begin, tokens, steps = time.perf_counter(), 0, 0
+    while core.has_work and not bench.late("the last request was done"):
+        tokens += sum(len(news.ids) for news in core.step())
+        steps += 1
+    seconds = time.perf_counter() - begin
+    bench.note("requests", scale.requests)
+    bench.note("tokens", tokens)
+    bench.note("tokens_s", tokens / seconds)
+    bench.note("step_ms", seconds / max(1, steps) * 1e3)
+    core.close()
+
+
+def start(bench: Bench) -> None:
+    """From the start of this process to the first token; making the random weights is taken off."""
+    begin = time.perf_counter()
+    RandomSource(SHAPES["tiny" if bench.rehearse else "0.6b"], "bf16")
+    making_s = time.perf_counter() - begin
+    loaded, _ = bench.load("0.6b", "bf16")
+    plan = make_plan([Row([1, 2, 3, 4, 5], 0, [0])], PAGE)
+    loaded.step(plan, sampling_rows(1)).result()
+    bench.note("first_token_s", time.perf_counter() - STARTED_S - 2 * making_s)
+    loaded.close()
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "ceilings": ceilings,
+    "start, cold": start,
+    "start, warm": start,
+    "0.6b bf16": model("0.6b", "bf16"),
+    "8b bf16": model("8b", "bf16"),
+    "256 x 1024 on 0.6b": throughput,
+    "8b q4_k_m": model("8b", "q4_k_m"),
+    "8b fp8": model("8b", "fp8"),
+    "8b bf16, fp8 KV": model("8b", "bf16", "fp8"),
+    "0.6b q4_k_m": model("0.6b", "q4_k_m"),
+    "0.6b fp8": model("0.6b", "fp8"),
+    "0.6b bf16, fp8 KV": model("0.6b", "bf16", "fp8"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--ceilings", type=Path, help="what the part of that name wrote")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the emulator")
+    chosen = parser.parse_args()
+    bench = Bench(
+        REHEARSAL if chosen.rehearse else Scale(), STARTED_S + chosen.seconds, chosen.out,
+        json.loads(chosen.ceilings.read_text()) if chosen.ceilings else {},
+        rehearse=chosen.rehearse,
+    )  # fmt: skip
+    if chosen.rehearse:
+        from vllmx_cuda.emulated_device import EmulatedDevice
+
+        bench.open_device = EmulatedDevice
+    try:
+        PARTS[chosen.part](bench)
+    except VllmxError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The GPU benchmark without a GPU: budgets, tables, random checkpoints, and its parts on a device
+whose kernels do nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_cuda.device import Memory, Product
+from vllmx_cuda.emulated_device import EmulatedDevice, array
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_models.qwen3 import qwen3
+
+GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+MODULES = ("checkpoints", "measure", "figures")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports modules of bench/gpu, which is a folder of scripts."""
+    monkeypatch.syspath_prepend(str(GPU))
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield __import__
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+class IdleDevice(EmulatedDevice):
+    """Launches nothing; ids and logits are zeros."""
+
+    def launch(self, variant: Variant, sizes: dict[str, int], arguments: Any) -> None:
+        shape = variant.launch(sizes)
+        assert all(shape.grid), variant.kernel.entry
+        if variant.kernel.entry == "sample_pick":
+            self.submit("launch", lambda: array(arguments[-2], np.int32).fill(0))
+
+    def multiply(
+        self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
+    ) -> None:
+        return
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "q4_k_m"])
+def test_random_checkpoints_are_what_they_say(bench: Any, form: str) -> None:
+    made = bench("checkpoints")
+    config = made.SHAPES["tiny"]
+    source, model = made.RandomSource(config, form), qwen3(dict(config))
+    bits = 0
+    for spec in model.weights():
+        for part_spec in spec.parts:
+            part = source.part(part_spec.name)
+            values = part.dequantize()
+            assert values.shape[0] == part_spec.rows
+            assert np.isfinite(values).all()
+            assert spec.kind == "vector" or 1e-4 < np.abs(values).mean() < 0.2, part_spec.name
+            if spec.kind == "linear":
+                bits += sum(8 * raw.data.nbytes for raw in part.buffers.values())
+    assert source.linear_bytes(model) * 8 == bits
+    kinds = {source.part(name).layout.kind for name in source.names()}
+    assert kinds == {"bf16": {"dense"}, "fp8": {"dense", "fp8"}, "q4_k_m": {"dense", "gguf"}}[form]
+
+
+def test_the_mix_is_that_of_llama_cpp(bench: Any) -> None:
+    """Of an 8B model: bits of a weight, and the types of the first and a middle layer."""
+    made = bench("checkpoints")
+    source = made.RandomSource(made.SHAPES["8b"], "q4_k_m")
+
+    def kind(name: str) -> str:
+        shape = source._shapes[name]
+        from vllmx_models.gguf.quantize.mixes import type_of
+
+        return type_of("q4_k_m", made._gguf_name(name), shape, source._layers)
+
+    assert kind("model.layers.0.self_attn.v_proj.weight") == "Q6_K"
+    assert kind("model.layers.0.self_attn.q_proj.weight") == "Q4_K"
+    assert kind("model.layers.5.mlp.down_proj.weight") == "Q4_K"
+    assert kind("lm_head.weight") == "Q6_K"
+
+
+@pytest.mark.parametrize(
+    "part", ["ceilings", "0.6b bf16", "8b bf16, fp8 KV", "8b q4_k_m", "start, cold",
+             "256 x 1024 on 0.6b"],
+)  # fmt: skip
+def test_parts_run_to_their_end(bench: Any, tmp_path: Path, part: str) -> None:
+    measure = bench("measure")
+    shared = measure.Bench(
+        measure.REHEARSAL, time.perf_counter() + 60, tmp_path / "part.json",
+        {"copy_gb_s": 100.0, "bf16_tflop_s": 1.0}, IdleDevice, rehearse=True,
+    )  # fmt: skip
+    measure.PARTS[part](shared)
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert found == shared.found
+    wanted = {
+        "ceilings": {"copy_gb_s", "bf16_tflop_s"},
+        "start, cold": {"first_token_s", "load_s"},
+        "256 x 1024 on 0.6b": {"tokens_s", "step_ms"},
+    }.get(part, {"decode 3 x 40", "decode 1 x 20", "prefill 24", "load_s"})
+    assert wanted <= set(found)
+    assert "cut" not in found
+    if part == "256 x 1024 on 0.6b":
+        assert found["tokens"] == 3 * 4
+    for case, values in found.items():
+        if case.startswith("decode"):
+            assert values["wall_ms"] > 0
+            assert values["host_us"] > 0
+
+
+def test_a_part_that_is_late_keeps_what_it_has(bench: Any, tmp_path: Path) -> None:
+    measure = bench("measure")
+    shared = measure.Bench(
+        measure.REHEARSAL, time.perf_counter() - 1, tmp_path / "part.json", {}, IdleDevice,
+        rehearse=True,
+    )  # fmt: skip
+    measure.PARTS["0.6b bf16"](shared)
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert found["cut"] == "out of time before decode 1 x 20"
+    assert found["load_s"] > 0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_time_is_shared_and_what_is_left_goes_on(bench: Any, tmp_path: Path) -> None:
+    figures, clock = bench("figures"), Clock()
+    parts = [figures.Part("ceilings", 10), figures.Part("slow", 20), figures.Part("fast", 10),
+             figures.Part("starved", 10)]  # fmt: skip
+    limits = []
+
+    def run(command: list[str], limit: float, more: dict[str, str], log: Path) -> str:
+        limits.append(round(limit, 6))
+        given = float(command[command.index("--seconds") + 1])
+        assert math.isclose(given, limit - figures.MARGIN_S, abs_tol=0.06)
+        name, path = command[2], Path(command[3])
+        path.write_text(json.dumps({"of": name}))
+        assert ("--ceilings" in command) == (name != "ceilings")
+        clock.now += {"ceilings": 1, "slow": limit, "fast": 46.0}[name]
+        return "killed" if name == "slow" else "ok"
+
+    report = figures.run_parts(parts, tmp_path, 101.0, run=run, clock=clock)
+    assert limits == [round(101 / 5, 6), 50.0, 25.0]
+    assert report["slow"] == {"status": "killed", "seconds": 50.0, "of": "slow"}
+    assert report["starved"]["status"] == "not started: no time left"
+    assert json.loads((tmp_path / "figures.json").read_text()) == report
+    assert clock.now <= 101
+
+
+def test_a_hanging_and_a_failing_part_cost_themselves(bench: Any, tmp_path: Path) -> None:
+    run = bench("figures").run_process
+    begin = time.perf_counter()
+    hang = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    assert run(hang, 1.5, {}, tmp_path / "a.log") == "killed after 2 s"
+    assert time.perf_counter() - begin < 30
+    assert (tmp_path / "a.log").read_text() == "begun\n"
+    fail = [sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['CODE']))"]
+    assert run(fail, 60, {"CODE": "3"}, tmp_path / "b.log") == "failed, status 3: see b.log"
+
+
+def test_the_table_says_what_was_found(bench: Any) -> None:
+    figures = bench("figures")
+
+    def decode(ms: float, share: float, shared: bool) -> dict[str, Any]:
+        return {"device_ms": ms, "share_of_copy": share, "blocks_shared": shared, "gap_us": 12.0}
+
+    report = {
+        "8b bf16": {
+            "status": "killed after 30 s", "seconds": 30.0,
+            "cut": "out of time before prefill 8192",
+            "decode 1 x 128": decode(4.25, 0.853, False),
+            "decode 256 x 128": decode(9.5, 0.71, False),
+            "decode 256 x 32768": decode(41.0, 0.66, True),
+            "prefill 512": {"device_ms": 20.0, "tokens_s": 25600.0, "share_of_matmul": 0.7},
+        },
+        "start, warm": {"status": "ok", "seconds": 3.2, "first_token_s": 2.5},
+    }  # fmt: skip
+    text = figures.table(report)
+    lines = text.splitlines()
+    assert lines[0] == "8b bf16: killed after 30 s, 30.0 s"
+    assert "out of time before prefill 8192" in lines[1]
+    assert lines[2].split() == ["context", "1", "rows", "256", "rows", "gap", "us"]
+    assert lines[3].split() == ["128", "4.250", "ms", "85%", "9.500", "ms", "71%", "12"]
+    assert lines[4].split() == ["32768", "-", "41.000", "ms", "~66%", "12"]
+    assert "prefill 512: 20.00 ms, 25600 tokens/s, 70% of the matmul rate" in lines[5]
+    assert "first_token_s: 2.5" in text
+
+
+def test_every_part_of_the_figures_exists(bench: Any) -> None:
+    figures, measure = bench("figures"), bench("measure")
+    ours = {part.name for part in figures.PARTS if part.script == "measure.py"}
+    assert ours == set(measure.PARTS)
+    names = [part.name for part in figures.PARTS]
+    assert names[0] == "ceilings"
+    assert names.index("start, cold") < names.index("start, warm")
+
+
+def test_run_says_what_a_machine_lacks(tmp_path: Path) -> None:
+    """Without a GPU the one call ends at once, with status 2 and the reason."""
+    done = subprocess.run(
+        ["bash", str(GPU / "run.sh"), str(tmp_path / "out")], capture_output=True, text=True,
+        check=False, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "HOME": str(tmp_path),
+                          "CUDA_VISIBLE_DEVICES": "-1"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the CUDA backend cannot run here" in done.stderr
+    assert "driver:" in (tmp_path / "out" / "environment.log").read_text()
