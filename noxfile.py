@@ -62,9 +62,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """Plants bugs into the CUDA kernels, one after the other; the tests must find each."""
+    """Plants bugs into the CUDA kernels, one after the other; the tests must find each. Without
+    arguments also compiles every kernel for every type, head size and architecture."""
     session.install("-r", "requirements-dev.txt")
     session.run("python", "-m", "tests.kernels.cuda_mutations", *session.posargs)
+    if not session.posargs:
+        session.run("python", "-m", "tests.kernels.cuda_matrix")
 
 
 @nox.session(venv_backend="none")

@@ -7,17 +7,18 @@ architectures and rewrites their part of cuda_budget.json, which the tests compa
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllmx_cuda.arch import ARCHITECTURES
-from vllmx_cuda.cubins import Target, Unit
+from vllmx_cuda.arch import ARCHITECTURES, number
+from vllmx_cuda.cubins import CubinCache, Keys, Target, Unit
 from vllmx_cuda.emulator.build import KERNELS as FOLDER
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.libraries import include_folders
@@ -28,8 +29,32 @@ BF16 = {"VX_DTYPE": 2}
 HEAD = {**BF16, "VX_HEAD": 128, "VX_KV": 0}
 W4 = {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1, "VX_FOLDS": 1, "VX_OUT": 0}
 
+# What must be among the instructions of an entry, on these architectures.
+DISASSEMBLED = ("sm_80", "sm_90a", "sm_120a")
+WANTED = {
+    "rms_norm": ("LDG.E.128", "STG.E.128"),
+    "add_rms_norm": ("LDG.E.128", "STG.E.128"),
+    "layer_norm": ("LDG.E.128", "STG.E.128"),
+    "kv_store": ("LDG.E.64",),
+    "paged_decode": ("LDG.E.128",),
+    "paged_decode_mma": ("LDG.E.", "HMMA.16816.F32.BF16"),
+    "paged_prefill": (
+        "HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128",
+    ),
+    "gated_act": ("LDG.E.128", "STG.E.128"),
+    "add": ("LDG.E.128", "STG.E.128"),
+    "gather_rows": ("LDG.E.128", "STG.E.128"),
+    "linear_gemv": ("LDG.E.NA.LTC",),
+    "gguf_gemv": ("IDP.4A",),
+    "w4_linear": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
+    "w4_dequantize": ("LDG.E.", "STG.E.128"),
+    "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
+}  # fmt: skip
+Units = Sequence[tuple[str, Mapping[str, int]]]
+"""Entries with the options that they are compiled with."""
+
 # What a served model uses: bf16, head size 128, and the extremes of the attention kernels.
-UNITS: tuple[tuple[str, dict[str, int]], ...] = (
+UNITS: Units = (
     ("rms_norm", {**BF16, "VX_VEC": 8}),
     ("layer_norm", {**BF16, "VX_VEC": 8}),
     ("kv_store", {**HEAD, "VX_VEC": 4}),
@@ -75,12 +100,11 @@ _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL
 _INSTRUCTION = re.compile(r"\b((?:HMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.]*)")
 
 
-def units_of(arch: str) -> list[Unit]:
-    number = int(arch.removeprefix("sm_").rstrip("a"))
-    variants = [KERNELS[entry].variant(**options) for entry, options in UNITS]
-    return [
-        Unit(FOLDER / v.kernel.source, v.defines) for v in variants if v.kernel.min_arch <= number
-    ]
+def units_of(arch: str, units: Units) -> list[Unit]:
+    """Those of `units` that the architecture can run, each once."""
+    variants = [KERNELS[entry].variant(**options) for entry, options in units]
+    able = [v for v in variants if v.kernel.min_arch <= number(arch)]
+    return list(dict.fromkeys(Unit(FOLDER / v.kernel.source, v.defines) for v in able))
 
 
 def tool(name: str) -> Path | None:
@@ -93,8 +117,34 @@ def tool(name: str) -> Path | None:
 
 
 def build(arch: str, compiler: Nvrtc, unit: Unit) -> bytes:
+    """Compiled once for each content, also between runs."""
     target = Target(arch, compiler.version, tuple(include_folders()))
-    return compiler.compile(unit.source.read_text(), unit.source.name, target.options(unit))
+    cache = CubinCache(Path(tempfile.gettempdir()) / f"vllmx-cubins-{os.getuid()}")
+    return cache.get_or_compile(Keys(target).key(unit), unit, target, compiler)
+
+
+def faults(
+    arch: str, unit: Unit, compiler: Nvrtc, budget: Mapping[str, Mapping[str, int]] | None
+) -> list[str]:
+    """What is wrong with a compiled unit: stack or local memory, more registers than its budget
+    (None: as many as there are), instructions that it was written for and lacks."""
+    wrong = []
+    for entry, usage in measure(
+        build(arch, compiler, unit), disassembled=arch in DISASSEMBLED
+    ).items():
+        name = f"{key(entry, unit)} on {arch}"
+        if usage["stack"] or usage["local"]:
+            wrong.append(f"{name}: {usage['stack']} bytes of stack, {usage['local']} local")
+        if budget is not None:
+            allowed = budget[key(entry, unit)][arch]
+            if usage["registers"] > allowed:
+                wrong.append(f"{name}: {usage['registers']} registers, the budget is {allowed}")
+        missing = [
+            w for w in _wanted(entry, unit) if not any(w in found for found in usage["sass"])
+        ]
+        if missing and arch in DISASSEMBLED:
+            wrong.append(f"{name}: no {', '.join(missing)} among {sorted(usage['sass'])}")
+    return wrong
 
 
 def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, Any]]:
@@ -121,6 +171,15 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
     return found
 
 
+def _wanted(entry: str, unit: Unit) -> list[str]:
+    """`WANTED`, as it reads in f16 and where a head is stored in other widths."""
+    kind = "F32" if "VX_DTYPE=1" in unit.defines else "F32.BF16"
+    wanted = [w.replace("F32.BF16", kind) for w in WANTED.get(entry, ())]
+    if entry == "kv_store" and "VX_VEC=4" not in unit.defines:
+        return ["LDG.E.128"] if "VX_VEC=8" in unit.defines else []
+    return wanted
+
+
 def _run(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -135,7 +194,7 @@ def main() -> None:
     known = json.loads(BUDGET.read_text()) if source else {}
     registers: dict[str, dict[str, int]] = {}
     for arch in ARCHITECTURES:
-        for unit in units_of(arch):
+        for unit in units_of(arch, UNITS):
             if source not in ("", unit.source.name):
                 continue
             for entry, usage in measure(build(arch, compiler, unit)).items():
@@ -145,7 +204,7 @@ def main() -> None:
 
 def _table(registers: Mapping[str, Mapping[str, int]]) -> str:
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in registers.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return "{\n" + ",\n".join(sorted(lines)) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -9,29 +9,8 @@ from vllmx_core.errors import BackendUnavailableError
 from vllmx_cuda.arch import ARCHITECTURES
 from vllmx_cuda.nvrtc import Nvrtc
 
-from .cuda_cubins import BUDGET, build, key, measure, tool, units_of
-
-# What must be among the instructions of an entry, on these architectures.
-DISASSEMBLED = ("sm_80", "sm_90a", "sm_120a")
-WANTED = {
-    "rms_norm": ("LDG.E.128", "STG.E.128"),
-    "add_rms_norm": ("LDG.E.128", "STG.E.128"),
-    "layer_norm": ("LDG.E.128", "STG.E.128"),
-    "kv_store": ("LDG.E.64",),
-    "paged_decode": ("LDG.E.128",),
-    "paged_decode_mma": ("LDG.E.", "HMMA.16816.F32.BF16"),
-    "paged_prefill": (
-        "HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128",
-    ),
-    "gated_act": ("LDG.E.128", "STG.E.128"),
-    "add": ("LDG.E.128", "STG.E.128"),
-    "gather_rows": ("LDG.E.128", "STG.E.128"),
-    "linear_gemv": ("LDG.E.NA.LTC",),
-    "gguf_gemv": ("IDP.4A",),
-    "w4_linear": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
-    "w4_dequantize": ("LDG.E.", "STG.E.128"),
-    "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
-}  # fmt: skip
+from .cuda_cubins import BUDGET, UNITS, faults, tool, units_of
+from .cuda_matrix import matrix
 
 
 @pytest.fixture(scope="session")
@@ -48,21 +27,25 @@ def test_kernels_keep_their_budget(arch: str, compiler: Nvrtc) -> None:
     if tool("cuobjdump") is None or tool("nvdisasm") is None:
         pytest.skip("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     budget = json.loads(BUDGET.read_text())
-    wrong = []
-    for unit in units_of(arch):
-        cubin = build(arch, compiler, unit)
-        for entry, usage in measure(cubin, disassembled=arch in DISASSEMBLED).items():
-            name = f"{key(entry, unit)} on {arch}"
-            if usage["stack"] or usage["local"]:
-                wrong.append(f"{name}: {usage['stack']} bytes of stack, {usage['local']} local")
-            allowed = budget[key(entry, unit)][arch]
-            if usage["registers"] > allowed:
-                wrong.append(f"{name}: {usage['registers']} registers, the budget is {allowed}")
-            missing = [
-                wanted
-                for wanted in WANTED.get(entry, ())
-                if arch in DISASSEMBLED and not any(wanted in found for found in usage["sass"])
-            ]
-            if missing:
-                wrong.append(f"{name}: no {', '.join(missing)} among {sorted(usage['sass'])}")
+    wrong = [
+        fault for unit in units_of(arch, UNITS) for fault in faults(arch, unit, compiler, budget)
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_matrix_has_every_head_size_in_both_types() -> None:
+    """What `nox -s kernels` compiles; here its list alone."""
+    sizes = {
+        (entry, chosen["VX_DTYPE"]): {o["VX_HEAD"] for e, o in matrix()
+                                      if e == entry and o["VX_DTYPE"] == chosen["VX_DTYPE"]}
+        for entry, chosen in matrix() if "VX_HEAD" in chosen
+    }  # fmt: skip
+    everything = {64, 80, 96, 112, 128, 192, 256}
+    for dtype in (1, 2):
+        for entry in ("kv_store", "paged_decode", "paged_prefill"):
+            assert sizes[entry, dtype] == everything
+        assert sizes["paged_decode_mma", dtype] == {64, 128, 192}
+    assert {entry for entry, _ in UNITS} <= {entry for entry, _ in matrix()}
+    for arch in ARCHITECTURES:
+        names = [unit.name for unit in units_of(arch, matrix())]
+        assert len(names) == len(set(names)) > 100

@@ -1,0 +1,82 @@
+"""Every kernel in both 16-bit types and for every usual head size, compiled for all architectures.
+
+`python -m tests.kernels.cuda_matrix [ARCH ...]` (or `nox -s kernels`): none may use stack or local
+memory or lack the instructions it was written for. Registers are not compared: the committed budget
+is for what CI compiles. About 1,400 compilations; exit code 1 when something is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+
+from vllmx_cuda.arch import ARCHITECTURES
+from vllmx_cuda.cubins import Unit
+from vllmx_cuda.kernel_specs.attention import (
+    KV_TYPES,
+    decode_vector,
+    prefill_keys,
+    store_vector,
+)
+from vllmx_cuda.nvrtc import Nvrtc
+
+from .cuda_cubins import UNITS, Units, faults, units_of
+
+DTYPES = (1, 2)
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+MMA_HEAD_SIZES = (64, 128, 192)
+
+
+def matrix() -> Units:
+    """KV caches of codes with head size 128 alone: their code is the same for all."""
+    found: list[tuple[str, dict[str, int]]] = [
+        (entry, {**options, **({"VX_DTYPE": dtype} if "VX_DTYPE" in options else {})})
+        for entry, options in UNITS
+        for dtype in DTYPES
+    ]
+    for dtype, head, kv in product(DTYPES, HEAD_SIZES, KV_TYPES):
+        if kv and head != 128:
+            continue
+        common = {"VX_DTYPE": dtype, "VX_HEAD": head, "VX_KV": kv}
+        found.append(("kv_store", {**common, "VX_VEC": store_vector(head)}))
+        for group in (1, 4):
+            vector = {"VX_VEC": decode_vector(head), "VX_GROUP": group}
+            found.append(("paged_decode", {**common, **vector}))
+        for group in (1, 4, 8):
+            keys = {"VX_GROUP": group, "VX_KEYS": prefill_keys(head)}
+            found.append(("paged_prefill", {**common, **keys}))
+        for group in (4, 8, 16) if head in MMA_HEAD_SIZES else ():
+            found.append(("paged_decode_mma", {**common, "VX_GROUP": group}))
+    unique = {(entry, tuple(sorted(options.items()))): options for entry, options in found}
+    return [(entry, options) for (entry, _), options in unique.items()]
+
+
+@functools.cache
+def _compiler() -> Nvrtc:
+    return Nvrtc.open()
+
+
+def _faults(job: tuple[str, Unit]) -> list[str]:
+    arch, unit = job
+    return faults(arch, unit, _compiler(), None)
+
+
+def main() -> int:
+    jobs = [
+        (arch, unit) for arch in sys.argv[1:] or ARCHITECTURES for unit in units_of(arch, matrix())
+    ]
+    wrong = 0
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for found in pool.map(_faults, jobs, chunksize=4):
+            for line in found:
+                print(line, flush=True)
+            wrong += len(found)
+    print(f"{len(jobs)} compilations, {wrong} faults")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
