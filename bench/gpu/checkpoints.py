@@ -93,7 +93,7 @@ class RandomSource:
 
     def _fp8(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         rows, cols = shape
-        options = {
+        options: dict[str, str | int] = {
             "dtype": "f8e4m3", "strategy": "channel", "block_rows": 1, "block_cols": cols,
         }  # fmt: skip
         codes = RawTensor(name, "f8e4m3", shape, self._take("fp8", rows * cols))

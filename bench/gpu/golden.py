@@ -1,4 +1,5 @@
-"""Log-probabilities of small models as the device computes them, for comparison with the emulator.
+"""What the device computes, for comparison with the emulator: every PTX wrapper once, and the
+log-probabilities of small models.
 
     python bench/gpu/golden.py OUT.npz [--emulated]
 
@@ -11,17 +12,19 @@ tests/kernels/cuda_golden.npz, which the tests compare the emulator with.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllmx_core.backend import Backend, LoadedModel, LoadOptions
+from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs, mixed_steps
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import Device
+from vllmx_cuda.kernel_specs import KERNELS
 
 DTYPES = ("f32", "bf16", "f16")
 NAMES = ("qk norm and rope", "head size 64", "head size 128", "window 23", "softcap", "everything")
@@ -30,12 +33,19 @@ TOLERANCE = {"f32": 1e-4, "bf16": 0.05, "f16": 0.01}
 layers, each rounded to the dtype."""
 
 
+OpenDevice = Callable[[], Device]
+
+
 def outputs(
-    backend: Backend, dtypes: Sequence[str] = DTYPES, names: Sequence[str] = NAMES
+    open_device: OpenDevice, dtypes: Sequence[str] = DTYPES, names: Sequence[str] = NAMES
 ) -> dict[str, Any]:
-    """Key -> (L, V) log-probabilities, for each dtype, model and step."""
-    found = {}
+    """Key -> (L, V) log-probabilities, for each dtype, model and step; and the wrappers' results
+    for each 16-bit dtype."""
+    backend = CudaBackend(open_device, capture_s=0)
+    found: dict[str, Any] = {}
     for dtype in dtypes:
+        if dtype != "f32":
+            found |= wrapper_outputs(open_device, dtype)
         options = LoadOptions(
             dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,
             num_kv_blocks=64,
@@ -47,6 +57,38 @@ def outputs(
                 found[f"{dtype} {name} {index}"] = all_logprobs(loaded, plan, VOCAB)
             sample_everything(loaded)
             loaded.close()
+    return found
+
+
+def wrapper_outputs(open_device: OpenDevice, dtype: str) -> dict[str, Any]:
+    """Outputs of kernels/wrappers.cu for fixed random inputs."""
+    device, random = open_device(), np.random.default_rng(6)
+    values = random.integers(0, 1 << 16, 24 * 16).astype(np.uint16)
+    exponents = {"bf16": (0x807F, 0x3F00), "f16": (0x83FF, 0x3800)}[dtype]  # 0.5 to 1, signed
+    values = values & np.uint16(exponents[0]) | np.uint16(exponents[1])
+    words = random.integers(0, 256, 96 * 16).astype(np.uint8)
+    results: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "products": (np.float32, (16, 8)), "fragments": (np.uint32, (2, 32, 4)),
+        "copied": (np.uint32, (2, 32, 4)), "loaded": (np.uint32, (32, 4)),
+        "dots": (np.int32, (32,)),
+    }  # fmt: skip
+    arguments = []
+    for raw in (values[: 16 * 16].view(np.uint8), values[16 * 16 :].view(np.uint8), words):
+        pinned = device.pinned(raw.nbytes)
+        pinned[...] = raw
+        arguments.append(device.empty(raw.nbytes))
+        device.upload(arguments[-1], pinned)
+        device.synchronize()
+    sizes = [4 * int(np.prod(shape)) for _, shape in results.values()]
+    arguments += [device.empty(size) for size in sizes]
+    variant = KERNELS["wrappers"].variant(VX_DTYPE={"f16": 1, "bf16": 2}[dtype])
+    device.launch(variant, {}, arguments)
+    found = {}
+    for memory, (name, (kind, shape)) in zip(arguments[3:], results.items(), strict=True):
+        pinned = device.pinned(memory.num_bytes)
+        device.download(pinned, memory)
+        device.synchronize()
+        found[f"{dtype} wrapper {name}"] = np.array(pinned).view(kind).reshape(shape)
     return found
 
 
@@ -76,9 +118,12 @@ def differences(golden: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
         if key not in golden:
             wrong.append(f"{key}: not in the golden file, make it again")
             continue
-        error, limit = float(np.abs(golden[key] - got).max()), TOLERANCE[key.split()[0]]
+        error = float(np.abs(golden[key].astype(np.float64) - got).max())
+        limit = TOLERANCE[key.split()[0]]
+        if " wrapper " in key:
+            limit = 1e-4 if key.endswith("products") else 0.0
         if not error <= limit:
-            wrong.append(f"{key}: log-probabilities are off by {error:.2g}, the limit is {limit}")
+            wrong.append(f"{key}: off by {error:.2g}, the limit is {limit}")
     return wrong
 
 
@@ -87,14 +132,18 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--emulated", action="store_true")
     chosen = parser.parse_args()
-    backend = CudaBackend(capture_s=0)
+    open_device: OpenDevice
     if chosen.emulated:
         from vllmx_cuda.emulated_device import EmulatedDevice
 
-        backend = CudaBackend(EmulatedDevice, capture_s=0)
-    found = outputs(backend)
+        open_device = EmulatedDevice
+    else:
+        from vllmx_cuda.cupy_device import CupyDevice
+
+        open_device = CupyDevice.open
+    found = outputs(open_device)
     np.savez_compressed(chosen.out, **found)
-    print(f"{len(found)} steps in {chosen.out}")
+    print(f"{len(found)} arrays in {chosen.out}")
 
 
 if __name__ == "__main__":

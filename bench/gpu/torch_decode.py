@@ -51,7 +51,8 @@ def measure(
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = transformers.Qwen3ForCausalLM(config).eval()
+        model: Any = transformers.Qwen3ForCausalLM(config)
+    model.eval()
     torch.set_default_dtype(torch.float32)
     forward = model if rehearse else torch.compile(model, mode="reduce-overhead", dynamic=False)
     weights = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)

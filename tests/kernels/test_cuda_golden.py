@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.emulated_device import EmulatedDevice
 from vllmx_cuda.emulator import Emulator, check_available
 
@@ -34,9 +34,9 @@ def golden(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def emulated() -> CudaBackend:
+def emulated() -> Callable[[], EmulatedDevice]:
     emulator = Emulator()
-    return CudaBackend(lambda: EmulatedDevice(emulator=emulator), capture_s=0)
+    return lambda: EmulatedDevice(emulator=emulator)
 
 
 @pytest.mark.slow
@@ -50,15 +50,17 @@ def test_the_emulator_computes_what_a_gpu_did(golden: Any) -> None:
 
 def test_a_stored_file_is_read_and_compared(golden: Any, tmp_path: Path) -> None:
     found = golden.outputs(emulated(), ["bf16"], ["head size 64"])
-    assert len(found) == 4
+    assert len(found) == 4 + 5, "steps of the model, outputs of the wrappers"
     np.savez_compressed(tmp_path / "golden.npz", **found)
     with np.load(tmp_path / "golden.npz") as stored:
         assert golden.differences(stored, found) == []
         changed = {key: value.copy() for key, value in stored.items()}
     changed["bf16 head size 64 2"][1, 3] += 0.2
     changed["bf16 head size 64 1"][0, 0] = np.nan
+    changed["bf16 wrapper dots"][7] += 1
     del changed["bf16 head size 64 0"]
-    first, second, third = golden.differences(changed, found)
+    wrapper, first, second, third = golden.differences(changed, found)
+    assert "bf16 wrapper dots: off by 1, the limit is 0" in wrapper
     assert "64 0: not in the golden file" in first
-    assert "64 1: log-probabilities are off by nan" in second
-    assert "64 2: log-probabilities are off by 0.2, the limit is 0.05" in third
+    assert "64 1: off by nan" in second
+    assert "64 2: off by 0.2, the limit is 0.05" in third

@@ -1,0 +1,52 @@
+// wrappers: what each PTX wrapper of vx_ptx.h computes, once, for one warp. A GPU's results are the
+//           proof that the emulator's twins in device.h do the same; models do not launch it.
+//
+// Layout: a (16, 16) and b (8, 16) of elem, D = a * b^T (16, 8) of f32; words (96, 4) of u32.
+//         fragments (2, 32, 4): ldmatrix of the first 32 rows of words, plain and transposed;
+//         copied (2, 32, 4): rows 32 .. 63 by cp.async, of row i the first i % 17 bytes, then whole;
+//         loaded (32, 4): rows 64 .. 95; dots (32): dp4a of words 0 and 1 onto word 2 of those.
+// Grid:   one block of 32 threads.
+// Floor:  none.
+#include "vx.h"
+
+extern "C" __global__ void __launch_bounds__(32)
+wrappers(const elem* __restrict__ a, const elem* __restrict__ b, const u32* __restrict__ words,
+         float* __restrict__ products, u32* __restrict__ fragments, u32* __restrict__ copied,
+         u32* __restrict__ loaded, int* __restrict__ dots) {
+  __shared__ __align__(128) u32 tile[32 * 4];
+  __shared__ __align__(128) u32 part[32 * 4];
+  __shared__ __align__(128) u32 whole[32 * 4];
+  int lane = threadIdx.x, row = lane / 4, column = lane % 4 * 2;
+
+  const u32* pairs_a = (const u32*)a;  // two neighbouring elements each
+  const u32* pairs_b = (const u32*)b;
+  u32 of_a[4], of_b[2];
+  float d[4] = {0.f, 0.f, 0.f, 0.f};
+  for (int i = 0; i < 4; i++) of_a[i] = pairs_a[(row + i % 2 * 8) * 8 + column / 2 + i / 2 * 4];
+  for (int i = 0; i < 2; i++) of_b[i] = pairs_b[row * 8 + column / 2 + i * 4];
+  vx_mma(d, of_a, of_b, elem());
+  for (int i = 0; i < 4; i++) products[(row + i / 2 * 8) * 8 + column + i % 2] = d[i];
+
+  for (int i = 0; i < 4; i++) tile[lane * 4 + i] = words[lane * 4 + i];
+  __syncwarp();
+  u32 plain[4], transposed[4];
+  vx_ldmatrix_x4(plain, tile + lane * 4);
+  vx_ldmatrix_x4_trans(transposed, tile + lane * 4);
+  for (int i = 0; i < 4; i++) fragments[lane * 4 + i] = plain[i];
+  for (int i = 0; i < 4; i++) fragments[(32 + lane) * 4 + i] = transposed[i];
+
+  vx_cp_async16(part + lane * 4, words + (32 + lane) * 4, lane % 17);
+  vx_cp_commit();
+  vx_cp_async16(whole + lane * 4, words + (32 + lane) * 4, 16);
+  vx_cp_commit();
+  vx_cp_wait<1>();
+  for (int i = 0; i < 4; i++) copied[lane * 4 + i] = part[lane * 4 + i];
+  vx_cp_wait<0>();
+  for (int i = 0; i < 4; i++) copied[(32 + lane) * 4 + i] = whole[lane * 4 + i];
+
+  uint4 once = vx_load_once(words + (64 + lane) * 4);
+  loaded[lane * 4] = once.x, loaded[lane * 4 + 1] = once.y;
+  loaded[lane * 4 + 2] = once.z, loaded[lane * 4 + 3] = once.w;
+  dots[lane] = vx_dp4a((int)once.x, (int)once.y, (int)once.z);
+}
+VX_EXPORT(wrappers)

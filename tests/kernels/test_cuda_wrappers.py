@@ -1,0 +1,42 @@
+"""The emulator's twins of the PTX wrappers, against what PTX's documentation says they do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS
+
+from .cuda_arrays import on_device, options, wide
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_wrappers(emulator: Emulator, dtype: str) -> None:
+    random = np.random.default_rng(4)
+    kind = {"bf16": "bfloat16", "f16": "float16"}[dtype]
+    a, b = (on_device(random.standard_normal((n, 16)), kind) for n in (16, 8))
+    words = on_device(random.integers(0, 1 << 32, (96, 4), np.uint64), np.uint32)
+    products, fragments = empty((16, 8), np.float32), empty((2, 32, 4), np.uint32)
+    copied, loaded = empty((2, 32, 4), np.uint32), empty((32, 4), np.uint32)
+    dots = empty(32, np.int32)
+    emulator.launch(
+        KERNELS["wrappers"].variant(**options(dtype)), {},
+        [a, b, words, products, fragments, copied, loaded, dots],
+    )  # fmt: skip
+    np.testing.assert_allclose(products, wide(a) @ wide(b).T, rtol=1e-5, atol=1e-5)
+
+    tile = words[:32].view(np.uint16).reshape(4, 8, 8)  # four matrices of 8 rows
+    lanes = np.arange(32)
+    for turned, matrices in enumerate((tile, tile.transpose(0, 2, 1))):
+        low = matrices[:, lanes // 4, lanes % 4 * 2].T.astype(np.uint32)  # (32, 4)
+        high = matrices[:, lanes // 4, lanes % 4 * 2 + 1].T.astype(np.uint32)
+        np.testing.assert_array_equal(fragments[turned], low | high << 16)
+
+    rows = words[32:64].view(np.uint8).reshape(32, 16)
+    kept = np.where(np.arange(16) < lanes[:, None] % 17, rows, 0).astype(np.uint8)
+    np.testing.assert_array_equal(copied[0], kept.view(np.uint32))
+    np.testing.assert_array_equal(copied[1], words[32:64])
+    np.testing.assert_array_equal(loaded, words[64:])
+    bytes_of = words[64:].view(np.int8).reshape(32, 4, 4).astype(np.int64)
+    sums = (bytes_of[:, 0] * bytes_of[:, 1]).sum(-1) + words[64:, 2].view(np.int32)
+    np.testing.assert_array_equal(dots, sums.astype(np.int32))
