@@ -68,7 +68,8 @@ def wrapper_outputs(open_device: OpenDevice, dtype: str) -> dict[str, Any]:
     values = values & np.uint16(exponents[0]) | np.uint16(exponents[1])
     words = random.integers(0, 256, 96 * 16).astype(np.uint8)
     results: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "products": (np.float32, (16, 8)), "fragments": (np.uint32, (2, 32, 4)),
+        "products": (np.float32, (2, 16, 8)), "fused": (np.uint32, (32,)),
+        "fragments": (np.uint32, (2, 32, 4)),
         "copied": (np.uint32, (2, 32, 4)), "loaded": (np.uint32, (32, 4)),
         "dots": (np.int32, (32,)),
     }  # fmt: skip

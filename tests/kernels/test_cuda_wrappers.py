@@ -7,7 +7,7 @@ import pytest
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
 
-from .cuda_arrays import on_device, options, wide
+from .cuda_arrays import assert_near, on_device, options, wide
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -16,14 +16,18 @@ def test_wrappers(emulator: Emulator, dtype: str) -> None:
     kind = {"bf16": "bfloat16", "f16": "float16"}[dtype]
     a, b = (on_device(random.standard_normal((n, 16)), kind) for n in (16, 8))
     words = on_device(random.integers(0, 1 << 32, (96, 4), np.uint64), np.uint32)
-    products, fragments = empty((16, 8), np.float32), empty((2, 32, 4), np.uint32)
+    products, fragments = empty((2, 16, 8), np.float32), empty((2, 32, 4), np.uint32)
     copied, loaded = empty((2, 32, 4), np.uint32), empty((32, 4), np.uint32)
-    dots = empty(32, np.int32)
+    dots, fused = empty(32, np.int32), empty(32, np.uint32)
     emulator.launch(
         KERNELS["wrappers"].variant(**options(dtype)), {},
-        [a, b, words, products, fragments, copied, loaded, dots],
+        [a, b, words, products, fused, fragments, copied, loaded, dots],
     )  # fmt: skip
-    np.testing.assert_allclose(products, wide(a) @ wide(b).T, rtol=1e-5, atol=1e-5)
+    once = wide(a) @ wide(b).T
+    np.testing.assert_allclose(products, np.stack([once, 2 * once]), rtol=1e-5, atol=1e-5)
+    pairs, row, pair = wide(a).reshape(16, 8, 2), np.arange(32) // 4, np.arange(32) % 4
+    sums = pairs[row, pair] * pairs[row + 8, pair] + pairs[row, pair + 4]  # (32, 2)
+    assert_near(fused.view(a.dtype).reshape(32, 2), sums, dtype)
 
     tile = words[:32].view(np.uint16).reshape(4, 8, 8)  # four matrices of 8 rows
     lanes = np.arange(32)

@@ -14,8 +14,8 @@ WRAPPERS = Kernel(
     source="wrappers.cu",
     options={"VX_DTYPE": (1, 2)},
     arguments=arguments(
-        "in elem* a, in elem* b, in u32* words, out f32* products, out u32* fragments,"
-        "out u32* copied, out u32* loaded, out i32* dots"
+        "in elem* a, in elem* b, in u32* words, out f32* products, out u32* fused,"
+        "out u32* fragments, out u32* copied, out u32* loaded, out i32* dots"
     ),
     sizes=(),
     rule=_one_warp,

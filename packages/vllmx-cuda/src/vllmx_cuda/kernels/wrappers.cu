@@ -1,7 +1,9 @@
 // wrappers: what each PTX wrapper of vx_ptx.h computes, once, for one warp. A GPU's results are the
 //           proof that the emulator's twins in device.h do the same; models do not launch it.
 //
-// Layout: a (16, 16) and b (8, 16) of elem, D = a * b^T (16, 8) of f32; words (96, 4) of u32.
+// Layout: a (16, 16) and b (8, 16) of elem; words (96, 4) of u32.
+//         products (2, 16, 8): a * b^T as the first of a sum, and once more added to it;
+//         fused (32): fma of two elements each of a lane's first three pairs of a;
 //         fragments (2, 32, 4): ldmatrix of the first 32 rows of words, plain and transposed;
 //         copied (2, 32, 4): rows 32 .. 63 by cp.async, of row i the first i % 17 bytes, then whole;
 //         loaded (32, 4): rows 64 .. 95; dots (32): dp4a of words 0 and 1 onto word 2 of those.
@@ -11,8 +13,8 @@
 
 extern "C" __global__ void __launch_bounds__(32)
 wrappers(const elem* __restrict__ a, const elem* __restrict__ b, const u32* __restrict__ words,
-         float* __restrict__ products, u32* __restrict__ fragments, u32* __restrict__ copied,
-         u32* __restrict__ loaded, int* __restrict__ dots) {
+         float* __restrict__ products, u32* __restrict__ fused, u32* __restrict__ fragments,
+         u32* __restrict__ copied, u32* __restrict__ loaded, int* __restrict__ dots) {
   __shared__ __align__(128) u32 tile[32 * 4];
   __shared__ __align__(128) u32 part[32 * 4];
   __shared__ __align__(128) u32 whole[32 * 4];
@@ -21,11 +23,14 @@ wrappers(const elem* __restrict__ a, const elem* __restrict__ b, const u32* __re
   const u32* pairs_a = (const u32*)a;  // two neighbouring elements each
   const u32* pairs_b = (const u32*)b;
   u32 of_a[4], of_b[2];
-  float d[4] = {0.f, 0.f, 0.f, 0.f};
+  float d[4];
   for (int i = 0; i < 4; i++) of_a[i] = pairs_a[(row + i % 2 * 8) * 8 + column / 2 + i / 2 * 4];
   for (int i = 0; i < 2; i++) of_b[i] = pairs_b[row * 8 + column / 2 + i * 4];
-  vx_mma(d, of_a, of_b, elem());
+  vx_mma_first(d, of_a, of_b, elem());
   for (int i = 0; i < 4; i++) products[(row + i / 2 * 8) * 8 + column + i % 2] = d[i];
+  vx_mma(d, of_a, of_b, elem());
+  for (int i = 0; i < 4; i++) products[(16 + row + i / 2 * 8) * 8 + column + i % 2] = d[i];
+  fused[lane] = vx_fma2(of_a[0], of_a[1], of_a[2], elem());
 
   for (int i = 0; i < 4; i++) tile[lane * 4 + i] = words[lane * 4 + i];
   __syncwarp();
