@@ -203,7 +203,8 @@ class Staging:
         rows, blocks = plan.block_table.shape
         blocks = min(blocks, self._max_blocks)
         table, sent = plan.block_table[:, :blocks], self._sent[:rows, :blocks]
-        row, column = np.nonzero(table != sent)
+        # found in one dimension: numpy is ten times slower in two
+        row, column = np.divmod(np.flatnonzero(table != sent), max(1, blocks))
         patches = np.empty((len(row), 2), np.int32)
         if len(row) <= capacity:
             patches[:, 0] = row * self._max_blocks + column
