@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -90,6 +91,8 @@ def run_parts(
             more = {}
             if part.name.startswith("start"):  # the second finds what the first left
                 more["VLLMX_CACHE_DIR"] = str(out / "start-cache")
+                if part.name.endswith("cold"):
+                    shutil.rmtree(out / "start-cache", ignore_errors=True)
             status = run(command, limit, more, out / f"{stem}.log")
         if path.exists():
             found = json.loads(path.read_text())

@@ -157,6 +157,21 @@ def test_time_is_shared_and_what_is_left_goes_on(bench: Any, tmp_path: Path) -> 
     assert clock.now <= 101
 
 
+def test_a_cold_start_finds_no_compiled_kernels(bench: Any, tmp_path: Path) -> None:
+    figures, seen = bench("figures"), []
+
+    def run(command: list[str], limit: float, more: dict[str, str], log: Path) -> str:
+        folder = Path(more["VLLMX_CACHE_DIR"])
+        seen.append(folder.exists())
+        folder.mkdir(exist_ok=True)
+        return "ok"
+
+    for _ in range(2):
+        parts = [figures.Part("start, cold", 1), figures.Part("start, warm", 1)]
+        figures.run_parts(parts, tmp_path, 100.0, run=run)
+    assert seen == [False, True] * 2
+
+
 def test_a_hanging_and_a_failing_part_cost_themselves(bench: Any, tmp_path: Path) -> None:
     run = bench("figures").run_process
     begin = time.perf_counter()
