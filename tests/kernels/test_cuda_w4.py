@@ -9,7 +9,7 @@ import pytest
 from vllmx_core.errors import ConfigError, WeightFormatError
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
-from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_CODES, ZERO_MIDDLE, folds, splits
+from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_CODES, ZERO_MIDDLE, folds, splits, token_tiles
 from vllmx_cuda.matrices.w4_gguf import ZEROS
 from vllmx_cuda.matrices.w4_packing import Packing, packed, packed_rows, packing_of
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
@@ -90,6 +90,10 @@ LINEAR = [  # dtype, bits, scale, zero, group, tokens, outputs, inputs, tiles, r
     ("bf16", 8, F32, ZERO_MIDDLE, 4096, 5, 40, 1056, 1, 2, 1, 1),
     ("f16", 8, F16, ZERO_CODES, 32, 12, 17, 544, 2, 1, 2, 0),
     ("bf16", 8, BF16, ZERO_CODES, 64, 2, 16, 640, 1, 1, 1, 0),
+    # rings that are filled more than once
+    ("bf16", 4, F16, ZERO_CODES, 128, 1, 16, 5120, 1, 1, 1, 1),
+    ("bf16", 4, F16, MINIMA, 32, 3, 48, 3104, 1, 2, 1, 1),
+    ("f16", 8, F32, ZERO_CODES, 64, 2, 32, 2560, 1, 2, 1, 1),
 ]
 
 
@@ -182,6 +186,19 @@ def test_widths_without_whole_groups_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="multiple of 32 values, got 48"):
         kernel.launch({"outputs": 16, "width": 48})
+
+
+def test_minima_and_small_groups_share_fewer_tokens() -> None:
+    assert [token_tiles(tokens, ZERO_CODES, 1) for tokens in (1, 9, 33, 200)] == [1, 2, 8, 8]
+    assert [token_tiles(tokens, ZERO_CODES, 2) for tokens in (8, 33, 200)] == [1, 4, 4]
+    assert token_tiles(64, MINIMA, 1) == 4
+    kernel = KERNELS["w4_linear"].variant(
+        **options("bf16", VX_BITS=4, VX_SCALE=F16, VX_ZERO=MINIMA, VX_TILES=8, VX_ROWS=2),
+        VX_FOLDS=1, VX_OUT=0,
+    )  # fmt: skip
+    sizes = {"tokens": 64, "outputs": 16, "width": 64, "splits": 1}
+    with pytest.raises(ConfigError, match=r"VX_TILES must be at most 4 .registers"):
+        kernel.launch(sizes)
 
 
 def test_splits_feed_processors_that_rows_alone_leave_idle() -> None:

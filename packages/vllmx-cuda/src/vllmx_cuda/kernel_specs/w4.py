@@ -27,7 +27,7 @@ ZERO_MIDDLE, ZERO_CODES, MINIMA = 0, 1, 2
 TILE_ROWS, TILE_COLS, GROUP_COLS = 16, 64, 32
 """Of a tile, and the fewest columns of a group; K is a multiple of the latter."""
 WARPS = 8
-_MINIMA_TILES = 4
+_FEWER_TILES = 4
 _LEAST_TILES = 4
 """Of columns, that a warp has after splitting."""
 
@@ -42,9 +42,10 @@ def record_bytes(scale: int, zero: int) -> int:
     return scales + {ZERO_MIDDLE: 0, ZERO_CODES: TILE_ROWS, MINIMA: scales}[zero]
 
 
-def token_tiles(tokens: int, zero: int) -> int:
-    """VX_TILES for so many tokens. Minima take registers: with them 32 tokens share a pass."""
-    most = _MINIMA_TILES if zero == MINIMA else TILES[-1]
+def token_tiles(tokens: int, zero: int, folds: int) -> int:
+    """VX_TILES for so many tokens. Minima and groups of 32 take registers: with them 32 tokens
+    share a pass."""
+    most = _FEWER_TILES if zero == MINIMA or folds > 1 else TILES[-1]
     return next((tiles for tiles in TILES if tokens <= 8 * tiles and tiles <= most), most)
 
 
@@ -86,8 +87,9 @@ def _linear(sizes: Sizes, options: Options) -> Launch:
     _check(sizes)
     for name in ("tokens", "splits"):
         at_least(name, sizes[name], 1)
-    if options["VX_ZERO"] == MINIMA:
-        at_most("VX_TILES", options["VX_TILES"], _MINIMA_TILES, "registers with minima")
+    if options["VX_ZERO"] == MINIMA or options["VX_FOLDS"] > 1:
+        why = "registers, with minima or groups of 32"
+        at_most("VX_TILES", options["VX_TILES"], _FEWER_TILES, why)
     rows, tokens = TILE_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
     stages = max(3, 32 // (options["VX_BITS"] * options["VX_ROWS"]))
     record = record_bytes(options["VX_SCALE"], options["VX_ZERO"])

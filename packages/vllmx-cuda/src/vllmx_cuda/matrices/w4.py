@@ -56,6 +56,8 @@ class W4:
     for blocks that share a product, then the order of the columns."""
 
     packing: Packing
+    dtype: str
+    """Of activations."""
     gathers = False
 
     def num_bytes(self, rows: int, cols: int) -> int:
@@ -69,9 +71,10 @@ class W4:
         return 4 * arrival_count(OWN_TOKENS, rows)
 
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
-        """`codes` gets the activations in the order of the columns."""
-        ordered = tokens * cols * ITEM_BYTES["f32"] if self.packing.order else 0
-        return ScratchBytes(codes=ordered, work=work_bytes(rows, cols, "f32"))
+        """Dequantised rows or sums of blocks that share a product, then activations in the order of
+        the columns."""
+        ordered = tokens * cols * ITEM_BYTES[self.dtype] if self.packing.order else 0
+        return ScratchBytes(work=work_bytes(rows, cols, self.dtype) + ordered)
 
     def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
         cols = part.shape[1]
@@ -98,7 +101,7 @@ class W4:
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
         order, operands = self._ordered(ops, segment, operands)
         by_cublas = by_pieces(ops, segment, operands, self._dequantise(ops, segment))
-        if ops.target.dtype == "f32" or ops.target.arch < W4_LINEAR.min_arch:
+        if self.dtype == "f32" or ops.target.arch < W4_LINEAR.min_arch:
             own, most = by_cublas, 0
         else:
             own, most = self._own(ops, segment, operands), OWN_TOKENS
@@ -120,7 +123,8 @@ class W4:
             return lambda m: None, operands
         kernel, x, cols = ops.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
         begin = self._tail(segment.rows, cols) + self._counters_bytes(segment.rows)
-        columns, ordered = segment.data.at(begin), ops.products.codes
+        columns = segment.data.at(begin)
+        ordered = ops.products.work.at(work_bytes(segment.rows, cols, self.dtype))
 
         def order(m: int) -> None:
             arguments = (x, columns, ordered, cols)
@@ -144,15 +148,16 @@ class W4:
         n, k, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
         parts = splits(n, k, ops.device.info.num_processors)
         sums = parts * OWN_TOKENS * n * 4 if parts > 1 else 0
-        assert sums <= work_bytes(n, k, "f32"), (n, k, parts)
+        assert sums <= work_bytes(n, k, self.dtype), (n, k, parts)
         counters = segment.data.at(self._tail(n, k), self._counters_bytes(n))
         work = ops.products.work
 
+        in_tile = folds(self.packing.group_shift)
+
         def variant(tokens: int) -> Variant:
             return ops.variant(
-                "w4_linear", VX_TILES=token_tiles(tokens, self.packing.zero),
-                VX_ROWS=row_tiles(tokens),
-                VX_FOLDS=folds(self.packing.group_shift), VX_OUT=out, **self.packing.options,
+                "w4_linear", VX_TILES=token_tiles(tokens, self.packing.zero, in_tile),
+                VX_ROWS=row_tiles(tokens), VX_FOLDS=in_tile, VX_OUT=out, **self.packing.options,
             )  # fmt: skip
 
         kernels = {tokens: variant(tokens) for tokens in (1, 2, *(8 * tiles for tiles in TILES))}
@@ -180,4 +185,4 @@ def w4(part: WeightPart, target: Target) -> W4 | None:
     if part.layout.kind == "gguf" and not own:
         return None
     packing = packing_of(part)
-    return None if packing is None else W4(packing)
+    return None if packing is None else W4(packing, target.dtype)

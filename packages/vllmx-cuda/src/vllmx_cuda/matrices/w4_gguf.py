@@ -57,8 +57,13 @@ def coded_blocks(part: WeightPart, begin: int, end: int) -> tuple[U8, F32, F32 |
 
 def _nibbles(packed: U8, width: int) -> U8:
     """Each run of `width` bytes holds first the low halves of all its bytes, then the high ones."""
-    runs = packed.reshape(len(packed), -1, 1, width)
-    return (runs >> np.array([[0], [4]], np.uint8) & np.uint8(15)).reshape(len(packed), -1)
+    words = np.ascontiguousarray(packed).view("<u8")
+    runs = words.reshape(len(packed), -1, width // 8)
+    halves = np.empty((*runs.shape[:2], 2, width // 8), np.uint64)
+    mask = np.uint64(0x0F0F0F0F0F0F0F0F)
+    halves[:, :, 0] = runs & mask
+    halves[:, :, 1] = runs >> np.uint64(4) & mask
+    return halves.reshape(len(packed), -1).view(np.uint8)
 
 
 def _half(blocks: U8, at: int) -> F32:

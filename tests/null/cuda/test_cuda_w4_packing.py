@@ -1,0 +1,128 @@
+"""Which integers the tensor cores take, and how they are put into their order piece by piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.coded import CodedRows
+from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
+from vllmx_cuda.device import Memory
+from vllmx_cuda.kernel_specs.types import DTYPES
+from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE
+from vllmx_cuda.matrices import pieces, w4
+from vllmx_cuda.matrices.form import Target
+from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of
+
+ROWS, COLS = 112, 128
+TARGET = Target("bf16", 90)
+
+
+def integers(
+    shape: tuple[int, int] = (ROWS, COLS), *, bits: int = 4, group: int | None = 32,
+    group_of: Any = None, zero: int | None = None, scales: str = "f16",
+) -> WeightPart:  # fmt: skip
+    """Random codes; zeros are stored unless `zero` is the only one."""
+    random = np.random.default_rng(0)
+    groups = -(-shape[1] // (group or shape[1]))
+    codes = random.integers(0, 1 << bits, shape).astype(np.uint8)
+    factors = random.uniform(1, 2, (shape[0], groups)).astype(np.float16)
+    zeros = random.integers(0, 1 << bits, (shape[0], groups)) if zero is None else None
+
+    def coded(part: WeightPart, begin: int, end: int) -> CodedRows:
+        used = np.full((end - begin, groups), zero) if zeros is None else zeros[begin:end]
+        some = factors[begin:end].astype(np.float32)
+        return CodedRows(codes[begin:end], some, used, group_of)
+
+    raw = RawTensor("s", scales, factors.shape, factors.view(np.uint8).reshape(-1))  # type: ignore[arg-type]
+    buffers = {"scales": raw}
+    if zeros is not None:
+        buffers["qzeros"] = raw
+    if group_of is not None:
+        data = np.asarray(group_of, np.int32).view(np.uint8)
+        buffers["g_idx"] = RawTensor("g", "i32", (shape[1],), data)
+    layout = QuantLayout("any", bits, group, {"act_order": group_of is not None})
+    return WeightPart("w", shape, layout, buffers, None, coded)
+
+
+SHUFFLED = np.random.default_rng(1).permutation(np.arange(COLS) // 32).astype(np.int32)
+UNEVEN = np.sort(np.random.default_rng(1).integers(0, 4, COLS)).astype(np.int32)
+REFUSED = {
+    "rows": integers((40, COLS)), "columns": integers((ROWS, 80), group=None),
+    "small groups": integers(group=16), "groups of 96": integers((ROWS, 192), group=96),
+    "too many bits": integers(bits=9, zero=0), "uneven groups": integers(group_of=UNEVEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", REFUSED.values(), ids=REFUSED.keys())
+def test_the_rest_is_left_to_other_forms(part: WeightPart) -> None:
+    assert w4.w4(part, TARGET) is None
+
+
+def test_packings() -> None:
+    found = packing_of(integers())
+    assert found is not None
+    assert (found.bits, found.scale, found.zero, found.group_shift) == (
+        4, DTYPES["f16"], ZERO_CODES, 5,
+    )  # fmt: skip
+    assert not found.order
+    whole = packing_of(integers(bits=3, group=None, zero=8, scales="bf16"))
+    assert whole is not None
+    assert (whole.bits, whole.scale, whole.zero) == (4, DTYPES["bf16"], ZERO_MIDDLE)
+    assert (COLS - 1) >> whole.group_shift == 0
+    other = packing_of(integers(bits=5, zero=3))
+    assert other is not None
+    assert (other.bits, other.zero) == (8, ZERO_CODES)
+    ordered = packing_of(integers(group_of=SHUFFLED))
+    assert ordered is not None
+    assert ordered.columns is not None
+    assert (SHUFFLED[ordered.columns] == np.arange(COLS) // 32).all()
+
+
+def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of whole tiles, each unpacked some rows at a time, behind another part."""
+    part = integers(group_of=SHUFFLED)
+    form = w4.w4(part, TARGET)
+    assert form is not None
+    size = form.packing.row_tile_bytes(COLS)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 3 * size + 5)
+    monkeypatch.setattr(w4, "_ROWS_AT_ONCE", 32)
+    rows = ROWS + 32
+    buffer = np.full(form.num_bytes(rows, COLS), 255, np.uint8)
+    data = Memory(0, buffer.size, buffer)
+    made = [
+        *form.pieces(integers((32, COLS), group_of=SHUFFLED), data, 0, rows),
+        *form.pieces(part, data, 32, rows),
+    ]
+    for piece in made:
+        at = piece.target.address
+        piece.fill(buffer[at : at + piece.target.num_bytes])
+    assert len(made) == 1 + 1 + 3
+    tiles, rest = np.split(buffer, [rows // 16 * size])
+    np.testing.assert_array_equal(
+        tiles[2 * size :], packed_rows(part, form.packing, 0, ROWS).reshape(-1)
+    )
+    counters, order = np.split(rest, [-4 * COLS])
+    assert not counters.any()
+    np.testing.assert_array_equal(SHUFFLED[order.view(np.int32)], np.arange(COLS) // 32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_code_has_its_place(bits: int) -> None:
+    """As `kernels/w4_codes.h` says, code by code."""
+    part = integers(bits=bits)
+    packing = packing_of(part)
+    assert packing is not None
+    data, codes = packed_rows(part, packing, 0, ROWS), part.coded_rows(0, ROWS).codes
+    row, col = np.meshgrid(np.arange(ROWS), np.arange(COLS), indexing="ij")
+    lane = 4 * (row % 8) + col % 32 // 8
+    half, step, pair, odd, high = col % 64 // 32, col // 4 % 2, col // 2 % 2, col % 2, row % 16 // 8
+    if bits == 4:
+        bit = 32 * (2 * half + step) + 4 * (high + 2 * pair + 4 * odd)
+        byte = col // 64 * 512 + lane * 16 + bit // 8
+        found = data[row // 16, byte] >> (bit % 8) & 15
+    else:
+        byte = col // 64 * 1024 + half * 512 + lane * 16 + 4 * (2 * step + pair) + 2 * high + odd
+        found = data[row // 16, byte]
+    np.testing.assert_array_equal(found, codes)
