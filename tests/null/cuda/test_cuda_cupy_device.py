@@ -287,6 +287,10 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
     again = module.AlgorithmFile(device._algorithm_file().path)
     assert again.get(small) == Algorithm(b"\1" * 64, 0)
     assert again.get(large) is None
+    again.path.unlink()
+    with device.tuning():
+        device.multiply(small, x, x, x)
+    assert not again.path.exists(), "nothing new, nothing written"
 
 
 def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class AlgorithmFile:
 
     path: Path
     _known: dict[str, Algorithm] = field(default_factory=dict)
+    _is_saved: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -49,9 +50,14 @@ class AlgorithmFile:
     def put(self, product: Product, algorithm: Algorithm) -> None:
         """Remembered in this process; `save` writes."""
         self._known[_key(product)] = algorithm
+        self._is_saved = False
 
     def save(self) -> None:
-        """Atomic; two processes that save at once lose one's choices, no more."""
+        """Nothing where nothing is new. Atomic; two processes that save at once lose one's choices,
+        no more."""
+        if self._is_saved:
+            return
+        self._is_saved = True
         stored = {
             key: {"data": a.data.hex(), "workspace_bytes": a.workspace_bytes}
             for key, a in sorted(self._known.items())
