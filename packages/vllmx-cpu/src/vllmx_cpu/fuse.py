@@ -1,7 +1,7 @@
 """The peephole over a recorded step: fewer ops, fewer passes over memory, the same bits.
 
 One rewrite pays so far: a gated activation moves into the linear that feeds it. Its weight is then
-packed with gate and up rows side by side (native/linear.cpp), and (T, 2F) is never written.
+packed with gate and up rows side by side (native/linear_run.h), and (T, 2F) is never written.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 #include "kernels.h"
 #include "linear_families.h"
 #include "linear_run.h"
+#if defined(__AMX_BF16__)
+#include "tile_dense_linear.h"
+#endif
 
 namespace vx {
 namespace VX_ISA {

@@ -51,7 +51,7 @@ static void run_family(const VxLinear* a, const VxStep* step, int32_t rows, VxCt
     typedef decltype(format) Format;
     if constexpr (Format::FAMILY == FAMILY) {
 #if defined(__AMX_INT8__)
-      if (rows >= BlockTiles<Format>::FROM_TOKENS) return run_tiles<BlockTiles<Format>>(a, step, rows, ctx), 0;
+      if (run_on_tiles<Format>(a, step, rows, ctx)) return 0;
 #endif
       run_linear<BlockKind<Format>>(a, step, rows, ctx);
     }

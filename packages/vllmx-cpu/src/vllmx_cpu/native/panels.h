@@ -21,23 +21,33 @@ VX_INLINE const float* activation_row(const VxLinear* a, const VxStep* step, int
   return a->x + (size_t)(a->logit_rows ? step->logit_rows[row] : row) * (size_t)a->w.cols;
 }
 
-// One token's activations into its column of a panel of `tokens` columns. A last unit that is wider
-// than what is left of the row is filled up with zeros.
+// Calls visit(activations, u) for the units first ... last - 1 of a row x, in the weights' order of columns. A last unit that is wider than what is left of the row is filled up with zeros.
+template <int COLS, class Visit>
+VX_INLINE void for_units(const VxWeight* w, const float* x, int32_t first, int32_t last, Visit visit) {
+  const int32_t cols = w->cols;
+  for (int32_t u = first; u < last; ++u) {
+    const int32_t k = u * COLS;
+    if (!w->columns && cols - k >= COLS) {
+      visit(x + k, u);
+      continue;
+    }
+    float unit[COLS];
+    for (int32_t i = 0; i < COLS; ++i)
+      unit[i] = k + i >= cols ? 0.0f : x[w->columns ? w->columns[k + i] : k + i];
+    visit(unit, u);
+  }
+}
+
+// One token's activations into its column of a panel of `tokens` columns.
 template <class Kind>
 static void pack_row(const VxWeight* w, const float* x, int32_t tokens, uint8_t* out) {
   const int32_t cols = w->cols;
   const size_t stride = (size_t)tokens * Kind::PANEL_BYTES;
   if constexpr (Kind::QUANTISED) {
-    for (int32_t k = 0; k < cols; k += Kind::UNIT_COLS, out += stride) {
-      if (!w->columns && cols - k >= Kind::UNIT_COLS) {
-        Kind::pack_unit(x + k, out);
-        continue;
-      }
-      float unit[Kind::UNIT_COLS];
-      for (int32_t i = 0; i < Kind::UNIT_COLS; ++i)
-        unit[i] = k + i >= cols ? 0.0f : x[w->columns ? w->columns[k + i] : k + i];
-      Kind::pack_unit(unit, out);
-    }
+    const int32_t units = (cols + Kind::UNIT_COLS - 1) / Kind::UNIT_COLS;
+    for_units<Kind::UNIT_COLS>(w, x, 0, units, [&](const float* unit, int32_t u) {
+      Kind::pack_unit(unit, out + (size_t)u * stride);
+    });
   } else if constexpr (Kind::UNIT_COLS == 32) {
     for (int32_t k = 0; k < cols; k += 32, out += stride) Kind::round_unit(x + k, cols - k, out);
   } else {

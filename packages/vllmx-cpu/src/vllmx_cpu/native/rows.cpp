@@ -39,7 +39,7 @@ VX_INLINE void store_some(float* p, F32x16 v, int n) {
     store_n(p, v, n);
 }
 
-// Row `row` of a packed table (linear.cpp tells the layout): every element lies 16 rows further on.
+// Row `row` of a packed table (linear_run.h tells the layout): every element lies 16 rows further on.
 static void unpack_row(const VxWeight* w, int32_t row, float* y) {
   if (w->kind >= VX_Q4_0) return unpack_block_row(w, row, y);
   const int32_t block = row / 16, lane = row % 16;

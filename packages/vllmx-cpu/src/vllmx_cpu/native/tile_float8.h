@@ -9,9 +9,9 @@ namespace VX_ISA {
 
 // A unit is four tiles of 16 pairs of columns; every other one has its own sum.
 struct Float8Tiles : Float8Blocks {
-  enum { SPAN = 1, STEPS = 16, FROM_TOKENS = 1, UNPACKED_BYTES = 4 * TILE_BYTES };
+  enum { STEPS = 16, UNPACKED_BYTES = 4 * TILE_BYTES };
 
-  VX_INLINE const uint8_t* unpack(const uint8_t* block, int32_t u, int32_t, uint8_t* room) {
+  VX_INLINE const uint8_t* unpack(const uint8_t* block, int32_t u, uint8_t* room) {
     const uint8_t* codes = block + Format::codes(u, 0);
 #pragma GCC unroll 4
     for (int j = 0; j < UNIT_COLS / 4; ++j) {
@@ -24,7 +24,7 @@ struct Float8Tiles : Float8Blocks {
   }
 
   // c: [tokens][32] accumulators of 16 rows; sums: room for [TILE_TOKENS][2][16].
-  static void multiply_span(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t, int32_t units,
+  static void multiply_unit(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t units,
                             const uint8_t* x, int32_t tokens, float* c, int32_t* sums) {
     if (tokens > 16)
       multiply_tiles<2>(tiles, x, sums);

@@ -1,18 +1,69 @@
-// `linear` on AMX tiles: the loops around tile_blocks.h and tile_dense.h.
+// `linear` of quantised weights on AMX tiles: the loops around tile_flat.h, tile_super.h and tile_float8.h.
 #pragma once
 #include "linear_output.h"
-#include "panels.h"
-#include "tile_blocks.h"
-#include "tile_dense.h"
+#include "tile_flat.h"
+#include "tile_float8.h"
+#include "tile_super.h"
 #include "weight_chunks.h"
 
 namespace vx {
 namespace VX_ISA {
 
-// What of a thread's scratch lies behind its own panels.
-VX_INLINE uint8_t* tile_scratch(VxCtx* ctx) { return ctx->scratch + PRIVATE_PANEL_BYTES; }
+// --- units with one sum each ------------------------------------------------------------------------
+// What passes by unpacked weights: panels that stay in the second-level cache, with their accumulators.
+enum { PASS_BYTES = 1 << 20, PASS_TOKENS = 512, FROM_MANY = 4 };
 
-// --- quantised weights ------------------------------------------------------------------------------
+// One block of 16 rows times panels first ... last - 1 into c, [tokens][32].
+template <class Kind, int TOKENS, Passing PASSING>
+static void multiply_flat(const uint8_t* block, const typename Kind::Panels& p, int32_t first, int32_t last,
+                          float* c, uint8_t* room, Fetch fetch) {
+  for (int32_t u = 0; u < p.units; u += Kind::SPAN) {
+    const int32_t count = p.units - u < Kind::SPAN ? p.units - u : (int32_t)Kind::SPAN;
+    const uint8_t* tiles = Kind::template unpack<PASSING>(block, u, count, room);
+    float* sums = c;
+    for (int32_t panel = first; panel < last; ++panel, sums += TOKENS * 32) {
+      if (PASSING == MANY) fetch.next();
+      Kind::template multiply<TOKENS, PASSING>(tiles, block, u, count, p.units, p.at(panel, u), sums, &fetch);
+    }
+  }
+}
+
+template <class Kind>
+static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+  const typename Kind::Panels p = Kind::Panels::pack(a, step, rows, ctx);
+  const int32_t block_bytes = p.units * (int32_t)Kind::UNIT_BYTES;
+  const int32_t fit = (int32_t)(PASS_BYTES / p.panel_bytes()), most = PASS_TOKENS / 16;
+  const int32_t pass = fit < 1 ? 1 : fit < most ? fit : most, passing = p.count < pass ? p.count : pass;
+  const bool many = p.size == 16 && passing >= FROM_MANY;
+  const auto run = many           ? multiply_flat<Kind, 16, MANY>
+                   : p.size == 16 ? multiply_flat<Kind, 16, FEW>
+                   : p.size == 12 ? multiply_flat<Kind, 12, FEW>
+                   : p.size == 8  ? multiply_flat<Kind, 8, FEW>
+                                  : multiply_flat<Kind, 4, FEW>;
+  // The next block is fetched while this one is used: lines for each panel of a span, or for each unit.
+  const int32_t uses = passing * (many ? (p.units + Kind::SPAN - 1) / Kind::SPAN : p.units);
+  const int32_t lines = (block_bytes / 64 + uses) / uses;
+  float* c = (float*)(ctx->scratch + Kind::Panels::PRIVATE_BYTES);
+  uint8_t* room = (uint8_t*)(c + PASS_TOKENS * 32);
+  TileShapes shapes;
+  shapes.set(p.size, p.size, Kind::STEPS);
+  for_chunks(&a->w, 2 * (size_t)block_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t begin, int32_t end) {
+    const uint8_t* data = (const uint8_t*)a->w.data;
+    for (int32_t first = 0; first < p.count; first += pass) {
+      const int32_t last = first + pass < p.count ? first + pass : p.count, row = p.begin(first);
+      for (int32_t tile = begin; tile < end; ++tile) {
+        for (int b = 0; b < 2; ++b) {
+          const uint8_t *block = data + (size_t)(2 * tile + b) * block_bytes, *next = block + block_bytes;
+          const bool stays = first > 0 || (tile == end - 1 && b == 1);
+          run(block, p, first, last, c + b * 16, room, {next, stays ? next : next + block_bytes, lines});
+        }
+        finish_tile(a, tile, row, p.begin(last) - row, c);
+      }
+    }
+  });
+}
+
+// --- units with several sums, whose weights are unpacked one at a time ----------------------------
 // The tokens that pass by unpacked weights; their accumulators stay in the second-level cache.
 enum { PASS_PANELS = 16, PASS_FLOATS = PASS_PANELS * TILE_TOKENS * 32 };
 
@@ -21,18 +72,17 @@ template <class Kind>
 static void multiply_block(const uint8_t* block, const Panels& p, int32_t first, int32_t last, float* c,
                            uint8_t* room, TileShapes* shapes, bool ahead) {
   alignas(64) int32_t sums[TILE_TOKENS * 32];
-  for (int32_t u = 0; u < p.units; u += Kind::SPAN) {
-    const int32_t count = p.units - u < Kind::SPAN ? p.units - u : (int32_t)Kind::SPAN;
+  for (int32_t u = 0; u < p.units; ++u) {
     if (ahead) {
       const uint8_t* next = block + (size_t)u * Kind::UNIT_BYTES + FETCH_AHEAD;
-      for (int32_t i = 0; i < count * (int32_t)Kind::UNIT_BYTES; i += 64) prefetch(next + i);
+      for (int32_t i = 0; i < (int32_t)Kind::UNIT_BYTES; i += 64) prefetch(next + i);
     }
-    const uint8_t* tiles = Kind::unpack(block, u, count, room);
+    const uint8_t* tiles = Kind::unpack(block, u, room);
     for (int32_t panel = first; panel < last; ++panel) {
       const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
       const uint8_t* x = p.base + ((size_t)row * p.units + (size_t)tokens * u) * Kind::PANEL_BYTES;
       shapes->set(tokens, Kind::STEPS);
-      Kind::multiply_span(tiles, block, u, count, p.units, x, tokens,
+      Kind::multiply_unit(tiles, block, u, p.units, x, tokens,
                           c + (size_t)(panel - first) * TILE_TOKENS * 32, sums);
     }
   }
@@ -42,7 +92,7 @@ template <class Kind>
 static void run_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
   const Panels p = pack<Kind>(a, step, rows, TILE_TOKENS, ctx);
   const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES;
-  float* c = (float*)tile_scratch(ctx);
+  float* c = (float*)(ctx->scratch + PRIVATE_PANEL_BYTES);
   uint8_t* room = (uint8_t*)(c + PASS_FLOATS);
   TileShapes shapes;
   for_chunks(&a->w, 2 * block_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t begin, int32_t end) {
@@ -60,62 +110,21 @@ static void run_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx
   });
 }
 
-// --- bf16 weights -----------------------------------------------------------------------------------
-// Where several panels pass by, units are cut so that a panel's part stays in the first-level cache,
-// and tiles so that their sums stay in the second-level one.
-enum { SLICE_UNITS = 16, SLICE_TILES = 16, SUM_FLOATS = TILE_TOKENS * 32 };
-
-// The tiles begin ... end - 1 times one panel; c: their sums, [tiles][TILE_TOKENS][32].
-static void multiply_dense_panel(const VxLinear* a, const Panels& p, int32_t panel, int32_t begin,
-                                 int32_t end, float* c) {
-  const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
-  const int32_t pairs = (a->w.cols + 1) / 2, whole = pairs / 16, rest = pairs % 16;
-  const size_t block_bytes = (size_t)pairs * 64;
-  const uint8_t* x = p.base + (size_t)row * p.units * DenseTiles::PANEL_BYTES;
-  const auto run = tokens > 16 ? multiply_dense<2> : multiply_dense<1>;
-  const int32_t slice = p.count > 1 ? (int32_t)SLICE_UNITS : p.units;
-  alignas(64) uint8_t padded[2][TILE_BYTES] = {};
-  for (int32_t u = 0; u < p.units; u += slice) {
-    const int32_t last = u + slice < whole ? u + slice : whole;
-    for (int32_t tile = begin; tile < end; ++tile) {
-      const uint8_t* data = (const uint8_t*)a->w.data + (size_t)tile * 2 * block_bytes;
-      float* sums = c + (size_t)(tile - begin) * SUM_FLOATS;
-      const uint8_t* part = x + (size_t)u * tokens * DenseTiles::PANEL_BYTES;
-      if (u < last) {
-        const uint8_t* blocks[2] = {data + (size_t)u * TILE_BYTES,
-                                    data + block_bytes + (size_t)u * TILE_BYTES};
-        const uint8_t* ahead[2] = {blocks[0] + FETCH_AHEAD, blocks[1] + FETCH_AHEAD};
-        run(blocks, last - u, part, tokens, sums, u > 0, panel == 0 ? ahead : nullptr);
-      }
-      if (rest && u + slice >= p.units) {  // the columns behind the last whole unit
-        for (int b = 0; b < 2; ++b)
-          __builtin_memcpy(padded[b], data + b * block_bytes + (size_t)whole * TILE_BYTES, (size_t)rest * 64);
-        const uint8_t* blocks[2] = {padded[0], padded[1]};
-        run(blocks, 1, x + (size_t)whole * tokens * DenseTiles::PANEL_BYTES, tokens, sums, whole > 0, nullptr);
-      }
-    }
+// On tiles where enough rows make that the faster way; true if it was.
+template <class Format>
+static bool run_on_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+  if constexpr (Format::FAMILY == layout::FLOAT8) {
+    run_tiles<Float8Tiles>(a, step, rows, ctx);
+    return true;
+  } else if constexpr (Format::FAMILY == layout::SUPER) {
+    if (rows < SuperTiles<Format>::FROM_TOKENS) return false;
+    run_tiles<SuperTiles<Format>>(a, step, rows, ctx);
+    return true;
+  } else {
+    if (rows < FlatTiles<Format>::FROM_TOKENS) return false;
+    run_flat_tiles<FlatTiles<Format>>(a, step, rows, ctx);
+    return true;
   }
-}
-
-static void run_dense_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  const Panels p = pack<DenseTiles>(a, step, rows, TILE_TOKENS, ctx);
-  const size_t tile_bytes = (size_t)((a->w.cols + 1) / 2) * 128;
-  float* c = (float*)tile_scratch(ctx);
-  TileShapes shapes;
-  // Activations come from the third-level cache once a chunk, while the tiles are fast: larger chunks.
-  const Chunks size = p.count > 1 ? Chunks{4 * CHUNK_BYTES, 4} : Chunks{CHUNK_BYTES, 8};
-  for_chunks(&a->w, tile_bytes, size, ctx, [&](int32_t begin, int32_t end) {
-    for (int32_t panel = 0; panel < p.count; ++panel) {
-      const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
-      shapes.set(tokens, DenseTiles::STEPS);
-      for (int32_t tile = begin; tile < end; tile += SLICE_TILES) {
-        const int32_t last = tile + SLICE_TILES < end ? tile + SLICE_TILES : end;
-        multiply_dense_panel(a, p, panel, tile, last, c);
-        for (int32_t i = tile; i < last; ++i)
-          finish_tile(a, i, row, tokens, c + (size_t)(i - tile) * SUM_FLOATS);
-      }
-    }
-  });
 }
 
 }  // namespace VX_ISA

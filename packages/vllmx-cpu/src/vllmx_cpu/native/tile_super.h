@@ -1,9 +1,8 @@
-// Quantised weights multiplied by AMX tiles, 16 output rows at a time. The codes of a span of units are
-// brought into the shape of tiles once, then all tokens pass by. The integer sums are those of
-// ScaledBlocks, AffineBlocks and SuperBlocks, and so are the floats: the bits are the same.
+// Quantised weights in units of 256 columns multiplied by AMX tiles, 16 output rows at a time. A unit is
+// brought into the shape of tiles once, then all tokens pass by. The integer sums are those of SuperBlocks,
+// and so are the floats: the bits are the same.
 #pragma once
 #include "block_kinds.h"
-#include "tile_float8.h"
 #include "tiles.h"
 
 namespace vx {
@@ -17,57 +16,6 @@ VX_INLINE U32x16 subtract_words(U32x16 a, U32x16 b) {
 }
 VX_INLINE U32x16 shift_words(U32x16 v, int n) { return (U32x16)_mm512_srli_epi16((__m512i)v, n); }
 
-// Units with one sum each, of 32 (or 64 or 128) columns, in spans of 256: a unit is a tile of 8 steps
-// (or one or two of 16) whose sums leave the tile.
-template <class Format>
-struct FlatTiles : BlockKind<Format> {
-  typedef BlockKind<Format> Blocks;
-  enum {
-    COLS = Format::UNIT_COLS, SPAN = 256 / COLS, STEPS = COLS == 32 ? 8 : 16, PER_UNIT = COLS / 4 / STEPS,
-    TILE_UNIT_BYTES = COLS * 16, UNPACKED_BYTES = SPAN * TILE_UNIT_BYTES, FROM_TOKENS = COLS == 32 ? 9 : 5,
-  };
-
-  // The tiles of `count` units from u on, in `room` or where they are.
-  VX_INLINE const uint8_t* unpack(const uint8_t* block, int32_t u, int32_t count, uint8_t* room) {
-    const uint8_t* codes = block + Format::codes(u, 0);
-    if (Format::BITS == 8) return codes;
-    for (int32_t i = 0; i < count * (COLS / 32); ++i, codes += layout::Codes<Format::BITS>::BYTES) {
-      U32x16 w[8];
-      load_codes<Format>(codes, w);
-#pragma GCC unroll 8
-      for (int j = 0; j < 8; ++j) store_u32(room + i * 512 + j * 64, w[j]);
-    }
-    return room;
-  }
-
-  // c: [tokens][32] accumulators of 16 rows; sums: room for [TILE_TOKENS][16].
-  static void multiply_span(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t count,
-                            int32_t units, const uint8_t* x, int32_t tokens, float* c, int32_t* sums) {
-    for (int32_t i = 0; i < count; ++i, tiles += TILE_UNIT_BYTES, x += (size_t)tokens * Blocks::PANEL_BYTES) {
-      const typename Blocks::Scales scales = Blocks::load_scales(block, u + i, units);
-      VX_TILE_ZERO(0);
-      if (tokens > 16) VX_TILE_ZERO(2);
-#pragma GCC unroll 2
-      for (int part = 0; part < PER_UNIT; ++part) {
-        const uint8_t* quads = x + Blocks::QUADS + part * 64;
-        VX_TILE_LOAD(6, tiles + part * TILE_BYTES, 64);
-        VX_TILE_LOAD(4, quads, Blocks::PANEL_BYTES);
-        VX_TILE_DOT("tdpbsud", 0, 4, 6);
-        if (tokens <= 16) continue;
-        VX_TILE_LOAD(5, quads + 16 * Blocks::PANEL_BYTES, Blocks::PANEL_BYTES);
-        VX_TILE_DOT("tdpbsud", 2, 5, 6);
-      }
-      VX_TILE_STORE(0, sums, 64);
-      if (tokens > 16) VX_TILE_STORE(2, sums + 256, 64);
-      for (int32_t t = 0; t < tokens; ++t) {
-        const uint8_t* token = x + (size_t)t * Blocks::PANEL_BYTES;
-        const I32x16 sum = load_i32(sums + t * 16) + Blocks::start(token, scales);
-        store(c + t * 32, Blocks::add(load(c + t * 32), sum, scales, token));
-      }
-    }
-  }
-};
-
 // One unit of 256 columns. Group scales are multiplied into the codes, so that one sum serves all
 // groups. The products have up to 14 bits and are cut into two bytes, low + (high << SHIFT): unsigned
 // scales into parts of three bits, so that both products fit a byte; signed ones after the product.
@@ -76,13 +24,13 @@ struct SuperTiles : SuperBlocks<Format> {
   typedef SuperBlocks<Format> Blocks;
   static constexpr bool CUT_SCALES = Blocks::MINIMA;
   enum {
-    SPAN = 1, STEPS = 16, FROM_TOKENS = 4, MAX_SCALE = Format::NIBBLE_SCALES ? 15 : 63,
+    STEPS = 16, FROM_TOKENS = 4, MAX_SCALE = Format::NIBBLE_SCALES ? 15 : 63,
     MAX_CODE = (1 << Format::BITS) - 1, PLANES = CUT_SCALES && MAX_CODE * MAX_SCALE < 256 ? 1 : 2,
     SHIFT = CUT_SCALES ? 3 : 8, PLANE_BYTES = 64 * 64, UNPACKED_BYTES = PLANES * PLANE_BYTES,
   };
   static_assert(!CUT_SCALES || PLANES == 1 || MAX_CODE * 7 < 256, "a product exceeds its byte");
 
-  VX_INLINE const uint8_t* unpack(const uint8_t* block, int32_t u, int32_t, uint8_t* room) {
+  VX_INLINE const uint8_t* unpack(const uint8_t* block, int32_t u, uint8_t* room) {
     const uint8_t* unit = block + (size_t)u * Blocks::UNIT_BYTES;
     for (int i = 0; i < 8; ++i) {
       U32x16 w[8];
@@ -97,7 +45,7 @@ struct SuperTiles : SuperBlocks<Format> {
   }
 
   // c: [tokens][32] accumulators of 16 rows; sums: room for [TILE_TOKENS][PLANES][16].
-  static void multiply_span(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t, int32_t,
+  static void multiply_unit(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t,
                             const uint8_t* x, int32_t tokens, float* c, int32_t* sums) {
     if (tokens > 16)
       multiply_tiles<2>(tiles, x, sums);
@@ -164,21 +112,6 @@ struct SuperTiles : SuperBlocks<Format> {
     if (HALVES == 2 && PLANES == 2) VX_TILE_STORE(3, sums + 16 * PLANES * 16 + 16, sum_stride);
   }
 };
-
-template <class Format, layout::Family FAMILY>
-struct TilesFor {
-  typedef FlatTiles<Format> type;
-};
-template <class Format>
-struct TilesFor<Format, layout::SUPER> {
-  typedef SuperTiles<Format> type;
-};
-template <class Format>
-struct TilesFor<Format, layout::FLOAT8> {
-  typedef Float8Tiles type;
-};
-template <class Format>
-using BlockTiles = typename TilesFor<Format, Format::FAMILY>::type;
 
 }  // namespace VX_ISA
 }  // namespace vx

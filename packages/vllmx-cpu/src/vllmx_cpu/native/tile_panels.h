@@ -1,0 +1,74 @@
+// Activations for FlatTiles: panels of up to 16 tokens whose quads lie as a tile is loaded, in whole
+// cache lines, and beside them the factors of each token.
+#pragma once
+#include "panels.h"
+
+namespace vx {
+namespace VX_ISA {
+
+// A unit of a panel of n tokens: for each the first 8 bytes of Blocks::pack_unit, the factors of its sum,
+// up to 128 bytes | [n][columns] quads. A panel has 4, 8, 12 or 16 tokens; those beyond the last are zero.
+template <class Blocks>
+struct TilePanels {
+  enum { QUADS = 128 };
+  const uint8_t* base;
+  int32_t rows, units, count, size;
+
+  static size_t unit_bytes(int32_t tokens) { return QUADS + (size_t)tokens * Blocks::UNIT_COLS; }
+  size_t panel_bytes() const { return (size_t)units * unit_bytes(size); }
+  int32_t begin(int32_t panel) const { return panel < count ? panel * size : rows; }
+  const uint8_t* at(int32_t panel, int32_t u) const {
+    return base + (size_t)panel * panel_bytes() + (size_t)u * unit_bytes(size);
+  }
+
+  // Up to PRIVATE_BYTES every thread packs for itself rather than wait for the others.
+  enum { PRIVATE_BYTES = 16 << 10, PARTS = 4 };
+
+  // The rows of this step.
+  static TilePanels pack(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+    TilePanels p;
+    p.rows = rows;
+    p.units = (a->w.cols + Blocks::UNIT_COLS - 1) / Blocks::UNIT_COLS;
+    const int32_t least = (rows + 15) / 16;
+    p.size = ((rows + least - 1) / least + 3) / 4 * 4;
+    p.count = (rows + p.size - 1) / p.size;
+    const bool alone = (size_t)p.count * p.panel_bytes() <= PRIVATE_BYTES;
+    uint8_t* base = alone ? ctx->scratch : (uint8_t*)a->panels;
+    p.base = base;
+    int32_t part = 0;
+    while ((part = alone ? part : vx_next(ctx)) < p.count * PARTS)
+      p.pack_part(a, step, part / PARTS, part % PARTS, base), ++part;
+    if (!alone) vx_barrier(ctx);
+    return p;
+  }
+
+ private:
+  // One of the PARTS of a panel's units: threads that share a panel write to lines of their own.
+  void pack_part(const VxLinear* a, const VxStep* step, int32_t panel, int32_t part, uint8_t* base) const {
+    const int32_t first = units * part / PARTS, last = units * (part + 1) / PARTS;
+    const size_t stride = unit_bytes(size);
+    uint8_t* out = base + (size_t)panel * panel_bytes();
+    for (int32_t t = 0; t < size; ++t) {
+      const int32_t row = panel * size + t;
+      const size_t factors = (size_t)t * 8, quads = QUADS + (size_t)t * Blocks::UNIT_COLS;
+      const auto write = [&](const uint8_t* unit, int32_t u) {
+        uint8_t* to = out + (size_t)u * stride;
+        __builtin_memcpy(to + factors, unit, 8);
+        __builtin_memcpy(to + quads, unit + Blocks::QUADS, Blocks::UNIT_COLS);
+      };
+      alignas(64) uint8_t unit[Blocks::PANEL_BYTES] = {};
+      if (row >= rows) {
+        for (int32_t u = first; u < last; ++u) write(unit, u);
+        continue;
+      }
+      const float* x = activation_row(a, step, row);
+      for_units<Blocks::UNIT_COLS>(&a->w, x, first, last, [&](const float* values, int32_t u) {
+        Blocks::pack_unit(values, unit);
+        write(unit, u);
+      });
+    }
+  }
+};
+
+}  // namespace VX_ISA
+}  // namespace vx
