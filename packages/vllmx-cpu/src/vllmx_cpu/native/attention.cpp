@@ -21,7 +21,7 @@ struct Computing {
 #if defined(__AMX_BF16__)
 template <>
 struct Computing<Bf16Pages> {
-  typedef TilePartition<Bf16Pages> Partition;
+  typedef TilePartition Partition;
 };
 #endif
 

@@ -34,6 +34,11 @@ class Worker {
 
   // All partitions of the unit, to the output.
   void run_whole() {
+    if (partitions(unit_.tile) == 1) {  // nothing to fold
+      partition_.run(first_partition(unit_.tile));
+      for (int r = 0; r < unit_.rows; ++r) write_row(r, partition_.state(r), partition_.sums(r));
+      return;
+    }
     for (int r = 0; r < unit_.rows; ++r) totals_[r] = {kFloor, 0.0f};
     __builtin_memset(total_acc_, 0, sizeof(float) * unit_.rows * width_);
     int first = first_partition(unit_.tile);

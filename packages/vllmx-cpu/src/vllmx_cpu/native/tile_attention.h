@@ -1,15 +1,15 @@
-// Partitions of a unit by AMX tiles: bf16 pages as they lie, codes widened.
+// Partitions of a unit by AMX tiles, from bf16 pages as they lie.
 //
 // A K group is B of a product as it lies: 32 features of 16 positions are a tile; a V group gives the
 // eight pairs of its positions for 16 features. All scores of a partition come first, so that its
-// maximum is known before the first power of two and no sum is ever rescaled. Up to four blocks of 16
+// maximum is known before the first power of two and no sum is ever rescaled. Two blocks of 16
 // rows share each tile of keys and values on its way from the second-level cache.
 //
 // A score adds its features in steps of 32, a sum its positions in steps of 16 from the partition's
 // first on; rows are independent. So the bits do not depend on the other rows. They are not those of
-// attention_vectors.h.
+// attention_vectors.h. Pages of codes stay there: widening them costs as much here, and a decode row
+// of codes waits for it longer than tiles save.
 #pragma once
-#include "attention_codes.h"
 #include "attention_cut.h"
 #include "tiles.h"
 
@@ -47,15 +47,16 @@ VX_INLINE void unrolled(F f) {
   }
 }
 
-// `blocks` blocks of 16 rows times `columns` tiles of 16 columns: sums of `steps` products.
-// a + block * a_block + step * a_step: a tile of rows, a_stride bytes from one to the next;
-// b[column] + step * b_step ... ; c[column] + block * c_block: where the sums go.
+// Where a block of 16 rows has its tile of a step: a + block * a_block + step * a_step, and its sums:
+// c[column] + block * c_block. Strides are bytes from row to row.
 struct TileOperands {
   const uint8_t* a;
   int64_t a_block, a_step, a_stride;
   int64_t b_stride, c_block, c_stride;
 };
 
+// `blocks` blocks of rows times `columns` tiles of 16 columns, b(step, column), summed over the steps
+// first ... last - 1.
 template <int blocks, int columns, int a_tile, int b_tile, class B>
 VX_INLINE void multiply_tiles(const TileOperands& o, int first, int last, B b, float* const* c) {
   unrolled<blocks * columns>([&](auto i) { tile_zero<TILE_SUM + i.value>(); });
@@ -85,17 +86,14 @@ VX_INLINE void multiply_tiles(const TileOperands& o, int first, int last, B b, f
   });
 }
 
-template <class Stored>
 class TilePartition {
-  typedef typename Stored::Cell StoredCell;
-
  public:
   TilePartition(const VxAttention& a, const VxStep& step, float* room)
       : a_(a), step_(step), pages_(a), softmax_(softmax_parameters(a)), width_(padded(a.head_size)),
         key_tiles_((a.head_size + 31) / 32) {
     acc_ = room;
     scores_ = acc_ + kTileRows * width_;
-    q_ = (uint32_t*)(scores_ + kTileRows * kScoreStride);
+    q_ = (uint32_t*)(scores_ + 32 * kScoreStride);
     p_ = q_ + kTileRows * key_tiles_ * 16;
     keys_ = p_ + kTileRows * kPartition / 2;
     values_ = keys_ + kColumns * key_tiles_ * 256;
@@ -116,19 +114,9 @@ class TilePartition {
 
   void run(int partition) {
     find_groups(partition);
-    switch (blocks_) {
-      case 1: scores<1, 4>(); break;
-      case 2: scores<2, 2>(); break;
-      case 3: scores<3, 1>(); break;
-      default: scores<4, 1>(); break;
-    }
-    for (int r = 0; r < unit_->rows; ++r) softmax(r);
     stage_values();
-    switch (blocks_) {
-      case 1: values<1, 4>(); break;
-      case 2: values<2, 2>(); break;
-      case 3: values<3, 1>(); break;
-      default: values<4, 1>(); break;
+    for (int b = 0; b < blocks_; b += 2) {
+      blocks_ - b > 1 ? run_blocks<2, 2>(b) : run_blocks<1, 4>(b);
     }
   }
 
@@ -158,41 +146,41 @@ class TilePartition {
     }
   }
 
-  void find_group(int group, const StoredCell** k, const StoredCell** v) const {
+  void find_group(int group, const uint32_t** k, const uint32_t** v) const {
     const int32_t* table = step_.block_table + (size_t)unit_->tile.row * step_.block_stride;
     const int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
     *k = pages_.k_group(block, unit_->kv_head, inside);
     *v = pages_.v_group(block, unit_->kv_head, inside);
   }
 
-  // Into the cache: one row waits for memory, many do not.
+  // Into the cache, where a tile of few rows would wait for memory.
   template <int lines>
   VX_INLINE void fetch(const uint8_t* p, int64_t stride) {
     unrolled<lines>([&](auto i) { prefetch_pages(p + i.value * stride); });
   }
-  void fetch_codes(const uint8_t* codes, size_t count) const {
-    for (size_t i = 0; i < count + Stored::scale_cells; i += 64) prefetch_pages(codes + i);
-  }
 
-  // Group g's tiles of keys; in room `column` where they do not lie in the page.
+  // Group g's tiles of keys; in room `column`, padded with zeros, where the last would not be whole.
   const uint8_t* key_group(int g, int column) {
-    if (!Stored::scaled && a_.head_size % 32 == 0) return (const uint8_t*)k_[g];
+    if (a_.head_size % 32 == 0) return (const uint8_t*)k_[g];
     uint32_t* out = keys_ + column * key_tiles_ * 256;
     const int cells = a_.head_size * 8;
-    if constexpr (Stored::scaled) {
-      if (blocks_ == 1) fetch_codes(later_k_[g], pages_.k_cells);
-      widen_group<typename Stored::Kind>(k_[g], cells, out);
-    } else {
-      __builtin_memcpy(out, k_[g], cells * sizeof *out);
-    }
+    __builtin_memcpy(out, k_[g], cells * sizeof *out);
     for (int i = cells; i < key_tiles_ * 256; i += 16) store_u32(out + i, splat_u32(0));
     return (const uint8_t*)out;
   }
 
   template <int blocks, int columns>
-  void scores() {
+  void run_blocks(int block) {
+    const int rows = minimum(16 * blocks, unit_->rows - 16 * block);
+    scores<blocks, columns>(16 * block);
+    for (int r = 0; r < rows; ++r) softmax(16 * block + r, scores_ + r * kScoreStride);
+    values<blocks, columns>(16 * block);
+  }
+
+  template <int blocks, int columns>
+  void scores(int row) {
     const int64_t row_bytes = key_tiles_ * 64;
-    const TileOperands o = {(const uint8_t*)q_, 16 * row_bytes, 64, row_bytes,
+    const TileOperands o = {(const uint8_t*)q_ + row * row_bytes, 16 * row_bytes, 64, row_bytes,
                             64, 16 * kScoreStride, kScoreStride * sizeof(float)};
     for (int g = first_; g < last_; g += columns) {
       const uint8_t *keys[columns], *later[columns];
@@ -206,16 +194,15 @@ class TilePartition {
       multiply_tiles<blocks, columns, TILE_QUERY, TILE_KEY>(
           o, 0, key_tiles_,
           [&](int s, int column) {
-            if (blocks == 1 && !Stored::scaled) fetch<16>(later[column] + s * TILE_BYTES, 64);
+            if (blocks == 1) fetch<16>(later[column] + s * TILE_BYTES, 64);
             return keys[column] + s * TILE_BYTES;
           },
           out);
     }
   }
 
-  // Row r's scores -> probabilities, times the scales of their values; 0 where it does not see.
-  void softmax(int r) {
-    float* s = scores_ + r * kScoreStride;
+  // Row r's scores, `s` -> probabilities; 0 where it does not see.
+  void softmax(int r, float* s) {
     uint32_t* p = p_ + r * kPartition / 2;
     const Visible seen = {maximum(unit_->visible[r].lo - start_, first_ * kGroup),
                           minimum(unit_->visible[r].hi - start_, last_ * kGroup)};
@@ -225,7 +212,7 @@ class TilePartition {
     for (int g = last; g < last_; ++g) Bf16Pages::store_operand(p, g * kGroup, zero());
     states_[r] = {kFloor, 0.0f};
     if (!any) return;
-    const float scale = prepare_scores(s, first, last);
+    const float scale = cap_scores(s, first, last);
     const int edges[2] = {first, last - 1};
     const int from = seen.lo % kGroup ? first + 1 : first, to = seen.hi % kGroup ? last - 1 : last;
     for (int g : edges) {
@@ -240,10 +227,6 @@ class TilePartition {
       F32x16 weight = exp2_nonpositive(load(s + g * kGroup) * splat(scale) - splat(maximum));
       if (!whole.value) weight = select(visible_lanes(g * kGroup, seen), weight, zero());
       sums = sums + weight;
-      if (Stored::scaled) {
-        weight = weight * load(value_scales(g));
-        if (!whole.value) weight = select(visible_lanes(g * kGroup, seen), weight, zero());
-      }
       Bf16Pages::store_operand(p, g * kGroup, weight);
     };
     if (from > first) group(first, std::false_type());
@@ -252,22 +235,18 @@ class TilePartition {
     states_[r] = {maximum, reduce_add(sums)};
   }
 
-  // Scales of codes and soft-cap into the scores; returns the factor that is left.
-  float prepare_scores(float* s, int first, int last) {
-    if (!Stored::scaled && softmax_.softcap == 0.0f) return softmax_.scale;
+  // Soft-cap into the scores; returns the factor that is left.
+  float cap_scores(float* s, int first, int last) const {
+    if (softmax_.softcap == 0.0f) return softmax_.scale;
     for (int g = first; g < last; ++g) {
-      F32x16 x = load(s + g * kGroup) * splat(softmax_.scale);
-      if (Stored::scaled) x = x * load(key_scales(g));
-      if (softmax_.softcap != 0.0f) x = tanh_accurate(x) * splat(softmax_.softcap * kLog2e);
-      store(s + g * kGroup, x);
+      const F32x16 x = tanh_accurate(load(s + g * kGroup) * splat(softmax_.scale));
+      store(s + g * kGroup, x * splat(softmax_.softcap * kLog2e));
     }
     return 1.0f;
   }
 
-  const float* key_scales(int g) const { return (const float*)(k_[g] + pages_.k_cells); }
-  const float* value_scales(int g) const { return (const float*)(v_[g] + pages_.v_cells); }
-
-  // Values as tiles: where they lie, but for codes, and for what the tile does not see, which may be NaN.
+  // Values as tiles: where they lie, but for groups with positions that the tile does not see and whose
+  // pages may hold NaN.
   void stage_values() {
     const int cells = width_ * 8;
     for (int g = first_; g < last_; ++g) {
@@ -275,10 +254,7 @@ class TilePartition {
       const int hi = minimum((unit_->tile.keys.hi - start_ - g * kGroup + 1) / 2, 8);
       uint32_t* room = values_ + g * cells;
       staged_[g] = (const uint8_t*)room;
-      if constexpr (Stored::scaled) {
-        if (blocks_ == 1) fetch_codes(later_v_[g], pages_.v_cells);
-        widen_group<typename Stored::Kind>(v_[g], cells, room);
-      } else if (lo == 0 && hi == 8) {
+      if (lo == 0 && hi == 8) {
         staged_[g] = (const uint8_t*)v_[g];
       } else {
         __builtin_memset(room, 0, cells * sizeof *room);
@@ -288,22 +264,22 @@ class TilePartition {
   }
 
   template <int blocks, int columns>
-  void values() {
+  void values(int row) {
     const int64_t row_bytes = kPartition * 2;
-    const TileOperands o = {(const uint8_t*)p_, 16 * row_bytes, kGroup * 2, row_bytes,
+    const TileOperands o = {(const uint8_t*)p_ + row * row_bytes, 16 * row_bytes, kGroup * 2, row_bytes,
                             width_ * (int64_t)sizeof(uint32_t), 16 * width_, width_ * (int64_t)sizeof(float)};
     for (int i = 0; i < width_; i += 16 * columns) {
       int features[columns];
       float* out[columns];
       for (int j = 0; j < columns; ++j) {  // behind the last: those again
         features[j] = minimum(i + 16 * j, width_ - 16);
-        out[j] = acc_ + features[j];
+        out[j] = acc_ + row * width_ + features[j];
       }
       multiply_tiles<blocks, columns, TILE_WEIGHT, TILE_VALUE>(
           o, first_, last_,
           [&](int g, int column) {
             const int offset = features[column] * 4;
-            if (blocks == 1 && !Stored::scaled) fetch<8>((const uint8_t*)later_v_[g] + offset, o.b_stride);
+            if (blocks == 1) fetch<8>((const uint8_t*)later_v_[g] + offset, o.b_stride);
             return staged_[g] + offset;
           },
           out);
@@ -312,16 +288,16 @@ class TilePartition {
 
   const VxAttention& a_;
   const VxStep& step_;
-  PageMap<Stored> pages_;
+  PageMap<Bf16Pages> pages_;
   SoftmaxParameters softmax_;
   int width_, key_tiles_;
   const Unit* unit_ = nullptr;
   int blocks_ = 0, start_ = 0, first_ = 0, last_ = 0;
   TileShapes shapes_;
-  float *acc_, *scores_;    // (rows, Dp), (rows, kScoreStride)
-  uint32_t *q_, *p_;        // pairs of (rows, 32 key tiles), (rows, kPartition)
+  float *acc_, *scores_;      // (rows, Dp), (32, kScoreStride)
+  uint32_t *q_, *p_;          // pairs of (rows, 32 key tiles), (rows, kPartition)
   uint32_t *keys_, *values_;  // room for groups: kColumns of keys, a partition's values
-  const StoredCell *k_[kGroups], *v_[kGroups], *later_k_[kGroups], *later_v_[kGroups];
+  const uint32_t *k_[kGroups], *v_[kGroups], *later_k_[kGroups], *later_v_[kGroups];
   const uint8_t* staged_[kGroups];
   RowState states_[kTileRows];
 };
