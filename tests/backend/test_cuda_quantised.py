@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,13 +16,23 @@ from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.plan import F32
 from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.weights import DENSE, WeightPart, WeightSource, made_part
+from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart, WeightSource, made_part
 from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import Product
 from vllmx_cuda.emulated_device import EmulatedDevice
 from vllmx_cuda.emulator import Emulator, find_cuda_headers
+from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.matrices import pieces
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.gguf.quantize.encode import encode
+from vllmx_models.quantization.eight_bits import (
+    e4m3_codes,
+    fp8_codes,
+    fp8_part,
+    int8_codes,
+    int8_part,
+)
+from vllmx_models.quantization.matrices import decode_fp8
 from vllmx_models.qwen3 import qwen3
 
 QWEN3 = {
@@ -120,10 +131,10 @@ def made(encode: Encode) -> Encode:
     return encoded
 
 
-def options(dtype: str) -> LoadOptions:
+def options(dtype: str, **changes: Any) -> LoadOptions:
     return LoadOptions(
-        dtype=dtype, num_threads=1, max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64,
-        block_size=16, num_kv_blocks=24,
+        **changes, dtype=dtype, num_threads=1, max_model_len=96, max_num_seqs=8,
+        max_num_batched_tokens=64, block_size=16, num_kv_blocks=24,
     )  # fmt: skip
 
 
@@ -142,8 +153,8 @@ def generate(backend: Backend, source: WeightSource, dtype: str, **driver: Any) 
 def log_probabilities(
     backend: Backend, source: WeightSource, dtype: str, prompt: list[int]
 ) -> tuple[Any, LoadedInfo]:
-    """(tokens, 61) by id, and what was loaded."""
-    loaded = backend.load(MODEL, source, options(dtype))
+    """(tokens, 61) by id, and what was loaded. Nothing runs but this one step."""
+    loaded = backend.load(MODEL, source, options(dtype, enforce_eager=True))
     try:
         rows = sampling_rows(len(prompt), num_logprobs=61)
         plan = make_plan([Row(prompt, 0, range(4), "all")], 16)
@@ -198,6 +209,90 @@ def test_what_is_quantised_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> 
     got, again = log_probabilities(emulated(), pieces_of, "bf16", [3, 1, 4])
     np.testing.assert_array_equal(got, want)
     assert again.weight_bytes == info.weight_bytes
+
+
+def fp8_blocks(name: str, values: F32) -> WeightPart | None:
+    """Scales of 128 x 128 as a checkpoint stores them."""
+    if "embed" in name:
+        return None
+    rows, cols = values.shape
+    grid = -(-rows // 128), -(-cols // 128)
+    scale = np.random.default_rng(rows).random(grid).astype(np.float32) / 100 + 0.005
+    whole = np.repeat(np.repeat(scale, 128, 0)[:rows], 128, 1)[:, :cols]
+    codes = e4m3_codes(np.clip(values / whole, -448, 448))
+    layout = QuantLayout("fp8", 8, None, {
+        "strategy": "block", "block_rows": 128, "block_cols": 128, "dtype": "f8e4m3",
+        "activations": "dynamic", "activation_strategy": "group",
+    })  # fmt: skip
+    buffers = {
+        "weight": RawTensor(name, "f8e4m3", values.shape, codes.reshape(-1)),
+        "scale": RawTensor(name, "f32", grid, scale.reshape(-1).view(np.uint8)),
+    }
+    return WeightPart(name, values.shape, layout, buffers, decode_fp8)
+
+
+def fp8_rows(name: str, values: F32) -> WeightPart:
+    codes, scales = fp8_codes(values)
+    return fp8_part(name, values.shape, codes.reshape(-1), scales.reshape(-1))
+
+
+def int8_rows(name: str, values: F32) -> WeightPart:
+    codes, scales = int8_codes(values)
+    return int8_part(name, values.shape, codes.reshape(-1).view(np.uint8), scales.reshape(-1))
+
+
+def without_embedding(encode: Encode) -> Callable[[str, F32], WeightPart | None]:
+    return lambda name, values: None if "embed" in name else encode(name, values)
+
+
+EIGHT_BITS = {
+    "fp8": without_embedding(fp8_rows), "int8": without_embedding(int8_rows),
+    "fp8 blocks": fp8_blocks, "int8 while read": without_embedding(made(int8_rows)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_eight_bits_stay_as_they_are(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = Quantised(EIGHT_BITS[name])
+    check_held(source, "bf16", caplog)
+    check_near(
+        source, 0.1 if name == "fp8" else 0.03
+    )  # activations of three bits and a leading one
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8"])
+def test_eight_bits_answer_as_on_the_cpu(name: str) -> None:
+    """In float32 activations are not rounded: greedy ids."""
+    source = Quantised(EIGHT_BITS[name])
+    assert generate(emulated(), source, "f32", chunk=16) == generate(_cpu(), source.twin(), "f32")
+
+
+class CountingDevice(EmulatedDevice):
+    """Which kernels and products ran."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.entries: Counter[str] = Counter()
+
+    def launch(self, variant: Variant, *rest: Any) -> None:
+        self.entries[variant.kernel.entry] += 1
+        super().launch(variant, *rest)
+
+    def multiply(self, product: Product, *rest: Any) -> None:
+        self.entries[product.dtype] += 1
+        super().multiply(product, *rest)
+
+
+def test_norms_write_codes_for_the_products_behind_them() -> None:
+    """Two of a layer's four products; none where rows are few and stay as they are."""
+    for tokens, coded in ((16, 2 * len(MODEL.shape.kv)), (3, 0)):
+        device = CountingDevice(emulator=EMULATOR)
+        source = Quantised(EIGHT_BITS["int8"])
+        log_probabilities(CudaBackend(lambda device=device: device), source, "bf16", [9] * tokens)
+        fused = device.entries["rms_norm_codes"] + device.entries["add_rms_norm_codes"]
+        assert (fused, device.entries["quantize_rows"]) == (coded, coded)
+        assert device.entries["i8"] == 2 * coded
+        assert device.entries["codes8_gemv"] == (0 if coded else 4 * len(MODEL.shape.kv))
 
 
 def test_gguf_answers_as_on_the_cpu() -> None:

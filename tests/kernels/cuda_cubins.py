@@ -48,6 +48,9 @@ WANTED = {
     "gguf_gemv": ("IDP.4A",),
     "w4_linear": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
     "w4_dequantize": ("LDG.E.", "STG.E.128"),
+    "quantize_rows": ("LDG.E.128", "STG.E.64"),
+    "rms_norm_codes": ("LDG.E.128", "STG.E.64"),
+    "codes8_gemv": ("LDG.E.NA.LTC",),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
 }  # fmt: skip
 Units = Sequence[tuple[str, Mapping[str, int]]]
@@ -92,6 +95,12 @@ UNITS: Units = (
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_DTYPE": 1, "VX_ZERO": 0}),
     ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 2, "VX_BITS": 8, "VX_SCALE": 0}),
     ("w4_dequantize", {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1}),
+    ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
+    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
+    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 0}),
+    ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 1, "VX_OUT": 0}),
+    ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 4, "VX_OUT": 0}),
+    ("codes8_gemv", {**BF16, "VX_CODE": 0, "VX_TOKENS": 4, "VX_OUT": 1}),
     ("mask_logits", {}),
     ("sample_max", {}),
     ("logprob_chunks", {}),

@@ -34,6 +34,7 @@ class Bug:
 
 NORMS, ATTENTION, ROWS = "test_cuda_norms.py", "test_cuda_attention.py", "test_cuda_rows.py"
 SAMPLER, GGUF, W4 = "test_cuda_sampler.py", "test_cuda_gguf.py", "test_cuda_w4.py"
+CODES8 = "test_cuda_codes8.py"
 DECODE, PREFILL, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:prefill", f"{ATTENTION}:store"
 BUGS = (
     Bug("vx.h", "no barrier before a reduction's buffer is read",
@@ -52,6 +53,21 @@ BUGS = (
     Bug("kv_store.cu", "the rotation's sign", "first ? -partner", "first ? partner", STORE),
     Bug("kv_store.cu", "pages of the wrong head", "(head - heads) % kv_heads", "0", STORE),
     Bug("kv_types.h", "a scale of the wrong limit", "127.f : 448.f", "128.f : 448.f", STORE),
+    Bug("codes8.h", "no barrier before a reduction's buffer is read",
+        "  if (lane == 0) part[warp] = v;\n  __syncthreads();", "  if (lane == 0) part[warp] = v;",
+        f"{CODES8}:norms or quantize_rows"),
+    Bug("codes8.h", "the sign of the last code of a word", "(i8)(word >> 24)", "(u8)(word >> 24)",
+        f"{CODES8}:gemv"),
+    Bug("quantize_rows.cu", "what is not finite counts as nothing", "magnitude(v[j])",
+        "magnitude(fminf(v[j], 1e30f))", f"{CODES8}:quantize_rows"),
+    Bug("rms_norm_codes.cu", "the greatest before the weight", "magnitude(v[j] * w[j])",
+        "magnitude(v[j])", f"{CODES8}:norms"),
+    Bug("codes8_linear.cu", "blocks begin where the piece does",
+        "(first + blockIdx.x) / block_rows", "blockIdx.x / block_rows", f"{CODES8}:dequantize"),
+    Bug("codes8_linear.cu", "the scale of the row above", "(row / block_rows)",
+        "(row0 / block_rows)", f"{CODES8}:gemv"),
+    Bug("codes8_linear.cu", "a column beyond the segment is written", "* pitch + i]", "* n + i]",
+        f"{CODES8}:rescale"),
     Bug("paged_decode.cu", "teams end their rounds at different times",
         "base < end; base +=", "base + team < end; base +=", DECODE),
     Bug("paged_decode.cu", "no barrier before teams are joined",

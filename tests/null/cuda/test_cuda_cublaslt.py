@@ -49,6 +49,13 @@ def test_descriptors_of_fp8(lt: CublasLt, scales: str, modes: tuple[int, int]) -
     matmul.close()
 
 
+def test_descriptors_of_int8(lt: CublasLt) -> None:
+    """Sums in 32-bit integers, columns of a wider product."""
+    matmul = Matmul(lt, Product(5, 32, 64, "i8", "i32", pitch=96))
+    assert (matmul.attribute(0), matmul.attribute(1)) == (72, 10)
+    matmul.close()
+
+
 def test_without_a_gpu_the_library_says_so(lt: CublasLt) -> None:
     if unavailable_reason() is None:
         pytest.skip("this machine has a GPU")

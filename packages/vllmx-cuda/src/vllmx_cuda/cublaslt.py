@@ -18,9 +18,9 @@ from vllmx_core.errors import BackendUnavailableError, VllmxError
 from vllmx_cuda.device import Product
 from vllmx_cuda.libraries import open_library
 
-DATA_TYPES = {"f32": 0, "f16": 2, "bf16": 14, "f8e4m3": 28}
+DATA_TYPES = {"f32": 0, "f16": 2, "bf16": 14, "f8e4m3": 28, "i8": 3, "i32": 10}
 """cudaDataType of our names."""
-_COMPUTE_32F = 68
+_COMPUTE_32F, _COMPUTE_32I = 68, 72
 _OP_N, _OP_T = 0, 1
 _EPILOGUE_BIAS = 4
 _DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
@@ -126,12 +126,16 @@ class Matmul:
     def __init__(self, lt: CublasLt, product: Product, scales: str = "tensor") -> None:
         self.product = product
         self._lt, self._library = lt, lt.library
-        self._one, self._zero = c_float(1), c_float(0)
+        integers = product.dtype == "i8"  # then alpha and beta are integers as well
+        number: Any = c_int if integers else c_float
+        self._one, self._zero = number(1), number(0)
         self._descriptor = c_void_p()
         self._pointers: dict[int, int] = {}
         self._check(
             self._library.cublasLtMatmulDescCreate(
-                byref(self._descriptor), _COMPUTE_32F, DATA_TYPES["f32"]
+                byref(self._descriptor),
+                _COMPUTE_32I if integers else _COMPUTE_32F,
+                DATA_TYPES["i32" if integers else "f32"],
             )
         )
         self._set(_DESC_TRANSA, c_int(_OP_T))

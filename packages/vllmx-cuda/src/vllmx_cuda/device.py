@@ -55,7 +55,7 @@ class Product:
     n: int
     k: int
     dtype: str
-    """Of x and w: bf16, f16 or f32."""
+    """Of x and w: bf16, f16 or f32; f8e4m3, with sums in f32; i8, with sums in i32."""
     out_dtype: str
     """Of y and bias."""
     biased: bool = False

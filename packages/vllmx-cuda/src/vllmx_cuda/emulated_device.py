@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
-from vllmx_core.weights import bf16_to_f32, f32_to_bf16
+from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
 
 from vllmx_cuda.arch import number
 from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
@@ -218,12 +218,17 @@ def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return span
 
 
-_NUMPY = {"bf16": np.uint16, "f16": np.float16, "f32": np.float32}
+_NUMPY = {
+    "bf16": np.uint16, "f16": np.float16, "f32": np.float32, "i8": np.int8, "i32": np.int32,
+    "f8e4m3": np.uint8,
+}  # fmt: skip
 
 
 def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
     """Its values as float32."""
     values = array(memory, _NUMPY[dtype])
+    if dtype == "f8e4m3":
+        return float8_to_f32(values, dtype)
     return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32)
 
 
@@ -231,7 +236,10 @@ def _multiply(p: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None) 
     left = wide(x, p.dtype)[: p.m * p.k].reshape(p.m, p.k)
     right = wide(w, p.dtype)[: p.n * p.k].reshape(p.n, p.k)
     with np.errstate(over="ignore", invalid="ignore"):  # a row with NaN is the sampler's to refuse
-        result = left @ right.T
+        # sums of products of int8 are exact in float64
+        result: npt.NDArray[Any] = left @ right.T
+        if p.dtype == "i8":
+            result = left.astype(np.float64) @ right.T
         if p.biased:
             assert bias is not None
             result += wide(bias, p.out_dtype)[: p.n]

@@ -6,8 +6,10 @@ lengths: that is what makes a step of one size capturable.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from vllmx_core.model import AttentionSpec
 from vllmx_core.tape import Node, Value, WeightRef
@@ -23,6 +25,7 @@ from vllmx_cuda.kernel_specs.attention import (
     prefill_keys,
     store_vector,
 )
+from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
 from vllmx_cuda.kv_cache import LayerPages
 from vllmx_cuda.layout import (
@@ -33,7 +36,7 @@ from vllmx_cuda.layout import (
     visibility,
 )
 from vllmx_cuda.matrices.form import ProductScratch, Target
-from vllmx_cuda.matrices.matrix import Matrix
+from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
 from vllmx_cuda.staging import StepMemory, StepSizes
 from vllmx_cuda.weights import Weight
 
@@ -58,6 +61,8 @@ class Lowering:
     products: ProductScratch
     variants: list[Variant] = field(default_factory=list)
     """Every kernel that was lowered to."""
+    fed: dict[Value, MatrixProduct] = field(default_factory=dict)
+    """Norms' results whose only reader is the linear behind them -> its product."""
 
     def lower(self, nodes: Sequence[Node]) -> list[Enqueue]:
         """In the order of the nodes."""
@@ -67,7 +72,19 @@ class Lowering:
             "attention": self._attention, "gated_act": self._gated_act,
             "activation": self._activation, "add": self._add, "scale": self._scale,
         }  # fmt: skip
-        return [makers[node.op](node) for node in nodes]
+        self._feed(nodes)
+        launches = [makers[node.op](node) for node in nodes]
+        self.fed.clear()  # products know this object: no cycle may keep the device's memory
+        return launches
+
+    def _feed(self, nodes: Sequence[Node]) -> None:
+        """Finds the norms whose result one linear reads, and at once: it may be codes then."""
+        uses = Counter(value for node in nodes for value in node.reads)
+        for norm, following in pairwise(nodes):
+            out = norm.writes[0]
+            linear = following.op == "linear" and following.writes[0].rows == "T"
+            if norm.op == "rms_norm" and linear and following.reads == (out,) and uses[out] == 1:
+                self.fed[out] = self._product(following)
 
     def place(self, value: Value) -> Memory:
         """Of a value, from its first row on."""
@@ -112,11 +129,15 @@ class Lowering:
             return self._add_rms_norm(node)
         x, y = node.reads[0], self.place(node.writes[0])
         source, weight, width = self.place(x), self._vector(node.weights["w"]), x.width
-        kernel = self.variant("rms_norm", VX_VEC=vector_width(width))
-        eps = node.options["eps"]
+        kernel, eps = self.variant("rms_norm", VX_VEC=vector_width(width)), node.options["eps"]
+        coded = self._coded("rms_norm_codes", node)
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-            shape = {"rows": sizes.tokens, "width": width}
+            shape, codes = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
+            if codes is not None:
+                out = self.products.codes, self.products.scales
+                self.device.launch(codes, shape, (source, weight, *out, width, eps))
+                return
             self.device.launch(kernel, shape, (source, weight, y, width, eps))
 
         return enqueue
@@ -127,15 +148,33 @@ class Lowering:
         source, before, y, after = map(self.place, (x, residual, out, total))
         weight, width, eps = self._vector(node.weights["w"]), x.width, node.options["eps"]
         kernel = self.variant("add_rms_norm", VX_VEC=vector_width(width))
+        coded = self._coded("add_rms_norm_codes", node)
         copies = total not in self.in_place
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
             if copies:
                 self.device.copy(after, before.at(0, sizes.tokens * self._item(width)))
-            shape = {"rows": sizes.tokens, "width": width}
+            shape, codes = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
+            if codes is not None:
+                written = self.products.codes, self.products.scales
+                self.device.launch(codes, shape, (source, after, weight, *written, width, eps))
+                return
             self.device.launch(kernel, shape, (source, after, weight, y, width, eps))
 
         return enqueue
+
+    def _coded(self, entry: str, node: Node) -> Callable[[int], Variant | None]:
+        """The kernel that writes a norm's result as the codes that the product behind it wants for
+        so many rows, and into its scratch; None: it wants the values."""
+        product, vec = self.fed.get(node.writes[0]), vector_width(node.writes[0].width)
+        if product is None:
+            return lambda m: None
+        kernels = {
+            code: self.variant(entry, VX_VEC=vec, VX_CODE=CODES[code])
+            for code in CODES
+            if code in product.quantise
+        }
+        return lambda m: kernels.get(product.codes(m) or "")
 
     def _layer_norm(self, node: Node) -> Enqueue:
         x, y = node.reads[0], self.place(node.writes[0])
@@ -152,19 +191,23 @@ class Lowering:
     def _linear(self, node: Node) -> Enqueue:
         if node.writes[0].rows == "L":
             return self._head(node)
-        x, y = self.place(node.reads[0]), self.place(node.writes[0])
-        multiply = self._matrix(node.weights["w"]).product(self, x, y, self.dtype)
+        product, fed = self.fed.get(node.reads[0]) or self._product(node), node.reads[0] in self.fed
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-            multiply(sizes.tokens)
+            ready = product.codes(sizes.tokens) if fed else None
+            product.enqueue(sizes.tokens, ready if ready in CODES else None)
 
         return enqueue
+
+    def _product(self, node: Node) -> MatrixProduct:
+        x, y = self.place(node.reads[0]), self.place(node.writes[0])
+        return self._matrix(node.weights["w"]).product(self, x, y, self.dtype)
 
     def _head(self, node: Node) -> Enqueue:
         matrix, cap = self._matrix(node.weights["w"]), node.options["softcap"]
         x, y, rows = self.place(node.reads[0]), self.place(node.writes[0]), self.scratch.rows
         gather = self.variant("gather_rows", VX_VEC=vector_width(matrix.cols))
-        multiply = matrix.product(self, rows, y, "f32")
+        product = matrix.product(self, rows, y, "f32")
         softcap = self.variant("softcap", VX_VEC=vector_width(matrix.rows)) if cap else None
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
@@ -173,7 +216,7 @@ class Lowering:
                 return
             shape = {"rows": count, "width": matrix.cols}
             self.device.launch(gather, shape, (step.logit_rows, x, rows, matrix.cols))
-            multiply(count)
+            product.enqueue(count)
             if softcap is not None:
                 values = count * matrix.rows
                 self.device.launch(softcap, {"count": values}, (y, values, cap))

@@ -126,11 +126,11 @@ def _stream(pieces: Sequence[Piece], device: Device, progress: bool) -> None:
     """Fills buffers ahead of the copies, which run in the order of the pieces."""
     if not pieces:
         return
-    size = max(piece.target.num_bytes for piece in pieces)
+    size = max(piece.num_bytes for piece in pieces)
     buffers = [device.pinned(size) for _ in range(min(PIECES_IN_FLIGHT, len(pieces)))]
     copied: list[Event | None] = [None] * len(buffers)
     filling: deque[tuple[Piece, int, Future[object]]] = deque()
-    done, total = 0, sum(piece.target.num_bytes for piece in pieces)
+    done, total = 0, sum(piece.num_bytes for piece in pieces)
     with ThreadPoolExecutor(min(len(buffers), available_cores())) as pool:
         for piece, slot in zip(pieces, cycle(range(len(buffers))), strict=False):
             if len(filling) == len(buffers):
@@ -140,7 +140,7 @@ def _stream(pieces: Sequence[Piece], device: Device, progress: bool) -> None:
             event = copied[slot]
             if event is not None:
                 event.wait()
-            buffer = buffers[slot][: piece.target.num_bytes]
+            buffer = buffers[slot][: piece.num_bytes]
             filling.append((piece, slot, pool.submit(piece.fill, buffer)))
         while filling:
             done += _send(*filling.popleft(), buffers, copied, device)
@@ -158,6 +158,9 @@ def _send(
     device: Device,
 ) -> int:
     filled.result()
-    device.upload(piece.target, buffers[slot][: piece.target.num_bytes])
+    begin = 0
+    for target in piece.targets:
+        device.upload(target, buffers[slot][begin : begin + target.num_bytes])
+        begin += target.num_bytes
     copied[slot] = device.event()
-    return piece.target.num_bytes
+    return piece.num_bytes

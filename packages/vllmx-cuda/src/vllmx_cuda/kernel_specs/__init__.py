@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from vllmx_cuda.kernel_specs import attention, gguf, linear, norms, rows, sampling, w4, wrappers
+from vllmx_cuda.kernel_specs import (
+    attention,
+    codes8,
+    gguf,
+    linear,
+    norms,
+    rows,
+    sampling,
+    w4,
+    wrappers,
+)
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
     ITEM_BYTES,
@@ -13,7 +23,7 @@ from vllmx_cuda.kernel_specs.types import (
     vector_width,
 )
 
-_GROUPS = (norms, attention, rows, linear, sampling, gguf, w4, wrappers)
+_GROUPS = (norms, attention, rows, linear, sampling, gguf, w4, codes8, wrappers)
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
 """By entry name."""
 

@@ -1,6 +1,7 @@
 // How keys and values lie in the pages: as activations do, or as codes of 8 bits, FP8 e4m3 or INT8,
 // with one f32 scale for each token and head, (blocks, K, P).
 #pragma once
+#include "code_scale.h"
 #include "vx.h"
 
 #define VX_KV_ELEM 0
@@ -20,20 +21,9 @@ typedef i8 kv_elem;
 
 #define VX_KV_SCALED (VX_KV != VX_KV_ELEM)
 
-// How one vector, a key or value of one token and head, becomes codes: the rule of
-// vllmx_core.kv_quant, to the bit.
-struct CodeScale {
-  float factor, scale;
-  bool finite;
-};
-
-// top_bits: the greatest |x| of the vector as bits, which order floats and put NaN above all.
+// How one vector, a key or value of one token and head, becomes codes
 VX_DEV CodeScale code_scale(u32 top_bits) {
-  const float limit = VX_KV == VX_KV_INT8 ? 127.f : 448.f;
-  float top = __uint_as_float(top_bits);
-  if (top_bits >= 0x7f800000u) return {0.f, __uint_as_float(0x7fc00000u), false};
-  if (!(top > 1e-30f)) return {0.f, 0.f, true};
-  return {__fdiv_rn(limit, top), __fdiv_rn(top, limit), true};
+  return code_scale(top_bits, VX_KV == VX_KV_INT8 ? 127.f : 448.f);
 }
 
 // N values into a page.

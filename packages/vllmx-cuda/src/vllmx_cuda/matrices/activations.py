@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from vllmx_cuda.device import Memory
+from vllmx_cuda.kernel_specs import vector_width
+from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.gguf import RUN
 from vllmx_cuda.matrices.form import Ops, ScratchBytes
 
@@ -29,4 +31,25 @@ def _q8(ops: Ops, x: Memory, cols: int) -> Callable[[int], None]:
     return quantise
 
 
-QUANTISERS: Mapping[str, Quantiser] = {"q8": _q8}
+def rows_bytes(cols: int, tokens: int) -> ScratchBytes:
+    """Of the keys of `CODES`."""
+    return ScratchBytes(codes=tokens * cols, scales=4 * tokens)
+
+
+def _rows(code: str) -> Quantiser:
+    """Codes with a scale for each row."""
+
+    def quantiser(ops: Ops, x: Memory, cols: int) -> Callable[[int], None]:
+        kernel = ops.variant("quantize_rows", VX_VEC=vector_width(cols), VX_CODE=CODES[code])
+
+        def quantise(m: int) -> None:
+            scratch = ops.products
+            arguments = (x, scratch.codes, scratch.scales, cols)
+            ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+
+        return quantise
+
+    return quantiser
+
+
+QUANTISERS: Mapping[str, Quantiser] = {"q8": _q8, **{code: _rows(code) for code in CODES}}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from vllmx_core.weights import WeightPart
 
+from vllmx_cuda.matrices.codes8 import codes8
 from vllmx_cuda.matrices.dense import dense
 from vllmx_cuda.matrices.form import Form, Kind, Target
 from vllmx_cuda.matrices.gguf import gguf
 from vllmx_cuda.matrices.w4 import w4
 
-KINDS: tuple[Kind, ...] = (w4, gguf, dense)
+KINDS: tuple[Kind, ...] = (codes8, w4, gguf, dense)
 """Asked in this order; the last takes everything."""
 
 

@@ -3,14 +3,37 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vllmx_cuda.device import Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.activations import QUANTISERS
-from vllmx_cuda.matrices.form import Gather, Operands, Ops, Segment
+from vllmx_cuda.matrices.form import Gather, Operands, Ops, Segment, SegmentProduct
 from vllmx_cuda.matrices.products import columns
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixProduct:
+    """The products of all segments with one x."""
+
+    segments: tuple[SegmentProduct, ...]
+    quantise: Mapping[str, Callable[[int], None]]
+    """The codes that segments may want -> what writes x as these into the scratch."""
+
+    def codes(self, m: int) -> str | None:
+        """As which codes all segments want m rows of x; None: not all as the same."""
+        kinds = {s.codes if s.codes and s.wants_codes(m) else None for s in self.segments}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def enqueue(self, m: int, ready: str | None = None) -> None:
+        """For m rows. Where several segments want x as the same codes, they are made once; `ready`
+        is what the scratch holds already."""
+        for segment in self.segments:
+            if segment.codes and segment.wants_codes(m) and segment.codes != ready:
+                self.quantise[segment.codes](m)
+                ready = segment.codes
+            segment.enqueue(m)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +46,16 @@ class Matrix:
     bias: Memory | None = None  # (rows,) float32
     rounded_bias: Memory | None = None  # (rows,) in the model's dtype, as cuBLASLt wants it
 
-    def product(self, ops: Ops, x: Memory, y: Memory, out_dtype: str) -> Callable[[int], None]:
-        """x (m, cols) @ matrix.T + bias into y (m, rows), for as many rows as it is called with.
-        Where several segments want x as the same codes, they are made once."""
+    def product(self, ops: Ops, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
+        """x (m, cols) @ matrix.T + bias into y (m, rows)."""
         whole = Operands(x, y, self.rows, out_dtype, self.bias, self.rounded_bias)
         products = []
         for s in self.segments:
             operands = columns(whole, s.begin, s.rows, ITEM_BYTES[out_dtype])
             products.append(s.form.product(ops, s, operands))
-        kinds = {p.codes for p in products if p.codes is not None}
+        kinds = dict.fromkeys(p.codes for p in products if p.codes is not None)
         quantise = {kind: QUANTISERS[kind](ops, x, self.cols) for kind in kinds}
-
-        def multiply(m: int) -> None:
-            ready = None  # the codes that are in the scratch
-            for product in products:
-                if product.codes is not None and product.wants_codes(m) and product.codes != ready:
-                    quantise[product.codes](m)
-                    ready = product.codes
-                product.enqueue(m)
-
-        return multiply
+        return MatrixProduct(tuple(products), quantise)
 
     def gather(self, ops: Ops, y: Memory) -> Gather:
         """Rows by number into y (count, cols)."""

@@ -16,7 +16,18 @@ class Piece:
 
     target: Memory
     fill: Callable[[Bytes], object]
-    """Called on some thread; gets a buffer of the target's size."""
+    """Called on some thread; gets a buffer of `num_bytes`."""
+    more: tuple[Memory, ...] = ()
+    """Where the rest of the buffer goes, for what is made together (codes and their scales)."""
+
+    @property
+    def targets(self) -> tuple[Memory, ...]:
+        """In the order in which they lie in the buffer."""
+        return (self.target, *self.more)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(target.num_bytes for target in self.targets)
 
 
 def row_pieces(

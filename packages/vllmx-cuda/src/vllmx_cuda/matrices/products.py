@@ -40,8 +40,9 @@ def _alignment(*spans: Memory) -> int:
 
 
 def work_bytes(rows: int, cols: int, dtype: str) -> int:
-    """What `by_pieces` needs of the work buffer."""
-    return _rows_at_once(rows, cols, dtype) * cols * ITEM_BYTES[dtype]
+    """What `by_pieces` needs of the work buffer, of this type or of a smaller one."""
+    row_bytes = cols * ITEM_BYTES[dtype]
+    return min(rows * row_bytes, max(WORK_BYTES, row_bytes))
 
 
 def by_pieces(

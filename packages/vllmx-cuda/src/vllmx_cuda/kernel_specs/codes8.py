@@ -1,0 +1,116 @@
+"""Weights and activations as codes of 8 bits, int8 or FP8 e4m3, with scales in float32."""
+
+from __future__ import annotations
+
+from vllmx_core.errors import ConfigError
+
+from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS, one_block_a_row
+from vllmx_cuda.kernel_specs.types import (
+    DTYPES,
+    Kernel,
+    Launch,
+    Options,
+    Sizes,
+    arguments,
+    at_least,
+    ceil_div,
+)
+
+CODES = {"i8": 0, "f8e4m3": 1}
+"""Values of VX_CODE."""
+GEMV_TOKENS = (1, 2, 4)
+"""Values of VX_TOKENS: tokens that share one pass over the weights."""
+STEP = 16
+"""Codes that a thread takes at once: K and the columns of a block are multiples of it."""
+_CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values())}
+_LINEAR_OPTIONS = {
+    "VX_DTYPE": tuple(DTYPES.values()), "VX_CODE": tuple(CODES.values()),
+    "VX_TOKENS": GEMV_TOKENS, "VX_OUT": (0, 1),
+}  # fmt: skip
+
+
+def _dequantize(sizes: Sizes, options: Options) -> Launch:
+    at_least("rows", sizes["rows"], 1)
+    if sizes["width"] % STEP:
+        raise ConfigError(f"rows of {sizes['width']} codes are not whole runs of {STEP}")
+    return Launch((sizes["rows"], ceil_div(sizes["width"], STEP * 256), 1), 256)
+
+
+def _gemv(sizes: Sizes, options: Options) -> Launch:
+    at_least("tokens", sizes["tokens"], 1)
+    rows = 4 if options["VX_TOKENS"] == 1 else 2
+    tiles = ceil_div(sizes["tokens"], options["VX_TOKENS"])
+    return Launch((ceil_div(sizes["outputs"], rows), tiles, 1), 128)
+
+
+def _rescale(sizes: Sizes, options: Options) -> Launch:
+    at_least("tokens", sizes["tokens"], 1)
+    return Launch((sizes["tokens"], ceil_div(sizes["outputs"], 256), 1), 256)
+
+
+QUANTIZE_ROWS = Kernel(
+    entry="quantize_rows",
+    source="quantize_rows.cu",
+    options=_CODE_OPTIONS,
+    arguments=arguments("in elem* x, out u8* codes, out f32* scales, i32 width"),
+    sizes=("rows", "width"),
+    rule=one_block_a_row,
+)
+RMS_NORM_CODES = Kernel(
+    entry="rms_norm_codes",
+    source="rms_norm_codes.cu",
+    options=_CODE_OPTIONS,
+    arguments=arguments(
+        "in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width, f32 eps"
+    ),
+    sizes=("rows", "width"),
+    rule=one_block_a_row,
+)
+ADD_RMS_NORM_CODES = Kernel(
+    entry="add_rms_norm_codes",
+    source="rms_norm_codes.cu",
+    options=_CODE_OPTIONS,
+    arguments=arguments(
+        "in elem* x, inout elem* residual, in f32* weight, out u8* codes, out f32* scales,"
+        " i32 width, f32 eps"
+    ),
+    sizes=("rows", "width"),
+    rule=one_block_a_row,
+)
+CODES8_DEQUANTIZE = Kernel(
+    entry="codes8_dequantize",
+    source="codes8_linear.cu",
+    options=_LINEAR_OPTIONS,
+    arguments=arguments(
+        "in u8* w, in f32* scales, out elem* y, i32 k, i32 first, i32 block_rows, i32 block_cols"
+    ),
+    sizes=("rows", "width"),
+    rule=_dequantize,
+)
+CODES8_GEMV = Kernel(
+    entry="codes8_gemv",
+    source="codes8_linear.cu",
+    options=_LINEAR_OPTIONS,
+    arguments=arguments(
+        "in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y, i32 m, i32 n, i32 k,"
+        " i32 pitch, i32 block_rows, i32 block_cols"
+    ),
+    sizes=("tokens", "outputs"),
+    rule=_gemv,
+)
+CODES8_RESCALE = Kernel(
+    entry="codes8_rescale",
+    source="codes8_linear.cu",
+    options=_LINEAR_OPTIONS,
+    arguments=arguments(
+        "in u32* sums, in f32* x_scales, in f32* w_scales, in f32* bias?, out out* y, i32 n,"
+        " i32 pitch"
+    ),
+    sizes=("tokens", "outputs"),
+    rule=_rescale,
+)
+
+KERNELS = (
+    QUANTIZE_ROWS, RMS_NORM_CODES, ADD_RMS_NORM_CODES, CODES8_DEQUANTIZE, CODES8_GEMV,
+    CODES8_RESCALE,
+)  # fmt: skip

@@ -1,0 +1,61 @@
+// Weights and activations as codes of 8 bits, int8 or FP8 e4m3: value = scale * code.
+#pragma once
+#include "code_scale.h"
+#include "vx.h"
+
+#define VX_INT8 0
+#define VX_E4M3 1
+#ifndef VX_CODE
+#define VX_CODE VX_E4M3
+#endif
+
+#if VX_CODE == VX_E4M3
+typedef __nv_fp8_e4m3 code;
+typedef float code_sum;  // what the tensor cores add products of codes up in
+#define CODE_LIMIT 448.f
+#else
+typedef i8 code;
+typedef int code_sum;
+#define CODE_LIMIT 127.f
+#endif
+
+VX_DEV code to_code(float v) {
+#if VX_CODE == VX_E4M3
+  return __nv_fp8_e4m3(v);  // nearest, ties to even, 448 at most
+#else
+  return (i8)__float2int_rn(v);
+#endif
+}
+
+// Four codes of a word
+VX_DEV float4 four_floats(u32 word) {
+#if VX_CODE == VX_E4M3
+  __nv_fp8x4_e4m3 four;
+  four.__x = word;
+  return static_cast<float4>(four);
+#else
+  return make_float4((i8)word, (i8)(word >> 8), (i8)(word >> 16), (i8)(word >> 24));
+#endif
+}
+
+template <int N> VX_DEV void store_codes(code* p, const float (&v)[N], const CodeScale& scale) {
+  Pack<code, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; i++) pack.at[i] = to_code(scale.finite ? v[i] * scale.factor : 0.f);
+  store_pack(p, pack);
+}
+
+// The greatest over a block of whole warps; every thread gets it. part: 32 words of shared memory.
+VX_DEV u32 block_max(u32 v, u32* part) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes >>= 1) v = max(v, __shfl_xor_sync(VX_ALL, v, lanes));
+  __syncthreads();  // an earlier use of part may still be read
+  if (lane == 0) part[warp] = v;
+  __syncthreads();
+  v = lane < warps ? part[lane] : 0;
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes >>= 1) v = max(v, __shfl_xor_sync(VX_ALL, v, lanes));
+  return v;
+}
+VX_DEV u32 magnitude(float v) { return __float_as_uint(fabsf(v)); }

@@ -1,0 +1,31 @@
+// Activations -> codes of 8 bits with one scale for each row, for products of codes.
+//
+// Layout: x (M, K) of elem; codes (M, K); scales (M) of f32. A row that holds what is not finite gets
+//         a NaN as its scale, and zeros.
+// Grid:   (M), whole warps that share one row.
+// Floor:  bytes of x; the second pass comes from L1.
+#include "codes8.h"
+#include "vx.h"
+
+extern "C" __global__ void __launch_bounds__(1024)
+quantize_rows(const elem* __restrict__ x, u8* __restrict__ codes, float* __restrict__ scales,
+              int width) {
+  __shared__ u32 part[32];
+  const elem* row = x + (size_t)blockIdx.x * width;
+  code* out = reinterpret_cast<code*>(codes) + (size_t)blockIdx.x * width;
+  u32 top = 0;
+  for (int i = threadIdx.x * VX_VEC; i < width; i += blockDim.x * VX_VEC) {
+    float v[VX_VEC];
+    load(v, row + i);
+#pragma unroll
+    for (int j = 0; j < VX_VEC; j++) top = max(top, magnitude(v[j]));
+  }
+  CodeScale scale = code_scale(block_max(top, part), CODE_LIMIT);
+  for (int i = threadIdx.x * VX_VEC; i < width; i += blockDim.x * VX_VEC) {
+    float v[VX_VEC];
+    load(v, row + i);
+    store_codes(out + i, v, scale);
+  }
+  if (threadIdx.x == 0) scales[blockIdx.x] = scale.scale;
+}
+VX_EXPORT(quantize_rows)

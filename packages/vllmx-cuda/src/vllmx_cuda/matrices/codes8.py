@@ -1,0 +1,207 @@
+"""Rows of 8-bit codes, int8 or FP8 e4m3, with scales of rows or of blocks.
+
+Few rows of activations stay as they are and meet codes that are made floats in registers. Many
+become codes themselves, with a scale for each row (finer than a checkpoint's static scale for all,
+and no dearer), where the checkpoint was made for that, the scales are those of rows and cuBLASLt
+multiplies the codes; else the weights are dequantised a piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import F32
+from vllmx_core.weights import RawTensor, WeightPart, float8_to_f32
+
+from vllmx_cuda.device import Bytes, Memory, Product
+from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, STEP
+from vllmx_cuda.kernel_specs.types import ceil_div
+from vllmx_cuda.matrices import pieces
+from vllmx_cuda.matrices.activations import rows_bytes
+from vllmx_cuda.matrices.form import (
+    Gather,
+    Operands,
+    Ops,
+    ScratchBytes,
+    Segment,
+    SegmentProduct,
+    Target,
+)
+from vllmx_cuda.matrices.pieces import Piece
+from vllmx_cuda.matrices.products import WORK_BYTES, by_pieces, columns, work_bytes
+
+FEW_ROWS = 4
+"""Rows from which on products of codes are worth it: one tile of `GEMV_TOKENS`."""
+FEW_PLAIN_ROWS = 32
+"""The same where the weights would be dequantised: as long as the tiles' passes over the codes cost
+less than writing and reading them with 16 bits."""
+_FP8_ARCH, _FP8_SIZES, _INT8_SIZES = 89, 16, 4
+_ROWS = 256
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Codes8:
+    """`vllmx_cuda.matrices.form.Form`: (rows, cols) codes, then the scales as float32."""
+
+    code: str
+    """A key of `CODES`."""
+    block_rows: int
+    block_cols: int
+    """Of one scale."""
+    coded_products: bool
+    """Whether activations become codes as well."""
+    alone: str = ""
+    """Tells a part that cannot share blocks of rows with its neighbours from them."""
+    gathers = False
+
+    def num_bytes(self, rows: int, cols: int) -> int:
+        return self._scales_at(rows, cols) + 4 * self._num_scales(rows, cols)
+
+    def _scales_at(self, rows: int, cols: int) -> int:
+        return ceil_div(rows * cols, _ALIGNMENT) * _ALIGNMENT
+
+    def _num_scales(self, rows: int, cols: int) -> int:
+        return ceil_div(rows, self.block_rows) * ceil_div(cols, self.block_cols)
+
+    def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
+        need = ScratchBytes(work=work_bytes(rows, cols, "f32"))
+        if self.coded_products:
+            sums = min(4 * rows * tokens, max(WORK_BYTES, 4 * _ROWS * tokens))
+            need |= rows_bytes(cols, tokens) | ScratchBytes(work=sums)
+        return need
+
+    def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
+        """Whole blocks of rows, codes and scales at once: those of a part that is made are made
+        together."""
+        cols, count = part.shape[1], part.shape[0]
+        groups, at = ceil_div(cols, self.block_cols), self._scales_at(rows, cols)
+        height = self.block_rows
+        most = max(1, pieces.PIECE_BYTES // (cols * height)) * height
+        for begin in range(0, count, most):
+            end = min(count, begin + most)
+            codes = data.at((first + begin) * cols, (end - begin) * cols)
+            block = (first + begin) // height
+            scales = data.at(
+                at + 4 * block * groups, 4 * groups * (ceil_div(first + end, height) - block)
+            )
+
+            def fill(buffer: Bytes, begin: int = begin, end: int = end) -> None:
+                split = (end - begin) * cols
+                self._fill(part, begin, end, buffer[:split], buffer[split:])
+
+            yield Piece(codes, fill, (scales,))
+
+    def _fill(self, part: WeightPart, begin: int, end: int, codes: Bytes, scales: Bytes) -> None:
+        by_blocks = part.layout.options["strategy"] == "block"
+        piece = part if by_blocks else part.rows(begin, end)
+        raw = piece.buffers["weight"]
+        raw = raw.rows(begin, end) if by_blocks else raw
+        np.copyto(codes, raw.data)
+        values = _scale_values(piece.buffers["scale"])
+        if by_blocks:
+            first, last = begin // self.block_rows, ceil_div(end, self.block_rows)
+            values = values.reshape(ceil_div(part.shape[0], self.block_rows), -1)[first:last]
+        else:
+            groups = ceil_div(part.shape[1], self.block_cols)
+            values = np.broadcast_to(values.reshape(-1, groups), (end - begin, groups))
+        scales[...] = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+        raw.drop_pages()
+
+    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+        rows, cols = segment.rows, segment.cols
+        codes, at = segment.data, self._scales_at(rows, cols)
+        scales, blocks = segment.data.at(at), (self.block_rows, self.block_cols)
+        options = {"VX_CODE": CODES[self.code], "VX_OUT": int(operands.out_dtype == "f32")}
+        dequantise = ops.variant("codes8_dequantize", VX_TOKENS=1, **options)
+        tiles = {t: ops.variant("codes8_gemv", VX_TOKENS=t, **options) for t in GEMV_TOKENS}
+
+        def unpack(first: int, count: int) -> None:
+            part = codes.at(first * cols, count * cols)
+            sizes = {"rows": count, "width": cols}
+            arguments = (part, scales, ops.products.work, cols, first, *blocks)
+            ops.device.launch(dequantise, sizes, arguments)
+
+        coded = self.coded_products and _multiplies(self.code, rows, cols, ops.target)
+        many = self._coded(ops, segment, operands) if coded else by_pieces(
+            ops, segment, operands, unpack
+        )  # fmt: skip
+        few = FEW_ROWS if coded else FEW_PLAIN_ROWS
+
+        def enqueue(m: int) -> None:
+            if m > few:
+                many(m)
+                return
+            kernel = tiles[next((t for t in GEMV_TOKENS if t >= m), GEMV_TOKENS[-1])]
+            shape = (m, rows, cols, operands.pitch, *blocks)
+            arguments = (operands.x, codes, scales, operands.bias, operands.y, *shape)
+            ops.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
+
+        return SegmentProduct(enqueue, self.code if coded else None, lambda m: m > few)
+
+    def _coded(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+        """Products of codes by cuBLASLt into sums, which are scaled afterwards: some columns at a
+        time, for the sums have 32 bits."""
+        rows, cols, out_dtype = segment.rows, segment.cols, operands.out_dtype
+        codes, scales = segment.data, segment.data.at(self._scales_at(rows, cols))
+        rescale = ops.variant(
+            "codes8_rescale", VX_CODE=CODES[self.code], VX_TOKENS=1, VX_OUT=int(out_dtype == "f32")
+        )
+        sum_dtype = "i32" if self.code == "i8" else "f32"
+
+        def multiply(m: int) -> None:
+            scratch, step = ops.products, max(1, WORK_BYTES // (4 * m * _ROWS)) * _ROWS
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                part = columns(operands, first, count, ITEM_BYTES[out_dtype])
+                product = Product(m, count, cols, self.code, sum_dtype)
+                w = codes.at(first * cols, count * cols)
+                ops.device.multiply(product, scratch.codes, w, scratch.work)
+                w_scales = scales.at(4 * first, 4 * count)
+                arguments = (scratch.work, scratch.scales, w_scales, part.bias, part.y, count,
+                             operands.pitch)  # fmt: skip
+                ops.device.launch(rescale, {"tokens": m, "outputs": count}, arguments)
+
+        return multiply
+
+    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+        raise AssertionError("no embedding is held as codes of 8 bits")
+
+
+def codes8(part: WeightPart, target: Target) -> Codes8 | None:
+    """A `Kind`: "int8" without zero points, for activations as codes; "fp8" of e4m3."""
+    options = part.layout.options
+    for_codes = options.get("activations", "none") != "none"
+    if part.layout.kind == "int8":  # with plain activations: a matter for `w4`
+        code, plain = "i8", for_codes and options.get("symmetric") is True
+    elif part.layout.kind == "fp8":
+        code, plain = "f8e4m3", options.get("dtype") == "f8e4m3"
+    else:
+        return None
+    cols = part.shape[1]
+    block_rows, block_cols = 1, min(cols, part.layout.group_size or cols)
+    if options["strategy"] == "block":
+        block_rows, block_cols = int(options["block_rows"]), min(cols, int(options["block_cols"]))
+    if not plain or cols % STEP or block_cols % STEP:
+        return None
+    # in float32, which is for checks and not for speed, activations are not rounded
+    coded = for_codes and target.dtype != "f32" and (block_rows, block_cols) == (1, cols)
+    alone = part.name if part.shape[0] % block_rows else ""
+    return Codes8(code, block_rows, block_cols, coded, alone)
+
+
+def _multiplies(code: str, rows: int, cols: int, target: Target) -> bool:
+    """Whether cuBLASLt has products of such codes: vectors of 16 bytes for FP8, of 4 for int8."""
+    if code == "i8":
+        return rows % _INT8_SIZES == 0 and cols % _INT8_SIZES == 0
+    return target.arch >= _FP8_ARCH and rows % _FP8_SIZES == 0 and cols % _FP8_SIZES == 0
+
+
+def _scale_values(raw: RawTensor) -> F32:
+    """Scales in a file may be exponents."""
+    if raw.dtype == "u8":
+        return float8_to_f32(np.asarray(raw.view(), np.uint8), "f8e8m0")
+    return raw.to_f32()

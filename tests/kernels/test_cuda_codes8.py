@@ -1,0 +1,161 @@
+"""Codes of 8 bits, int8 and FP8 e4m3, on the emulator, against numpy in higher precision."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS, vector_width
+from vllmx_cuda.kernel_specs.codes8 import CODES
+
+from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
+
+E4M3 = ml_dtypes.float8_e4m3fn
+TYPES = {"i8": np.int8, "f8e4m3": E4M3}
+LIMITS = {"i8": 127, "f8e4m3": 448}
+# Half a code's step: of the whole scale, or of a code's own magnitude above the subnormal ones
+STEPS = {"i8": (0.5, 0.0), "f8e4m3": (2.0**-10, 2.0**-4)}
+
+
+def random_codes(rng: np.random.Generator, shape: tuple[int, int], code: str) -> Array:
+    if code == "i8":
+        return on_device(rng.integers(-127, 128, shape), np.int8)
+    return on_device(rng.standard_normal(shape) * 50, E4M3)
+
+
+def scaled(codes: Array, scales: Array, block: tuple[int, int]) -> Array:
+    """Codes times the scale of their block, in float32 as dequantising rounds."""
+    rows, cols = codes.shape
+    whole = np.repeat(np.repeat(scales, block[0], 0)[:rows], block[1], 1)[:, :cols]
+    result: Array = codes.astype(np.float32) * whole
+    return result
+
+
+def check_codes(codes: Array, scales: Array, exact: Array, code: str) -> None:
+    """The greatest of a row has the greatest code, and all are as near as codes can be."""
+    top = abs(exact).max(axis=1)
+    np.testing.assert_allclose(scales, top / LIMITS[code], rtol=1e-5)
+    values = wide(codes)
+    assert (abs(values).max(axis=1)[top > 0] == LIMITS[code]).all()
+    absolute, relative = STEPS[code]
+    limit = np.maximum(absolute, relative * abs(values)) * 1.001 + 1e-4 * abs(values)
+    step = np.where(scales > 0, scales, 1)[:, None].astype(np.float64)
+    assert (abs(values - exact / step) <= limit).all()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("f16", 36), ("f32", 515)])
+def test_quantize_rows(emulator: Emulator, code: str, dtype: str, width: int) -> None:
+    x = np.array(normal(np.random.default_rng(width), (5, width), dtype))
+    x[1], x[2, 3] = 0, np.nan
+    x = on_device(x, x.dtype)
+    codes, scales = empty(x.shape, TYPES[code]), empty(5, np.float32)
+    vec = vector_width(width)
+    variant = KERNELS["quantize_rows"].variant(**options(dtype, VX_VEC=vec, VX_CODE=CODES[code]))
+    arguments = [x, codes.view(np.uint8), scales, width]
+    emulator.launch(variant, {"rows": 5, "width": width}, arguments)
+    usual = [0, 1, 3, 4]
+    check_codes(codes[usual], scales[usual], wide(x)[usual], code)
+    assert np.isnan(scales[2]), "what is not finite is not hidden"
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 264), ("f32", 33)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms_into_codes(
+    emulator: Emulator, code: str, dtype: str, width: int, adds: bool
+) -> None:
+    rng = np.random.default_rng(width)
+    x, weight = normal(rng, (3, width), dtype), normal(rng, (width,), "f32")
+    residual = inout(rng.standard_normal((3, width)), NUMPY_TYPES[dtype])
+    before = residual.copy()
+    codes, scales = empty(x.shape, TYPES[code]), empty(3, np.float32)
+    entry = "add_rms_norm_codes" if adds else "rms_norm_codes"
+    variant = KERNELS[entry].variant(
+        **options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES[code])
+    )
+    inputs = [x, residual, weight] if adds else [x, weight]
+    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5]
+    emulator.launch(variant, {"rows": 3, "width": width}, arguments)
+    total = wide(x)
+    if adds:
+        rounded = (x.astype(np.float32) + before.astype(np.float32)).astype(x.dtype)
+        np.testing.assert_array_equal(residual, rounded)
+        total = wide(rounded)
+    root = np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5)
+    check_codes(codes, scales, total / root * wide(weight), code)
+
+
+BLOCKS = {"rows": (1, 10**6), "groups": (1, 32), "blocks": (4, 48)}
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_dequantize(emulator: Emulator, code: str, blocks: str, dtype: str) -> None:
+    """To the bit, from a row on that is no block's first."""
+    rng, (rows, cols), first = np.random.default_rng(3), (11, 80), 5
+    block = (BLOCKS[blocks][0], min(cols, BLOCKS[blocks][1]))
+    codes = random_codes(rng, (rows, cols), code)
+    scales = normal(rng, (-(-rows // block[0]), -(-cols // block[1])), "f32")
+    y = empty((rows - first, cols), NUMPY_TYPES[dtype])
+    variant = KERNELS["codes8_dequantize"].variant(
+        **options(dtype, VX_CODE=CODES[code], VX_TOKENS=1, VX_OUT=0)
+    )
+    arguments = [on_device(codes[first:], codes.dtype), scales, y, cols, first, *block]
+    emulator.launch(variant, {"rows": rows - first, "width": cols}, arguments)
+    want = scaled(codes, scales, block)[first:].astype(y.dtype)
+    np.testing.assert_array_equal(y.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize(("dtype", "tokens", "tile", "out"), [
+    ("bf16", 1, 1, 0), ("f16", 5, 2, 0), ("f32", 7, 4, 1),
+])  # fmt: skip
+def test_gemv(
+    emulator: Emulator, code: str, blocks: str, dtype: str, tokens: int, tile: int, out: int
+) -> None:
+    rng, (outputs, cols) = np.random.default_rng(7), (7, 2064)
+    block = (BLOCKS[blocks][0], min(cols, BLOCKS[blocks][1]))
+    codes = random_codes(rng, (outputs, cols), code)
+    scales = on_device(
+        rng.standard_normal((-(-outputs // block[0]), -(-cols // block[1]))) / 100, np.float32
+    )
+    x, bias = normal(rng, (tokens, cols), dtype), normal(rng, (outputs,), "f32")
+    y = empty((tokens, outputs + 2), np.float32 if out else x.dtype)
+    y[:, outputs:] = 7
+    variant = KERNELS["codes8_gemv"].variant(
+        **options(dtype, VX_CODE=CODES[code], VX_TOKENS=tile, VX_OUT=out)
+    )
+    arguments = [x, codes.view(np.uint8), scales, bias, y, tokens, outputs, cols, outputs + 2,
+                 *block]  # fmt: skip
+    emulator.launch(variant, {"tokens": tokens, "outputs": outputs}, arguments)
+    assert (y[:, outputs:] == 7).all()
+    values = wide(codes) * wide(scaled(np.ones_like(codes, np.float32), scales, block))
+    want = wide(x) @ values.T + wide(bias)
+    limit = "f32" if out else dtype
+    assert_near(y[:, :outputs], want, limit, scale=abs(want).max() + 1 if out else 1)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("dtype", "out", "biased"), [("bf16", 0, True), ("f16", 1, False)])
+def test_rescale(emulator: Emulator, code: str, dtype: str, out: int, biased: bool) -> None:
+    rng, (tokens, outputs) = np.random.default_rng(5), (3, 300)
+    sums = on_device(rng.integers(-(10**6), 10**6, (tokens, outputs)),
+                     np.int32 if code == "i8" else np.float32)  # fmt: skip
+    x_scales, w_scales = (on_device(rng.random(n) / 1000, np.float32) for n in (tokens, outputs))
+    bias = normal(rng, (outputs,), "f32") if biased else None
+    y = empty((tokens, outputs + 5), np.float32 if out else NUMPY_TYPES[dtype])
+    y[:, outputs:] = 7
+    variant = KERNELS["codes8_rescale"].variant(
+        **options(dtype, VX_CODE=CODES[code], VX_TOKENS=1, VX_OUT=out)
+    )
+    arguments = [sums, x_scales, w_scales, bias, y, outputs, outputs + 5]
+    emulator.launch(variant, {"tokens": tokens, "outputs": outputs}, arguments)
+    assert (y[:, outputs:] == 7).all()
+    want = wide(sums) * wide(x_scales)[:, None] * wide(w_scales)
+    if bias is not None:
+        want = want + wide(bias)
+    assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=2)
