@@ -198,17 +198,26 @@ VX_INLINE int32_t store_quads(uint8_t* out, I32x16 v) {
 #endif
 }
 
-// The sum of quad j.
+// The sums of 64 quads.
 template <class Format>
-VX_INLINE int32_t sum_of_quad(const uint8_t* quads, int j) {
-  if constexpr (BYTE_QUADS<Format>) {
-    const int8_t* q = (const int8_t*)quads + j * 4;
-    return q[0] + q[1] + q[2] + q[3];
-  } else {
-    int16_t q[4];
-    __builtin_memcpy(q, quads + j * 8, 8);
-    return q[0] + q[1] + q[2] + q[3];
+VX_INLINE void sum_quads(const uint8_t* quads, int32_t* sums) {
+#if defined(__AVX512VNNI__)
+  for (int j = 0; j < 64; j += 16) {
+    const __m512i four = _mm512_loadu_si512(quads + j * 4);
+    _mm512_storeu_si512(sums + j, _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), four));
   }
+#else
+  for (int j = 0; j < 64; ++j) {
+    if constexpr (BYTE_QUADS<Format>) {
+      const int8_t* q = (const int8_t*)quads + j * 4;
+      sums[j] = q[0] + q[1] + q[2] + q[3];
+    } else {
+      int16_t q[4];
+      __builtin_memcpy(q, quads + j * 8, 8);
+      sums[j] = q[0] + q[1] + q[2] + q[3];
+    }
+  }
+#endif
 }
 
 // A unit's activations as round(x / scale), scale = max |x| / 127, and the sum of each 16 of them. The

@@ -57,11 +57,17 @@ struct SuperBlocks {
       const int place = g / 4 * 4 + (g % 4 == 1 ? 2 : g % 4 == 2 ? 1 : g % 4);
       __builtin_memcpy(out + 4 + place * 2, &word, 2);
     }
-    for (int i = 0; TAKEN_OFF && i < 64 / CHAIN; ++i) {
-      int32_t sum = 0;
-      for (int j = i * CHAIN; j < (i + 1) * CHAIN; ++j) sum += sum_of_quad<Format>(out + QUADS, j);
-      const int32_t start = -TAKEN_OFF * sum;
-      __builtin_memcpy(out + STARTS + i * 4, &start, 4);
+    if constexpr (TAKEN_OFF != 0) {
+      constexpr int PARTS = CHAIN < 4 ? CHAIN : CHAIN / 4;  // of a chain: quads, or sums of four
+      int32_t of_quads[64], starts[64 / CHAIN];
+      if constexpr (CHAIN < 4) sum_quads<Format>(out + QUADS, of_quads);
+      const int32_t* parts = CHAIN < 4 ? of_quads : sums;
+      for (int i = 0; i < 64 / CHAIN; ++i) {
+        int32_t sum = 0;
+        for (int j = 0; j < PARTS; ++j) sum += parts[i * PARTS + j];
+        starts[i] = -TAKEN_OFF * sum;
+      }
+      __builtin_memcpy(out + STARTS, starts, sizeof starts);
     }
   }
 
