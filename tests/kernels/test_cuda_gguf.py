@@ -99,3 +99,20 @@ def test_gguf_gemv(
     assert (y[:, outputs:] == 7).all()
     y = y[:, :outputs]
     assert_near(y, want, "f32" if out else dtype, scale=abs(want).max() + 1 if out else 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e-44])
+def test_what_is_not_finite_stays_so(emulator: Emulator, bad: float) -> None:
+    """A NaN among the activations reaches the sums of its token, and no other's; values too small
+    for a scale are zeros."""
+    x = np.ones((2, 64), np.float32)
+    x[0, :32] = 0
+    x[0, 5] = bad
+    codes, scales = empty(x.shape, np.int8), empty((2, 2, 2), np.float32)
+    sizes = {"rows": 2, "width": 64}
+    emulator.launch(KERNELS["quantize_q8"].variant(**options("f32")), sizes, [x, codes, scales, 64])
+    assert (codes[0, :32] == 0).all()
+    assert np.isnan(scales[0, 0, 0]) if bad != 1e-44 else scales[0, 0, 0] == 0
+    assert (codes[0, 32:] == 127).all()
+    assert (codes[1] == 127).all()
+    np.testing.assert_array_equal(scales[:, 1, 0], np.float32(1) / np.float32(127))

@@ -3,12 +3,20 @@
 #pragma once
 #include "vx.h"
 
+// |x| as bits, which order floats and put NaN above all
+VX_DEV u32 magnitude(float v) { return __float_as_uint(fabsf(v)); }
+VX_DEV u32 warp_max_bits(u32 v) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes >>= 1) v = max(v, __shfl_xor_sync(VX_ALL, v, lanes));
+  return v;
+}
+
 struct CodeScale {
   float factor, scale;
   bool finite;
 };
 
-// top_bits: the greatest |x| of the vector as bits, which order floats and put NaN above all.
+// top_bits: the greatest magnitude of the vector.
 VX_DEV CodeScale code_scale(u32 top_bits, float limit) {
   float top = __uint_as_float(top_bits);
   if (top_bits >= 0x7f800000u) return {0.f, __uint_as_float(0x7fc00000u), false};

@@ -48,14 +48,9 @@ template <int N> VX_DEV void store_codes(code* p, const float (&v)[N], const Cod
 // The greatest over a block of whole warps; every thread gets it. part: 32 words of shared memory.
 VX_DEV u32 block_max(u32 v, u32* part) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes >>= 1) v = max(v, __shfl_xor_sync(VX_ALL, v, lanes));
+  v = warp_max_bits(v);
   __syncthreads();  // an earlier use of part may still be read
   if (lane == 0) part[warp] = v;
   __syncthreads();
-  v = lane < warps ? part[lane] : 0;
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes >>= 1) v = max(v, __shfl_xor_sync(VX_ALL, v, lanes));
-  return v;
+  return warp_max_bits(lane < warps ? part[lane] : 0);
 }
-VX_DEV u32 magnitude(float v) { return __float_as_uint(fabsf(v)); }
