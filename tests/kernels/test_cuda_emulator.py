@@ -80,3 +80,22 @@ def test_launches_that_do_not_fit_are_refused(emulator: Emulator) -> None:
         emulator.launch(variant, sizes, [x, None, x, 4, 1e-6])
     with pytest.raises(TypeError, match="width is a i32"):
         emulator.launch(variant, sizes, [x, x, x, x, 1e-6])
+
+
+def test_modules_share_their_stacks(emulator: Emulator) -> None:
+    """Stacks of a block are 2,048 mappings, of which a process has some 65,000."""
+
+    def mappings_after(width: int) -> int:
+        x, codes = (
+            on_device(np.ones((1, 8192 * width)), np.float32),
+            empty((1, 8192 * width), np.int8),
+        )
+        chosen = options("f32", VX_VEC=width, VX_CODE=0)
+        sizes = {"rows": 1, "width": 8192 * width}
+        variant = KERNELS["quantize_rows"].variant(**chosen)
+        emulator.launch(variant, sizes, [x, codes, empty(1, np.float32), 8192 * width])
+        assert (codes == 127).all()
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings_after(1)
+    assert max(mappings_after(2), mappings_after(4)) < before + 200

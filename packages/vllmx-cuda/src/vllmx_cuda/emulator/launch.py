@@ -6,7 +6,8 @@ import ctypes
 import re
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,28 @@ class Emulator:
             module.launch(variant, shape, arguments, ORDERS[self.order], seed)
 
 
+_free_stacks: list[int] = []
+"""Addresses of stacks that no launch uses: hundreds of modules share those of as many launches as
+ever ran at once."""
+
+
+@contextmanager
+def _stacks(library: ctypes.CDLL) -> Iterator[int]:
+    """Stacks of a block's threads for one launch. Raises MemoryError."""
+    try:
+        stacks = _free_stacks.pop()
+    except IndexError:
+        stacks = library.emu_make_stacks() or 0
+    if not stacks:
+        raise MemoryError(
+            "no memory or no mappings are left for an emulated block: see vm.max_map_count"
+        )
+    try:
+        yield stacks
+    finally:
+        _free_stacks.append(stacks)
+
+
 class _Module:
     """One loaded library."""
 
@@ -97,8 +120,9 @@ class _Module:
         self.library.emu_add_buffer.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
         self.library.emu_launch.argtypes = [
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
-            ctypes.c_uint,
+            ctypes.c_uint, ctypes.c_void_p,
         ]  # fmt: skip
+        self.library.emu_make_stacks.restype = ctypes.c_void_p
 
     def launch(
         self,
@@ -122,7 +146,11 @@ class _Module:
         addresses = (ctypes.c_void_p * len(converted))(*map(ctypes.addressof, converted))
         grid = (ctypes.c_uint * 4)(*shape.grid, shape.block)
         entry = ctypes.cast(self.library[f"emu_entry_{kernel.entry}"], ctypes.c_void_p)
-        if self.library.emu_launch(entry, grid, addresses, shape.shared_bytes, order, seed):
+        with _stacks(self.library) as stacks:
+            failed = self.library.emu_launch(
+                entry, grid, addresses, shape.shared_bytes, order, seed, stacks
+            )
+        if failed:
             message = self.library.emu_error().decode()
             raise KernelFault(f"{kernel.entry}: {self._with_lines(message)}")
 

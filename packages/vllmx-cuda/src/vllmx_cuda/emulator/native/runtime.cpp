@@ -36,7 +36,6 @@ typedef void (*Entry)(void**);
 static Entry entry;
 static void** arguments;
 static void* scheduler_stack;
-static size_t num_stacks;
 static unsigned random_state;
 static std::string error;
 static jmp_buf on_failure;
@@ -200,17 +199,6 @@ struct SignalTrap {
 };
 constexpr int SignalTrap::SIGNALS[3];
 
-static void reserve_stacks(unsigned num_threads) {
-  if (fibers.size() < num_threads) fibers.resize(num_threads);
-  if (num_stacks >= num_threads) return;
-  if (stacks) munmap(stacks, num_stacks * STACK_BYTES);
-  stacks = (char*)mmap(nullptr, num_threads * STACK_BYTES, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  num_stacks = num_threads;
-  for (unsigned i = 0; i < num_threads; i++)  // a stack overflow traps
-    mprotect(stacks + i * STACK_BYTES, 4096, PROT_NONE);
-}
-
 static void run_grid(unsigned num_threads, size_t shared_bytes) {
   size_t static_bytes = __start_emulated_shared ? __stop_emulated_shared - __start_emulated_shared : 0;
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
@@ -224,9 +212,22 @@ static void run_grid(unsigned num_threads, size_t shared_bytes) {
 }
 }  // namespace emu
 
-// Returns 0, or 1 with the reason in emu_error(). shape: grid x, y, z, block x.
+// Stacks for the threads of any block, null without memory. They outlive the module and serve every
+// other: each is two mappings, and a process has some ten thousand of them.
+EMU_API char* emu_make_stacks() {
+  using namespace emu;
+  void* made = mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (made == MAP_FAILED) return nullptr;
+  for (unsigned i = 0; i < MAX_THREADS; i++)  // a stack overflow traps
+    if (mprotect((char*)made + i * STACK_BYTES, 4096, PROT_NONE)) return nullptr;
+  return (char*)made;
+}
+
+// Returns 0, or 1 with the reason in emu_error(). shape: grid x, y, z, block x; stacks: of
+// emu_make_stacks, and nobody else's during the launch.
 EMU_API int emu_launch(emu::Entry entry, const unsigned* shape, void** arguments,
-                       size_t shared_bytes, int order, unsigned seed) {
+                       size_t shared_bytes, int order, unsigned seed, char* stacks) {
   using namespace emu;
   error.clear();
   gridDim = dim3(shape[0], shape[1], shape[2]), blockDim = dim3(shape[3], 1, 1);
@@ -236,10 +237,11 @@ EMU_API int emu_launch(emu::Entry entry, const unsigned* shape, void** arguments
     return 1;
   }
   emu::entry = entry, emu::arguments = arguments, emu::order = (Order)order;
+  emu::stacks = stacks;
   random_state = seed * 2654435761u + 1, current = nullptr, block_number = 0;
   static unsigned char* arena = (unsigned char*)aligned_alloc(1024, 256 << 10);
   dynamic_shared = arena;
-  reserve_stacks(shape[3]);
+  if (fibers.size() < shape[3]) fibers.resize(shape[3]);
   SignalTrap trap;
   if (setjmp(on_failure)) {
     current = nullptr;
