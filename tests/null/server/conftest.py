@@ -40,9 +40,7 @@ class Served:
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        """The fake model may draw its end of sequence at any time, so it is ignored."""
-        fixed = {"ignore_eos": True} if path.endswith("completions") else {}
-        return await self.client.post(path, json={**fixed, **body})
+        return await self.client.post(path, json=body_for(path, body))
 
     async def complete(self, prompt: str = "ab", **body: Any) -> dict[str, Any]:
         """The answer of a text completion that must succeed."""
@@ -106,9 +104,14 @@ def events_of(text: str) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def body_for(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The fake model may draw its end of sequence at any time, so it is ignored."""
+    return {"ignore_eos": True, **body} if path.endswith("completions") else body
+
+
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     """A whole HTTP/1.1 request, for tests that hold the socket themselves."""
-    payload = json.dumps(body).encode()
+    payload = json.dumps(body_for(path, body)).encode()
     return (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n"

@@ -116,7 +116,7 @@ async def test_tls_and_http2(make_server: MakeServer, certificate: tuple[str, st
         ) as client:
 
             async def stream(count: int) -> int:
-                body = {"prompt": "a", "max_tokens": count, "stream": True, "ignore_eos": True}
+                body = {"prompt": "a", "max_tokens": count, "stream": True}
                 response = await client.post("/v1/completions", json=body)
                 assert response.http_version == "HTTP/2"
                 return response.text.count("data: {")
@@ -132,7 +132,7 @@ async def test_tls_and_http2(make_server: MakeServer, certificate: tuple[str, st
             )  # fmt: skip
             assert refused.status_code == 413
             assert await long > 10
-            body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            body = {"prompt": "a", "max_tokens": 400, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 async for _ in response.aiter_lines():
                     break

@@ -47,7 +47,7 @@ async def test_an_old_client_gets_no_chunks(served: Served, taken: list[bool]) -
     expected = await served.events("/v1/completions", **BODY)
     taken.clear()
     reader, writer = await served.connect()
-    request = request_bytes("/v1/completions", {**BODY, "ignore_eos": True, "stream": True})
+    request = request_bytes("/v1/completions", {**BODY, "stream": True})
     writer.write(request.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head.lower()
