@@ -295,6 +295,51 @@ def test_norms_write_codes_for_the_products_behind_them() -> None:
         assert device.entries["codes8_gemv"] == (0 if coded else 4 * len(MODEL.shape.kv))
 
 
+class RefusingDevice(CountingDevice):
+    """As a GPU whose cuBLASLt has no products of codes, or none of so many rows."""
+
+    refused_rows = range(1 << 30)
+
+    def can_multiply(self, product: Product) -> bool:
+        codes = product.dtype in ("i8", "f8e4m3")
+        return not (codes and product.m in self.refused_rows) and super().can_multiply(product)
+
+    def multiply(self, product: Product, *rest: Any) -> None:
+        assert self.can_multiply(product), product
+        super().multiply(product, *rest)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_codes_that_cublaslt_refuses(name: str) -> None:
+    """Activations stay as they are then: few rows meet the codes, for many they are dequantised."""
+    source, layers = Quantised(EIGHT_BITS[name]), len(MODEL.shape.kv)
+    for prompt, entry in (([9, 4] * 8, "codes8_gemv"), ([7, 11, 13] * 13, "codes8_dequantize")):
+        device = RefusingDevice(emulator=EMULATOR)
+        got, _ = log_probabilities(CudaBackend(lambda d=device: d), source, "bf16", prompt)
+        want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt)
+        assert abs(got - want).mean() < 0.02
+        assert device.entries[entry] == 4 * layers
+        assert not [e for e in device.entries if e.endswith("_codes") or e == "quantize_rows"]
+
+
+def test_codes_that_cublaslt_refuses_for_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RefusingDevice, "refused_rows", range(39, 40))
+    for tokens, refused in ((38, False), (39, True)):
+        device = RefusingDevice(emulator=EMULATOR)
+        source = Quantised(EIGHT_BITS["int8"])
+        log_probabilities(CudaBackend(lambda d=device: d), source, "bf16", [9] * tokens)
+        assert bool(device.entries["codes8_dequantize"]) == refused
+        assert bool(device.entries["i8"]) != refused
+
+
+def test_fp8_on_a_gpu_that_has_none() -> None:
+    device = CountingDevice(emulator=EMULATOR, arch="sm_86")
+    source = Quantised(EIGHT_BITS["fp8"])
+    log_probabilities(CudaBackend(lambda: device), source, "bf16", [7, 11, 13] * 13)
+    assert device.entries["codes8_dequantize"] == 4 * len(MODEL.shape.kv)
+    assert not device.entries["f8e4m3"]
+
+
 def test_gguf_answers_as_on_the_cpu() -> None:
     """In float32 nothing is rounded: greedy ids, chunked, decoded from captured graphs."""
     source = Quantised(Q4_K_M)

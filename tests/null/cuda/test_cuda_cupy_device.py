@@ -19,7 +19,7 @@ import pytest
 from vllmx_core.errors import BackendUnavailableError, CapacityError
 from vllmx_cuda import cupy_device as module
 from vllmx_cuda import libraries
-from vllmx_cuda.cublaslt import Algorithm
+from vllmx_cuda.cublaslt import Algorithm, CublasLtError
 from vllmx_cuda.cupy_device import CupyDevice
 from vllmx_cuda.device import Memory, Product
 from vllmx_cuda.driver import DeviceFacts, DriverFacts
@@ -291,6 +291,63 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
     with device.tuning():
         device.multiply(small, x, x, x)
     assert not again.path.exists(), "nothing new, nothing written"
+
+
+class RefusingMatmul(FakeMatmul):
+    """Knows no FP8; of bf16 it proposes an algorithm that it then refuses to run."""
+
+    open_ones = 0
+
+    def __init__(self, lt: Any, product: Product) -> None:
+        super().__init__(lt, product)
+        RefusingMatmul.open_ones += 1
+
+    def algorithms(self, most: int) -> list[Algorithm]:
+        if self.product.dtype == "f8e4m3":
+            raise CublasLtError(f"cuBLASLt refuses {self.product}: no algorithm for it")
+        return super().algorithms(most)
+
+    def run(self, algorithm: Algorithm, *addresses: int) -> None:
+        if algorithm.data[0] == 0:
+            raise CublasLtError("status 15")
+        super().run(algorithm, *addresses)
+
+    def close(self) -> None:
+        RefusingMatmul.open_ones -= 1
+
+
+def test_products_that_are_refused(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asked once for each, told once for each shape of weights."""
+    monkeypatch.setattr(device._algorithms, "_make", RefusingMatmul)
+    caplog.set_level("INFO", "vllmx")
+    for _ in range(2):
+        for m in (5, 64):
+            assert not device.can_multiply(Product(m, 32, 16, "f8e4m3", "f32"))
+            assert device.can_multiply(Product(m, 32, 16, "i8", "i32"))
+    assert RefusingMatmul.open_ones == 0
+    (line,) = caplog.messages
+    assert "refuses" in line
+    assert "n=32, k=16" in line
+
+
+def test_an_algorithm_that_does_not_run_is_not_chosen(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device._algorithms, "_make", RefusingMatmul)
+    monkeypatch.setattr(device._algorithms, "_measure", lambda call: call() or 1.0)
+    product, x = Product(8, 3, 2, "bf16", "f32"), device.empty(4)
+    FakeMatmul.ran.clear()
+    with device.tuning():
+        device.multiply(product, x, x, x)
+    assert FakeMatmul.ran == [b"\1", b"\2", b"\1"]
+    monkeypatch.setattr(RefusingMatmul, "algorithms", lambda self, most: [FAILS, FAILS_TOO])
+    with device.tuning(), pytest.raises(CublasLtError, match="status 15"):
+        device.multiply(Product(9, 3, 2, "bf16", "f32"), x, x, x)
+
+
+FAILS, FAILS_TOO = Algorithm(bytes(64), 0), Algorithm(bytes(64), 1)
 
 
 def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path) -> None:

@@ -228,10 +228,9 @@ class Registry:
                 skipped = "; ".join(reasons)
                 return spec, f"first that can run here{' (' + skipped + ')' if skipped else ''}"
             reasons.append(f"{spec.name}: {reason}")
-        raise BackendUnavailableError(
-            "no backend can run here: "
-            + ("; ".join(reasons) or "none is installed, try: pip install 'vllmx[cpu]'")
-        )
+        if "cpu" not in {spec.name for spec in self.all(BackendSpec)}:
+            reasons.append("the one that runs anywhere is not installed: pip install 'vllmx[cpu]'")
+        raise BackendUnavailableError("no backend can run here: " + "; ".join(reasons))
 
 
 def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:

@@ -13,9 +13,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
-from vllmx_cuda.cublaslt import Algorithm, CublasLt, Matmul
+from vllmx_cuda.cublaslt import Algorithm, CublasLt, CublasLtError, Matmul
 from vllmx_cuda.device import Product
 
 logger = logging.getLogger("vllmx.cuda")
@@ -91,8 +92,31 @@ class Algorithms:
     ) -> None:
         self._lt, self._file, self._measure, self._make = lt, file, measure, make_matmul
         self._ready: OrderedDict[Product, tuple[Matmul, Algorithm]] = OrderedDict()
+        self._exists: dict[Product, bool] = {}
         self.measuring = False
         """Whether a product that was not seen before is measured."""
+
+    def exists(self, product: Product) -> bool:
+        """Whether the library has an algorithm for it on this GPU: asked once, and logged where it
+        has none."""
+        if product not in self._exists:
+            if len(self._exists) == MOST_PRODUCTS:
+                self._exists.clear()
+            self._exists[product] = self._ask(product)
+        return self._exists[product]
+
+    def _ask(self, product: Product) -> bool:
+        try:
+            matmul = self._make(self._lt, product)
+            try:
+                return bool(matmul.algorithms(1))
+            finally:
+                matmul.close()
+        except CublasLtError as error:
+            shape = product.dtype, product.n, product.k
+            if shape not in {(p.dtype, p.n, p.k) for p, has in self._exists.items() if not has}:
+                logger.info("%s: multiplied in another way", error)
+            return False
 
     def choose(
         self, product: Product, bias: int, run: Callable[[Matmul, Algorithm], None]
@@ -127,8 +151,15 @@ class Algorithms:
     ) -> Algorithm:
         if len(candidates) == 1:
             return candidates[0]
-        seconds = [self._measure(lambda a=a: run(matmul, a)) for a in candidates]  # type: ignore[misc]
-        best = candidates[seconds.index(min(seconds))]
+        seconds: dict[Algorithm, float] = {}
+        for candidate in candidates:
+            try:
+                seconds[candidate] = self._measure(partial(run, matmul, candidate))
+            except CublasLtError as error:  # proposed, and refused when it is asked for
+                refusal = error
+        if not seconds:
+            raise refusal
+        best = min(seconds, key=seconds.__getitem__)
         self._file.put(product, best)
         return best
 

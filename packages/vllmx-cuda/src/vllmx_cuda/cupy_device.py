@@ -211,6 +211,9 @@ class CupyDevice:
 
     # ---- products
 
+    def can_multiply(self, product: Product) -> bool:
+        return self._algorithms.exists(product)
+
     def multiply(
         self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
     ) -> None:

@@ -140,6 +140,11 @@ class Device(Protocol):
         """Enqueues a kernel; `arguments` in the order of its description."""
         ...
 
+    def can_multiply(self, product: Product) -> bool:
+        """Whether `multiply` has a way to compute it: not every GPU and library multiplies codes
+        of every size."""
+        ...
+
     def multiply(
         self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
     ) -> None:

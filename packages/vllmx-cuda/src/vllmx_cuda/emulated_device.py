@@ -178,6 +178,13 @@ class EmulatedDevice:
         ]
         self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
 
+    def can_multiply(self, product: Product) -> bool:
+        """As cuBLASLt: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4."""
+        if product.dtype == "f8e4m3" and number(self.info.arch) < 89:
+            return False
+        size = {"f8e4m3": 16, "i8": 4}.get(product.dtype, 1)
+        return product.n % size == 0 and product.k % size == 0
+
     def multiply(
         self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
     ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from vllmx_core.errors import ConfigError
-
 from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS, one_block_a_row
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
@@ -11,8 +9,10 @@ from vllmx_cuda.kernel_specs.types import (
     Launch,
     Options,
     Sizes,
+    along_rows,
     arguments,
     at_least,
+    by_outputs,
     ceil_div,
 )
 
@@ -30,17 +30,12 @@ _LINEAR_OPTIONS = {
 
 
 def _dequantize(sizes: Sizes, options: Options) -> Launch:
-    at_least("rows", sizes["rows"], 1)
-    if sizes["width"] % STEP:
-        raise ConfigError(f"rows of {sizes['width']} codes are not whole runs of {STEP}")
-    return Launch((sizes["rows"], ceil_div(sizes["width"], STEP * 256), 1), 256)
+    return along_rows(sizes, STEP, STEP * 256)
 
 
 def _gemv(sizes: Sizes, options: Options) -> Launch:
-    at_least("tokens", sizes["tokens"], 1)
     rows = 4 if options["VX_TOKENS"] == 1 else 2
-    tiles = ceil_div(sizes["tokens"], options["VX_TOKENS"])
-    return Launch((ceil_div(sizes["outputs"], rows), tiles, 1), 128)
+    return by_outputs(sizes, rows, options["VX_TOKENS"])
 
 
 def _rescale(sizes: Sizes, options: Options) -> Launch:

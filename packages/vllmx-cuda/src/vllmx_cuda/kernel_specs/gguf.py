@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from vllmx_core.errors import ConfigError
-
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
     Kernel,
     Launch,
     Options,
     Sizes,
+    along_rows,
     arguments,
-    at_least,
-    ceil_div,
+    by_outputs,
 )
 
 BLOCKS = {
@@ -39,29 +37,16 @@ def block_bytes(block: int) -> int:
     return _SHAPES[block][1]
 
 
-def _check(sizes: Sizes, options: Options) -> None:
-    values = block_values(options["VX_BLOCK"])
-    at_least("rows", sizes["rows"], 1)
-    if sizes["width"] % values:
-        raise ConfigError(f"rows of {sizes['width']} values are not whole blocks of {values}")
-
-
 def _dequantize(sizes: Sizes, options: Options) -> Launch:
-    _check(sizes, options)
-    return Launch((sizes["rows"], ceil_div(sizes["width"], RUN * 256), 1), 256)
+    return along_rows(sizes, block_values(options["VX_BLOCK"]), RUN * 256)
 
 
 def _quantize(sizes: Sizes, options: Options) -> Launch:
-    at_least("rows", sizes["rows"], 1)
-    if sizes["width"] % RUN:
-        raise ConfigError(f"rows of {sizes['width']} values are not whole runs of {RUN}")
-    return Launch((sizes["rows"], ceil_div(sizes["width"], RUN * 8), 1), 256)
+    return along_rows(sizes, RUN, RUN * 8)
 
 
 def _gemv(sizes: Sizes, options: Options) -> Launch:
-    at_least("tokens", sizes["tokens"], 1)
-    tiles = ceil_div(sizes["tokens"], options["VX_TOKENS"])
-    return Launch((ceil_div(sizes["outputs"], _GEMV_ROWS), tiles, 1), 128)
+    return by_outputs(sizes, _GEMV_ROWS, options["VX_TOKENS"])
 
 
 _DEQUANTIZE_OPTIONS = {"VX_DTYPE": tuple(DTYPES.values()), "VX_BLOCK": tuple(BLOCKS.values())}

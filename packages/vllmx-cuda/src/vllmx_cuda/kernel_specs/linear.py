@@ -9,8 +9,7 @@ from vllmx_cuda.kernel_specs.types import (
     Options,
     Sizes,
     arguments,
-    at_least,
-    ceil_div,
+    by_outputs,
 )
 
 GEMV_TOKENS = (1, 2, 4, 8)
@@ -24,15 +23,11 @@ _MMA_ROWS = 16
 
 
 def _gemv(sizes: Sizes, options: Options) -> Launch:
-    at_least("tokens", sizes["tokens"], 1)
-    tiles = ceil_div(sizes["tokens"], options["VX_TOKENS"])
-    return Launch((ceil_div(sizes["outputs"], _GEMV_ROWS), tiles, 1), 128)
+    return by_outputs(sizes, _GEMV_ROWS, options["VX_TOKENS"])
 
 
 def _mma(sizes: Sizes, options: Options) -> Launch:
-    at_least("tokens", sizes["tokens"], 1)
-    tiles = ceil_div(sizes["tokens"], 8 * options["VX_TILES"])
-    return Launch((ceil_div(sizes["outputs"], _MMA_ROWS), tiles, 1), 256)
+    return by_outputs(sizes, _MMA_ROWS, 8 * options["VX_TILES"], threads=256)
 
 
 _ARGUMENTS = "in elem* x, in elem* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k"

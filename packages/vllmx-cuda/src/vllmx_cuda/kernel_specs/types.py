@@ -140,6 +140,21 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def by_outputs(sizes: Sizes, rows: int, tokens: int, threads: int = 128) -> Launch:
+    """A block takes `rows` outputs of `tokens` tokens."""
+    at_least("tokens", sizes["tokens"], 1)
+    grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), 1)
+    return Launch(grid, threads)
+
+
+def along_rows(sizes: Sizes, unit: int, values: int) -> Launch:
+    """A block of 256 threads takes so many values of a row, which is made of whole units."""
+    at_least("rows", sizes["rows"], 1)
+    if sizes["width"] % unit:
+        raise ConfigError(f"rows of {sizes['width']} values are not whole units of {unit}")
+    return Launch((sizes["rows"], ceil_div(sizes["width"], values), 1), 256)
+
+
 def at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{name} must be at least {low}, got {value}", param=name)

@@ -13,23 +13,16 @@
 //         codes8_rescale (M, ceil(N / 256)), 256 threads.
 // Floor:  bytes: w once for each tile of VX_TOKENS tokens; what is dequantised once in, once out.
 #include "codes8.h"
+#include "outputs.h"
 #include "vx.h"
 
 #ifndef VX_TOKENS
 #define VX_TOKENS 1
 #endif
-#ifndef VX_OUT
-#define VX_OUT 0
-#endif
 #define THREADS 128
 #define WARPS 4
 #define ROWS (VX_TOKENS == 1 ? 4 : 2)
 #define STEP 16
-#if VX_OUT
-typedef float out_elem;
-#else
-typedef elem out_elem;
-#endif
 
 VX_DEV void to_floats(float (&v)[STEP], const uint4& raw) {
   const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -65,7 +58,6 @@ codes8_gemv(const elem* __restrict__ x, const u8* __restrict__ w, const float* _
             const float* __restrict__ bias, out_elem* __restrict__ y, int m, int n, int k, int pitch,
             int block_rows, int block_cols) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
   int groups = (k + block_cols - 1) / block_cols;
   float sums[ROWS][VX_TOKENS] = {};
@@ -93,20 +85,7 @@ codes8_gemv(const elem* __restrict__ x, const u8* __restrict__ w, const float* _
       }
     }
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int t = 0; t < VX_TOKENS; t++) {
-      float sum = warp_sum(sums[r][t]);
-      if (lane == 0) part[warp][r * VX_TOKENS + t] = sum;
-    }
-  __syncthreads();
-  int r = threadIdx.x / VX_TOKENS, t = threadIdx.x % VX_TOKENS;
-  if (r >= ROWS || row0 + r >= n || token0 + t >= m) return;
-  float sum = bias ? bias[row0 + r] : 0.f;
-#pragma unroll
-  for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
-  y[(size_t)(token0 + t) * pitch + row0 + r] = from_float<out_elem>(sum);
+  store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, pitch);
 }
 VX_EXPORT(codes8_gemv)
 

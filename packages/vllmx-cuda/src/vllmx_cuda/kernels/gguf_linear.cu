@@ -7,22 +7,15 @@
 //         of 32 values; a run is unpacked once for all tokens.
 // Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
 #include "gguf_blocks.h"
+#include "outputs.h"
 #include "vx.h"
 
 #ifndef VX_TOKENS
 #define VX_TOKENS 1
 #endif
-#ifndef VX_OUT
-#define VX_OUT 0
-#endif
 #define THREADS 128
 #define WARPS 4
 #define ROWS 2
-#if VX_OUT
-typedef float out_elem;
-#else
-typedef elem out_elem;
-#endif
 
 // The product of a run with 32 codes of one token
 VX_DEV float run_dot(const Run& run, const i8* codes, uint2 head) {
@@ -46,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const u8* __restrict__ w,
           const float* __restrict__ bias, out_elem* __restrict__ y, int m, int n, int k, int pitch) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = k / RUN;
+  int runs = k / RUN;
   int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
   size_t row_bytes = (size_t)(runs / RUNS_A_BLOCK) * BLOCK_BYTES;
   float sums[ROWS][VX_TOKENS] = {};
@@ -63,19 +56,6 @@ gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const 
       for (int r = 0; r < ROWS; r++) sums[r][t] += run_dot(unpacked[r], x, head);
     }
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int t = 0; t < VX_TOKENS; t++) {
-      float sum = warp_sum(sums[r][t]);
-      if (lane == 0) part[warp][r * VX_TOKENS + t] = sum;
-    }
-  __syncthreads();
-  int r = threadIdx.x / VX_TOKENS, t = threadIdx.x % VX_TOKENS;
-  if (r >= ROWS || row0 + r >= n || token0 + t >= m) return;
-  float sum = bias ? bias[row0 + r] : 0.f;
-#pragma unroll
-  for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
-  y[(size_t)(token0 + t) * pitch + row0 + r] = from_float<out_elem>(sum);
+  store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, pitch);
 }
 VX_EXPORT(gguf_gemv)

@@ -5,6 +5,7 @@
 // Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows of w and split K;
 //         a thread keeps several 16-byte loads of w in flight and reuses x for all of them.
 // Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
+#include "outputs.h"
 #include "vx.h"
 
 #ifndef VX_TOKENS
@@ -14,14 +15,6 @@
 #define WARPS 4
 #define ROWS 4
 #define IN_FLIGHT 2  // pieces of K: IN_FLIGHT * ROWS loads under way in each thread
-#ifndef VX_OUT
-#define VX_OUT 0
-#endif
-#if VX_OUT  // 1: f32, as logits are
-typedef float out_elem;
-#else
-typedef elem out_elem;
-#endif
 
 VX_DEV Pack<elem, VX_VEC> load_weight(const elem* p) {
   Pack<elem, VX_VEC> pack;
@@ -37,7 +30,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, VX_TOKENS < 4 ? 8 : VX_TOK
 linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
             out_elem* __restrict__ y, int m, int n, int k) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
   const elem *rows[ROWS], *tokens[VX_TOKENS];
 #pragma unroll
@@ -68,19 +60,6 @@ linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float*
       }
     }
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int t = 0; t < VX_TOKENS; t++) {
-      float sum = warp_sum(sums[r][t]);
-      if (lane == 0) part[warp][r * VX_TOKENS + t] = sum;
-    }
-  __syncthreads();
-  int r = threadIdx.x / VX_TOKENS, t = threadIdx.x % VX_TOKENS;
-  if (r >= ROWS || row0 + r >= n || token0 + t >= m) return;
-  float sum = bias ? bias[row0 + r] : 0.f;
-#pragma unroll
-  for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
-  y[(size_t)(token0 + t) * n + row0 + r] = from_float<out_elem>(sum);
+  store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, n);
 }
 VX_EXPORT(linear_gemv)

@@ -7,6 +7,7 @@
 //         of K inside a product is free as long as both sides agree, so a lane takes 8 neighbours
 //         with one 16-byte load and feeds two products, values 0-3 the first, 4-7 the second.
 // Floor:  bytes of w, once for each tile of tokens.
+#include "outputs.h"
 #include "vx.h"
 
 #ifndef VX_TILES
@@ -15,14 +16,6 @@
 #define WARPS 8
 #define IN_FLIGHT 4
 #define PIECE 32  // of K, one 16-byte load in each of 4 lanes
-#ifndef VX_OUT
-#define VX_OUT 0
-#endif
-#if VX_OUT  // 1: f32, as logits are
-typedef float out_elem;
-#else
-typedef elem out_elem;
-#endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 linear_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,

@@ -10,6 +10,7 @@
 //         changes; across splits the last block to arrive adds them, out of `partial` (splits, M, N).
 //         arrivals: one u32 for each (x, y) of the grid, 0 before and after; null with one split.
 // Floor:  bytes of codes and records, once for each tile of tokens.
+#include "outputs.h"
 #include "w4_codes.h"
 
 #ifndef VX_TILES
@@ -20,14 +21,6 @@
 #endif
 #ifndef VX_FOLDS  // 1: a tile of 64 columns lies in one group; 2: each half of it
 #define VX_FOLDS 2
-#endif
-#ifndef VX_OUT
-#define VX_OUT 0
-#endif
-#if VX_OUT
-typedef float out_elem;
-#else
-typedef elem out_elem;
 #endif
 #define WARPS 8
 #define ROWS (TILE_ROWS * VX_ROWS)

@@ -2,14 +2,15 @@
 
 Few rows of activations stay as they are and meet codes that are made floats in registers. Many
 become codes themselves, with a scale for each row (finer than a checkpoint's static scale for all,
-and no dearer), where the checkpoint was made for that, the scales are those of rows and cuBLASLt
-multiplies the codes; else the weights are dequantised a piece at a time.
+and no dearer), where the checkpoint was made for that, the scales are those of rows and the device
+has a product for such codes; else the weights are dequantised a piece at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from vllmx_core.plan import F32
@@ -38,7 +39,6 @@ FEW_ROWS = 4
 FEW_PLAIN_ROWS = 32
 """The same where the weights would be dequantised: as long as the tiles' passes over the codes cost
 less than writing and reading them with 16 bits."""
-_FP8_ARCH, _FP8_SIZES, _INT8_SIZES = 89, 16, 4
 _ROWS = 256
 _ALIGNMENT = 256
 
@@ -125,45 +125,56 @@ class Codes8:
             arguments = (part, scales, ops.products.work, cols, first, *blocks)
             ops.device.launch(dequantise, sizes, arguments)
 
-        coded = self.coded_products and _multiplies(self.code, rows, cols, ops.target)
-        many = self._coded(ops, segment, operands) if coded else by_pieces(
-            ops, segment, operands, unpack
-        )  # fmt: skip
-        few = FEW_ROWS if coded else FEW_PLAIN_ROWS
+        by_values = by_pieces(ops, segment, operands, unpack)
+        by_codes = self._coded(ops, segment, operands)
+
+        @cache
+        def coded(m: int) -> bool:
+            return self.coded_products and all(map(ops.device.can_multiply, self._cut(m, segment)))
+
+        usually = coded(FEW_ROWS + 1)
+        few = FEW_ROWS if usually else FEW_PLAIN_ROWS
 
         def enqueue(m: int) -> None:
             if m > few:
-                many(m)
+                (by_codes if usually and coded(m) else by_values)(m)
                 return
             kernel = tiles[next((t for t in GEMV_TOKENS if t >= m), GEMV_TOKENS[-1])]
             shape = (m, rows, cols, operands.pitch, *blocks)
             arguments = (operands.x, codes, scales, operands.bias, operands.y, *shape)
             ops.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
 
-        return SegmentProduct(enqueue, self.code if coded else None, lambda m: m > few)
+        return SegmentProduct(
+            enqueue, self.code if usually else None, lambda m: m > few and coded(m)
+        )
+
+    def _cut(self, m: int, segment: Segment) -> list[Product]:
+        """The product of codes, some columns at a time, for the sums have 32 bits."""
+        rows, step = segment.rows, max(1, WORK_BYTES // (4 * m * _ROWS)) * _ROWS
+        sums = "i32" if self.code == "i8" else "f32"
+        counts = (min(step, rows - first) for first in range(0, rows, step))
+        return [Product(m, count, segment.cols, self.code, sums) for count in counts]
 
     def _coded(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
-        """Products of codes by cuBLASLt into sums, which are scaled afterwards: some columns at a
-        time, for the sums have 32 bits."""
+        """Products of codes by cuBLASLt into sums, which are scaled afterwards."""
         rows, cols, out_dtype = segment.rows, segment.cols, operands.out_dtype
         codes, scales = segment.data, segment.data.at(self._scales_at(rows, cols))
         rescale = ops.variant(
             "codes8_rescale", VX_CODE=CODES[self.code], VX_TOKENS=1, VX_OUT=int(out_dtype == "f32")
         )
-        sum_dtype = "i32" if self.code == "i8" else "f32"
 
         def multiply(m: int) -> None:
-            scratch, step = ops.products, max(1, WORK_BYTES // (4 * m * _ROWS)) * _ROWS
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
+            scratch, first = ops.products, 0
+            for product in self._cut(m, segment):
+                count = product.n
                 part = columns(operands, first, count, ITEM_BYTES[out_dtype])
-                product = Product(m, count, cols, self.code, sum_dtype)
                 w = codes.at(first * cols, count * cols)
                 ops.device.multiply(product, scratch.codes, w, scratch.work)
                 w_scales = scales.at(4 * first, 4 * count)
                 arguments = (scratch.work, scratch.scales, w_scales, part.bias, part.y, count,
                              operands.pitch)  # fmt: skip
                 ops.device.launch(rescale, {"tokens": m, "outputs": count}, arguments)
+                first += count
 
         return multiply
 
@@ -191,13 +202,6 @@ def codes8(part: WeightPart, target: Target) -> Codes8 | None:
     coded = for_codes and target.dtype != "f32" and (block_rows, block_cols) == (1, cols)
     alone = part.name if part.shape[0] % block_rows else ""
     return Codes8(code, block_rows, block_cols, coded, alone)
-
-
-def _multiplies(code: str, rows: int, cols: int, target: Target) -> bool:
-    """Whether cuBLASLt has products of such codes: vectors of 16 bytes for FP8, of 4 for int8."""
-    if code == "i8":
-        return rows % _INT8_SIZES == 0 and cols % _INT8_SIZES == 0
-    return target.arch >= _FP8_ARCH and rows % _FP8_SIZES == 0 and cols % _FP8_SIZES == 0
 
 
 def _scale_values(raw: RawTensor) -> F32:
