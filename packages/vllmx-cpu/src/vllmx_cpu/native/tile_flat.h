@@ -23,8 +23,8 @@ struct Fetch {
 
   VX_MEMBER void next() {
     if (at >= end) return;
-    for (int32_t i = 0; i < lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
-    at += lines * 64;
+#pragma GCC unroll 1
+    for (int32_t i = 0; i < lines; ++i, at += 64) __builtin_prefetch(at, 0, 2);
   }
 };
 
@@ -71,11 +71,11 @@ struct FlatTiles : BlockKind<Format> {
     Stage<TOKENS, PASSING> s = {tiles, block, x, u, count, units, &sums[0][0], *fetch, {}};
 #pragma GCC unroll 16
     for (int t = 0; t < TOKENS; ++t) s.acc[t] = u ? load(c + t * 32) : zero();
-    for (int32_t i = 0; i < count + 3; i += 4) {
-      s.template run<0>(i);
-      s.template run<1>(i + 1);
-      s.template run<2>(i + 2);
-      s.template run<3>(i + 3);
+    for (; s.count > -3; s.next_four()) {
+      if (s.count < count && s.count >= 4)
+        s.template run_four<true>();
+      else
+        s.template run_four<false>();
     }
 #pragma GCC unroll 16
     for (int t = 0; t < TOKENS; ++t) store(c + t * 32, s.acc[t]);
@@ -91,29 +91,52 @@ struct FlatTiles : BlockKind<Format> {
       return w;
   }
 
+  // Four units at a time, of which `count` are left; `begun` were multiplied before.
   template <int TOKENS, Passing PASSING>
   struct Stage {
     static constexpr bool SIGNED = is_signed(PASSING);
     const uint8_t *tiles, *block, *x;
-    int32_t first, count, units;
+    int32_t u, count, units;
     int32_t* sums;
     Fetch fetch;
     F32x16 acc[TOKENS];
+    int32_t begun = 0;
 
-    // Multiplies unit i in tile I = i % 4, stores the unit before it, adds the third before it.
-    template <int I>
-    VX_MEMBER void run(int32_t i) {
-      if (i < count) {
-        const uint8_t* w = tiles + (size_t)i * TILE_UNIT_BYTES;
-        product<I>(w, unit(i) + Panels::QUADS);
-        if constexpr (PASSING == FEW) fetch.next();
-      }
-      if (i >= 1 && i <= count) store_tile<(I + 3) % 4>();
-      if (i >= 3 && i < count + 3) add<(I + 1) % 4>(i - 3);
+    // INNER: all four exist, and four before them.
+    template <bool INNER>
+    VX_MEMBER void run_four() {
+      run<0, INNER>();
+      run<1, INNER>();
+      run<2, INNER>();
+      run<3, INNER>();
+    }
+    VX_MEMBER void next_four() {
+      tiles += 4 * TILE_UNIT_BYTES, x += 4 * Panels::unit_bytes(TOKENS), u += 4, count -= 4, begun = 4;
     }
 
    private:
-    VX_MEMBER const uint8_t* unit(int32_t i) { return x + (size_t)i * Panels::unit_bytes(TOKENS); }
+    // Multiplies unit I in tile I, stores the unit before it, adds the third before it: some of the
+    // tokens before and some after each of the others.
+    template <int I, bool INNER>
+    VX_MEMBER void run() {
+      const bool adds = INNER || (begun + I >= 3 && I - 3 < count);
+      enum { FROM = (I + 1) % 4 };
+      typename Blocks::Scales scales;
+      if (adds) {
+        scales = Blocks::load_scales(block, u + I - 3, units);
+        add<FROM, I - 3, 0, TOKENS / 4>(scales);
+      }
+      if (INNER || I < count) {
+        product<I>(tiles + I * TILE_UNIT_BYTES, unit<I>() + Panels::QUADS);
+        if constexpr (PASSING == FEW) fetch.next();
+      }
+      if (adds) add<FROM, I - 3, TOKENS / 4, TOKENS / 2>(scales);
+      if (INNER || (begun + I >= 1 && I - 1 < count)) store_tile<(I + 3) % 4>();
+      if (adds) add<FROM, I - 3, TOKENS / 2, TOKENS>(scales);
+    }
+
+    template <int I>
+    VX_MEMBER const uint8_t* unit() { return x + I * (int64_t)Panels::unit_bytes(TOKENS); }
 
     // Which tiles are meant has to be written in the instruction.
 #define VX_PRODUCT(c, a, b)                                          \
@@ -149,12 +172,12 @@ struct FlatTiles : BlockKind<Format> {
       if constexpr (I == 3) VX_TILE_STORE_AT(3, sums, AT, 64);
     }
 
-    template <int I>
-    VX_MEMBER void add(int32_t i) {
-      const uint8_t* factors = unit(i);
-      const typename Blocks::Scales scales = Blocks::load_scales(block, first + i, units);
+    // The sums of unit UNIT in buffer I, of the tokens from FIRST to LAST - 1.
+    template <int I, int UNIT, int FIRST, int LAST>
+    VX_MEMBER void add(typename Blocks::Scales scales) {
+      const uint8_t* factors = unit<UNIT>();
 #pragma GCC unroll 16
-      for (int t = 0; t < TOKENS; ++t) {
+      for (int t = FIRST; t < LAST; ++t) {
         const uint8_t* token = factors + t * 8;
         I32x16 sum = load_i32(sums + (I * TOKENS + t) * 16);
         if constexpr (!SIGNED) sum = sum + Blocks::start(token, scales);

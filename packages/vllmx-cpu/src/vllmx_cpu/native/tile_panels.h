@@ -14,7 +14,7 @@ struct TilePanels {
   const uint8_t* base;
   int32_t rows, units, count, size;
 
-  static size_t unit_bytes(int32_t tokens) { return QUADS + (size_t)tokens * Blocks::UNIT_COLS; }
+  static constexpr size_t unit_bytes(int32_t tokens) { return QUADS + (size_t)tokens * Blocks::UNIT_COLS; }
   size_t panel_bytes() const { return (size_t)units * unit_bytes(size); }
   int32_t begin(int32_t panel) const { return panel < count ? panel * size : rows; }
   const uint8_t* at(int32_t panel, int32_t u) const {
