@@ -171,14 +171,29 @@ VX_INLINE void for_groups(Body body) {
   }
 }
 
+// COLS values times `factor`, rounded, as quads, and the sum of each sixteen of them. `factor` must make
+// them -127 ... 127.
+#if defined(__AVX512VNNI__)
+template <class Format>
+VX_INLINE void store_quads(const float* x, float factor, uint8_t* out, int32_t* sums) {
+  const __m128i ones = _mm_set1_epi8(1);
+  const auto round = [=](int i) __attribute__((always_inline)) {  // returns the sums of four quads
+    const __m512i v = (__m512i)to_i32(load(x + i) * splat(factor));
+    const __m128i bytes = _mm512_cvtepi32_epi8(v);
+    _mm_storeu_si128((__m128i*)(out + i), bytes);
+    return _mm_dpbusd_epi32(_mm_setzero_si128(), ones, bytes);
+  };
+#pragma GCC unroll 8
+  for (int i = 0; i < Format::UNIT_COLS; i += 32) {
+    const __m128i pairs = _mm_hadd_epi32(round(i), round(i + 16)), both = _mm_hadd_epi32(pairs, pairs);
+    _mm_storel_epi64((__m128i*)(sums + i / 16), both);
+  }
+}
+#else
 // Sixteen values in -127 ... 127 as four quads; returns their sum.
 template <class Format>
-VX_INLINE int32_t store_quads(uint8_t* out, I32x16 v) {
-#if defined(__AVX512VNNI__)
-  const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
-  __builtin_memcpy(out, &bytes, 16);
-  return _mm512_reduce_add_epi32((__m512i)v);
-#elif defined(__aarch64__)
+VX_INLINE int32_t store_four_quads(uint8_t* out, I32x16 v) {
+#if defined(__aarch64__)
   store_u8(out, as_u32(v));
   return vaddvq_s32((int32x4_t)((v.lo.lo + v.lo.hi) + (v.hi.lo + v.hi.hi)));
 #else
@@ -197,6 +212,12 @@ VX_INLINE int32_t store_quads(uint8_t* out, I32x16 v) {
   return total;
 #endif
 }
+template <class Format>
+VX_INLINE void store_quads(const float* x, float factor, uint8_t* out, int32_t* sums) {
+  for (int i = 0; i < Format::UNIT_COLS; i += 16, out += 4 * QUAD_BYTES<Format>)
+    *sums++ = store_four_quads<Format>(out, to_i32(load(x + i) * splat(factor)));
+}
+#endif
 
 // The sums of 64 quads.
 template <class Format>
@@ -220,11 +241,17 @@ VX_INLINE void sum_quads(const uint8_t* quads, int32_t* sums) {
 #endif
 }
 
-// A unit's activations as round(x / scale), scale = max |x| / 127, and the sum of each 16 of them. The
-// scale is NaN where one of them is not finite, and so is everything computed with it.
-template <class Format>
-VX_INLINE float quantise(const float* x, uint8_t* quads, int32_t* sums) {
-  constexpr int COLS = Format::UNIT_COLS;
+// The largest of COLS magnitudes, or one that is not finite if there is any.
+template <int COLS>
+VX_INLINE float largest_magnitude(const float* x) {
+#if VX_NATIVE_BYTES == 64  // the bits of magnitudes have the order of their values
+  __m512i largest = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int i = 0; i < COLS; i += 16)
+    largest = _mm512_max_epu32(largest, (__m512i)as_u32(abs(load(x + i))));
+  const uint32_t bits = _mm512_reduce_max_epu32(largest);
+  return read_as<float>((const uint8_t*)&bits);
+#else
   F32x16 largest = zero();
   I32x16 broken = splat_i32(0);
   for (int i = 0; i < COLS; i += 16) {
@@ -232,14 +259,23 @@ VX_INLINE float quantise(const float* x, uint8_t* quads, int32_t* sums) {
     largest = max(abs(v), largest);
     broken = broken | ((v - v) != zero());
   }
-  const float amax = reduce_max(largest);
-  const bool finite = !any(broken);
-  const F32x16 factor = splat(finite && amax > 1e-30f ? 127.0f / amax : 0.0f);
-  for (int i = 0; i < COLS; i += 16) {
-    const F32x16 v = finite ? load(x + i) : zero();
-    sums[i / 16] = store_quads<Format>(quads + i / 4 * QUAD_BYTES<Format>, to_i32(v * factor));
+  return any(broken) ? __builtin_inff() : reduce_max(largest);
+#endif
+}
+
+// A unit's activations as round(x / scale), scale = max |x| / 127, and the sum of each 16 of them. The
+// scale is NaN where one of them is not finite, and so is everything computed with it.
+template <class Format>
+VX_INLINE float quantise(const float* x, uint8_t* quads, int32_t* sums) {
+  constexpr int COLS = Format::UNIT_COLS;
+  const float amax = largest_magnitude<COLS>(x);
+  if (!(amax - amax == 0.0f)) {
+    alignas(64) static constexpr float zeros[COLS] = {};
+    store_quads<Format>(zeros, 0.0f, quads, sums);
+    return __builtin_nanf("");
   }
-  return finite ? amax / 127.0f : __builtin_nanf("");
+  store_quads<Format>(x, amax > 1e-30f ? 127.0f / amax : 0.0f, quads, sums);
+  return amax / 127.0f;
 }
 
 }  // namespace VX_ISA
