@@ -195,9 +195,8 @@ def _cpu() -> Backend:
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
     source = Quantised(GGUF[name])
-    # blocks of Q4_K are repacked with their factors as float16, both with counters
-    more = {"Q4_K_M": 0.12, "Q4_0": 0.02}.get(name, 0.0)
-    check_held(source, "bf16", caplog, more=more)
+    # codes of 4 and 8 bits are repacked, with counters; those of Q4_K get factors as float16
+    check_held(source, "bf16", caplog, more=0.12 if name == "Q4_K_M" else 0.02)
     check_near(source, 0.03)
 
 
@@ -338,6 +337,21 @@ def test_fp8_on_a_gpu_that_has_none() -> None:
     log_probabilities(CudaBackend(lambda: device), source, "bf16", [7, 11, 13] * 13)
     assert device.entries["codes8_dequantize"] == 4 * len(MODEL.shape.kv)
     assert not device.entries["f8e4m3"]
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+def test_codes_of_gguf_meet_tensor_cores(name: str, arch: str) -> None:
+    """Those of Turing too, which know f16 alone."""
+    for tokens in (1, 39):
+        device = CountingDevice(emulator=EMULATOR, arch=arch)
+        source, prompt = Quantised(GGUF[name]), [7, 11, 13] * tokens
+        backend = CudaBackend(lambda d=device: d)
+        got, _ = log_probabilities(backend, source, "f16", prompt[:tokens])
+        want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt[:tokens])
+        assert abs(got - want).mean() < 0.01
+        assert device.entries["w4_linear"] == 4 * len(MODEL.shape.kv)
+        assert not device.entries["w4_dequantize"]
 
 
 def test_gguf_answers_as_on_the_cpu() -> None:

@@ -72,6 +72,7 @@ UNITS: Units = (
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
+    ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_DTYPE": 1}),
     ("gated_act", {**BF16, "VX_VEC": 8, "VX_ACT": 0}),
     ("add", {**BF16, "VX_VEC": 8}),
     ("gather_rows", {**BF16, "VX_VEC": 8}),
@@ -79,6 +80,7 @@ UNITS: Units = (
     ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 4, "VX_OUT": 0}),
     ("linear_mma", {**BF16, "VX_TILES": 1, "VX_OUT": 0}),
     ("linear_mma", {**BF16, "VX_TILES": 2, "VX_OUT": 0}),
+    ("linear_mma", {"VX_DTYPE": 1, "VX_TILES": 2, "VX_OUT": 0}),
     ("quantize_q8", BF16),
     ("gguf_gemv", {**BF16, "VX_BLOCK": 8, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("gguf_gemv", {**BF16, "VX_BLOCK": 12, "VX_TOKENS": 4, "VX_OUT": 0}),
@@ -94,6 +96,7 @@ UNITS: Units = (
     ("w4_linear", {**W4, "VX_TILES": 8, "VX_ROWS": 2}),
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_DTYPE": 1, "VX_ZERO": 0}),
     ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 2, "VX_BITS": 8, "VX_SCALE": 0}),
+    ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_BITS": 8, "VX_ZERO": 0, "VX_FOLDS": 2}),
     ("w4_dequantize", {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1}),
     ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
     ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
@@ -112,7 +115,7 @@ _INSTRUCTION = re.compile(r"\b((?:HMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.
 def units_of(arch: str, units: Units) -> list[Unit]:
     """Those of `units` that the architecture can run, each once."""
     variants = [KERNELS[entry].variant(**options) for entry, options in units]
-    able = [v for v in variants if v.kernel.min_arch <= number(arch)]
+    able = [v for v in variants if v.runs_on(number(arch))]
     return list(dict.fromkeys(Unit(FOLDER / v.kernel.source, v.defines) for v in able))
 
 

@@ -45,9 +45,10 @@ def matrix() -> Units:
         for group in (1, 4):
             vector = {"VX_VEC": decode_vector(head), "VX_GROUP": group}
             found.append(("paged_decode", {**common, **vector}))
-        for group in (1, 4, 8):
-            keys = {"VX_GROUP": group, "VX_KEYS": prefill_keys(head)}
-            found.append(("paged_prefill", {**common, **keys}))
+        for group, arch in product((1, 4, 8), (75, 80)):
+            if prefill_keys(head, arch):
+                keys = {"VX_GROUP": group, "VX_KEYS": prefill_keys(head, arch)}
+                found.append(("paged_prefill", {**common, **keys}))
         for group in (4, 8, 16) if head in MMA_HEAD_SIZES else ():
             found.append(("paged_decode_mma", {**common, "VX_GROUP": group}))
     unique = {(entry, tuple(sorted(options.items()))): options for entry, options in found}

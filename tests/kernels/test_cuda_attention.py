@@ -318,7 +318,7 @@ def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
     tiles, out, scale = plan_tiles(case, group), empty(q.shape, q.dtype), case.size**-0.5
     variant = KERNELS["paged_prefill"].variant(
         **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
-                  VX_KEYS=prefill_keys(case.size))
+                  VX_KEYS=prefill_keys(case.size, 80))
     )  # fmt: skip
     emulator.launch(
         variant,

@@ -10,7 +10,7 @@ from vllmx_core.errors import ConfigError, WeightFormatError
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_CODES, ZERO_MIDDLE, folds, splits, token_tiles
-from vllmx_cuda.matrices.w4_gguf import ZEROS
+from vllmx_cuda.matrices.w4_gguf import FORMS
 from vllmx_cuda.matrices.w4_packing import Packing, packed, packed_rows, packing_of
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 
@@ -90,6 +90,8 @@ LINEAR = [  # dtype, bits, scale, zero, group, tokens, outputs, inputs, tiles, r
     ("bf16", 8, F32, ZERO_MIDDLE, 4096, 5, 40, 1056, 1, 2, 1, 1),
     ("f16", 8, F16, ZERO_CODES, 32, 12, 17, 544, 2, 1, 2, 0),
     ("bf16", 8, BF16, ZERO_CODES, 64, 2, 16, 640, 1, 1, 1, 0),
+    ("bf16", 8, F16, ZERO_MIDDLE, 32, 33, 40, 1056, 4, 2, 1, 1),  # Q8_0, two passes
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 1, 16, 1056, 1, 1, 1, 0),
     # rings that are filled more than once
     ("bf16", 4, F16, ZERO_CODES, 128, 1, 16, 5120, 1, 1, 1, 1),
     ("bf16", 4, F16, MINIMA, 32, 3, 48, 3104, 1, 2, 1, 1),
@@ -153,7 +155,7 @@ def test_w4_dequantize(
     np.testing.assert_array_equal(y, w.values.astype(np.float32).astype(y.dtype))
 
 
-@pytest.mark.parametrize("name", ZEROS)
+@pytest.mark.parametrize("name", FORMS)
 def test_blocks_of_gguf(emulator: Emulator, name: str) -> None:
     blocks, values = random_blocks(name, 32, 512, np.random.default_rng(8))
     part = weight_part("w", TYPES_BY_NAME[name.upper()], (32, 512), blocks.reshape(-1))
@@ -189,9 +191,10 @@ def test_widths_without_whole_groups_are_refused() -> None:
 
 
 def test_minima_and_small_groups_share_fewer_tokens() -> None:
-    assert [token_tiles(tokens, ZERO_CODES, 1) for tokens in (1, 9, 33, 200)] == [1, 2, 8, 8]
-    assert [token_tiles(tokens, ZERO_CODES, 2) for tokens in (8, 33, 200)] == [1, 4, 4]
-    assert token_tiles(64, MINIMA, 1) == 4
+    assert [token_tiles(tokens, ZERO_CODES, 1, 80) for tokens in (1, 9, 33, 200)] == [1, 2, 8, 8]
+    assert [token_tiles(tokens, ZERO_CODES, 2, 80) for tokens in (8, 33, 200)] == [1, 4, 4]
+    assert token_tiles(64, MINIMA, 1, 80) == 4
+    assert token_tiles(64, ZERO_CODES, 1, 75) == 4
     kernel = KERNELS["w4_linear"].variant(
         **options("bf16", VX_BITS=4, VX_SCALE=F16, VX_ZERO=MINIMA, VX_TILES=8, VX_ROWS=2),
         VX_FOLDS=1, VX_OUT=0,

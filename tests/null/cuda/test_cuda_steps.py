@@ -51,7 +51,7 @@ class IdleDevice(EmulatedDevice):
         variant.launch(sizes)
         entry = variant.kernel.entry
         self.entries.add(entry)
-        assert variant.kernel.min_arch <= number(self.info.arch)
+        assert variant.runs_on(number(self.info.arch))
         self.submit("launch", lambda: self._begin(*arguments) if entry == "begin_step" else None)
 
     def _begin(self, tokens: Any, ids: Any, table: Any, patches: Any, *counts: Any) -> None:
@@ -222,14 +222,14 @@ def test_the_progress_of_capturing_is_shown(capsys: pytest.CaptureFixture[str]) 
     assert shown.rstrip(" ").endswith("100%\n")
 
 
-ON_AMPERE = {"paged_prefill", "paged_decode_mma", "linear_mma"}
+ON_TENSOR_CORES = {"paged_prefill", "paged_decode_mma", "linear_mma"}
 
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "wanted"),
     [("sm_80", "auto", "bf16"), ("sm_75", "auto", "f16"), ("sm_75", "bf16", "bf16")],
 )
-def test_turing_takes_slower_kernels_and_f16(
+def test_turing_takes_f16_and_for_bf16_slower_kernels(
     arch: str, dtype: str, wanted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -244,6 +244,6 @@ def test_turing_takes_slower_kernels_and_f16(
     assert ("computing in f16" in caplog.text) == (wanted == "f16")
     for rows in mixed_steps():
         asked(device, loaded, rows)
-    used = ON_AMPERE & device.entries
-    assert used == (set() if arch == "sm_75" else ON_AMPERE)
+    used = ON_TENSOR_CORES & device.entries
+    assert used == (set() if (arch, wanted) == ("sm_75", "bf16") else ON_TENSOR_CORES)
     assert {"paged_combine", "sample_pick"} <= device.entries

@@ -27,7 +27,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def number(arch: str) -> int:
-    """sm_90a -> 90, as `Kernel.min_arch` counts."""
+    """sm_90a -> 90."""
     return int(arch.removeprefix("sm_").rstrip("af"))
 
 

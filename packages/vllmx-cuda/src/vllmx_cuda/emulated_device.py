@@ -23,6 +23,7 @@ from vllmx_cuda.arch import number
 from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.kernel_specs.types import shared_bytes
 
 MEMORY_BYTES = 1 << 28
 _CAPTURED = ("launch", "multiply", "copy")
@@ -171,8 +172,9 @@ class EmulatedDevice:
         sizes: dict[str, int],
         arguments: Sequence[Memory | int | float | None],
     ) -> None:
-        needed = variant.kernel.min_arch
-        assert needed <= number(self.info.arch), f"{variant.kernel.entry} needs sm_{needed}"
+        arch = number(self.info.arch)
+        assert variant.runs_on(arch), f"{variant} needs more than sm_{arch}"
+        assert variant.launch(sizes).shared_bytes <= shared_bytes(arch), variant
         passed = [
             array(value, np.uint8) if isinstance(value, Memory) else value for value in arguments
         ]

@@ -12,10 +12,11 @@ from vllmx_core.tape import Node, Rows, Value
 from vllmx_cuda.arch import number
 from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs import has_tensor_cores
 from vllmx_cuda.kernel_specs.attention import (
     decodes_by_mma,
     mma_group,
+    prefill_keys,
     prefill_tile_tokens,
 )
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
@@ -125,9 +126,10 @@ def work_kinds(nodes: Sequence[Node], dtype: str, arch: str) -> WorkKinds:
 
 
 def prefills_by_tiles(spec: AttentionSpec, dtype: str, arch: str) -> bool:
-    """Whether paged_prefill has this layer: 16-bit elements, sm_80, head sizes that 16 divides."""
-    enough = number(arch) >= KERNELS["paged_prefill"].min_arch
-    return dtype != "f32" and enough and spec.head_size % 16 == 0
+    """Whether paged_prefill has this layer: tensor cores, head sizes that 16 divides and that
+    shared memory has room for."""
+    fits = spec.head_size % 16 == 0 and prefill_keys(spec.head_size, number(arch)) > 0
+    return fits and has_tensor_cores(dtype, number(arch))
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:

@@ -308,10 +308,10 @@ class Lowering:
         spec: AttentionSpec = node.options["spec"]
         y, pages, size = self.place(node.writes[0]), self.pages[spec.layer], spec.head_size
         sinks, tokens = self._vector(node.weights.get("sinks")), tile_tokens(spec)
+        group, keys = spec.num_heads // spec.num_kv_heads, prefill_keys(size, self.target.arch)
         kernel = self.variant(
-            "paged_prefill", VX_HEAD=size, VX_KV=self.kv, VX_KEYS=prefill_keys(size),
-            VX_GROUP=mma_group(spec.num_heads // spec.num_kv_heads),
-        )  # fmt: skip
+            "paged_prefill", VX_HEAD=size, VX_KV=self.kv, VX_KEYS=keys, VX_GROUP=mma_group(group)
+        )
         heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         values = (spec.window or 0, int(spec.causal), spec.scale, spec.softcap or 0.0)
 

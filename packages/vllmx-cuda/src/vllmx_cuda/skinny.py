@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllmx_cuda.kernel_specs import vector_width
-from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS, LINEAR_MMA, MMA_K, MMA_TILES
+from vllmx_cuda.kernel_specs import has_tensor_cores, vector_width
+from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS, MMA_K, MMA_TILES
 
 _MMA_TOKENS = 8
 """Of one tile."""
@@ -29,7 +29,7 @@ def skinny_kernels(dtype: str, cols: int, out_dtype: str, arch: int) -> dict[int
         return {}
     out = int(out_dtype == "f32")
     chosen = {1: _gemv(1, cols, out)}
-    if cols % MMA_K == 0 and arch >= LINEAR_MMA.min_arch:
+    if cols % MMA_K == 0 and has_tensor_cores(dtype, arch):
         for tiles in MMA_TILES:
             for rows in range(2, tiles * _MMA_TOKENS + 1):
                 chosen.setdefault(rows, Skinny("linear_mma", {"VX_TILES": tiles, "VX_OUT": out}))

@@ -20,6 +20,7 @@ from vllmx_cuda.kernel_specs.types import (
     Kernel,
     Launch,
     Variant,
+    has_tensor_cores,
     vector_width,
 )
 
@@ -28,5 +29,6 @@ KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kern
 """By entry name."""
 
 __all__ = [
-    "DTYPES", "ITEM_BYTES", "KERNELS", "Argument", "Kernel", "Launch", "Variant", "vector_width",
+    "DTYPES", "ITEM_BYTES", "KERNELS", "Argument", "Kernel", "Launch", "Variant",
+    "has_tensor_cores", "vector_width",
 ]  # fmt: skip

@@ -14,6 +14,8 @@ from vllmx_cuda.kernel_specs.types import (
     at_least,
     at_most,
     ceil_div,
+    has_tensor_cores,
+    shared_bytes,
     vector_width,
 )
 
@@ -25,6 +27,7 @@ _HEADS_A_BLOCK = 4
 _DECODE_THREADS = 128
 _GROUPS = (1, 2, 3, 4, 5, 6, 7)
 _PREFILL_QUERIES = 64
+_PREFILL_KEYS = (64, 32)
 _MMA_GROUPS = tuple(range(1, 17))
 _MMA_HEAD_SIZES = (64, 128, 192)
 """Of paged_decode_mma; with 256 it would run out of registers."""
@@ -53,7 +56,7 @@ def mma_group(group: int) -> int:
 
 def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
     """Whether paged_decode_mma can take the place of paged_decode; `arch` as 75 or 90."""
-    return dtype != "f32" and head_size in _MMA_HEAD_SIZES and arch >= 80
+    return head_size in _MMA_HEAD_SIZES and has_tensor_cores(dtype, arch)
 
 
 def prefill_tile_tokens(tile_group: int) -> int:
@@ -61,9 +64,16 @@ def prefill_tile_tokens(tile_group: int) -> int:
     return _PREFILL_QUERIES // tile_group
 
 
-def prefill_keys(head_size: int) -> int:
-    """VX_KEYS: as many keys at a time as every GPU from sm_80 on has shared memory for."""
-    return 64 if head_size <= 128 else 32
+def prefill_keys(head_size: int, arch: int) -> int:
+    """VX_KEYS: as many keys at a time as there is shared memory for; 0: no variant fits."""
+    most = 64 if head_size <= 128 else 32
+    fitting = (n for n in _PREFILL_KEYS if _prefill_bytes(head_size, n) <= shared_bytes(arch))
+    return next((keys for keys in fitting if keys <= most), 0)
+
+
+def _prefill_bytes(head_size: int, keys: int) -> int:
+    rows = 4 * keys + (0 if head_size <= 128 else _PREFILL_QUERIES)
+    return rows * (head_size + 8) * 2
 
 
 def _check_heads(sizes: Sizes) -> None:
@@ -102,9 +112,8 @@ def _prefill(sizes: Sizes, options: Options) -> Launch:
     head, keys = options["VX_HEAD"], options["VX_KEYS"]
     if head % 16:
         raise ConfigError(f"paged_prefill needs head sizes that 16 divides, got {head}")
-    rows = 4 * keys + (0 if head <= 128 else _PREFILL_QUERIES)
     grid = (sizes["tiles"], sizes["heads"] // options["VX_GROUP"], 1)
-    return Launch(grid, 128, rows * (head + 8) * 2)
+    return Launch(grid, 128, _prefill_bytes(head, keys))
 
 
 _HEAD_OPTIONS = {
@@ -155,7 +164,7 @@ PAGED_DECODE_MMA = Kernel(
     arguments=PAGED_DECODE.arguments,
     sizes=PAGED_DECODE.sizes,
     rule=_decode_mma,
-    min_arch=80,
+    tensor_cores=True,
 )
 
 PAGED_COMBINE = Kernel(
@@ -178,7 +187,7 @@ PAGED_PREFILL = Kernel(
         "VX_HEAD": HEAD_SIZES,
         "VX_KV": KV_TYPES,
         "VX_GROUP": _MMA_GROUPS,
-        "VX_KEYS": (32, 64),
+        "VX_KEYS": _PREFILL_KEYS,
     },
     arguments=arguments(
         "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
@@ -188,7 +197,7 @@ PAGED_PREFILL = Kernel(
     ),
     sizes=("tiles", "heads", "kv_heads"),
     rule=_prefill,
-    min_arch=80,
+    tensor_cores=True,
 )
 
 KERNELS = (KV_STORE, PAGED_DECODE, PAGED_DECODE_MMA, PAGED_COMBINE, PAGED_PREFILL)

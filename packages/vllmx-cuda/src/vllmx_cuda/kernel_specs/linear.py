@@ -56,7 +56,7 @@ LINEAR_MMA = Kernel(
     arguments=arguments(_ARGUMENTS),
     sizes=("tokens", "outputs"),
     rule=_mma,
-    min_arch=80,
+    tensor_cores=True,
 )
 
 KERNELS = (LINEAR_GEMV, LINEAR_MMA)

@@ -67,8 +67,8 @@ class Kernel:
     """Names that `rule` reads."""
     rule: Callable[[Sizes, Options], Launch]
     """Launch shape; raises ConfigError beyond a limit."""
-    min_arch: int = 75
-    """Compute capability that the source needs, as 75 or 80."""
+    tensor_cores: bool = False
+    """Whether it multiplies on them: see `has_tensor_cores`."""
 
     def variant(self, **options: int) -> Variant:
         """The kernel compiled with these options; all must be given."""
@@ -104,6 +104,13 @@ class Variant:
         """What must be compiled: (source, definitions). Entries of one source share it."""
         return self.kernel.source, self.defines
 
+    def runs_on(self, arch: int) -> bool:
+        """Whether a GPU of this compute capability, as 75 or 90, has what it needs."""
+        if not self.kernel.tensor_cores:
+            return True
+        dtype = dict(self.options)["VX_DTYPE"]
+        return any(has_tensor_cores(name, arch) for name in DTYPES if DTYPES[name] == dtype)
+
     def launch(self, sizes: Sizes) -> Launch:
         """The launch shape; raises ConfigError for missing, unknown or too great sizes."""
         if set(sizes) != set(self.kernel.sizes):
@@ -138,6 +145,17 @@ def vector_width(*sizes: int) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def has_tensor_cores(dtype: str, arch: int) -> bool:
+    """Whether our kernels multiply this type on tensor cores there; those of sm_75 know f16
+    alone."""
+    return dtype == "f16" or (dtype == "bf16" and arch >= 80)
+
+
+def shared_bytes(arch: int) -> int:
+    """Shared memory that a block may have: of sm_75, and what all from sm_80 on have."""
+    return (64 if arch < 80 else 99) << 10
 
 
 def by_outputs(sizes: Sizes, rows: int, tokens: int, threads: int = 128) -> Launch:

@@ -42,10 +42,10 @@ def record_bytes(scale: int, zero: int) -> int:
     return scales + {ZERO_MIDDLE: 0, ZERO_CODES: TILE_ROWS, MINIMA: scales}[zero]
 
 
-def token_tiles(tokens: int, zero: int, folds: int) -> int:
-    """VX_TILES for so many tokens. Minima and groups of 32 take registers: with them 32 tokens
-    share a pass."""
-    most = _FEWER_TILES if zero == MINIMA or folds > 1 else TILES[-1]
+def token_tiles(tokens: int, zero: int, folds: int, arch: int) -> int:
+    """VX_TILES for so many tokens. Minima and groups of 32 take registers, and sm_75 has little
+    shared memory: with them 32 tokens share a pass."""
+    most = _FEWER_TILES if zero == MINIMA or folds > 1 or arch < 80 else TILES[-1]
     return next((tiles for tiles in TILES if tokens <= 8 * tiles and tiles <= most), most)
 
 
@@ -130,7 +130,7 @@ W4_LINEAR = Kernel(
     ),
     sizes=("tokens", "outputs", "width", "splits"),
     rule=_linear,
-    min_arch=80,
+    tensor_cores=True,
 )
 W4_DEQUANTIZE = Kernel(
     entry="w4_dequantize",

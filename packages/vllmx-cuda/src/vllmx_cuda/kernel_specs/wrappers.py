@@ -19,7 +19,7 @@ WRAPPERS = Kernel(
     ),
     sizes=(),
     rule=_one_warp,
-    min_arch=80,
+    tensor_cores=True,
 )
 
 KERNELS = (WRAPPERS,)

@@ -3,7 +3,17 @@
 
 VX_DEV u32 vx_shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// D (16x8 f32) += A (16x16, row-major) * B (16x8, column-major), tensor cores, sm_80
+#if __CUDA_ARCH__ < 800
+// One of the two steps of 8 columns that sm_75 takes a product of f16 in; of bf16 it has none
+VX_DEV void vx_mma_half(float (&d)[4], u32 top, u32 bottom, u32 b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(top), "r"(bottom), "r"(b));
+}
+#endif
+// D (16x8 f32) += A (16x16, row-major) * B (16x8, column-major), tensor cores
 VX_DEV void vx_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -12,11 +22,16 @@ VX_DEV void vx_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 VX_DEV void vx_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
+#if __CUDA_ARCH__ < 800
+  vx_mma_half(d, a[0], a[1], b[0]);
+  vx_mma_half(d, a[2], a[3], b[1]);
+#else
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
 }
 // D = A * B: the first product of a sum
 VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
@@ -26,12 +41,17 @@ VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
 }
-VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
+VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16 kind) {
+#if __CUDA_ARCH__ < 800
+  d[0] = d[1] = d[2] = d[3] = 0.f;
+  vx_mma(d, a, b, kind);
+#else
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
+#endif
 }
 // a * b + c of two elements each, rounded once
 VX_DEV u32 vx_fma2(u32 a, u32 b, u32 c, bf16) {
@@ -61,16 +81,35 @@ VX_DEV void vx_ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// 16 bytes from global to shared memory while the thread goes on; bytes from `bytes` on are zeroed
+// 16 bytes from global to shared memory while the thread goes on; bytes from `bytes` on are zeroed. sm_75,
+// which cannot, copies them at once.
 VX_DEV void vx_cp_async16(void* shared, const void* global, int bytes) {
+#if __CUDA_ARCH__ < 800
+  uint4 raw = make_uint4(0, 0, 0, 0);
+  if (bytes > 0) raw = *reinterpret_cast<const uint4*>(global);
+  u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (bytes < 4 * i + 4) words[i] &= bytes > 4 * i ? (1u << 8 * (bytes - 4 * i)) - 1 : 0;
+  *reinterpret_cast<uint4*>(shared) = make_uint4(words[0], words[1], words[2], words[3]);
+#else
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;"
                :
                : "r"(vx_shared_address(shared)), "l"(global), "r"(bytes)
                : "memory");
+#endif
 }
-VX_DEV void vx_cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+VX_DEV void vx_cp_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 // Waits until at most N committed groups of this thread are under way
-template <int N> VX_DEV void vx_cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+template <int N> VX_DEV void vx_cp_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
 
 // 16 bytes of weights that are read once: past L1, whole 256-byte lines into L2
 VX_DEV uint4 vx_load_once(const void* p) {

@@ -1,10 +1,10 @@
 """Integers of 4 or 8 bits with 16-bit activations, in the order of tensor-core fragments: GPTQ,
-AWQ, packed integers of compressed-tensors, 4-bit blocks of GGUF.
+AWQ, packed integers of compressed-tensors, blocks of GGUF with such codes.
 
 Up to `OWN_TOKENS` rows meet the integers on tensor cores, which read each of them once for 64 rows.
-More rows, float32 and GPUs before sm_80 multiply by cuBLASLt with rows that are dequantised a piece
-at a time. Where input features are not in the order of their groups (GPTQ's desc_act), the columns
-are, and the activations are brought into their order first.
+More rows, float32, and bf16 on GPUs before sm_80 multiply by cuBLASLt with rows that are
+dequantised a piece at a time. Where input features are not in the order of their groups (GPTQ's
+desc_act), the columns are, and the activations are brought into their order first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from vllmx_core.weights import WeightPart
 
 from vllmx_cuda.device import Bytes, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
     TILE_ROWS,
     TILES,
     TOKENS,
-    W4_LINEAR,
     arrival_count,
     folds,
     row_tiles,
@@ -101,7 +100,7 @@ class W4:
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
         order, operands = self._ordered(ops, segment, operands)
         by_cublas = by_pieces(ops, segment, operands, self._dequantise(ops, segment))
-        if self.dtype == "f32" or ops.target.arch < W4_LINEAR.min_arch:
+        if not has_tensor_cores(self.dtype, ops.target.arch):
             own, most = by_cublas, 0
         else:
             own, most = self._own(ops, segment, operands), OWN_TOKENS
@@ -155,8 +154,9 @@ class W4:
         in_tile = folds(self.packing.group_shift)
 
         def variant(tokens: int) -> Variant:
+            tiles = token_tiles(tokens, self.packing.zero, in_tile, ops.target.arch)
             return ops.variant(
-                "w4_linear", VX_TILES=token_tiles(tokens, self.packing.zero, in_tile),
+                "w4_linear", VX_TILES=tiles,
                 VX_ROWS=row_tiles(tokens), VX_FOLDS=in_tile, VX_OUT=out, **self.packing.options,
             )  # fmt: skip
 
@@ -181,8 +181,7 @@ class W4:
 def w4(part: WeightPart, target: Target) -> W4 | None:
     """A `Kind`. GGUF's blocks have kernels of their own, which those GPUs and float32 are left to
     that have no tensor cores for this."""
-    own = target.dtype != "f32" and target.arch >= W4_LINEAR.min_arch
-    if part.layout.kind == "gguf" and not own:
+    if part.layout.kind == "gguf" and not has_tensor_cores(target.dtype, target.arch):
         return None
     packing = packing_of(part)
     return None if packing is None else W4(packing, target.dtype)

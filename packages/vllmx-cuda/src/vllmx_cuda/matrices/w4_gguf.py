@@ -1,7 +1,8 @@
-"""GGUF's blocks of 4-bit codes as codes with factors for each 32 values, for `kernels/w4_codes.h`.
+"""GGUF's blocks of 4- and 8-bit codes as codes with factors for each 32 values, for
+`kernels/w4_codes.h`.
 
-Q4_0 and Q4_1 are exactly that. Of Q4_K the factors, an f16 times 6 bits each, are rounded to f16:
-by a part in 2,048 at most, an eighth of what bf16 activations are rounded by.
+Q4_0, Q4_1 and Q8_0 are exactly that. Of Q4_K the factors, an f16 times 6 bits each, are rounded to
+f16: by a part in 2,048 at most, an eighth of what bf16 activations are rounded by.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from vllmx_cuda.kernel_specs.gguf import BLOCKS, block_bytes
 from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_MIDDLE
 
 U8 = npt.NDArray[np.uint8]
-ZEROS = {"q4_0": ZERO_MIDDLE, "q4_1": MINIMA, "q4_k": MINIMA}
-"""Type -> value of VX_ZERO."""
+FORMS = {
+    "q4_0": (4, ZERO_MIDDLE), "q4_1": (4, MINIMA), "q4_k": (4, MINIMA), "q8_0": (8, ZERO_MIDDLE),
+}  # fmt: skip
+"""Type -> bits, value of VX_ZERO."""
 _F16_MAX = 65504.0
 
 
 def block_type(part: WeightPart) -> str | None:
-    """A key of `ZEROS`."""
+    """A key of `FORMS`."""
     name = str(part.layout.options.get("type")).lower() if part.layout.kind == "gguf" else ""
-    return name if name in ZEROS else None
+    return name if name in FORMS else None
 
 
 def coded_blocks(part: WeightPart, begin: int, end: int) -> tuple[U8, F32, F32 | None]:
@@ -41,6 +44,8 @@ def coded_blocks(part: WeightPart, begin: int, end: int) -> tuple[U8, F32, F32 |
     if name == "q4_k":
         codes = _nibbles(blocks[:, 16:], 32)
         scales, minima = _factors_of_k(blocks)
+    elif name == "q8_0":  # signed: 128 becomes their zero
+        codes, scales = blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0)
     else:
         codes, scales = _nibbles(blocks[:, 2 if name == "q4_0" else 4 :], 16), _half(blocks, 0)
         minima = None if name == "q4_0" else _half(blocks, 2)

@@ -20,7 +20,7 @@ from vllmx_cuda.kernel_specs.w4 import (
     record_bytes,
     tile_bytes,
 )
-from vllmx_cuda.matrices.w4_gguf import ZEROS, block_type, coded_blocks
+from vllmx_cuda.matrices.w4_gguf import FORMS, block_type, coded_blocks
 
 U8 = npt.NDArray[np.uint8]
 _ONE_GROUP = 31
@@ -66,7 +66,8 @@ def packing_of(part: WeightPart) -> Packing | None:
         return None
     blocks = block_type(part)
     if blocks is not None:
-        return Packing(4, DTYPES["f16"], ZEROS[blocks], _BLOCK_SHIFT)
+        bits, zero = FORMS[blocks]
+        return Packing(bits, DTYPES["f16"], zero, _BLOCK_SHIFT)
     return _coded_packing(part)
 
 
