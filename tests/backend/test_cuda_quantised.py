@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,43 @@ def test_norms_write_codes_for_the_products_behind_them() -> None:
         assert (fused, device.entries["quantize_rows"]) == (coded, coded)
         assert device.entries["i8"] == 2 * coded
         assert device.entries["codes8_gemv"] == (0 if coded else 4 * len(MODEL.shape.kv))
+
+
+def static_fp8(scales: Mapping[str, float]) -> Callable[[str, F32], WeightPart | None]:
+    """FP8 with a fixed scale of the activations, by the name of a module."""
+
+    def encoded(name: str, values: F32) -> WeightPart | None:
+        if "embed" in name:
+            return None
+        part, module = fp8_rows(name, values), name.split(".")[-2]
+        scale = np.array([scales.get(module, scales["any"])], np.float32).view(np.uint8)
+        layout = replace(part.layout, options={
+            **part.layout.options, "activations": "static", "activation_strategy": "tensor",
+        })  # fmt: skip
+        raw = RawTensor(f"{name}.input_scale", "f32", (1,), scale)
+        return replace(part, layout=layout, buffers={**part.buffers, "input_scale": raw})
+
+    return encoded
+
+
+@pytest.mark.parametrize(("scales", "limit"), [
+    ({"any": 1 / 64}, (0, 0.1)),
+    ({"any": 1 / 64, "k_proj": 1 / 50}, (0, 0.1)),  # one matrix, rows of x by two scales
+    ({"any": 0.0}, (0, 0.1)),  # not calibrated: each row has its own
+    ({"any": 1e-4}, (0.3, 10)),  # nearly all of x is clipped to 0.0448
+])  # fmt: skip
+def test_static_scales_of_fp8(scales: Mapping[str, float], limit: tuple[float, float]) -> None:
+    source, prompt = Quantised(static_fp8(scales)), [7, 11, 13] * 13
+    device = CountingDevice(emulator=EMULATOR)
+    got, _ = log_probabilities(CudaBackend(lambda: device), source, "bf16", prompt)
+    want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt)
+    assert limit[0] < abs(got - want).mean() < limit[1]
+    layers, split = len(MODEL.shape.kv), "k_proj" in scales
+    assert device.entries["f8e4m3"] == (6 if split else 4) * layers
+    norms = device.entries["rms_norm_codes"] + device.entries["add_rms_norm_codes"]
+    assert norms == (1 if split else 2) * layers
+    # o_proj and down_proj; q, k and v each, where they differ
+    assert device.entries["quantize_rows"] == (5 if split else 2) * layers
 
 
 class RefusingDevice(CountingDevice):

@@ -53,7 +53,7 @@ def test_quantize_rows(emulator: Emulator, code: str, dtype: str, width: int) ->
     codes, scales = empty(x.shape, TYPES[code]), empty(5, np.float32)
     vec = vector_width(width)
     variant = KERNELS["quantize_rows"].variant(**options(dtype, VX_VEC=vec, VX_CODE=CODES[code]))
-    arguments = [x, codes.view(np.uint8), scales, width]
+    arguments = [x, codes.view(np.uint8), scales, width, 0.0]
     emulator.launch(variant, {"rows": 5, "width": width}, arguments)
     usual = [0, 1, 3, 4]
     check_codes(codes[usual], scales[usual], wide(x)[usual], code)
@@ -76,7 +76,7 @@ def test_norms_into_codes(
         **options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES[code])
     )
     inputs = [x, residual, weight] if adds else [x, weight]
-    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5]
+    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, 0.0]
     emulator.launch(variant, {"rows": 3, "width": width}, arguments)
     total = wide(x)
     if adds:
@@ -85,6 +85,53 @@ def test_norms_into_codes(
         total = wide(rounded)
     root = np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5)
     check_codes(codes, scales, total / root * wide(weight), code)
+
+
+def fixed_codes(values: Array, scale: float) -> Array:
+    """As e4m3, whose greatest is 448, by one scale; what is not finite is NaN."""
+    steps = values.astype(np.float32) * (np.float32(1) / np.float32(scale))
+    clipped = np.where(np.isfinite(steps), np.clip(steps, -448, 448), np.nan)
+    result: Array = clipped.astype(E4M3)
+    return result
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("f16", 36), ("f32", 515)])
+@pytest.mark.parametrize("scale", [0.003, 0.25])
+def test_rows_with_a_fixed_scale(emulator: Emulator, dtype: str, width: int, scale: float) -> None:
+    """To the bit; the smaller scale is too small for most, the greater one for none."""
+    x = np.array(normal(np.random.default_rng(width), (4, width), dtype))
+    x[1], x[2, 3], x[3, 0], x[3, 7] = 0, np.nan, np.inf, -np.inf
+    x = on_device(x, x.dtype)
+    codes, scales = empty(x.shape, E4M3), empty(4, np.float32)
+    chosen = options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES["f8e4m3"])
+    arguments = [x, codes.view(np.uint8), scales, width, scale]
+    sizes = {"rows": 4, "width": width}
+    emulator.launch(KERNELS["quantize_rows"].variant(**chosen), sizes, arguments)
+    want = fixed_codes(x, scale)
+    assert (abs(wide(want[0])).max() == 448) == (scale < 0.01)
+    np.testing.assert_array_equal(codes.astype(np.float32), want.astype(np.float32))
+    np.testing.assert_array_equal(scales, np.full(4, scale, np.float32))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_norms_with_a_fixed_scale(emulator: Emulator, adds: bool) -> None:
+    """At most a code's step from the norm in float64: its f32 result may lie on either side."""
+    rng, width, scale = np.random.default_rng(4), 264, 0.002
+    x, weight = normal(rng, (3, width), "bf16"), normal(rng, (width,), "f32")
+    residual = inout(np.zeros((3, width)), NUMPY_TYPES["bf16"])
+    codes, scales = empty(x.shape, E4M3), empty(3, np.float32)
+    entry = "add_rms_norm_codes" if adds else "rms_norm_codes"
+    variant = KERNELS[entry].variant(**options("bf16", VX_VEC=8, VX_CODE=CODES["f8e4m3"]))
+    inputs = [x, residual, weight] if adds else [x, weight]
+    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, scale]
+    emulator.launch(variant, {"rows": 3, "width": width}, arguments)
+    root = np.sqrt((wide(x) ** 2).mean(axis=1, keepdims=True) + 1e-5)
+    want = wide(fixed_codes(wide(x) / root * wide(weight), scale))
+    differ = wide(codes) != want
+    assert differ.mean() < 0.01
+    np.testing.assert_allclose(wide(codes), want, rtol=0.13, atol=2**-9)
+    assert (abs(want) == 448).any()
+    np.testing.assert_array_equal(scales, np.full(3, scale, np.float32))
 
 
 BLOCKS = {"rows": (1, 10**6), "groups": (1, 32), "blocks": (4, 48)}

@@ -43,6 +43,15 @@ from vllmx_cuda.weights import Weight
 Enqueue = Callable[[StepSizes, StepMemory], None]
 
 
+@dataclass(frozen=True, slots=True)
+class CodedNorm:
+    """A norm that writes codes."""
+
+    kernel: Variant
+    scale: float
+    """Of all rows; 0: each has its own."""
+
+
 @dataclass(frozen=True)
 class Lowering:
     """What nodes are lowered against."""
@@ -133,12 +142,13 @@ class Lowering:
         coded = self._coded("rms_norm_codes", node)
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-            shape, codes = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
-            if codes is not None:
-                out = self.products.codes, self.products.scales
-                self.device.launch(codes, shape, (source, weight, *out, width, eps))
+            shape, norm = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
+            if norm is None:
+                self.device.launch(kernel, shape, (source, weight, y, width, eps))
                 return
-            self.device.launch(kernel, shape, (source, weight, y, width, eps))
+            out = self.products.codes, self.products.scales
+            arguments = (source, weight, *out, width, eps, norm.scale)
+            self.device.launch(norm.kernel, shape, arguments)
 
         return enqueue
 
@@ -154,27 +164,35 @@ class Lowering:
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
             if copies:
                 self.device.copy(after, before.at(0, sizes.tokens * self._item(width)))
-            shape, codes = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
-            if codes is not None:
-                written = self.products.codes, self.products.scales
-                self.device.launch(codes, shape, (source, after, weight, *written, width, eps))
+            shape, norm = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
+            if norm is None:
+                self.device.launch(kernel, shape, (source, after, weight, y, width, eps))
                 return
-            self.device.launch(kernel, shape, (source, after, weight, y, width, eps))
+            written = self.products.codes, self.products.scales
+            arguments = (source, after, weight, *written, width, eps, norm.scale)
+            self.device.launch(norm.kernel, shape, arguments)
 
         return enqueue
 
-    def _coded(self, entry: str, node: Node) -> Callable[[int], Variant | None]:
-        """The kernel that writes a norm's result as the codes that the product behind it wants for
-        so many rows, and into its scratch; None: it wants the values."""
+    def _coded(self, entry: str, node: Node) -> Callable[[int], CodedNorm | None]:
+        """What writes a norm's result as the codes that the product behind it wants for so many
+        rows, and into its scratch; None: it wants the values."""
         product, vec = self.fed.get(node.writes[0]), vector_width(node.writes[0].width)
         if product is None:
             return lambda m: None
         kernels = {
-            code: self.variant(entry, VX_VEC=vec, VX_CODE=CODES[code])
-            for code in CODES
-            if code in product.quantise
+            codes: CodedNorm(
+                self.variant(entry, VX_VEC=vec, VX_CODE=CODES[codes.kind]), codes.scale
+            )
+            for codes in product.quantise
+            if codes.kind in CODES
         }
-        return lambda m: kernels.get(product.codes(m) or "")
+
+        def chosen(m: int) -> CodedNorm | None:
+            codes = product.codes(m)
+            return None if codes is None else kernels.get(codes)
+
+        return chosen
 
     def _layer_norm(self, node: Node) -> Enqueue:
         x, y = node.reads[0], self.place(node.writes[0])
@@ -195,7 +213,8 @@ class Lowering:
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
             ready = product.codes(sizes.tokens) if fed else None
-            product.enqueue(sizes.tokens, ready if ready in CODES else None)
+            by_norm = ready is not None and ready.kind in CODES
+            product.enqueue(sizes.tokens, ready if by_norm else None)
 
         return enqueue
 

@@ -47,7 +47,7 @@ QUANTIZE_ROWS = Kernel(
     entry="quantize_rows",
     source="quantize_rows.cu",
     options=_CODE_OPTIONS,
-    arguments=arguments("in elem* x, out u8* codes, out f32* scales, i32 width"),
+    arguments=arguments("in elem* x, out u8* codes, out f32* scales, i32 width, f32 fixed"),
     sizes=("rows", "width"),
     rule=one_block_a_row,
 )
@@ -56,7 +56,7 @@ RMS_NORM_CODES = Kernel(
     source="rms_norm_codes.cu",
     options=_CODE_OPTIONS,
     arguments=arguments(
-        "in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width, f32 eps"
+        "in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width, f32 eps, f32 fixed"
     ),
     sizes=("rows", "width"),
     rule=one_block_a_row,
@@ -67,7 +67,7 @@ ADD_RMS_NORM_CODES = Kernel(
     options=_CODE_OPTIONS,
     arguments=arguments(
         "in elem* x, inout elem* residual, in f32* weight, out u8* codes, out f32* scales,"
-        " i32 width, f32 eps"
+        " i32 width, f32 eps, f32 fixed"
     ),
     sizes=("rows", "width"),
     rule=one_block_a_row,

@@ -21,7 +21,7 @@ typedef int code_sum;
 
 VX_DEV code to_code(float v) {
 #if VX_CODE == VX_E4M3
-  return __nv_fp8_e4m3(v);  // nearest, ties to even, 448 at most
+  return __nv_fp8_e4m3(v * 0.f + v);  // nearest, ties to even, 448 at most; an infinity becomes NaN
 #else
   return (i8)__float2int_rn(v);
 #endif
@@ -44,6 +44,10 @@ template <int N> VX_DEV void store_codes(code* p, const float (&v)[N], const Cod
   for (int i = 0; i < N; i++) pack.at[i] = to_code(scale.finite ? v[i] * scale.factor : 0.f);
   store_pack(p, pack);
 }
+
+// Of rows whose scale is fixed beforehand: what lies beyond gets the greatest code. Of FP8 alone, whose
+// codes tell what is not finite.
+VX_DEV CodeScale fixed_scale(float scale) { return {__fdiv_rn(1.f, scale), scale, true}; }
 
 // The greatest over a block of whole warps; every thread gets it. part: 32 words of shared memory.
 VX_DEV u32 block_max(u32 v, u32* part) {

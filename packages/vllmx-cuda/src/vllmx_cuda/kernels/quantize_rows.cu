@@ -1,7 +1,7 @@
 // Activations -> codes of 8 bits with one scale for each row, for products of codes.
 //
 // Layout: x (M, K) of elem; codes (M, K); scales (M) of f32. A row that holds what is not finite gets
-//         a NaN as its scale, and zeros.
+//         a NaN as its scale, and zeros. `fixed`, where it is not 0: the scale of all rows (FP8).
 // Grid:   (M), whole warps that share one row.
 // Floor:  bytes of x; the second pass comes from L1.
 #include "codes8.h"
@@ -9,18 +9,18 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
 quantize_rows(const elem* __restrict__ x, u8* __restrict__ codes, float* __restrict__ scales,
-              int width) {
+              int width, float fixed) {
   __shared__ u32 part[32];
   const elem* row = x + (size_t)blockIdx.x * width;
   code* out = reinterpret_cast<code*>(codes) + (size_t)blockIdx.x * width;
   u32 top = 0;
-  for (int i = threadIdx.x * VX_VEC; i < width; i += blockDim.x * VX_VEC) {
+  for (int i = threadIdx.x * VX_VEC; i < width && fixed == 0.f; i += blockDim.x * VX_VEC) {
     float v[VX_VEC];
     load(v, row + i);
 #pragma unroll
     for (int j = 0; j < VX_VEC; j++) top = max(top, magnitude(v[j]));
   }
-  CodeScale scale = code_scale(block_max(top, part), CODE_LIMIT);
+  CodeScale scale = fixed == 0.f ? code_scale(block_max(top, part), CODE_LIMIT) : fixed_scale(fixed);
   for (int i = threadIdx.x * VX_VEC; i < width; i += blockDim.x * VX_VEC) {
     float v[VX_VEC];
     load(v, row + i);

@@ -4,7 +4,8 @@
 //
 // Layout: x, residual (rows, width) of elem; weight (width) of f32; codes (rows, width); scales
 //         (rows) of f32. The norm's factor is positive, so the greatest magnitude is known after
-//         the first pass, which adds up the squares.
+//         the first pass, which adds up the squares. `fixed`, where it is not 0: the scale of all
+//         rows (FP8).
 // Grid:   (rows), whole warps that share one row.
 // Floor:  bytes: x (and residual) once in, codes (and residual) once out.
 #include "codes8.h"
@@ -27,10 +28,10 @@ VX_DEV void see(Seen& seen, const float (&v)[VX_VEC], const float* weight) {
 }
 
 VX_DEV void write_codes(const elem* row, const float* weight, u8* codes, float* scales, int width,
-                        float eps, Seen seen, float* sums, u32* tops) {
+                        float eps, float fixed, Seen seen, float* sums, u32* tops) {
   float factor = rsqrtf(block_sum(seen.squares, sums) / width + eps);
   float top = __uint_as_float(block_max(seen.top, tops)) * factor;
-  CodeScale scale = code_scale(magnitude(top), CODE_LIMIT);
+  CodeScale scale = fixed == 0.f ? code_scale(magnitude(top), CODE_LIMIT) : fixed_scale(fixed);
   code* out = reinterpret_cast<code*>(codes) + (size_t)blockIdx.x * width;
   for (int i = threadIdx.x * VX_VEC; i < width; i += blockDim.x * VX_VEC) {
     float v[VX_VEC], w[VX_VEC];
@@ -45,7 +46,8 @@ VX_DEV void write_codes(const elem* row, const float* weight, u8* codes, float* 
 
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_codes(const elem* __restrict__ x, const float* __restrict__ weight,
-               u8* __restrict__ codes, float* __restrict__ scales, int width, float eps) {
+               u8* __restrict__ codes, float* __restrict__ scales, int width, float eps,
+               float fixed) {
   __shared__ float sums[32];
   __shared__ u32 tops[32];
   const elem* row = x + (size_t)blockIdx.x * width;
@@ -55,13 +57,14 @@ rms_norm_codes(const elem* __restrict__ x, const float* __restrict__ weight,
     load(v, row + i);
     see(seen, v, weight + i);
   }
-  write_codes(row, weight, codes, scales, width, eps, seen, sums, tops);
+  write_codes(row, weight, codes, scales, width, eps, fixed, seen, sums, tops);
 }
 VX_EXPORT(rms_norm_codes)
 
 extern "C" __global__ void __launch_bounds__(1024)
 add_rms_norm_codes(const elem* __restrict__ x, elem* residual, const float* __restrict__ weight,
-                   u8* __restrict__ codes, float* __restrict__ scales, int width, float eps) {
+                   u8* __restrict__ codes, float* __restrict__ scales, int width, float eps,
+                   float fixed) {
   __shared__ float sums[32];
   __shared__ u32 tops[32];
   const elem* row = x + (size_t)blockIdx.x * width;
@@ -77,6 +80,6 @@ add_rms_norm_codes(const elem* __restrict__ x, elem* residual, const float* __re
     see(seen, a, weight + i);
   }
   // each thread reads back only what it wrote itself
-  write_codes(sum, weight, codes, scales, width, eps, seen, sums, tops);
+  write_codes(sum, weight, codes, scales, width, eps, fixed, seen, sums, tops);
 }
 VX_EXPORT(add_rms_norm_codes)

@@ -10,8 +10,8 @@ from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.gguf import RUN
 from vllmx_cuda.matrices.form import Ops, ScratchBytes
 
-Quantiser = Callable[[Ops, Memory, int], Callable[[int], None]]
-"""quantiser(ops, x, cols)(m) writes m rows of x into the scratch."""
+Quantiser = Callable[[Ops, Memory, int, float], Callable[[int], None]]
+"""quantiser(ops, x, cols, scale)(m) writes m rows of x into the scratch."""
 
 
 def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
@@ -19,8 +19,9 @@ def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 8)
 
 
-def _q8(ops: Ops, x: Memory, cols: int) -> Callable[[int], None]:
+def _q8(ops: Ops, x: Memory, cols: int, scale: float) -> Callable[[int], None]:
     """int8 with a scale and two sums for each 32."""
+    assert not scale
     kernel = ops.variant("quantize_q8")
 
     def quantise(m: int) -> None:
@@ -37,14 +38,14 @@ def rows_bytes(cols: int, tokens: int) -> ScratchBytes:
 
 
 def _rows(code: str) -> Quantiser:
-    """Codes with a scale for each row."""
+    """Codes with a scale for each row, or with one for all."""
 
-    def quantiser(ops: Ops, x: Memory, cols: int) -> Callable[[int], None]:
+    def quantiser(ops: Ops, x: Memory, cols: int, scale: float) -> Callable[[int], None]:
         kernel = ops.variant("quantize_rows", VX_VEC=vector_width(cols), VX_CODE=CODES[code])
 
         def quantise(m: int) -> None:
             scratch = ops.products
-            arguments = (x, scratch.codes, scratch.scales, cols)
+            arguments = (x, scratch.codes, scratch.scales, cols, scale)
             ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
 
         return quantise

@@ -1,9 +1,10 @@
 """Rows of 8-bit codes, int8 or FP8 e4m3, with scales of rows or of blocks.
 
 Few rows of activations stay as they are and meet codes that are made floats in registers. Many
-become codes themselves, with a scale for each row (finer than a checkpoint's static scale for all,
-and no dearer), where the checkpoint was made for that, the scales are those of rows and the device
-has a product for such codes; else the weights are dequantised a piece at a time.
+become codes themselves, where the checkpoint was made for that, the scales are those of rows and
+the device has a product for such codes; else the weights are dequantised a piece at a time. Each
+row of activations has its own scale, or for FP8 the one that the checkpoint fixes. (int8 has no
+exponents: its rows have their own in any case, which is finer.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.activations import rows_bytes
 from vllmx_cuda.matrices.form import (
+    ActivationCodes,
     Gather,
     Operands,
     Ops,
@@ -54,6 +56,8 @@ class Codes8:
     """Of one scale."""
     coded_products: bool
     """Whether activations become codes as well."""
+    x_scale: float = 0.0
+    """Of such activations, as the checkpoint fixes it; 0: each row has its own."""
     alone: str = ""
     """Tells a part that cannot share blocks of rows with its neighbours from them."""
     gathers = False
@@ -144,9 +148,8 @@ class Codes8:
             arguments = (operands.x, codes, scales, operands.bias, operands.y, *shape)
             ops.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
 
-        return SegmentProduct(
-            enqueue, self.code if usually else None, lambda m: m > few and coded(m)
-        )
+        codes_of_x = ActivationCodes(self.code, self.x_scale) if usually else None
+        return SegmentProduct(enqueue, codes_of_x, lambda m: m > few and coded(m))
 
     def _cut(self, m: int, segment: Segment) -> list[Product]:
         """The product of codes, some columns at a time, for the sums have 32 bits."""
@@ -201,7 +204,17 @@ def codes8(part: WeightPart, target: Target) -> Codes8 | None:
     # in float32, which is for checks and not for speed, activations are not rounded
     coded = for_codes and target.dtype != "f32" and (block_rows, block_cols) == (1, cols)
     alone = part.name if part.shape[0] % block_rows else ""
-    return Codes8(code, block_rows, block_cols, coded, alone)
+    x_scale = _fixed_scale(part) if coded and code == "f8e4m3" else 0.0
+    return Codes8(code, block_rows, block_cols, coded, x_scale, alone)
+
+
+def _fixed_scale(part: WeightPart) -> float:
+    """0 where a checkpoint has none, or one that nobody calibrated."""
+    raw = part.buffers.get("input_scale")
+    if raw is None or part.layout.options.get("activations") != "static":
+        return 0.0
+    value = float(raw.to_f32().reshape(-1)[0])
+    return value if 0 < value < float("inf") else 0.0
 
 
 def _scale_values(raw: RawTensor) -> F32:

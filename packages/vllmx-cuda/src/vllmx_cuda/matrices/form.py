@@ -102,14 +102,24 @@ class Ops(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationCodes:
+    """What x is made before a product."""
+
+    kind: str
+    """A key of `activations.QUANTISERS`."""
+    scale: float = 0.0
+    """Of all rows, as a checkpoint fixes it; 0: each has its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentProduct:
     """x @ rows.T + bias for any number of rows of x."""
 
     enqueue: Callable[[int], None]
     """enqueue(m)"""
-    codes: str | None = None
-    """A name of `activations.QUANTISERS`: x as these codes is in the scratch when it is asked for
-    as many rows as `wants_codes` says yes to."""
+    codes: ActivationCodes | None = None
+    """x as these is in the scratch when it is asked for as many rows as `wants_codes` says yes
+    to."""
     wants_codes: Callable[[int], bool] = lambda _: True
 
 

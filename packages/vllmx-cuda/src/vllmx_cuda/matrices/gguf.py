@@ -17,6 +17,7 @@ from vllmx_cuda.device import Bytes, Memory
 from vllmx_cuda.kernel_specs.gguf import BLOCKS, GEMV_TOKENS, block_bytes, block_values
 from vllmx_cuda.matrices.activations import q8_bytes
 from vllmx_cuda.matrices.form import (
+    ActivationCodes,
     Gather,
     Operands,
     Ops,
@@ -90,7 +91,7 @@ class GgufBlocks:
             arguments = (x.codes, x.scales, segment.data, operands.bias, operands.y, *shape)
             ops.device.launch(kernel, sizes, arguments)
 
-        return SegmentProduct(enqueue, "q8", lambda m: m <= GEMV_ROWS)
+        return SegmentProduct(enqueue, ActivationCodes("q8"), lambda m: m <= GEMV_ROWS)
 
     def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
         kernel = ops.variant("gguf_dequantize", VX_BLOCK=self.block)

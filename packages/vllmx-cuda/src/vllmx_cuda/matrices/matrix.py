@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from vllmx_cuda.device import Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.activations import QUANTISERS
-from vllmx_cuda.matrices.form import Gather, Operands, Ops, Segment, SegmentProduct
+from vllmx_cuda.matrices.form import (
+    ActivationCodes,
+    Gather,
+    Operands,
+    Ops,
+    Segment,
+    SegmentProduct,
+)
 from vllmx_cuda.matrices.products import columns
 
 
@@ -18,15 +25,15 @@ class MatrixProduct:
     """The products of all segments with one x."""
 
     segments: tuple[SegmentProduct, ...]
-    quantise: Mapping[str, Callable[[int], None]]
+    quantise: Mapping[ActivationCodes, Callable[[int], None]]
     """The codes that segments may want -> what writes x as these into the scratch."""
 
-    def codes(self, m: int) -> str | None:
+    def codes(self, m: int) -> ActivationCodes | None:
         """As which codes all segments want m rows of x; None: not all as the same."""
         kinds = {s.codes if s.codes and s.wants_codes(m) else None for s in self.segments}
         return kinds.pop() if len(kinds) == 1 else None
 
-    def enqueue(self, m: int, ready: str | None = None) -> None:
+    def enqueue(self, m: int, ready: ActivationCodes | None = None) -> None:
         """For m rows. Where several segments want x as the same codes, they are made once; `ready`
         is what the scratch holds already."""
         for segment in self.segments:
@@ -54,7 +61,7 @@ class Matrix:
             operands = columns(whole, s.begin, s.rows, ITEM_BYTES[out_dtype])
             products.append(s.form.product(ops, s, operands))
         kinds = dict.fromkeys(p.codes for p in products if p.codes is not None)
-        quantise = {kind: QUANTISERS[kind](ops, x, self.cols) for kind in kinds}
+        quantise = {c: QUANTISERS[c.kind](ops, x, self.cols, c.scale) for c in kinds}
         return MatrixProduct(tuple(products), quantise)
 
     def gather(self, ops: Ops, y: Memory) -> Gather:
