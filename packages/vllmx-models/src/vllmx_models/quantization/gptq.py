@@ -10,7 +10,6 @@ weight[o, i] = (q[i, o] - zero[g_idx[i], o]) * scale[g_idx[i], o].
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllmx_models.quantization.affine import decode_coded, group_map
 from vllmx_models.quantization.bits import packed_words, unpack
 from vllmx_models.quantization.modules import compiled
 from vllmx_models.quantization.options import FLOATS, QuantReader
+from vllmx_models.quantization.patterns import Pattern
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 BITS = (2, 3, 4, 8)
@@ -127,9 +127,9 @@ def _group_index(
     return tensors.groups(".g_idx", cols, groups)
 
 
-def _dynamic(read: QuantReader) -> list[tuple[re.Pattern[str], Mapping[str, Any] | None]]:
+def _dynamic(read: QuantReader) -> list[tuple[Pattern, Mapping[str, Any] | None]]:
     """GPTQModel's overrides: a pattern after "-:" takes modules out, others change options."""
-    rules: list[tuple[re.Pattern[str], Mapping[str, Any] | None]] = []
+    rules: list[tuple[Pattern, Mapping[str, Any] | None]] = []
     for pattern, options in read.mapping("dynamic").items():
         search = compiled(pattern.removeprefix("-:").removeprefix("+:"), read.source)
         if not isinstance(options, Mapping):
