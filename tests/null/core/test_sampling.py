@@ -19,7 +19,7 @@ from vllmx_core.sampling import (
 INTERVALS: dict[str, tuple[list[Any], list[Any]]] = {
     "n": ([1, 128], [0, 129, 1.0]),
     "best_of": ([1, 128, None], [0, 129]),
-    "temperature": ([0, 0.0, 100.0], [-0.1, 100.1]),
+    "temperature": ([0, 0.0, 100.0], [-0.1, 100.1, 10**400]),
     "top_p": ([1e-6, 1, 1.0], [0.0, 1.1, -1]),
     "top_k": ([0, -1, 1 << 30], [-2, (1 << 30) + 1, 2.0]),
     "min_p": ([0.0, 1.0], [-0.1, 1.1]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -150,7 +149,7 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):
         above = f"above {low:g} and at most" if open_low else f"between {low:g} and"
         raise InvalidRequestError(f"{name} must be {above} {high:g}, got {value}", param=name)
 

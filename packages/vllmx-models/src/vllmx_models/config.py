@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +26,7 @@ _DTYPES = {
     "float64": "f32",
 }
 _ABSENT = object()
+LARGEST_FLOAT = sys.float_info.max
 
 # Keys of related architectures that change the result, with the values that do not. A config that
 # sets one of them to anything else is refused rather than served wrongly. `pretraining_tp` is not
@@ -92,7 +93,7 @@ class ConfigReader:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, "must be a number above 0")
-        if not math.isfinite(value) or value <= 0:
+        if not 0 < value <= LARGEST_FLOAT:  # also an integer that is no float
             raise self.error(key, "must be a finite number above 0")
         return float(value)
 

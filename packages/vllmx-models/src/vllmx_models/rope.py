@@ -19,6 +19,8 @@ import numpy as np
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.plan import F32
 
+from vllmx_models.config import LARGEST_FLOAT
+
 _ALIASES = {"su": "longrope"}  # the name of the first Phi-3 configs
 _OPTIONS = frozenset(
     (
@@ -82,7 +84,7 @@ class Rope:
         if value is None and default is not None:
             return default
         ok = isinstance(value, int | float) and not isinstance(value, bool)
-        if not ok or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+        if not ok or not 0 < value <= LARGEST_FLOAT:  # type: ignore[operator]
             raise UnsupportedModelError(
                 f"config.json: RoPE scaling {self.kind!r} needs {key} as a number above 0, got"
                 f" {str(value)[:80]}"
