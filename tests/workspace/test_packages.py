@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from vllmx_core.registry import PACKAGED_BACKENDS
 
 EXPECTED = {
     "vllmx",
@@ -66,6 +67,13 @@ def test_requirements_list_every_package(root: Path) -> None:
     listed = {f"-e packages/{name}" for name in EXPECTED}
     assert "torch" not in users
     assert listed <= {*users.splitlines(), *developers}
+
+
+def test_backends_that_are_extras(projects: dict[str, dict[str, Any]]) -> None:
+    """The error of one that is not installed names the extra."""
+    extras = projects["vllmx"]["project"]["optional-dependencies"]
+    for name in PACKAGED_BACKENDS:
+        assert [Requirement(need).name for need in extras[name]] == [f"vllmx-{name}"]
 
 
 def test_no_extra_but_its_own_pulls_torch(projects: dict[str, dict[str, Any]]) -> None:

@@ -83,7 +83,7 @@ def test_aliases_of_both_families(arguments: list[str], name: str, value: object
     ("arguments", "text"),
     [
         (["a", "--model", "b"], "named twice"),
-        (["--max-model-len", "many"], "--max-model-len must be a int"),
+        (["--max-model-len", "many"], "--max-model-len must be an integer, got 'many'"),
         (["--max-model-len", "0"], "between 1 and"),
         (["--port", "70000"], "--port must be between 0 and 65535"),
         (["--block-size", "7"], "--block-size must be"),

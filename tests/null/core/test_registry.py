@@ -200,6 +200,18 @@ def test_auto_without_a_backend_that_runs_lists_every_reason() -> None:
     registry.add(plugin(vllmx_backends=(backend("big", 9, f"{HERE}:no"),)), "p:p")
     with pytest.raises(BackendUnavailableError, match="big: no device"):
         registry.choose_backend()
+    specs = (backend("numpy", -1, f"{HERE}:runs"), backend("metal", -1, f"{HERE}:runs"))
+    registry.add(plugin(vllmx_backends=(*specs, backend("torch", -1, f"{HERE}:no"))), "q:q")
+    with pytest.raises(BackendUnavailableError) as caught:
+        registry.choose_backend()
+    assert "pip install 'vllmx[cpu]'; or ask for one by its name: " in caught.value.message
+    assert caught.value.message.endswith("--backend metal or numpy")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "metal", "torch"])
+def test_a_backend_of_ours_that_is_not_installed_is_named_with_the_command(name: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=rf"pip install 'vllmx\[{name}\]'"):
+        Registry().choose_backend(name)
 
 
 def test_a_missing_implementation_is_named() -> None:

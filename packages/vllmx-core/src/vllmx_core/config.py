@@ -172,10 +172,15 @@ def _scalar(value: Any, hint: Any, source: str) -> Any:
             return words[str(value).lower()]
         raise ConfigError(f"{source} must be true or false, got {value!r}")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{source} must be a {hint.__name__}, got {value!r}")
+        raise _wrong_type(value, hint, source)
     try:
         if hint is int and isinstance(value, float) and not value.is_integer():
             raise ValueError
         return hint(value)
     except ValueError:
-        raise ConfigError(f"{source} must be a {hint.__name__}, got {value!r}") from None
+        raise _wrong_type(value, hint, source) from None
+
+
+def _wrong_type(value: Any, hint: Any, source: str) -> ConfigError:
+    wanted = {int: "an integer", float: "a number", str: "a text"}[hint]
+    return ConfigError(f"{source} must be {wanted}, got {value!r}")

@@ -41,6 +41,9 @@ from vllmx_core.specs import (
 
 logger = logging.getLogger("vllmx.registry")
 
+PACKAGED_BACKENDS = ("cpu", "cuda", "metal", "torch")
+"""Those of our own that are an extra of the distribution `vllmx`, under the same name."""
+
 S = TypeVar("S", bound=Spec)
 
 _HOOKS: dict[str, type[Spec]] = {
@@ -214,23 +217,31 @@ class Registry:
         """A backend and the reason for it. A name is taken at its word; `auto` is the one of
         greatest priority that can run here. Raises BackendUnavailableError with every reason."""
         if wanted != "auto":
+            if wanted in PACKAGED_BACKENDS and wanted not in self._specs[BackendSpec]:
+                raise BackendUnavailableError(
+                    f"backend {wanted!r} is not installed: pip install 'vllmx[{wanted}]'"
+                )
             spec = self.get(BackendSpec, wanted)
             reason = _unavailable_reason(spec)
             if reason is not None:
                 raise BackendUnavailableError(f"backend {wanted!r} cannot run here: {reason}")
             return spec, "asked for by name"
         reasons: list[str] = []
+        by_name: list[str] = []
         for spec in sorted(self.all(BackendSpec), key=lambda spec: -spec.priority):
-            if spec.priority < 0:
-                continue  # only by name
             reason = _unavailable_reason(spec)
-            if reason is None:
+            if spec.priority < 0:
+                by_name += [spec.name] if reason is None else []
+            elif reason is None:
                 skipped = "; ".join(reasons)
                 return spec, f"first that can run here{' (' + skipped + ')' if skipped else ''}"
-            reasons.append(f"{spec.name}: {reason}")
-        if "cpu" not in {spec.name for spec in self.all(BackendSpec)}:
+            else:
+                reasons.append(f"{spec.name}: {reason}")
+        if "cpu" not in self._specs[BackendSpec]:
             reasons.append("the one that runs anywhere is not installed: pip install 'vllmx[cpu]'")
-        raise BackendUnavailableError("no backend can run here: " + "; ".join(reasons))
+        if by_name:
+            reasons.append(f"or ask for one by its name: --backend {' or '.join(by_name)}")
+        raise BackendUnavailableError(f"no backend is chosen by itself here: {'; '.join(reasons)}")
 
 
 def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
