@@ -16,6 +16,8 @@ from vllmx_core.errors import BackendUnavailableError, ModelNotFoundError
 from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
+from vllmx_engine.chat import load_tokenizer
+from vllmx_engine.load import plan_load
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 
@@ -115,6 +117,16 @@ def test_shards_a_folder_and_another_tokenizer(tmp_path: Path, demo: dict[str, P
     empty.mkdir()
     with pytest.raises(ModelNotFoundError, match=r"no tokenizer\.json"):
         open_llm(first, tokenizer=str(empty))
+
+
+def test_what_is_no_model_is_not_called_one_without_a_tokenizer(tmp_path: Path) -> None:
+    """The server reads the tokenizer beside the weights, so its error may be the first."""
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "b.gguf").touch()
+    (tmp_path / "notes.txt").touch()
+    for place, message in ((tmp_path, "2 GGUF models"), (tmp_path / "notes.txt", "no weights")):
+        with pytest.raises(ModelNotFoundError, match=message):
+            load_tokenizer(plan_load(EngineConfig(model=str(place))))
 
 
 def test_a_folder_with_safetensors_and_gguf_is_the_former(

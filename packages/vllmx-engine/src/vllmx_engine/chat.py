@@ -107,7 +107,9 @@ def load_tokenizer(plan: LoadPlan) -> Tokenizer:
         return Tokenizer.from_folder(place)
     try:
         checkpoint = open_checkpoint(plan.registry, place)
-    except ModelNotFoundError:  # a folder without a model: what it lacks is a tokenizer
+    except ModelNotFoundError:
+        if plan.config.tokenizer is None:
+            raise  # the model itself cannot be opened, whatever its folder says of a tokenizer
         return Tokenizer.from_folder(place)
     try:
         if checkpoint.tokenizer is None:

@@ -49,6 +49,9 @@ class StringArray(Sequence[str]):
     length: int
     key: str
 
+    def __repr__(self) -> str:
+        return f"[{self.length} strings]"
+
     @property
     def stored(self) -> bytes:
         """Lengths and bytes of all, as they lie in the file."""
