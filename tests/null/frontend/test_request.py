@@ -154,6 +154,19 @@ def test_bad_words_with_and_without_a_space(info: CoreInfo) -> None:
         builder.build([1], SamplingParams(bad_words=("  ",)))
 
 
+def test_a_bad_word_that_has_fewer_tokens_behind_a_space(info: CoreInfo) -> None:
+    """Byte-level vocabularies hold " word" oftener than "word"."""
+    model = tokenizers.models.WordLevel({"P": 0, "aris": 1, " Paris": 2}, unk_token="P")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(" Paris|P|aris"), "isolated"
+    )
+    request = RequestBuilder(Tokenizer(backend), info).build(
+        [1], SamplingParams(bad_words=("Paris",))
+    )
+    assert request.core[0].bad_words_ids == [[0, 1], [2]]
+
+
 def test_defaults_come_from_the_model(tokenizer: Tokenizer, info: CoreInfo) -> None:
     config = {
         "temperature": 0.6,

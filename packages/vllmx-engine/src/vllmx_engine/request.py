@@ -213,8 +213,8 @@ class RequestBuilder:
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Ids of each word at the start of a text and after a space, where that is a token of its
-        own (the second form counts if it is as long as the first and begins otherwise)."""
+        """Ids of each word at the start of a text and after a space, where they are others than
+        behind a space that is a token of its own."""
         found: list[list[int]] = []
         for word in words:
             bare = self.tokenizer.encode(word.lstrip(" "), add_special_tokens=False)
@@ -224,7 +224,7 @@ class RequestBuilder:
                 )
             found.append(bare)
             spaced = self.tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False)
-            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            if spaced[-len(bare) :] != bare:
                 found.append(spaced)
         return found
 
