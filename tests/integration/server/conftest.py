@@ -106,7 +106,8 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
     folder = tmp_path_factory.mktemp("fake")
     plugins = install_fake_plugin(folder / "plugins")
     model = make_fake_checkpoint(folder / "model", vocab_size=128, eos_id=None, step_s=0.02)
-    environment = {"PYTHONPATH": str(plugins)}
+    paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}
 
     def make(*flags: str) -> AbstractContextManager[RunningServer]:
         fixed = ("--model", str(model), "--backend", "fake", "--served-model-name", "fake")

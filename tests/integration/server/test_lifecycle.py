@@ -141,6 +141,7 @@ def test_the_second_signal_stops_at_once(
         server.process.wait(6)
         assert found.result()[-1] in ("broken", "[DONE]")
         wait_until(lambda: not Path(f"/proc/{core}").exists(), 5)
+        assert not any("Traceback" in line for line in server.lines)
 
 
 def test_a_unix_socket(fake_server: MakeFake, tmp_path: Path) -> None:

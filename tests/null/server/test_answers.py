@@ -104,6 +104,9 @@ async def test_logprobs_of_chats(served: Served) -> None:
     assert streamed == content
     bare = (await served.post("/v1/chat/completions", **{**body, "top_logprobs": None})).json()
     assert all(e["top_logprobs"] == [] for e in bare["choices"][0]["logprobs"]["content"])
+    for none in ({"logprobs": False, "top_logprobs": 0}, {"logprobs": None, "top_logprobs": 0}):
+        answer = (await served.post("/v1/chat/completions", **{**body, **none})).json()
+        assert answer["choices"][0]["logprobs"] is None
 
 
 async def test_prompt_logprobs(served: Served) -> None:

@@ -11,6 +11,7 @@ import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
@@ -52,6 +53,7 @@ async def _serve(
     listener, url = bind(server)
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
+    asyncio.get_running_loop().set_exception_handler(_on_loop_error)
     try:
         signals = _Signals()
         async with await AsyncLLM.start(engine) as llm:
@@ -69,6 +71,12 @@ async def _serve(
         listener.close()
         if server.uds is not None:
             Path(server.uds).unlink(missing_ok=True)
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A connection that is cut when the server stops is no error; Python 3.11 logs each as one."""
+    if not isinstance(context.get("exception"), asyncio.CancelledError):
+        loop.default_exception_handler(context)
 
 
 async def _until_stopped(serving: asyncio.Future[None], stop: asyncio.Event) -> None:

@@ -85,6 +85,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
                 parts.append({"type": "text", "text": part})
             elif part.type == "text" and part.text is not None:
                 parts.append({"type": "text", "text": part.text})
+            elif part.type == "text":
+                raise InvalidRequestError(
+                    f"messages[{index}] has a content part of type 'text' without its text",
+                    param=f"messages[{index}].content",
+                )
             else:
                 raise InvalidRequestError(
                     f"messages[{index}] has a content part of type {part.type!r}; this server"
@@ -176,7 +181,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         """Cross-field rules. Raises InvalidRequestError."""
         SamplingFields.check(self)
         check_messages(self.messages)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
         if self.tool_choice not in (None, "none"):
             raise InvalidRequestError(
