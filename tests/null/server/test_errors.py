@@ -65,6 +65,16 @@ async def test_bad_chats(served: Served) -> None:
         assert error_of(response, 400)["param"] == param
 
 
+async def test_content_parts_that_are_not_served(served: Served) -> None:
+    for part, message in (
+        ({"type": "text"}, "content part of type 'text' without its text"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "takes text alone"),
+    ):
+        messages = [{"role": "user", "content": [part]}]
+        response = await served.post("/v1/chat/completions", messages=messages)
+        assert message in error_of(response, 400)["message"]
+
+
 async def test_a_prompt_that_is_too_long_says_the_numbers(served: Served) -> None:
     for prompt in ("x" * 600, "x" * 20_000, [5] * 600):
         error = error_of(await served.post("/v1/completions", prompt=prompt), 400)
@@ -189,7 +199,7 @@ async def test_a_fault_of_one_request_before_and_after_its_first_byte(
             response = await served.post("/v1/completions", prompt=[1, 7], stream=stream)
             assert error_of(response, 500)["code"] == "non_finite_logits"
         good, bad = await asyncio.gather(
-            served.events("/v1/completions", prompt="a", max_tokens=20),
+            served.events("/v1/completions", prompt="a", max_tokens=20, allowed_token_ids=[8]),
             served.events("/v1/completions", prompt="ab", max_tokens=9, allowed_token_ids=[7]),
         )
         assert bad[0]["choices"][0]["text"] == "\x07"
