@@ -9,10 +9,11 @@ namespace VX_ISA {
 
 // A token's unit in a panel: float scale | int16 -sum of the quads | int16 0 | in wide units up to a
 // multiple of 64 | the quads.
-template <class Format>
+template <class Format_>
 struct AffineBlocks {
+  typedef Format_ Format;
   enum {
-    QUANTISED = 1, UNIT_COLS = Format::UNIT_COLS, UNIT_BYTES = Format::UNIT_BYTES,
+    QUANTISED = 1, UNIT_COLS = Format::UNIT_COLS, UNIT_BYTES = Format::UNIT_BYTES, CODE_BYTES = Format::CODE_BYTES,
     QUADS = UNIT_COLS > 32 ? 64 : 8, PANEL_BYTES = QUADS + UNIT_COLS / 4 * QUAD_BYTES<Format>,
   };
 

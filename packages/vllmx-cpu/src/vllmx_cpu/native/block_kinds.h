@@ -9,6 +9,7 @@
 #include "float8_blocks.h"
 #include "scaled_blocks.h"
 #include "super_blocks.h"
+#include "weight_fetch.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -38,8 +39,9 @@ using BlockKind = typename KindFor<Format, Format::FAMILY>::type;
 // register of rows after the other: the codes of a unit fill the registers. Otherwise as `micro`.
 template <class Kind, int NR, int MB>
 static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, const uint8_t* panel,
-                         float* c, const uint8_t* ahead) {
+                         float* c, const uint8_t* next) {
   for (int r = 0; r < NR; ++r, w += block_bytes) {
+    const uint8_t* next_block = next && r + 1 < NR ? w + block_bytes : next;
     NativeF acc[16 / NATIVE_LANES][MB];
 #pragma GCC unroll 4
     for (int i = 0; i < 16 / NATIVE_LANES; ++i)
@@ -47,10 +49,7 @@ static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, co
       for (int t = 0; t < MB; ++t) acc[i][t] = splat_as(Tag<NativeF>(), 0.0f);
     const uint8_t* x = panel;
     for (int32_t u = 0; u < units; ++u, x += MB * (size_t)Kind::PANEL_BYTES) {
-      if (ahead) {
-        for (int i = 0; i < Kind::UNIT_BYTES; i += 64) prefetch(ahead + i);
-        ahead += Kind::UNIT_BYTES;
-      }
+      if (next) WeightFetch<Kind, 1>::before_unit(w, block_bytes, u, units, next_block);
 #pragma GCC unroll 1
       for (int lane = 0; lane < 16; lane += NATIVE_LANES)
         Kind::template multiply<MB>(acc[lane / NATIVE_LANES], w, u, units, lane, x);

@@ -75,7 +75,7 @@ VX_INLINE NativeF float8_to_f32(NativeU codes, int i) {
 struct Float8Blocks {
   typedef layout::Float8 Format;
   enum {
-    QUANTISED = 1, UNIT_COLS = Format::UNIT_COLS, UNIT_BYTES = Format::UNIT_BYTES,
+    QUANTISED = 1, UNIT_COLS = Format::UNIT_COLS, UNIT_BYTES = Format::UNIT_BYTES, CODE_BYTES = Format::CODE_BYTES,
 #if defined(__AVX512BF16__)
     FOUR_BYTES = 8,
 #else

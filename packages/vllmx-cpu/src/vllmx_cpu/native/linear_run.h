@@ -16,21 +16,27 @@
 namespace vx {
 namespace VX_ISA {
 
+enum { ONCE_BYTES = 64 << 10 };  // of weights that stream by, in a chunk
+
 template <class Kind>
 static void multiply(const VxLinear* a, Panels p, VxCtx* ctx) {
   const VxWeight* w = &a->w;
   const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES, tile_bytes = 2 * block_bytes;
+  const auto tile_data = [=](int32_t tile) { return (const uint8_t*)w->data + (size_t)tile * tile_bytes; };
   alignas(64) float c[MICRO_TOKENS * 32];
-  for_chunks(w, tile_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t first, int32_t last) {
+  // With one panel nothing is used twice: small chunks, so that the threads end together.
+  const Chunks size = p.count > 1 ? Chunks{CHUNK_BYTES, 8} : Chunks{ONCE_BYTES, 8};
+  for_chunks_ahead(w, tile_bytes, size, ctx, [&](int32_t first, int32_t last, int32_t next) {
     for (int32_t panel = 0; panel < p.count; ++panel) {
       const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
       const uint8_t* x = p.base + (size_t)row * p.units * Kind::PANEL_BYTES;
       const Micro run = micro_for<Kind>(tokens);
       for (int32_t tile = first; tile < last; ++tile) {
-        const uint8_t* data = (const uint8_t*)w->data + (size_t)tile * tile_bytes;
-        for (int b = 0; b < 2; b += MICRO_BLOCKS) {
-          const uint8_t* block = data + (size_t)b * block_bytes;
-          run(block, block_bytes, p.units, x, c + b * 16, panel == 0 ? block + FETCH_AHEAD : nullptr);
+        const int32_t then = tile + 1 < last ? tile + 1 : next < 0 ? tile : next;
+        const uint8_t *block = tile_data(tile), *after = tile_data(then);
+        for (int b = 0; b < 2; b += MICRO_BLOCKS, block += block_bytes) {
+          const uint8_t* following = b + MICRO_BLOCKS < 2 ? block + block_bytes : after;
+          run(block, block_bytes, p.units, x, c + b * 16, panel == 0 ? following : nullptr);
         }
         finish_tile(a, tile, row, tokens, c);
       }

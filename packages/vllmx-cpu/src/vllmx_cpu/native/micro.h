@@ -6,7 +6,9 @@
 // nothing else, makes a row's bits independent of the batch around it.
 #pragma once
 #include "block_kinds.h"
-#include "simd.h"
+#if defined(__AVX512VNNI__)
+#include "micro_pairs.h"
+#endif
 
 namespace vx {
 namespace VX_ISA {
@@ -65,10 +67,10 @@ struct WeightBf16 {
 };
 
 // w: NR blocks, block_bytes apart. panel: [units][MB] activations. c: [MB][32] receives the sums.
-// ahead: what to fetch into the cache meanwhile, laid out as w; null for nothing.
+// next: the blocks that are used after these, to be fetched into the cache meanwhile; null: all are there.
 template <class Kind, int NR, int MB>
 static void micro(const uint8_t* w, size_t block_bytes, int32_t units, const uint8_t* panel, float* c,
-                  const uint8_t* ahead) {
+                  const uint8_t* next) {
   F32x16 acc[NR][MB];
 #pragma GCC unroll 16
   for (int r = 0; r < NR; ++r)
@@ -78,10 +80,9 @@ static void micro(const uint8_t* w, size_t block_bytes, int32_t units, const uin
     typename Kind::Loaded v[NR];
 #pragma GCC unroll 16
     for (int r = 0; r < NR; ++r) v[r] = Kind::load_unit(w + (size_t)r * block_bytes);
-    if (ahead) {
+    if (next) {
 #pragma GCC unroll 16
-      for (int r = 0; r < NR; ++r) __builtin_prefetch(ahead + (size_t)r * block_bytes, 0, 3);
-      ahead += Kind::UNIT_BYTES;
+      for (int r = 0; r < NR; ++r) __builtin_prefetch(w + (size_t)r * block_bytes + FETCH_AHEAD, 0, 3);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < MB; ++t)
@@ -105,6 +106,9 @@ VX_INLINE Micro micro_for(int tokens) {
   if constexpr (MB < MICRO_TOKENS) {
     if (tokens > MB) return micro_for<Kind, MB + 1>(tokens);
   }
+#if defined(__AVX512VNNI__)
+  if constexpr (ONE_SUM<Kind>) return micro_pairs<Kind, MB>;
+#endif
   if constexpr (Kind::QUANTISED)
     return micro_blocks<Kind, MICRO_BLOCKS, MB>;
   else

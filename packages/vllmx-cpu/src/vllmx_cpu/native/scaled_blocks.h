@@ -9,11 +9,12 @@ namespace VX_ISA {
 
 // A token's unit in a panel: float scale | int32 (CODE_BIAS - ZERO) * sum of the quads, or with minima
 // the float scale * sum | 8 quads.
-template <class Format>
+template <class Format_>
 struct ScaledBlocks {
+  typedef Format_ Format;
   static constexpr bool MINIMUM = Format::OFFSET == layout::MINIMUM;
   enum {
-    QUANTISED = 1, UNIT_COLS = 32, UNIT_BYTES = Format::UNIT_BYTES, QUADS = 8,
+    QUANTISED = 1, UNIT_COLS = 32, UNIT_BYTES = Format::UNIT_BYTES, CODE_BYTES = Format::CODE_BYTES, QUADS = 8,
     PANEL_BYTES = QUADS + 8 * QUAD_BYTES<Format>,
   };
 

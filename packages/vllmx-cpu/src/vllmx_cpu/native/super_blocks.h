@@ -43,7 +43,7 @@ struct SuperBlocks {
   static constexpr int CENTRE = CENTRED ? CODES / 2 : Format::ZERO, TAKEN_OFF = CENTRE - CODE_BIAS<Format>;
 
   enum {
-    QUANTISED = 1, UNIT_COLS = 256, UNIT_BYTES = Format::UNIT_BYTES,
+    QUANTISED = 1, UNIT_COLS = 256, UNIT_BYTES = Format::UNIT_BYTES, CODE_BYTES = UNIT_BYTES,
     STARTS = 4 + (MINIMA ? GROUPS * 2 : 0), QUADS = (STARTS + (TAKEN_OFF ? 64 / CHAIN * 4 : 0) + 63) / 64 * 64,
     PANEL_BYTES = QUADS + 64 * QUAD_BYTES<Format>,
   };

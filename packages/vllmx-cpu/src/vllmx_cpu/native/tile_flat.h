@@ -39,7 +39,7 @@ struct FlatTiles : BlockKind<Format> {
   enum {
     COLS = Format::UNIT_COLS, STEPS = COLS == 32 ? 8 : 16, PARTS = COLS / 4 / STEPS,
     SPAN = 1024 / COLS, TILE_UNIT_BYTES = COLS * 16, UNPACKED_BYTES = SPAN * TILE_UNIT_BYTES,
-    FROM_TOKENS = COLS == 32 ? 9 : 5,
+    FROM_TOKENS = COLS == 32 ? 13 : 5,
   };
   static constexpr bool in_place(Passing passing) {
     return Format::BITS == 8 && (passing == FEW || Format::FAMILY != layout::SCALED);

@@ -1,0 +1,46 @@
+// Weights on their way from memory while those before them are used.
+//
+// Each unit of columns is asked for twice: far ahead, into the second-level cache, which has room for many
+// requests, and shortly before its use, from there into the first. Either alone leaves memory idle: Q8_0
+// times 8 tokens, one thread of Emerald Rapids, takes 13.8 GB/s with the near requests, 13.3 with the
+// far ones and 16.5 with both, of the 17 that loads alone reach.
+#pragma once
+#include "simd.h"
+
+namespace vx {
+namespace VX_ISA {
+
+enum { FETCH_AHEAD = 2048 };  // bytes between a weight's only request and its use, where one is enough
+
+// A block of a quantised Kind is the codes of all units, then what else they have, its tail.
+template <class Kind, int BLOCKS>
+struct WeightFetch {
+  enum {
+    CODES = Kind::CODE_BYTES, TAIL = Kind::UNIT_BYTES - Kind::CODE_BYTES,
+    NEAR = CODES < 1024 ? 1024 / CODES : 1, FAR = CODES < 4096 ? 8192 / CODES : 2,  // units
+  };
+
+  // To call before unit u of the BLOCKS blocks at w is used; those at `next` are used after them.
+  VX_INLINE void before_unit(const uint8_t* w, size_t block_bytes, int32_t u, int32_t units, const uint8_t* next) {
+    fetch_codes<3>(w, block_bytes, u + NEAR, units, next);
+    fetch_codes<2>(w, block_bytes, u + FAR, units, next);
+    // A tail lies far from its codes, and is small: one block ahead.
+    const uint8_t* tail = next + (size_t)units * CODES + (size_t)u * TAIL;
+#pragma GCC unroll 2
+    for (int b = 0; b < BLOCKS; ++b)
+      for (int i = 0; i < TAIL; i += 64) __builtin_prefetch(tail + b * block_bytes + i, 0, 2);
+  }
+
+ private:
+  template <int LOCALITY>
+  VX_INLINE void fetch_codes(const uint8_t* w, size_t block_bytes, int32_t u, int32_t units, const uint8_t* next) {
+    const uint8_t* codes = (u < units ? w : next) + (size_t)(u < units ? u : u - units) * CODES;
+#pragma GCC unroll 2
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma GCC unroll 8
+      for (int i = 0; i < CODES; i += 64) __builtin_prefetch(codes + b * block_bytes + i, 0, LOCALITY);
+  }
+};
+
+}  // namespace VX_ISA
+}  // namespace vx
