@@ -25,13 +25,23 @@ VX_INLINE NativeU look_up(NativeU w, const uint8_t* table) {
 #endif
 }
 
+// Each byte of v shifted down by n bits, up where n is negative. What comes in from beside is to be masked.
+VX_INLINE NativeU shift_bytes(NativeU v, int n) {
+#if defined(__AVX512VBMI__)  // a shift takes port 0, which is the busy one beside tiles
+  const __m512i places = _mm512_set1_epi64(0x7870686058504840 + n * 0x0101010101010101);
+  return n ? (NativeU)_mm512_multishift_epi64_epi8(places, (__m512i)v) : v;
+#else
+  return n < 0 ? v << -n : v >> n;
+#endif
+}
+
 // The B bits of quad j of a plane, shifted up by `place`.
 template <int B>
 VX_INLINE NativeU plane_bits(const uint8_t* p, int j, int place) {
   const int shift = j % (8 / B) * B;
   const NativeU v = load_as<NativeU>(p + j / (8 / B) * 64);
   const NativeU mask = splat_as(Tag<NativeU>(), 0x01010101u * (uint32_t)(((1 << B) - 1) << place));
-  return (shift < place ? v << (place - shift) : shift > place ? v >> (shift - place) : v) & mask;
+  return shift_bytes(v, shift - place) & mask;
 }
 
 // Of the rows whose lanes begin at p. With a table, the value of each code plus the format's zero; for

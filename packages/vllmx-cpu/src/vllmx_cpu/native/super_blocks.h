@@ -124,12 +124,17 @@ struct SuperBlocks {
   }
   // acc and what a unit's sum over the groups adds to it, for the token's unit at x.
   VX_INLINE NativeF add(NativeF acc, NativeI total, const Scales& s, const uint8_t* x) {
+    NativeF low;
+    if constexpr (MINIMA) low = to_f32(dot_sums(s.minima, x));
+    return add(acc, total, low, s, x);
+  }
+  // The same where the sum of the minima times the token's sums is known.
+  VX_INLINE NativeF add(NativeF acc, NativeI total, NativeF low, const Scales& s, const uint8_t* x) {
     const NativeF scale = splat_as(Tag<NativeF>(), read_as<float>(x));
-    if constexpr (!MINIMA) {
+    if constexpr (!MINIMA)
       return fma(s.d * scale, to_f32(total), acc);
-    } else {
-      return fma(scale, s.d * to_f32(total) - s.low_d * to_f32(dot_sums(s.minima, x)), acc);
-    }
+    else
+      return fma(scale, s.d * to_f32(total) - s.low_d * low, acc);
   }
 
   // Group scale g of the rows from `lane` on.

@@ -63,6 +63,93 @@ static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, 
   });
 }
 
+// --- units of 256 columns --------------------------------------------------------------------------
+// A product's sums are added beside the next product, whatever block or output tile that is of.
+template <class Tiles>
+struct SuperRun {
+  typedef typename Tiles::Panels Panels;
+  typedef typename Tiles::Product Product;
+  const VxLinear* a;
+  Panels p;
+  uint8_t* room;  // for a unit as tiles
+  int32_t* sums;
+  Product before = {};
+  int32_t tile = 0, row = 0, rows = 0;  // what `before` is the last product of; rows is 0 where there is more
+
+  // What waits for the next product.
+  void finish(float* c) {
+    if (before.x[0]) Tiles::finish(before, p.size, sums);
+    before = {};
+    finish_rows(c);
+  }
+  void finish_rows(float* c) {
+    if (rows == 0) return;
+    finish_tile(a, tile, row, rows, c);
+    clear(c);
+    rows = 0;
+  }
+  void clear(float* c) {
+    for (int32_t i = 0; i < PASS_TOKENS * 32 && i < p.count * p.size * 32; i += 16) store(c + i, zero());
+  }
+
+  // The unit at `unit`, whose tiles are ready, times panels first ... last - 1 into half `b` of c; `next` is
+  // the unit after it.
+  void multiply(const uint8_t* unit, int32_t u, int32_t first, int32_t last, float* all, int b,
+                const uint8_t* next, Fetch* fetch) {
+    float* c = all + b * 16;
+    for (int32_t panel = first; panel < last; panel += 2, c += 2 * p.size * 32) {
+      const bool pair = panel + 1 < last;
+      const Product now = {unit, {p.at(panel, u), pair ? p.at(panel + 1, u) : nullptr}, c};
+      const auto run = pair ? Tiles::template run<true, Fetch> : Tiles::template run<false, Fetch>;
+      run(now, before, p.size, panel + 2 < last ? nullptr : next, room, sums, fetch);
+      before = now;
+      finish_rows(all);
+    }
+  }
+};
+
+template <class Tiles>
+static void run_super_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+  typedef typename Tiles::Panels Panels;
+  const Panels p = Panels::pack(a, step, rows, ctx);
+  const int32_t block_bytes = p.units * (int32_t)Tiles::UNIT_BYTES, most = PASS_TOKENS / 16;
+  const int32_t pass = p.count < most ? p.count : most, pairs = (pass + 1) / 2;
+  const int32_t uses = p.units * pairs * Tiles::PARTS, lines = (block_bytes / 64 + uses) / uses;
+  float* c = (float*)(ctx->scratch + Panels::PRIVATE_BYTES);
+  uint8_t* room = (uint8_t*)(c + PASS_TOKENS * 32);
+  alignas(64) int32_t sums[Tiles::SUMS];
+  TileShapes shapes;
+  shapes.set(p.size, p.size, Tiles::STEPS);
+  SuperRun<Tiles> run = {a, p, room, sums};
+  run.clear(c);
+  Tiles::clear(room);
+  const Chunks size = {CHUNK_BYTES, 8};
+  for_chunks_ahead(&a->w, 2 * (size_t)block_bytes, size, ctx, [&](int32_t begin, int32_t end, int32_t then) {
+    const uint8_t *data = (const uint8_t*)a->w.data, *chunk = data + (size_t)2 * begin * block_bytes;
+    const uint8_t* chunk_end = chunk + (size_t)2 * (end - begin) * block_bytes;
+    for (int part = 0; part < Tiles::PARTS; ++part) Tiles::unpack(chunk, part, room);
+    for (int32_t tile = begin; tile < end; ++tile)
+      for (int32_t first = 0; first < p.count; first += pass) {
+        const int32_t last = first + pass < p.count ? first + pass : p.count;
+        const uint8_t* unit = data + (size_t)2 * tile * block_bytes;
+        const uint8_t* again = last < p.count ? unit : nullptr;
+        for (int b = 0; b < 2; ++b) {
+          const uint8_t* ahead = unit + block_bytes;
+          if (ahead == chunk_end) ahead = data + (size_t)2 * (then < 0 ? 0 : then) * block_bytes;
+          const bool stays = first > 0 || (unit + block_bytes == chunk_end && then < 0);
+          Fetch fetch = {ahead, stays ? ahead : ahead + block_bytes, lines};
+          for (int32_t u = 0; u < p.units; ++u, unit += Tiles::UNIT_BYTES) {
+            const uint8_t* next = unit + Tiles::UNIT_BYTES;
+            if (b == 1 && u + 1 == p.units && again) next = again;
+            run.multiply(unit, u, first, last, c, b, next == chunk_end ? nullptr : next, &fetch);
+          }
+        }
+        run.tile = tile, run.row = p.begin(first), run.rows = p.begin(last) - run.row;
+      }
+    run.finish(c);
+  });
+}
+
 // --- units with several sums, whose weights are unpacked one at a time ----------------------------
 // The tokens that pass by unpacked weights; their accumulators stay in the second-level cache.
 enum { PASS_PANELS = 16, PASS_FLOATS = PASS_PANELS * TILE_TOKENS * 32 };
@@ -118,7 +205,7 @@ static bool run_on_tiles(const VxLinear* a, const VxStep* step, int32_t rows, Vx
     return true;
   } else if constexpr (Format::FAMILY == layout::SUPER) {
     if (rows < SuperTiles<Format>::FROM_TOKENS) return false;
-    run_tiles<SuperTiles<Format>>(a, step, rows, ctx);
+    run_super_tiles<SuperTiles<Format>>(a, step, rows, ctx);
     return true;
   } else {
     if (rows < FlatTiles<Format>::FROM_TOKENS) return false;

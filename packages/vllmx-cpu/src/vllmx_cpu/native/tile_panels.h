@@ -1,20 +1,21 @@
-// Activations for FlatTiles: panels of up to 16 tokens whose quads lie as a tile is loaded, in whole
-// cache lines, and beside them the factors of each token.
+// Activations for tiles: panels of up to 16 tokens whose quads lie as a tile is loaded, in whole cache
+// lines, and beside them the factors of each token.
 #pragma once
 #include "panels.h"
 
 namespace vx {
 namespace VX_ISA {
 
-// A unit of a panel of n tokens: for each the first 8 bytes of Blocks::pack_unit, the factors of its sum,
-// up to 128 bytes | [n][columns] quads. A panel has 4, 8, 12 or 16 tokens; those beyond the last are zero.
-template <class Blocks>
+// A unit of a panel of n tokens: for each the first FACTORS bytes of Blocks::pack_unit, the factors of its
+// sum, room for 16 | [n][columns] quads | [n][EXTRA] bytes that follow the quads there. A panel has 4, 8, 12
+// or 16 tokens; those beyond the last are zero.
+template <class Blocks, int FACTORS_ = 8, int EXTRA = 0>
 struct TilePanels {
-  enum { QUADS = 128 };
+  enum { FACTORS = FACTORS_, QUADS = 16 * FACTORS };
   const uint8_t* base;
   int32_t rows, units, count, size;
 
-  static constexpr size_t unit_bytes(int32_t tokens) { return QUADS + (size_t)tokens * Blocks::UNIT_COLS; }
+  static constexpr size_t unit_bytes(int32_t tokens) { return QUADS + (size_t)tokens * (Blocks::UNIT_COLS + EXTRA); }
   size_t panel_bytes() const { return (size_t)units * unit_bytes(size); }
   int32_t begin(int32_t panel) const { return panel < count ? panel * size : rows; }
   const uint8_t* at(int32_t panel, int32_t u) const {
@@ -50,11 +51,13 @@ struct TilePanels {
     uint8_t* out = base + (size_t)panel * panel_bytes();
     for (int32_t t = 0; t < size; ++t) {
       const int32_t row = panel * size + t;
-      const size_t factors = (size_t)t * 8, quads = QUADS + (size_t)t * Blocks::UNIT_COLS;
+      const size_t factors = (size_t)t * FACTORS, quads = QUADS + (size_t)t * Blocks::UNIT_COLS;
+      const size_t extra = QUADS + (size_t)size * Blocks::UNIT_COLS + (size_t)t * EXTRA;
       const auto write = [&](const uint8_t* unit, int32_t u) {
         uint8_t* to = out + (size_t)u * stride;
-        __builtin_memcpy(to + factors, unit, 8);
+        __builtin_memcpy(to + factors, unit, FACTORS);
         __builtin_memcpy(to + quads, unit + Blocks::QUADS, Blocks::UNIT_COLS);
+        __builtin_memcpy(to + extra, unit + Blocks::QUADS + Blocks::UNIT_COLS, EXTRA);
       };
       alignas(64) uint8_t unit[Blocks::PANEL_BYTES] = {};
       if (row >= rows) {
