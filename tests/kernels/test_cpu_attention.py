@@ -315,6 +315,41 @@ def test_mixed_rows_in_one_step(run_op: RunOp, isa: Isa, kv: str) -> None:
     np.testing.assert_array_equal(got, want, strict=True)
 
 
+DECODED = [
+    Case(head_size=128, norm=True, rotary=128, kv="bf16"),
+    Case(heads=6, kv_heads=2, head_size=20, kv="bf16", page=32, window=40, sinks=True),
+    Case(heads=71, kv_heads=1, head_size=8, kv="bf16", softcap=5.0),
+    Case(heads=16, kv_heads=8, head_size=80, kv="bf16", page=64),
+    Case(head_size=16, kv="f16"),
+    Case(head_size=112, kv="int8", rotary=64),
+    Case(heads=3, kv_heads=3, head_size=32, kv="fp8", norm=True),
+]
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
+def test_a_batch_of_decode_rows_has_the_bits_of_prompts(
+    run_op: RunOp, isa: Isa, case: Case
+) -> None:
+    """One token a row, contexts around groups, chunks and partitions in any order: every unit
+    writes and reads its own row, fetching the next one's pages whatever their number."""
+    lengths = np.random.default_rng(11).permutation([0, 1, 14, 15, 16, 46, 64, 150, 255, 271, 300])
+    steps, longest = 3, 303
+    qkv = random_qkv(case, len(lengths), longest)
+    want = []
+    for which, length in enumerate(lengths):
+        layer = Layer(case, longest, len(lengths), seed=which)
+        want.append(attend(run_op, isa, layer, qkv, [(0, length + steps, which)], threads=1))
+    for threads in (1, 2, 5):
+        layer = Layer(case, longest, len(lengths), seed=50 + threads)
+        prompts = [(0, int(n), which) for which, n in enumerate(lengths) if n]
+        attend(run_op, isa, layer, qkv, prompts, threads)
+        for i in range(steps):
+            rows = [(int(n) + i, int(n) + i + 1, which) for which, n in enumerate(lengths)]
+            got = attend(run_op, isa, layer, qkv, rows, threads)
+            expected_rows = np.stack([want[which][n] for n, _, which in rows])
+            np.testing.assert_array_equal(got, expected_rows, strict=True)
+
+
 @pytest.mark.parametrize("workspace", [True, False], ids=["workspace", "no workspace"])
 def test_a_long_decode_row_is_shared_by_all_threads(
     run_op: RunOp, isa: Isa, workspace: bool

@@ -29,7 +29,8 @@ class StepPlan:
 
     Row r owns tokens `query_start[r] : query_start[r + 1]`. Its attention context is
     `context_len[r]` tokens long *including* the tokens of this step, and its KV entry for position
-    p lies in block `block_table[r, p // P]` at offset `p % P`.
+    p lies in block `block_table[r, p // P]` at offset `p % P`. No row reads what another row of the
+    same step writes.
     """
 
     tokens: I32

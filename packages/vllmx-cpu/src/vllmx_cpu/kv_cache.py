@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import ConfigError
@@ -16,6 +17,7 @@ from vllmx_cpu.native import library
 from vllmx_cpu.structs import KV_DTYPES
 
 BLOCK_MULTIPLE = 16
+_ALIGNMENT = 4096
 DEFAULT_BYTES = 4 * GIB
 """Without a flag the cache is no larger than this, unless one sequence needs more."""
 
@@ -43,10 +45,13 @@ class KVPlan:
         return self.num_blocks * sum(k + v for k, v in self.layer_bytes)
 
     def allocate(self) -> tuple[LayerPages, ...]:
-        return tuple(
-            LayerPages(allocate(k * self.num_blocks), allocate(v * self.num_blocks))
-            for k, v in self.layer_bytes
-        )
+        """All layers in one area: the system's huge pages would not fit into small ones, and
+        every group of positions would be looked up on a page of its own."""
+        sizes = [size * self.num_blocks for layer in self.layer_bytes for size in layer]
+        starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        area = allocate(starts[-1])
+        parts = [area[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return tuple(LayerPages(k, v) for k, v in zip(parts[::2], parts[1::2], strict=True))
 
 
 def plan_kv(

@@ -25,65 +25,66 @@ struct Computing<Bf16Pages> {
 };
 #endif
 
-// A unit's kv head and query heads.
+// Folds what the pieces of cut units left in the workspace.
 template <class Worker>
-void begin_unit(const VxAttention& a, const Tiling& tiling, const Tile& tile, int unit, Worker* worker) {
-  int group_heads = a.num_heads / a.num_kv_heads;
-  int kv_head = unit / tiling.head_blocks, inside = unit % tiling.head_blocks * tiling.heads;
-  worker->begin(tile, kv_head, kv_head * group_heads + inside, minimum(tiling.heads, group_heads - inside));
-}
-
-template <class Pages>
-void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
-  Worker<typename Computing<Pages>::Partition> worker(a, step, ctx->scratch);
+void combine(const VxAttention& a, const VxStep& step, VxCtx* ctx, Worker* worker) {
   Tiling tiling(a, step);
   Cutter cutter(a, step, ctx->nth);
-  float* workspace = (float*)a.workspace;
-  size_t unit_floats = 0;
+  const size_t state_floats = cutter.state_floats();
   Tile tile;
-  Cut cut = {};
-  int end = 0, begin = 0;  // shares of the current tile
-  for (int32_t i; (i = vx_next(ctx)) >= 0;) {
-    while (i >= end && tiling.next(&tile)) {
-      cut = cutter.cut(tile);
-      begin = end;
-      end += tiling.units() * cut.pieces;
-      unit_floats = (size_t)partitions(tile) * tile.tokens * tiling.heads * cutter.state_floats();
+  int base = 0, taken = vx_next(ctx);
+  while (tiling.next(&tile)) {
+    Cut cut = cutter.cut(tile);
+    if (cut.pieces == 1) continue;
+    for (; taken < base + tiling.units(); taken = vx_next(ctx)) {
+      int unit = taken - base;
+      size_t first_state = cut.workspace_state + unit * tiling.unit_states(tile);
+      worker->begin(tile, tiling.unit_heads(unit));
+      worker->combine((float*)a.workspace + first_state * state_floats, state_floats);
     }
-    if (i >= end) break;
-    int unit = (i - begin) / cut.pieces, piece = (i - begin) % cut.pieces;
-    begin_unit(a, tiling, tile, unit, &worker);
-    if (cut.pieces == 1) {
+    base += tiling.units();
+  }
+}
+
+// Units over more partitions than these are not taken before their time: who loses its core holds them up.
+constexpr int kExpectedPartitions = 4;
+
+// The shares of the step. With `writes` each unit first writes its own token (see decodes_whole).
+template <class Pages>
+void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
+  Worker<typename Computing<Pages>::Partition> worker(a, step, ctx->scratch);
+  PageMap<Pages> pages(a);
+  Shares shares(a, step, ctx->nth);
+  const size_t state_floats = shares.cutter.state_floats();
+  Share now, next = {};
+  for (bool more = shares.find(vx_next(ctx), &now); more; now = next) {
+    const bool ahead = writes && partitions(now.tile) <= kExpectedPartitions;
+    if (ahead) more = shares.find(vx_next(ctx), &next);
+    if (writes) write_token<Pages>(a, step, pages, now.tile.token, now.heads.kv_head);
+    worker.begin(now.tile, now.heads);
+    worker.expect(ahead && more ? &next : nullptr);
+    if (now.cut.pieces == 1) {
       worker.run_whole();
     } else {
-      int from = piece * cut.piece_partitions, to = minimum(from + cut.piece_partitions, partitions(tile));
-      float* states = workspace + cut.workspace_state * cutter.state_floats() + unit * unit_floats;
-      worker.run_piece(from, to, states, cutter.state_floats());
+      int from = now.piece * now.cut.piece_partitions;
+      int to = minimum(from + now.cut.piece_partitions, partitions(now.tile));
+      worker.run_piece(from, to, (float*)a.workspace + now.first_state * state_floats, state_floats);
     }
+    if (!ahead) more = shares.find(vx_next(ctx), &next);
   }
-  if (!cutter.any()) return;
+  if (!shares.cutter.any()) return;
   vx_barrier(ctx);
-  Tiling again(a, step);
-  Cutter same(a, step, ctx->nth);
-  int base = 0, taken = vx_next(ctx);
-  while (again.next(&tile)) {
-    cut = same.cut(tile);
-    if (cut.pieces == 1) continue;
-    unit_floats = (size_t)partitions(tile) * tile.tokens * again.heads * same.state_floats();
-    for (; taken < base + again.units(); taken = vx_next(ctx)) {
-      int unit = taken - base;
-      begin_unit(a, again, tile, unit, &worker);
-      worker.combine(workspace + cut.workspace_state * same.state_floats() + unit * unit_floats, same.state_floats());
-    }
-    base += again.units();
-  }
+  combine(a, step, ctx, &worker);
 }
 
 template <class Pages>
 void run(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
-  write_kv<Pages>(a, step, ctx);
-  vx_barrier(ctx);
-  attend<Pages>(a, step, ctx);
+  const bool alone = decodes_whole(a, step, ctx->nth);
+  if (!alone) {
+    write_kv<Pages>(a, step, ctx);
+    vx_barrier(ctx);
+  }
+  attend<Pages>(a, step, ctx, alone);
 }
 
 }  // namespace

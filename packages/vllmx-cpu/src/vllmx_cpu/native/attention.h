@@ -8,6 +8,12 @@
 // with Dp = D rounded up to 16. Block b, kv head k, group g start at ((b * K + k) * P / 16 + g) groups.
 // Pages need no initial value: what no visible position wrote never reaches a result.
 //
+// Phases. K and V of all tokens are written before the first is read. In a step of decode rows alone each
+// unit writes its own token first: nobody else needs it, its group is on the way into the cache anyway,
+// and units over short contexts follow each other without a barrier, the pages of the next one being
+// fetched meanwhile. At a context of 40 tokens a unit is 22 KiB to read and little to compute: what it
+// can reach is the speed of memory.
+//
 // Bits. Positions are worked off in partitions of 256, aligned to position 0. A partition has a softmax
 // of its own and is folded into the total in order, so a token's output is a function of its q and the
 // visible K/V alone: not of the tile of queries that it was computed in, nor of which thread took which

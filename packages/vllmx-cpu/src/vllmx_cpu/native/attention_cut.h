@@ -22,11 +22,17 @@ struct Tile {
   Visible keys;  // seen by any of its tokens
 };
 
-// A tile with `heads` query heads of one kv head. Row r of its queries is token r / heads of the tile,
-// head first_head + r % heads.
+// The query heads first ... first + count - 1, all of one kv head.
+struct Heads {
+  int kv_head, first, count;
+};
+
+// A tile with query heads of one kv head. Row r of its queries is token r / heads.count of the tile,
+// head heads.first + r % heads.count.
 struct Unit {
   Tile tile;
-  int kv_head, first_head, heads, rows;
+  Heads heads;
+  int rows;
   Visible visible[kTileRows];  // by each row
 };
 
@@ -49,14 +55,16 @@ VX_INLINE Visible visible_to(const VxAttention& a, const VxStep& step, int row, 
 
 VX_INLINE int first_partition(const Tile& tile) { return tile.keys.lo / kPartition; }
 VX_INLINE int partitions(const Tile& tile) { return ceil_div(tile.keys.hi, kPartition) - first_partition(tile); }
+VX_INLINE int first_group(const Tile& tile) { return tile.keys.lo / kGroup; }
+VX_INLINE int last_group(const Tile& tile) { return (tile.keys.hi - 1) / kGroup; }
 
 // Walks the tiles of a step in order; all threads see the same.
 class Tiling {
  public:
   Tiling(const VxAttention& a, const VxStep& step) : a_(a), step_(step) {
-    int group_heads = a.num_heads / a.num_kv_heads;
-    heads = minimum(group_heads, kTileRows);
-    head_blocks = ceil_div(group_heads, heads);
+    group_heads_ = a.num_heads / a.num_kv_heads;
+    heads = minimum(group_heads_, kTileRows);
+    head_blocks = ceil_div(group_heads_, heads);
     tile_tokens_ = kTileRows / heads;
   }
 
@@ -71,13 +79,19 @@ class Tiling {
   }
 
   int units() const { return a_.num_kv_heads * head_blocks; }
+  Heads unit_heads(int unit) const {
+    int kv_head = unit / head_blocks, inside = unit % head_blocks * heads;
+    return {kv_head, kv_head * group_heads_ + inside, minimum(heads, group_heads_ - inside)};
+  }
+  // That a unit which is cut leaves in the workspace.
+  size_t unit_states(const Tile& tile) const { return (size_t)partitions(tile) * tile.tokens * heads; }
   int heads;        // query heads of a unit (the last block of a kv head may have fewer)
   int head_blocks;  // units of a kv head
 
  private:
   const VxAttention& a_;
   const VxStep& step_;
-  int tile_tokens_;
+  int tile_tokens_, group_heads_;
   int row_ = 0, token_ = 0;
 };
 
@@ -99,7 +113,7 @@ class Cutter {
     double fair = total_ / (4 * nth_);
     if (cost(tile) < 2 * fair || partitions(tile) < 2) return whole;
     int each = maximum(1, (int)(fair / (cost(tile) / partitions(tile))));
-    size_t states = (size_t)tiling_.units() * partitions(tile) * rows;
+    size_t states = tiling_.units() * tiling_.unit_states(tile);
     if (used_ + states > capacity_) return whole;
     Cut result = {ceil_div(partitions(tile), each), each, used_};
     used_ += states;
@@ -118,6 +132,55 @@ class Cutter {
   double total_ = 0;
   size_t state_floats_, capacity_, used_ = 0;
 };
+
+// What one draw of the shared counter stands for.
+struct Share {
+  Tile tile;
+  Cut cut;
+  Heads heads;
+  int piece;
+  size_t first_state;  // of its unit, where that is cut
+};
+
+// Turns the numbers of the shared counter into shares, the same on all threads.
+class Shares {
+ public:
+  Shares(const VxAttention& a, const VxStep& step, int nth) : cutter(a, step, nth), tiling_(a, step) {}
+
+  // Share `number`, which grows from call to call. False behind the last one: every tile has been cut.
+  bool find(int number, Share* share) {
+    while (number >= end_) {
+      if (!tiling_.next(&tile_)) return false;
+      cut_ = cutter.cut(tile_);
+      begin_ = end_;
+      end_ += tiling_.units() * cut_.pieces;
+    }
+    int unit = (number - begin_) / cut_.pieces, piece = (number - begin_) % cut_.pieces;
+    *share = {tile_, cut_, tiling_.unit_heads(unit), piece, cut_.workspace_state + unit * tiling_.unit_states(tile_)};
+    return true;
+  }
+
+  Cutter cutter;
+
+ private:
+  Tiling tiling_;
+  Tile tile_ = {};
+  Cut cut_ = {};
+  int begin_ = 0, end_ = 0;  // shares of the current tile
+};
+
+// Is every row one token, and every unit a kv head of one, uncut? Then nobody but its unit needs what
+// a token's kv head writes.
+VX_INLINE bool decodes_whole(const VxAttention& a, const VxStep& step, int nth) {
+  Tiling tiling(a, step);
+  if (step.T != step.R || tiling.head_blocks > 1) return false;
+  Cutter cutter(a, step, nth);
+  for (Tile tile; tiling.next(&tile);) {
+    if (step.query_start[tile.row + 1] - step.query_start[tile.row] != 1) return false;
+    if (cutter.cut(tile).pieces > 1) return false;
+  }
+  return true;
+}
 
 }  // namespace VX_ISA
 }  // namespace vx

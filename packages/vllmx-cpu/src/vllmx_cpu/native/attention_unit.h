@@ -15,20 +15,34 @@ class Worker {
       : a_(a), step_(step), width_(padded(a.head_size)), total_acc_((float*)scratch),
         partition_(a, step, total_acc_ + kTileRows * width_) {}
 
-  // Heads first_head ... of the tile. Must come before `run`.
-  void begin(const Tile& tile, int kv_head, int first_head, int heads) {
-    unit_.tile = tile, unit_.kv_head = kv_head, unit_.first_head = first_head, unit_.heads = heads;
-    unit_.rows = tile.tokens * heads;
+  // Must come before `run_whole`, `run_piece` and `combine`.
+  void begin(const Tile& tile, const Heads& heads) {
+    unit_.tile = tile, unit_.heads = heads, unit_.rows = tile.tokens * heads.count;
     size_t stride = (size_t)(a_.num_heads + 2 * a_.num_kv_heads) * a_.head_size;
     float prepared[kMaxHeadSize];
     partition_.begin(unit_);
     for (int r = 0; r < unit_.rows; ++r) {
-      int token = tile.token + r / heads, head = first_head + r % heads;
+      int token = tile.token + r / heads.count, head = heads.first + r % heads.count;
       const float* q = a_.qkv + token * stride + (size_t)head * a_.head_size;
       if (token + 2 < step_.T) prefetch_head(q + 2 * stride, a_.head_size);
       prepare_head(a_, q, a_.q_norm, step_.positions[token], prepared);
       partition_.set_query(r, prepared);
       unit_.visible[r] = visible_to(a_, step_, tile.row, token);
+    }
+  }
+
+  // Which unit of one token comes after this one (null: unknown). What it begins with is fetched
+  // meanwhile: units over short contexts would wait for memory from end to end.
+  void expect(const Share* next) {
+    partition_.expect(next ? &next->tile : nullptr, next ? next->heads.kv_head : 0);
+    if (!next) return;
+    const int size = a_.head_size, group = next->heads.kv_head;
+    const float* token = a_.qkv + (size_t)next->tile.token * (a_.num_heads + 2 * a_.num_kv_heads) * size;
+    prefetch_head(token + (size_t)next->heads.first * size, next->heads.count * size);
+    prefetch_head(token + (size_t)(a_.num_heads + group) * size, size);
+    prefetch_head(token + (size_t)(a_.num_heads + a_.num_kv_heads + group) * size, size);
+    if (a_.rope && group == 0) {
+      prefetch_head(a_.rope + (size_t)step_.positions[next->tile.token] * a_.rotary_dim, a_.rotary_dim);
     }
   }
 
@@ -80,7 +94,7 @@ class Worker {
 
  private:
   void write_row(int r, RowState total, const float* acc) const {
-    int token = unit_.tile.token + r / unit_.heads, head = unit_.first_head + r % unit_.heads;
+    int token = unit_.tile.token + r / unit_.heads.count, head = unit_.heads.first + r % unit_.heads.count;
     float factor = 1.0f;
     if (a_.sinks) {
       float sink = a_.sinks[head] * kLog2e, top = sink > total.maximum ? sink : total.maximum, share;

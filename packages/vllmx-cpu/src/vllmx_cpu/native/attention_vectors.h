@@ -25,7 +25,13 @@ class VectorPartition {
     widened_ = (Cell*)(lane_sums_ + kTileRows * 16);
   }
 
-  void begin(const Unit& unit) { unit_ = &unit; }
+  void begin(const Unit& unit) { unit_ = &unit, expected_ = false; }
+
+  // The tile and the kv head that come after this unit (null: unknown).
+  void expect(const Tile* tile, int kv_head) {
+    expected_ = tile != nullptr;
+    if (expected_) find_groups(*tile, kv_head, first_group(*tile) * kGroup / kChunk * kChunk, &next_);
+  }
 
   // Query r of the unit, Dp floats.
   void set_query(int r, const float* q) {
@@ -40,8 +46,12 @@ class VectorPartition {
     int end = minimum((partition + 1) * kPartition, unit_->tile.keys.hi);
     for (int chunk = start; chunk < end; chunk += kChunk) {
       Groups now, later;
-      find_groups(chunk, &now);
-      find_groups(chunk + kChunk, &later);
+      find_groups(unit_->tile, unit_->heads.kv_head, chunk, &now);
+      if (expected_ && chunk + kChunk >= unit_->tile.keys.hi) {
+        later = next_;
+      } else {
+        find_groups(unit_->tile, unit_->heads.kv_head, chunk + kChunk, &later);
+      }
       if constexpr (Stored::scaled) {
         widened_chunk(chunk, now, later);
       } else {
@@ -65,14 +75,14 @@ class VectorPartition {
   };
 
   // The groups of a chunk; those outside of what the tile sees repeat the nearest one.
-  void find_groups(int chunk_start, Groups* groups) const {
-    int lo = unit_->tile.keys.lo / kGroup, hi = (unit_->tile.keys.hi - 1) / kGroup;
-    const int32_t* table = step_.block_table + (size_t)unit_->tile.row * step_.block_stride;
+  void find_groups(const Tile& tile, int kv_head, int chunk_start, Groups* groups) const {
+    int lo = first_group(tile), hi = last_group(tile);
+    const int32_t* table = step_.block_table + (size_t)tile.row * step_.block_stride;
     for (int g = 0; g < kChunkGroups; ++g) {
       int group = minimum(maximum(chunk_start / kGroup + g, lo), hi);
       int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
-      groups->k[g] = pages_.k_group(block, unit_->kv_head, inside);
-      groups->v[g] = pages_.v_group(block, unit_->kv_head, inside);
+      groups->k[g] = pages_.k_group(block, kv_head, inside);
+      groups->v[g] = pages_.v_group(block, kv_head, inside);
     }
   }
 
@@ -156,6 +166,8 @@ class VectorPartition {
   int width_, q_stride_;
   SoftmaxParameters softmax_;
   const Unit* unit_ = nullptr;
+  Groups next_;  // of the unit after this one, where it is expected
+  bool expected_ = false;
   float* acc_;        // (rows, Dp)
   Operand *q_, *p_;   // (rows, D), (rows, kChunk)
   float* lane_sums_;  // (rows, 16)

@@ -1,4 +1,4 @@
-// K/V of this step's tokens into their pages: the first phase of attention.
+// K/V of this step's tokens into their pages: the first phase of attention, or of a decode row's unit.
 //
 // Writing is in whole vectors wherever the layout allows it: a V row of bf16 pages holds two positions
 // side by side, so the token at the even one writes for both when its successor belongs to this step,

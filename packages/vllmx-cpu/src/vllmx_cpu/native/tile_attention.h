@@ -101,8 +101,17 @@ class TilePartition {
 
   void begin(const Unit& unit) {
     unit_ = &unit;
+    num_next_ = 0;
     blocks_ = ceil_div(unit.rows, 16);
     shapes_.set_attention(blocks_ > 1 ? 16 : unit.rows);
+  }
+
+  // The tile and the kv head that come after this unit (null: unknown).
+  void expect(const Tile* tile, int kv_head) {
+    if (!tile) return;
+    const int first = first_group(*tile);
+    num_next_ = minimum(kAhead, last_group(*tile) + 1 - first);
+    for (int i = 0; i < num_next_; ++i) next_[i] = find_group(*tile, kv_head, first + i);
   }
 
   // Query r of the unit, Dp floats.
@@ -130,41 +139,70 @@ class TilePartition {
   static constexpr int kAhead = 4;  // groups from what is computed with to what is fetched
   static constexpr int kScoreStride = kPartition + 16;  // rows of scores in different sets of the cache
 
+  struct Group {
+    const uint32_t *k, *v;
+    int v_cells;  // as far as positions are seen
+  };
+
   // The groups first_ ... last_ - 1 of the partition are seen by the tile.
   void find_groups(int partition) {
+    const Tile& tile = unit_->tile;
     start_ = partition * kPartition;
-    first_ = maximum(unit_->tile.keys.lo - start_, 0) / kGroup;
-    last_ = ceil_div(minimum(unit_->tile.keys.hi - start_, kPartition), kGroup);
-    for (int g = first_; g < last_; ++g) find_group(start_ / kGroup + g, &k_[g], &v_[g]);
-    const int end = ceil_div(unit_->tile.keys.hi, kGroup) - 1;
+    first_ = maximum(tile.keys.lo - start_, 0) / kGroup;
+    last_ = ceil_div(minimum(tile.keys.hi - start_, kPartition), kGroup);
+    for (int g = first_; g < last_; ++g) groups_[g] = find_group(tile, unit_->heads.kv_head, start_ / kGroup + g);
+    if (blocks_ == 1) find_later();
+  }
+
+  // What is fetched while a group is computed with: the unit's own groups, then the first of the next.
+  void find_later() {
+    const Tile& tile = unit_->tile;
+    const int end = last_group(tile) + 1 - start_ / kGroup;
+    num_own_ = end - kAhead;
+    const int carrying = maximum(first_, last_ - kAhead);
     for (int g = first_; g < last_; ++g) {
       if (g + kAhead < last_) {
-        later_k_[g] = k_[g + kAhead], later_v_[g] = v_[g + kAhead];
+        later_[g] = groups_[g + kAhead];
+      } else if (g + kAhead < end) {
+        later_[g] = find_group(tile, unit_->heads.kv_head, start_ / kGroup + g + kAhead);
       } else {
-        find_group(minimum(start_ / kGroup + g + kAhead, end), &later_k_[g], &later_v_[g]);
+        later_[g] = end == last_ && g - carrying < num_next_ ? next_[g - carrying] : Group{};
       }
+    }
+    if (end > last_) return;
+    for (int i = last_ - carrying; i < num_next_; ++i) {  // more than this unit has groups
+      for (int s = 0; s < key_tiles_; ++s) fetch<16>(next_[i].k + s * 256);
+      for (int feature = 0; feature < width_; feature += 16) fetch_values(next_[i], false, feature);
     }
   }
 
-  void find_group(int group, const uint32_t** k, const uint32_t** v) const {
-    const int32_t* table = step_.block_table + (size_t)unit_->tile.row * step_.block_stride;
+  Group find_group(const Tile& tile, int kv_head, int group) const {
+    const int32_t* table = step_.block_table + (size_t)tile.row * step_.block_stride;
     const int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
-    *k = pages_.k_group(block, unit_->kv_head, inside);
-    *v = pages_.v_group(block, unit_->kv_head, inside);
+    return {pages_.k_group(block, kv_head, inside), pages_.v_group(block, kv_head, inside),
+            minimum((tile.keys.hi - group * kGroup + 1) / 2, kGroup / 2) * width_};
   }
 
   // Into the cache, where a tile of few rows would wait for memory.
   template <int lines>
-  VX_INLINE void fetch(const uint8_t* p, int64_t stride) {
-    unrolled<lines>([&](auto i) { prefetch_pages(p + i.value * stride); });
+  VX_INLINE void fetch(const void* p) {
+    unrolled<lines>([&](auto i) { prefetch_pages((const uint8_t*)p + i.value * 64); });
+  }
+
+  // A part of a group's values while 16 features are computed with: of this unit those features, which
+  // the next groups of this pass need first; of the next unit one row after the other.
+  void fetch_values(const Group& later, bool own, int feature) const {
+    const int from = feature * (own ? 1 : 8), stride = own ? width_ : 16;
+    if (from >= later.v_cells) return;
+    unrolled<8>([&](auto i) { prefetch_pages(later.v + from + i.value * stride); });
   }
 
   // Group g's tiles of keys; in room `column`, padded with zeros, where the last would not be whole.
   const uint8_t* key_group(int g, int column) {
-    if (a_.head_size % 32 == 0) return (const uint8_t*)k_[g];
+    if (a_.head_size % 32 == 0) return (const uint8_t*)groups_[g].k;
     uint32_t* out = keys_ + column * key_tiles_ * 256;
     const int cells = a_.head_size * 8;
-    __builtin_memcpy(out, k_[g], cells * sizeof *out);
+    __builtin_memcpy(out, groups_[g].k, cells * sizeof *out);
     for (int i = cells; i < key_tiles_ * 256; i += 16) store_u32(out + i, splat_u32(0));
     return (const uint8_t*)out;
   }
@@ -182,23 +220,27 @@ class TilePartition {
     const int64_t row_bytes = key_tiles_ * 64;
     const TileOperands o = {(const uint8_t*)q_ + row * row_bytes, 16 * row_bytes, 64, row_bytes,
                             64, 16 * kScoreStride, kScoreStride * sizeof(float)};
-    for (int g = first_; g < last_; g += columns) {
-      const uint8_t *keys[columns], *later[columns];
-      float* out[columns];
-      for (int i = 0; i < columns; ++i) {  // behind the last group: that one again
-        const int group = minimum(g + i, last_ - 1);
-        keys[i] = i == 0 || group == g + i ? key_group(group, i) : keys[i - 1];
-        out[i] = scores_ + group * kGroup;
-        later[i] = (const uint8_t*)later_k_[group];
+    int g = first_;
+    for (; last_ - g >= columns; g += columns) score_groups<blocks, columns>(g, o);
+    unrolled<columns>([&](auto rest) {
+      if constexpr (rest.value > 0) {
+        if (last_ - g == rest.value) score_groups<blocks, rest.value>(g, o);
       }
-      multiply_tiles<blocks, columns, TILE_QUERY, TILE_KEY>(
-          o, 0, key_tiles_,
-          [&](int s, int column) {
-            if (blocks == 1) fetch<16>(later[column] + s * TILE_BYTES, 64);
-            return keys[column] + s * TILE_BYTES;
-          },
-          out);
-    }
+    });
+  }
+
+  template <int blocks, int columns>
+  void score_groups(int g, const TileOperands& o) {
+    const uint8_t* keys[columns];
+    float* out[columns];
+    for (int i = 0; i < columns; ++i) keys[i] = key_group(g + i, i), out[i] = scores_ + (g + i) * kGroup;
+    multiply_tiles<blocks, columns, TILE_QUERY, TILE_KEY>(
+        o, 0, key_tiles_,
+        [&](int s, int column) {
+          if (blocks == 1 && later_[g + column].k) fetch<16>(later_[g + column].k + s * 256);
+          return keys[column] + s * TILE_BYTES;
+        },
+        out);
   }
 
   // Row r's scores, `s` -> probabilities; 0 where it does not see.
@@ -255,10 +297,10 @@ class TilePartition {
       uint32_t* room = values_ + g * cells;
       staged_[g] = (const uint8_t*)room;
       if (lo == 0 && hi == 8) {
-        staged_[g] = (const uint8_t*)v_[g];
+        staged_[g] = (const uint8_t*)groups_[g].v;
       } else {
         __builtin_memset(room, 0, cells * sizeof *room);
-        __builtin_memcpy(room + lo * width_, v_[g] + lo * width_, (hi - lo) * width_ * sizeof *room);
+        __builtin_memcpy(room + lo * width_, groups_[g].v + lo * width_, (hi - lo) * width_ * sizeof *room);
       }
     }
   }
@@ -278,9 +320,8 @@ class TilePartition {
       multiply_tiles<blocks, columns, TILE_WEIGHT, TILE_VALUE>(
           o, first_, last_,
           [&](int g, int column) {
-            const int offset = features[column] * 4;
-            if (blocks == 1) fetch<8>((const uint8_t*)later_v_[g] + offset, o.b_stride);
-            return staged_[g] + offset;
+            if (blocks == 1) fetch_values(later_[g], g < num_own_, features[column]);
+            return staged_[g] + features[column] * 4;
           },
           out);
     }
@@ -297,7 +338,9 @@ class TilePartition {
   float *acc_, *scores_;      // (rows, Dp), (32, kScoreStride)
   uint32_t *q_, *p_;          // pairs of (rows, 32 key tiles), (rows, kPartition)
   uint32_t *keys_, *values_;  // room for groups: kColumns of keys, a partition's values
-  const uint32_t *k_[kGroups], *v_[kGroups], *later_k_[kGroups], *later_v_[kGroups];
+  Group groups_[kGroups], later_[kGroups], next_[kAhead];
+  int num_next_ = 0;  // groups of the next unit that are known
+  int num_own_ = 0;   // before it, what is fetched is of this unit
   const uint8_t* staged_[kGroups];
   RowState states_[kTileRows];
 };
