@@ -6,7 +6,8 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
+pytest.importorskip("vllmx_metal")
 HERE = Path(__file__).parent
 TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "int8": "int8_t",
          "uint8": "uint8_t", "int32": "int32_t", "uint32": "uint"}  # fmt: skip
@@ -34,6 +36,34 @@ extern "C" long run(void** arrays, int** shapes, uint x, uint y, uint z, uint th
   return shim::divergences;
 }}
 """
+
+
+KERNELS = files("vllmx_metal") / "kernels"
+UseShim = Callable[..., "ShimKernel"]
+"""use(source): the module under test runs this source from now on, by default its own."""
+
+
+def source_of(name: str) -> str:
+    """Of a kernel."""
+    return (KERNELS / f"{name}.metal").read_text()
+
+
+def shim_of(module: Any, name: str) -> Any:
+    """A fixture that is a `UseShim` of this kernel, which `module` launches."""
+
+    @pytest.fixture
+    def shim(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> UseShim:
+        folder, header = tmp_path_factory.getbasetemp() / "metal", KERNELS / "page_value.h"
+        folder.mkdir(exist_ok=True)
+
+        def use(source: str = source_of(name)) -> ShimKernel:
+            made = ShimKernel(folder, module.INPUTS, module.OUTPUTS, source, header.read_text())
+            monkeypatch.setattr(module, "kernel", lambda: made)
+            return made
+
+        return use
+
+    return shim
 
 
 class ShimKernel:

@@ -3,9 +3,6 @@ float64, and wrong kernels are noticed. Metal itself never ran them here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,28 +17,10 @@ from vllmx_metal import kernel_choice, paged  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
 
 from .metal_cases import PAGE, Case  # noqa: E402
-from .metal_shim import ShimKernel  # noqa: E402
+from .metal_shim import UseShim, shim_of, source_of  # noqa: E402
 
-KERNELS = files("vllmx_metal") / "kernels"
-SOURCE = (KERNELS / "paged_decode.metal").read_text()
-HEADER = (KERNELS / "page_value.h").read_text()
-
-
-@pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("metal")
-
-
-@pytest.fixture
-def shim(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShimKernel]:
-    """shim(source): `paged_decode` runs this source from now on."""
-
-    def use(source: str = SOURCE) -> ShimKernel:
-        made = ShimKernel(builds, paged.INPUTS, paged.OUTPUTS, source, HEADER)
-        monkeypatch.setattr(paged, "kernel", lambda: made)
-        return made
-
-    return use
+SOURCE = source_of("paged_decode")
+shim = shim_of(paged, "paged_decode")
 
 
 def decode_error(case: Case) -> float:
@@ -72,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_paged_decode(shim: Callable[..., ShimKernel], options: dict[str, Any]) -> None:
+def test_paged_decode(shim: UseShim, options: dict[str, Any]) -> None:
     made = shim()
     error = decode_error(Case([1, 17, 5, 130], **options))
     print(f"{error:.1e}")  # pytest -rP shows it
@@ -81,9 +60,7 @@ def test_paged_decode(shim: Callable[..., ShimKernel], options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 530}])
-def test_long_contexts_are_cut_into_parts(
-    shim: Callable[..., ShimKernel], options: dict[str, Any]
-) -> None:
+def test_long_contexts_are_cut_into_parts(shim: UseShim, options: dict[str, Any]) -> None:
     """Rows that end in the first, second and third part, beside each other."""
     shim()
     lengths = [1, paged.PART, paged.PART + 1, 2 * paged.PART + 40]
@@ -103,9 +80,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_kernel_is_noticed(
-    shim: Callable[..., ShimKernel], change: tuple[str, str]
-) -> None:
+def test_a_wrong_kernel_is_noticed(shim: UseShim, change: tuple[str, str]) -> None:
     assert SOURCE.count(change[0]) == 1
     made = shim(SOURCE.replace(*change))
     error = decode_error(Case([1, 17, 5, 130]))
@@ -123,9 +98,7 @@ class TestInTheBackend(Harness):
     @pytest.mark.parametrize(
         "features", [{"num_kv_heads": 2, "rotary_dim": 16}, {"window": 23, "sinks": True}]
     )
-    def test_steps(
-        self, shim: Callable[..., ShimKernel], monkeypatch: pytest.MonkeyPatch, features: Any
-    ) -> None:
+    def test_steps(self, shim: UseShim, monkeypatch: pytest.MonkeyPatch, features: Any) -> None:
         made = shim()
         monkeypatch.setenv(kernel_choice.DECODE_SWITCH, "1")
         self.compare(*attention_model(**features), mixed_steps())
@@ -143,13 +116,11 @@ class TestProbe:
         monkeypatch.delenv(kernel_choice.DECODE_SWITCH, raising=False)
 
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-    def test_a_right_kernel_is_used(self, shim: Callable[..., ShimKernel], dtype: str) -> None:
+    def test_a_right_kernel_is_used(self, shim: UseShim, dtype: str) -> None:
         shim()
         assert chosen(getattr(mx, dtype))
 
-    def test_a_wrong_one_is_not(
-        self, shim: Callable[..., ShimKernel], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_wrong_one_is_not(self, shim: UseShim, caplog: pytest.LogCaptureFixture) -> None:
         shim(SOURCE.replace(*WRONG["a block too far"]))
         assert not chosen(mx.float16)
         assert "off by" in caplog.text

@@ -4,9 +4,6 @@ float64, and wrong kernels are noticed. Metal itself never ran it here."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,28 +17,10 @@ from vllmx_metal import kernel_choice, paged_prefill  # noqa: E402
 from vllmx_metal.backend import MetalBackend  # noqa: E402
 
 from .metal_cases import PAGE, Case  # noqa: E402
-from .metal_shim import ShimKernel  # noqa: E402
+from .metal_shim import UseShim, shim_of, source_of  # noqa: E402
 
-KERNELS = files("vllmx_metal") / "kernels"
-SOURCE = (KERNELS / "paged_prefill.metal").read_text()
-HEADER = (KERNELS / "page_value.h").read_text()
-
-
-@pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("metal")
-
-
-@pytest.fixture
-def shim(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShimKernel]:
-    """shim(source): `paged_prefill` runs this source from now on."""
-
-    def use(source: str = SOURCE) -> ShimKernel:
-        made = ShimKernel(builds, paged_prefill.INPUTS, paged_prefill.OUTPUTS, source, HEADER)
-        monkeypatch.setattr(paged_prefill, "kernel", lambda: made)
-        return made
-
-    return use
+SOURCE = source_of("paged_prefill")
+shim = shim_of(paged_prefill, "paged_prefill")
 
 
 def error(case: Case) -> float:
@@ -71,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_paged_prefill(shim: Callable[..., ShimKernel], options: dict[str, Any]) -> None:
+def test_paged_prefill(shim: UseShim, options: dict[str, Any]) -> None:
     made = shim()
     found = error(Case(LENGTHS, QUERIES, **({"size": 32} | options)))
     print(f"{found:.1e}")  # pytest -rP shows it
@@ -79,7 +58,7 @@ def test_paged_prefill(shim: Callable[..., ShimKernel], options: dict[str, Any])
     assert made.divergences == 0
 
 
-def test_the_largest_head_size(shim: Callable[..., ShimKernel]) -> None:
+def test_the_largest_head_size(shim: UseShim) -> None:
     shim()
     assert error(Case([40], [9], size=128)) < 2e-6
 
@@ -112,9 +91,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_kernel_is_noticed(
-    shim: Callable[..., ShimKernel], change: tuple[str, str]
-) -> None:
+def test_a_wrong_kernel_is_noticed(shim: UseShim, change: tuple[str, str]) -> None:
     assert SOURCE.count(change[0]) == 1
     made = shim(SOURCE.replace(*change))
     found = error(Case([50], [19], size=32))
@@ -124,9 +101,7 @@ def test_a_wrong_kernel_is_noticed(
 @pytest.mark.parametrize("name", ["paged_decode", "paged_prefill"])
 def test_no_name_is_a_word_of_metal(name: str) -> None:
     """What is an identifier to g++ need not be one to Apple's compiler."""
-    code = "\n".join(
-        line.split("//")[0] for line in (KERNELS / f"{name}.metal").read_text().splitlines()
-    )
+    code = "\n".join(line.split("//")[0] for line in source_of(name).splitlines())
     words = set(re.findall(r"(?<!::)\b[a-z_]+\b", code))
     assert not words & {"thread", "device", "constant", "kernel", "half", "sampler", "texture",
                         "vertex", "fragment", "vec", "matrix", "access", "ray_data"}  # fmt: skip
@@ -151,7 +126,7 @@ class TestInTheBackend(Harness):
     )
     def test_steps(
         self,
-        shim: Callable[..., ShimKernel],
+        shim: UseShim,
         monkeypatch: pytest.MonkeyPatch,
         features: Any,
         used: bool,
@@ -172,7 +147,7 @@ def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_case_of_the_benchmark(shim: Callable[..., ShimKernel], dtype: str) -> None:
+def test_the_case_of_the_benchmark(shim: UseShim, dtype: str) -> None:
     """bench/metal.py compares both ways before it measures them."""
     shim()
     assert kernel_choice.prefill_difference(getattr(mx, dtype)) < 0.02
