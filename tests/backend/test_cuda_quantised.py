@@ -377,7 +377,7 @@ def test_fp8_on_a_gpu_that_has_none() -> None:
     assert not device.entries["f8e4m3"]
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K_M"])
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 def test_codes_of_gguf_meet_tensor_cores(name: str, arch: str) -> None:
     """Those of Turing too, which know f16 alone."""
@@ -388,7 +388,8 @@ def test_codes_of_gguf_meet_tensor_cores(name: str, arch: str) -> None:
         got, _ = log_probabilities(backend, source, "f16", prompt[:tokens])
         want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt[:tokens])
         assert abs(got - want).mean() < 0.01
-        assert device.entries["w4_linear"] == 4 * len(MODEL.shape.kv)
+        parts = 5 if name == "Q4_K_M" else 4  # of q, k and v the last in 6 bits
+        assert device.entries["w4_linear"] == parts * len(MODEL.shape.kv)
         assert not device.entries["w4_dequantize"]
 
 

@@ -97,6 +97,8 @@ UNITS: Units = (
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_DTYPE": 1, "VX_ZERO": 0}),
     ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 2, "VX_BITS": 8, "VX_SCALE": 0}),
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_BITS": 8, "VX_ZERO": 0, "VX_FOLDS": 2}),
+    ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 1, "VX_BITS": 6, "VX_ZERO": 0, "VX_FOLDS": 4}),
+    ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_BITS": 6, "VX_ZERO": 0, "VX_FOLDS": 4}),
     ("w4_dequantize", {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1}),
     ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
     ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
@@ -184,9 +186,11 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
 
 
 def _wanted(entry: str, unit: Unit) -> list[str]:
-    """`WANTED`, as it reads in f16 and where a head is stored in other widths."""
+    """`WANTED`, as it reads in f16 and where values are loaded and stored in other widths."""
     kind = "F32" if "VX_DTYPE=1" in unit.defines else "F32.BF16"
     wanted = [w.replace("F32.BF16", kind) for w in WANTED.get(entry, ())]
+    if "VX_BITS=6" in unit.defines:  # a lane has 4 neighbours of a token, not 8
+        wanted = [w.replace("LDG.E.128", "LDG.E.64") for w in wanted]
     if entry == "kv_store" and "VX_VEC=4" not in unit.defines:
         return ["LDG.E.128"] if "VX_VEC=8" in unit.defines else []
     return wanted

@@ -92,6 +92,9 @@ LINEAR = [  # dtype, bits, scale, zero, group, tokens, outputs, inputs, tiles, r
     ("bf16", 8, BF16, ZERO_CODES, 64, 2, 16, 640, 1, 1, 1, 0),
     ("bf16", 8, F16, ZERO_MIDDLE, 32, 33, 40, 1056, 4, 2, 1, 1),  # Q8_0, two passes
     ("f16", 8, F16, ZERO_MIDDLE, 32, 1, 16, 1056, 1, 1, 1, 0),
+    ("bf16", 6, F16, ZERO_MIDDLE, 16, 1, 40, 1056, 1, 1, 1, 0),
+    ("f16", 6, F16, ZERO_MIDDLE, 16, 19, 33, 1088, 4, 2, 2, 1),
+    ("bf16", 6, F32, ZERO_CODES, 16, 9, 17, 544, 1, 2, 1, 1),
     # rings that are filled more than once
     ("bf16", 4, F16, ZERO_CODES, 128, 1, 16, 5120, 1, 1, 1, 1),
     ("bf16", 4, F16, MINIMA, 32, 3, 48, 3104, 1, 2, 1, 1),
@@ -131,7 +134,7 @@ def test_a_token_has_the_same_bits_in_any_batch(emulator: Emulator, parts: int) 
 DEQUANTIZE = [
     ("bf16", 4, F16, ZERO_CODES, 32, 17, 544), ("f16", 4, F32, ZERO_MIDDLE, 4096, 32, 1056),
     ("bf16", 4, F16, MINIMA, 64, 5, 608), ("bf16", 8, BF16, ZERO_CODES, 128, 33, 640),
-    ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96),
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96), ("bf16", 6, F16, ZERO_MIDDLE, 16, 17, 544),
 ]  # fmt: skip
 
 
@@ -166,7 +169,7 @@ def test_blocks_of_gguf(emulator: Emulator, name: str) -> None:
         KERNELS["w4_dequantize"].variant(**options("f32", **packing.options)),
         {"outputs": 32, "width": 512}, [data, y, 32, 512, packing.group_shift],
     )  # fmt: skip
-    rounding = 1e-3 * abs(values).max() if name == "q4_k" else 0
+    rounding = 1e-3 * abs(values).max() if name in ("q4_k", "q6_k") else 0
     np.testing.assert_allclose(y, values, rtol=0, atol=rounding)
 
 

@@ -13,7 +13,7 @@ from vllmx_cuda.kernel_specs.types import DTYPES
 from vllmx_cuda.kernel_specs.w4 import ZERO_CODES, ZERO_MIDDLE
 from vllmx_cuda.matrices import pieces, w4
 from vllmx_cuda.matrices.form import Target
-from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of
+from vllmx_cuda.matrices.w4_packing import Packing, packed, packed_rows, packing_of
 
 ROWS, COLS = 112, 128
 TARGET = Target("bf16", 90)
@@ -125,4 +125,26 @@ def test_every_code_has_its_place(bits: int) -> None:
     else:
         byte = col // 64 * 1024 + half * 512 + lane * 16 + 4 * (2 * step + pair) + 2 * high + odd
         found = data[row // 16, byte]
+    np.testing.assert_array_equal(found, codes)
+
+
+def test_every_code_of_six_bits_has_its_place() -> None:
+    codes = np.random.default_rng(0).integers(0, 64, (ROWS, COLS)).astype(np.uint8)
+    packing = Packing(6, DTYPES["f16"], ZERO_MIDDLE, 4)
+    data = packed(codes, np.ones((ROWS, COLS // 16)), None, packing)
+    assert data.shape == (ROWS // 16, packing.row_tile_bytes(COLS))
+    row, col = np.meshgrid(np.arange(ROWS), np.arange(COLS), indexing="ij")
+    lane = 4 * (row % 8) + col % 16 // 4
+    half, step, pair, odd, high = (
+        col % 64 // 32,
+        col // 16 % 2,
+        col // 2 % 2,
+        col % 2,
+        row % 16 // 8,
+    )
+    low = 32 * (2 * half + step) + 4 * (high + 2 * pair + 4 * odd)
+    tile = col // 64 * 768
+    found = data[row // 16, tile + lane * 16 + low // 8] >> (low % 8) & 15
+    bit = 32 * half + 2 * (high + 2 * pair + 4 * step) + 16 * odd
+    found |= (data[row // 16, tile + 512 + lane * 8 + bit // 8] >> (bit % 8) & 3) << 4
     np.testing.assert_array_equal(found, codes)

@@ -1,4 +1,4 @@
-"""Weights of 4- or 8-bit integers in the order of tensor-core fragments."""
+"""Weights of 4-, 6- or 8-bit integers in the order of tensor-core fragments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW_TILES = (1, 2)
 ZERO_MIDDLE, ZERO_CODES, MINIMA = 0, 1, 2
 """Values of VX_ZERO: zero is 8 or 128; one of u8 a group; a minimum in its place."""
 TILE_ROWS, TILE_COLS, GROUP_COLS = 16, 64, 32
-"""Of a tile, and the fewest columns of a group; K is a multiple of the latter."""
+"""Of a tile, and what K is a multiple of: the fewest columns of a group, but for 6 bits."""
 WARPS = 8
 _FEWER_TILES = 4
 _LEAST_TILES = 4
@@ -56,7 +56,7 @@ def row_tiles(tokens: int) -> int:
 
 def folds(group_shift: int) -> int:
     """VX_FOLDS: how many groups a tile may lie in."""
-    return 1 if 1 << group_shift >= TILE_COLS else 2
+    return max(1, TILE_COLS >> group_shift)
 
 
 def splits(outputs: int, width: int, num_processors: int) -> int:
@@ -91,6 +91,8 @@ def _linear(sizes: Sizes, options: Options) -> Launch:
         why = "registers, with minima or groups of 32"
         at_most("VX_TILES", options["VX_TILES"], _FEWER_TILES, why)
     rows, tokens = TILE_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
+    if (options["VX_BITS"] == 6) != (options["VX_FOLDS"] == 4):
+        raise ConfigError("6 bits and groups of 16 columns (VX_FOLDS=4) have each other alone")
     stages = max(3, 32 // (options["VX_BITS"] * options["VX_ROWS"]))
     record = record_bytes(options["VX_SCALE"], options["VX_ZERO"])
     tile = tile_bytes(options["VX_BITS"]) + options["VX_FOLDS"] * record
@@ -108,7 +110,7 @@ def _dequantize(sizes: Sizes, options: Options) -> Launch:
 
 _OPTIONS = {
     "VX_DTYPE": tuple(DTYPES.values()),
-    "VX_BITS": (4, 8),
+    "VX_BITS": (4, 6, 8),
     "VX_SCALE": tuple(DTYPES.values()),
     "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES, MINIMA),
 }
@@ -121,7 +123,7 @@ W4_LINEAR = Kernel(
         "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
         "VX_TILES": TILES,
         "VX_ROWS": ROW_TILES,
-        "VX_FOLDS": (1, 2),
+        "VX_FOLDS": (1, 2, 4),
         "VX_OUT": (0, 1),
     },
     arguments=arguments(

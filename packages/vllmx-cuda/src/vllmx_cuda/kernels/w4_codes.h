@@ -1,4 +1,4 @@
-// Matrices of 4- or 8-bit codes in the order of the tensor cores' fragments:
+// Matrices of 4-, 6- or 8-bit codes in the order of the tensor cores' fragments:
 // weight = scale * (code - zero), or scale * code + minimum, with the factors of a group of columns.
 //
 // Codes:   tiles of 16 rows x 64 columns; those of the same rows follow each other, then come the records of
@@ -7,10 +7,13 @@
 //          next) of row g + 8 h is register h + 2 p of fragment A.
 //          4 bits: 16 bytes a lane and tile; word 2 half + s, nibble h + 2 p + 4 (odd column).
 //          8 bits: 16 bytes a lane and half; word 2 s + p, byte 2 h + (odd column).
+//          6 bits: step s takes columns 16 s + 4 q .. + 3 of the half, for groups are of 16. The low 4 bits as
+//          above; behind those of all lanes come 8 bytes each with the high 2: word half, bit
+//          2 (h + 2 p + 4 s) + 16 (odd column).
 // Records: for each group 16 scales of VX_SCALE, one a row; then with VX_ZERO 1 16 zeros
 //          of u8, with VX_ZERO 2 16 minima of VX_SCALE. VX_ZERO 0: zero is the middle, 8 or 128.
 // Columns are padded with codes 0 to whole tiles. The group of column c is c >> group_shift, of 32 columns at
-// least.
+// least, with 6 bits of 16.
 #pragma once
 #include "vx.h"
 
@@ -27,6 +30,8 @@
 #define TILE_COLS 64
 #define TILE_BYTES (TILE_ROWS * TILE_COLS * VX_BITS / 8)
 #define HALF_COLS 32
+#define LANE_COLS (VX_BITS == 6 ? 4 : 8)  // neighbours that a lane has
+#define HIGH_AT 512  // of 6 bits: where a tile's high ones begin
 #if VX_SCALE == VX_F32
 typedef float scale_type;
 #elif VX_SCALE == VX_F16

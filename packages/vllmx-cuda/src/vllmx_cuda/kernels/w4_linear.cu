@@ -2,7 +2,7 @@
 //
 // Layout: x (M, K) of elem, bf16 or f16; w (N, K); bias (N) of f32 or null; y of elem, or of f32 with VX_OUT
 //         1, (M, N) with rows `pitch` apart. K is a multiple of 32. A code minus its zero is exact in elem, so
-//         products are exact; scales meet the sums of 32 or 64 products, in f32.
+//         products are exact; scales meet the sums of 16, 32 or 64 products, in f32.
 // Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
 //         pieces, one a warp. Each warp has a ring of tiles of its own, which cp.async fills STAGES ahead:
 //         32 KB of codes under way in a block, more than latency times bandwidth of an SM; nobody waits for
@@ -19,13 +19,14 @@
 #ifndef VX_ROWS
 #define VX_ROWS 1
 #endif
-#ifndef VX_FOLDS  // 1: a tile of 64 columns lies in one group; 2: each half of it
+#ifndef VX_FOLDS  // 1: a tile of 64 columns lies in one group; 2: each half of it; 4: each step
 #define VX_FOLDS 2
 #endif
 #define WARPS 8
 #define ROWS (TILE_ROWS * VX_ROWS)
 #define TOKENS (8 * VX_TILES)
 #define STAGES (32 / (VX_BITS * VX_ROWS) > 3 ? 32 / (VX_BITS * VX_ROWS) : 3)
+#define STEPS (4 / VX_FOLDS)  // of a tile's four that share a group
 #define CHUNKS (RECORD_BYTES / 16)
 #define STAGE_BYTES (VX_ROWS * (TILE_BYTES + VX_FOLDS * RECORD_BYTES))
 #define RECORD_LOADS ((VX_ROWS * VX_FOLDS * CHUNKS + 31) / 32)
@@ -45,14 +46,27 @@
 // What `fragment` adds to the codes of a row to take their zero away
 VX_DEV u32 minus_zero(int zero) { return BY_FLOAT ? 0xcb000000u + zero : (MINUS + zero) * 0x10001u; }
 
-// Fragment A of k-step s of a half. codes: the lane's 16 bytes, as words; nibbles: 0x000f000f.
-VX_DEV void fragment(u32 (&a)[4], const uint4& codes, int half, int s, const u32 (&minus)[2],
-                     u32 nibbles) {
-#if VX_BITS == 4
+struct Masks {
+  u32 nibbles, pairs;  // 0x000f000f, 0x00300030
+};
+
+// Fragment A of k-step `step` of a tile. codes: the lane's 16 bytes, of the tile or of the half; high: its
+// 8 bytes of high bits.
+VX_DEV void fragment(u32 (&a)[4], const uint4& codes, const uint2& high, int step,
+                     const u32 (&minus)[2], const Masks& masks) {
+  int half = step / 2, s = step % 2;
+#if VX_BITS < 8
   u32 word = half ? (s ? codes.w : codes.z) : (s ? codes.y : codes.x);
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    a[i] = vx_fma2((word >> 4 * i & nibbles) | MAGIC, ONES, minus[i % 2], elem());
+  for (int i = 0; i < 4; i++) {
+    u32 both = (word >> 4 * i & masks.nibbles) | MAGIC;
+#if VX_BITS == 6
+    u32 rest = half ? high.y : high.x;
+    int at = 2 * (i + 4 * s) - 4;
+    both |= (at < 0 ? rest << -at : rest >> at) & masks.pairs;
+#endif
+    a[i] = vx_fma2(both, ONES, minus[i % 2], elem());
+  }
 #else
 #pragma unroll
   for (int p = 0; p < 2; p++) {
@@ -77,7 +91,7 @@ VX_DEV void fragment(u32 (&a)[4], const uint4& codes, int half, int s, const u32
 // Where a lane copies from: its 16 bytes of each tile, and of each tile's records.
 struct Source {
   const u8 *codes[VX_ROWS], *records[RECORD_LOADS];
-  int half[RECORD_LOADS];  // columns into the tile; -1: nothing to copy
+  int column[RECORD_LOADS];  // of the tile, where the group begins; -1: nothing to copy
 };
 
 VX_DEV Source source_of(const u8* data, int row_tile, int row_tiles, int tiles, int groups, int lane) {
@@ -89,7 +103,7 @@ VX_DEV Source source_of(const u8* data, int row_tile, int row_tiles, int tiles, 
 #pragma unroll
   for (int i = 0; i < RECORD_LOADS; i++) {
     int chunk = 32 * i + lane, row = chunk / (VX_FOLDS * CHUNKS);
-    source.half[i] = row < VX_ROWS ? chunk / CHUNKS % VX_FOLDS * HALF_COLS : -1;
+    source.column[i] = row < VX_ROWS ? chunk / CHUNKS % VX_FOLDS * (TILE_COLS / VX_FOLDS) : -1;
     source.records[i] = data + min(row_tile + row, row_tiles - 1) * size +
                         (size_t)tiles * TILE_BYTES + chunk % CHUNKS * 16;
   }
@@ -102,70 +116,76 @@ VX_DEV void fetch(u8* stage, const Source& source, int tile, int groups, int gro
 #pragma unroll
   for (int r = 0; r < VX_ROWS; r++)
 #pragma unroll
-    for (int at = 0; at < TILE_BYTES; at += 512)
+    for (int at = 0; at < TILE_BYTES; at += 512) {
+      if (at + 512 > TILE_BYTES && lane >= 16) break;
       vx_cp_async16(stage + r * TILE_BYTES + at + lane * 16,
                     source.codes[r] + (size_t)tile * TILE_BYTES + at, 16);
+    }
 #pragma unroll
   for (int i = 0; i < RECORD_LOADS; i++) {
-    if (source.half[i] < 0) continue;
-    int group = min((tile * TILE_COLS + source.half[i]) >> group_shift, groups - 1);
+    if (source.column[i] < 0) continue;
+    int group = min((tile * TILE_COLS + source.column[i]) >> group_shift, groups - 1);
     vx_cp_async16(stage + VX_ROWS * TILE_BYTES + (32 * i + lane) * 16,
                   source.records[i] + group * RECORD_BYTES, 16);
   }
 }
 
+// A lane's columns of a half of a tile
+VX_DEV uint4 load_tokens(const elem* x) {
+#if VX_BITS == 6
+  uint2 first = *reinterpret_cast<const uint2*>(x), second = *reinterpret_cast<const uint2*>(x + 16);
+  return make_uint4(first.x, first.y, second.x, second.y);
+#else
+  return *reinterpret_cast<const uint4*>(x);
+#endif
+}
+// D = A B or D += A B for k-step `step` of a tile. b: both halves.
+VX_DEV void multiply_step(float (&d)[4], const u32 (&a)[4], const uint4 (&b)[2], int step, bool first) {
+  const uint4& x = b[step / 2];
+  const u32 pair[2] = {step % 2 ? x.z : x.x, step % 2 ? x.w : x.y};
+  if (first) {
+    vx_mma_first(d, a, pair, elem());
+  } else {
+    vx_mma(d, a, pair, elem());
+  }
+}
+
 // The sums of x over what meets one scale, which minima are multiplied by
-VX_DEV void sum_of_tokens(float (&sums)[2], const uint4 (&b)[2], int first, int last) {
+VX_DEV void sum_of_tokens(float (&sums)[2], const uint4 (&b)[2], int fold) {
   const u32 ones[4] = {ONES, ONES, ONES, ONES};
   float part[4];
 #pragma unroll
-  for (int half = first; half < last; half++) {
-    const u32 low[2] = {b[half].x, b[half].y}, high[2] = {b[half].z, b[half].w};
-    if (half == first) {
-      vx_mma_first(part, ones, low, elem());
-    } else {
-      vx_mma(part, ones, low, elem());
-    }
-    vx_mma(part, ones, high, elem());
-  }
+  for (int i = 0; i < STEPS; i++) multiply_step(part, ones, b, fold * STEPS + i, i == 0);
   sums[0] = part[0], sums[1] = part[1];
 }
 
-// Adds the products of the columns of a tile that share scales: half of them or all. b: fragments B of
-// the tokens, both k-steps of a half in one.
+// Adds the products of the columns of a tile that share scales. b: fragments B of the tokens, both
+// k-steps of a half in one.
 VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int fold, int lane,
-                     const uint4 (&b)[VX_TILES][2], u32 nibbles) {
-  constexpr int HALVES = 2 / VX_FOLDS;
+                     const uint4 (&b)[VX_TILES][2], const Masks& masks) {
   float totals[VX_TILES][2];
   if (VX_ZERO == 2)
 #pragma unroll
-    for (int t = 0; t < VX_TILES; t++) sum_of_tokens(totals[t], b[t], fold, fold + HALVES);
+    for (int t = 0; t < VX_TILES; t++) sum_of_tokens(totals[t], b[t], fold);
 #pragma unroll
   for (int r = 0; r < VX_ROWS; r++) {
-    const u8* record = stage + VX_ROWS * TILE_BYTES + (VX_FOLDS * r + fold) * RECORD_BYTES;
+    const u8 *record = stage + VX_ROWS * TILE_BYTES + (VX_FOLDS * r + fold) * RECORD_BYTES;
+    const u8 *tile = stage + r * TILE_BYTES;
     Factors f[2] = {factors_of(record, lane / 4), factors_of(record, lane / 4 + 8)};
-    u32 minus[2] = {minus_zero(f[0].zero), minus_zero(f[1].zero)}, a[HALVES][2][4];
+    u32 minus[2] = {minus_zero(f[0].zero), minus_zero(f[1].zero)}, a[STEPS][4];
+    uint2 high = {};
+    if (VX_BITS == 6) high = *reinterpret_cast<const uint2*>(tile + HIGH_AT + lane * 8);
 #pragma unroll
-    for (int i = 0; i < HALVES; i++) {
-      uint4 codes = *reinterpret_cast<const uint4*>(stage + r * TILE_BYTES + lane * 16 +
-                                                    (VX_BITS == 8 ? (fold + i) * 512 : 0));
-      fragment(a[i][0], codes, fold + i, 0, minus, nibbles);
-      fragment(a[i][1], codes, fold + i, 1, minus, nibbles);
+    for (int i = 0; i < STEPS; i++) {
+      int step = fold * STEPS + i;
+      uint4 codes = *reinterpret_cast<const uint4*>(tile + lane * 16 + (VX_BITS == 8 ? step / 2 * 512 : 0));
+      fragment(a[i], codes, high, step, minus, masks);
     }
 #pragma unroll
     for (int t = 0; t < VX_TILES; t++) {
       float part[4];
 #pragma unroll
-      for (int i = 0; i < HALVES; i++) {
-        const uint4& x = b[t][fold + i];
-        u32 low[2] = {x.x, x.y}, high[2] = {x.z, x.w};
-        if (i == 0) {
-          vx_mma_first(part, a[i][0], low, elem());
-        } else {
-          vx_mma(part, a[i][0], low, elem());
-        }
-        vx_mma(part, a[i][1], high, elem());
-      }
+      for (int i = 0; i < STEPS; i++) multiply_step(part, a[i], b[t], fold * STEPS + i, i == 0);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const Factors& row = f[e / 2];
@@ -204,7 +224,7 @@ w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* 
   const elem* tokens[VX_TILES];
 #pragma unroll
   for (int t = 0; t < VX_TILES; t++)
-    tokens[t] = x + (size_t)min(token0 + 8 * t + lane / 4, m - 1) * k + tile * TILE_COLS + quarter * 8;
+    tokens[t] = x + (size_t)min(token0 + 8 * t + lane / 4, m - 1) * k + tile * TILE_COLS + quarter * LANE_COLS;
 
   float sums[VX_ROWS][VX_TILES][4] = {};
   u8 *ring = shared + warp * STAGES * STAGE_BYTES, *ring_end = ring + STAGES * STAGE_BYTES;
@@ -213,17 +233,16 @@ w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* 
     if (tile + s < end) fetch(ring + s * STAGE_BYTES, source, tile + s, groups, group_shift, lane);
     vx_cp_commit();
   }
-  // m is not negative, which the compiler cannot know: it would make the constant anew for each use
-  u32 nibbles = 0x000f000fu ^ (u32)(m < 0);
+  // m is not negative, which the compiler cannot know: it would make the constants anew for each use
+  Masks masks = {0x000f000fu ^ (u32)(m < 0), 0x00300030u ^ (u32)(m < 0)};
   u8 *stage = ring, *empty = ring_end - STAGE_BYTES;
   for (; tile < end; tile++) {
     uint4 b[VX_TILES][2];
 #pragma unroll
     for (int t = 0; t < VX_TILES; t++) {
-      b[t][0] = *reinterpret_cast<const uint4*>(tokens[t]);
-      b[t][1] = tile * TILE_COLS + HALF_COLS < k
-                    ? *reinterpret_cast<const uint4*>(tokens[t] + HALF_COLS)
-                    : make_uint4(0, 0, 0, 0);
+      b[t][0] = load_tokens(tokens[t]);
+      b[t][1] = tile * TILE_COLS + HALF_COLS < k ? load_tokens(tokens[t] + HALF_COLS)
+                                                 : make_uint4(0, 0, 0, 0);
       tokens[t] += TILE_COLS;
     }
     vx_cp_wait<STAGES - 2>();
@@ -231,7 +250,7 @@ w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* 
     if (tile + STAGES - 1 < end) fetch(empty, source, tile + STAGES - 1, groups, group_shift, lane);
     vx_cp_commit();
 #pragma unroll
-    for (int fold = 0; fold < VX_FOLDS; fold++) multiply(sums, stage, fold, lane, b, nibbles);
+    for (int fold = 0; fold < VX_FOLDS; fold++) multiply(sums, stage, fold, lane, b, masks);
     empty = stage;
     stage = stage + STAGE_BYTES < ring_end ? stage + STAGE_BYTES : ring;
   }

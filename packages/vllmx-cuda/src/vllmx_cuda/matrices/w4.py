@@ -1,4 +1,4 @@
-"""Integers of 4 or 8 bits with 16-bit activations, in the order of tensor-core fragments: GPTQ,
+"""Integers of 4, 6 or 8 bits with 16-bit activations, in the order of tensor-core fragments: GPTQ,
 AWQ, packed integers of compressed-tensors, blocks of GGUF with such codes.
 
 Up to `OWN_TOKENS` rows meet the integers on tensor cores, which read each of them once for 64 rows.

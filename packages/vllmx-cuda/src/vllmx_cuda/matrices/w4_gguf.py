@@ -1,8 +1,8 @@
-"""GGUF's blocks of 4- and 8-bit codes as codes with factors for each 32 values, for
+"""GGUF's blocks of 4-, 6- and 8-bit codes as codes with factors for each 32 or 16 values, for
 `kernels/w4_codes.h`.
 
-Q4_0, Q4_1 and Q8_0 are exactly that. Of Q4_K the factors, an f16 times 6 bits each, are rounded to
-f16: by a part in 2,048 at most, an eighth of what bf16 activations are rounded by.
+Q4_0, Q4_1 and Q8_0 are exactly that. Of Q4_K and Q6_K the factors, an f16 times 6 or 8 bits each,
+are rounded to f16: by a part in 2,048 at most, an eighth of what bf16 activations are rounded by.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_MIDDLE
 
 U8 = npt.NDArray[np.uint8]
 FORMS = {
-    "q4_0": (4, ZERO_MIDDLE), "q4_1": (4, MINIMA), "q4_k": (4, MINIMA), "q8_0": (8, ZERO_MIDDLE),
+    "q4_0": (4, ZERO_MIDDLE, 5), "q4_1": (4, MINIMA, 5), "q4_k": (4, MINIMA, 5),
+    "q6_k": (6, ZERO_MIDDLE, 4), "q8_0": (8, ZERO_MIDDLE, 5),
 }  # fmt: skip
-"""Type -> bits, value of VX_ZERO."""
+"""Type -> bits, value of VX_ZERO, group_shift."""
 _F16_MAX = 65504.0
 
 
@@ -31,7 +32,7 @@ def block_type(part: WeightPart) -> str | None:
 
 
 def coded_blocks(part: WeightPart, begin: int, end: int) -> tuple[U8, F32, F32 | None]:
-    """Codes (n, cols), scales and minima (n, cols / 32) of some rows.
+    """Codes (n, cols), scales and minima (n, groups) of some rows.
 
     Raises:
         WeightFormatError: a factor is beyond float16.
@@ -44,6 +45,9 @@ def coded_blocks(part: WeightPart, begin: int, end: int) -> tuple[U8, F32, F32 |
     if name == "q4_k":
         codes = _nibbles(blocks[:, 16:], 32)
         scales, minima = _factors_of_k(blocks)
+    elif name == "q6_k":
+        codes = _six_bits(blocks[:, :128], blocks[:, 128:192])
+        scales = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
     elif name == "q8_0":  # signed: 128 becomes their zero
         codes, scales = blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0)
     else:
@@ -69,6 +73,18 @@ def _nibbles(packed: U8, width: int) -> U8:
     halves[:, :, 0] = runs & mask
     halves[:, :, 1] = runs >> np.uint64(4) & mask
     return halves.reshape(len(packed), -1).view(np.uint8)
+
+
+def _six_bits(low: U8, high: U8) -> U8:
+    """(n, 256) codes: of each 128, 64 bytes hold the low nibbles and 32 the high pairs of bits."""
+    nibbles, pairs = low.reshape(-1, 2, 2, 32), high.reshape(-1, 2, 32)
+    codes = np.empty((len(low), 2, 4, 32), np.uint8)
+    for quarter in range(4):
+        codes[:, :, quarter] = pairs >> np.uint8(2 * quarter) & 3
+    codes <<= np.uint8(4)
+    codes[:, :, :2] |= nibbles & 15
+    codes[:, :, 2:] |= nibbles >> np.uint8(4)
+    return codes.reshape(len(low), -1)
 
 
 def _half(blocks: U8, at: int) -> F32:

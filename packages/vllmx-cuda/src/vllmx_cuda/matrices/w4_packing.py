@@ -1,4 +1,4 @@
-"""Integers of 4 or 8 bits, put into the order of `kernels/w4_codes.h`."""
+"""Integers of 4, 6 or 8 bits, put into the order of `kernels/w4_codes.h`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from vllmx_cuda.matrices.w4_gguf import FORMS, block_type, coded_blocks
 
 U8 = npt.NDArray[np.uint8]
 _ONE_GROUP = 31
-_BLOCK_SHIFT = 5
-"""Values of group_shift."""
+"""A group_shift."""
 _MOST_ZERO = {4: 127, 8: 255}
 """By bits: what the kernels take away from a code exactly."""
 
@@ -66,8 +65,8 @@ def packing_of(part: WeightPart) -> Packing | None:
         return None
     blocks = block_type(part)
     if blocks is not None:
-        bits, zero = FORMS[blocks]
-        return Packing(bits, DTYPES["f16"], zero, _BLOCK_SHIFT)
+        bits, zero, shift = FORMS[blocks]
+        return Packing(bits, DTYPES["f16"], zero, shift)
     return _coded_packing(part)
 
 
@@ -137,22 +136,54 @@ def _ordered(codes: U8, bits: int) -> U8:
     if any(pad for _, pad in padding):
         codes = np.pad(codes, padding)
     tiles = (len(codes) // TILE_ROWS, codes.shape[1] // TILE_COLS)
+    if bits == 6:
+        return _six_bits(codes, tiles)
     # a row is h (0 or 8 more) and g, a column is half, quarter, step, pair, odd
     if bits == 4:
-        split = np.ascontiguousarray(codes).view("<u4").reshape(tiles[0], 2, 8, -1)
-        words = split[:, 1] << np.uint32(4)
-        words |= split[:, 0]  # (row tiles, g, columns / 4)
-        middle = words >> np.uint32(8)  # pair and odd change places: the two bytes in the middle
-        middle ^= words
-        middle &= np.uint32(0xFF00)
-        words ^= middle
-        middle <<= np.uint32(8)
-        words ^= middle
-        steps = words.view("<u8").reshape(tiles[0], 8, tiles[1], 2, 4).transpose(0, 2, 1, 4, 3)
-        return np.ascontiguousarray(steps).reshape(tiles[0], -1).view(np.uint8)
+        return _four_bits(codes, tiles).reshape(tiles[0], -1)
     odds = np.ascontiguousarray(codes).view("<u2").reshape(tiles[0], 2, 8, tiles[1], 2, 4, 4)
     odds = odds.transpose(0, 3, 4, 2, 5, 6, 1)
     return np.ascontiguousarray(odds).reshape(tiles[0], -1).view(np.uint8)
+
+
+def _four_bits(codes: U8, tiles: tuple[int, int]) -> U8:
+    """(row tiles, tiles, bytes)."""
+    split = np.ascontiguousarray(codes).view("<u4").reshape(tiles[0], 2, 8, -1)
+    words = split[:, 1] << np.uint32(4)
+    words |= split[:, 0]  # (row tiles, g, columns / 4)
+    middle = words >> np.uint32(8)  # pair and odd change places: the two bytes in the middle
+    middle ^= words
+    middle &= np.uint32(0xFF00)
+    words ^= middle
+    middle <<= np.uint32(8)
+    words ^= middle
+    steps = words.view("<u8").reshape(tiles[0], 8, tiles[1], 2, 4).transpose(0, 2, 1, 4, 3)
+    return np.ascontiguousarray(steps).reshape(*tiles, -1).view(np.uint8)
+
+
+def _six_bits(codes: U8, tiles: tuple[int, int]) -> U8:
+    """(row tiles, bytes). A column is half, step, quarter, pair, odd: once steps and quarters have
+    changed places, the low bits are as codes of 4 bits."""
+    runs = np.ascontiguousarray(codes).view("<u4").reshape(len(codes), -1, 2, 4)
+    turned = np.ascontiguousarray(runs.transpose(0, 1, 3, 2)).reshape(len(codes), -1)
+    low = _four_bits(turned.view(np.uint8) & np.uint8(15), tiles)
+    return np.concatenate([low, _high_bits(turned, tiles)], axis=2).reshape(tiles[0], -1)
+
+
+def _high_bits(runs: AnyArray, tiles: tuple[int, int]) -> U8:
+    """(row tiles, tiles, bytes) the upper two of 6 bits, out of u32 of 4 columns."""
+    words = runs >> np.uint32(4)  # pair, odd
+    odd = words >> np.uint32(8) & np.uint32(0x00030003)
+    words &= np.uint32(0x00030003)
+    for half in (words, odd):  # the second pair, 16 bits up, goes 4 bits up
+        half |= half >> np.uint32(12)
+        half &= np.uint32(0x33)
+    words |= odd << np.uint32(16)
+    split = words.reshape(tiles[0], 2, 8, tiles[1], 2, 4, 2)  # h, g, tile, half, quarter, step
+    found = split[:, 0, ..., 0] | split[:, 1, ..., 0] << np.uint32(2)
+    found |= (split[:, 0, ..., 1] | split[:, 1, ..., 1] << np.uint32(2)) << np.uint32(8)
+    lanes = np.ascontiguousarray(found.transpose(0, 2, 1, 4, 3))  # tile, g, quarter, half
+    return lanes.reshape(*tiles, -1).view(np.uint8)
 
 
 def _by_tile(values: AnyArray) -> U8:
