@@ -22,10 +22,6 @@ from vllmx_models.gguf.quantize.convert import Summary, quantize
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 NAMES = ("Tim", "Anna", "Ben", "Mia", "Tom", "Lily", "Max", "Sue", "Sam", "Zoe")
-STORY = (
-    "Once upon a time, there was a girl named {name}. {name} had a red ball. One day, {name} went"
-    " to the park. She played with a dog. The dog was happy. {name} was happy too."
-)
 MIXES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k", "q4_0")
 
 
@@ -153,13 +149,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert "q4_k_m" in refused.stderr
 
 
+@pytest.mark.usefixtures("backend")
 def test_llama_cpp_runs_the_file(files: dict[str, Summary], tmp_path: Path) -> None:
     """VLLMX_LLAMA_CPP names the folder of llama-perplexity: `nox -s llama` builds it."""
     binary = Path(os.environ.get("VLLMX_LLAMA_CPP", "")) / "llama-perplexity"
     if not binary.is_file():
         pytest.skip("no llama.cpp: name the folder of its programs by VLLMX_LLAMA_CPP")
     text = tmp_path / "text"
-    text.write_text("\n\n".join(STORY.format(name=name) for name in NAMES))
+    with open_llm("demo") as llm:  # its own stories: of others three windows say little
+        begins = [f"Once upon a time, there was a girl named {name}." for name in NAMES]
+        outputs = llm.generate(begins, SamplingParams(max_tokens=160, seed=5))
+    text.write_text("\n\n".join(f"{o.prompt}{o.outputs[0].text}" for o in outputs))
     found = {}
     for mix in ("bf16", *MIXES):
         command = [str(binary), "-m", str(files[mix].path), "-f", str(text), "-c", "128", "-t", "1"]
@@ -167,6 +167,6 @@ def test_llama_cpp_runs_the_file(files: dict[str, Summary], tmp_path: Path) -> N
         estimate = re.search(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)
         assert estimate is not None, mix
         found[mix] = float(estimate[1])
-    assert 1 < found["bf16"] < 200  # not quite its kind of text
+    assert 1 < found["bf16"] < 5
     for mix in MIXES:
-        assert found[mix] == pytest.approx(found["bf16"], rel=0.15 if mix == "q2_k" else 0.05)
+        assert found[mix] == pytest.approx(found["bf16"], rel=0.06 if mix == "q2_k" else 0.02)
