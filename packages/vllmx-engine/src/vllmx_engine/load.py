@@ -19,9 +19,9 @@ from vllmx_core.checkpoint import (
     resolve_path,
 )
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError
-from vllmx_core.memory import return_unused_bytes
-from vllmx_core.model import ModelShape
+from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
+from vllmx_core.model import Model
 from vllmx_core.registry import Registry, load_registry
 
 from vllmx_engine.core import EngineCore
@@ -31,6 +31,10 @@ from vllmx_engine.sequence import Limits
 logger = logging.getLogger("vllmx.load")
 
 DEFAULT_BATCHED_TOKENS = 2048
+AUTOMATIC_CONTEXT = 1 << 20
+"""A longer context must be asked for: its tables alone take hundreds of megabytes."""
+TABLE_SHARE = 8
+"""One part in so many of the free memory may go to tables that grow with the context."""
 _DTYPES = {
     "auto": "auto", "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32",
     "float": "f32",
@@ -59,22 +63,15 @@ def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPla
     return LoadPlan(config, path, registry, progress)
 
 
-def load_core(
-    config: EngineConfig, registry: Registry | None = None
-) -> tuple[EngineCore, CoreInfo]:
-    """Loads the model that `config` names and puts an engine core around it.
+def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
+    """Loads the model and puts an engine core around it.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, WeightFormatError: the model cannot be read.
         BackendUnavailableError: the wanted backend cannot run here.
         CapacityError: it does not fit into memory.
-        ConfigError: a value of `config` that this model does not allow.
+        ConfigError: a value of the configuration that this model does not allow.
     """
-    return load_planned(plan_load(config, registry))
-
-
-def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
-    """`load_core` of a model that was found already."""
     started = time.monotonic()
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
     model = build_model(plan.registry, checkpoint)
@@ -82,7 +79,7 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
     spec, reason = plan.registry.choose_backend(plan.config.backend)
     logger.info("backend=%s reason=%r", spec.name, reason)
-    options = load_options(plan.config, model.shape, progress=plan.progress)
+    options = load_options(plan.config, model, progress=plan.progress)
     try:
         loaded = spec.load()().load(model, checkpoint.weights, options)
     finally:
@@ -105,20 +102,21 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     return core, info
 
 
-def load_options(config: EngineConfig, shape: ModelShape, *, progress: bool) -> LoadOptions:
+def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadOptions:
     """The backend's part of a configuration, with what the model decides filled in.
 
     Raises ConfigError for a max_model_len beyond what the model was made for, or beyond what an
-    explicit number of KV blocks holds.
+    explicit number of KV blocks holds, and CapacityError where its tables do not fit into memory.
     """
-    longest = shape.max_model_len
+    longest = model.shape.max_model_len
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is more than the {longest} tokens that the"
             f" model was made for: lower it to {longest} or leave it out",
             param="max_model_len",
         )
-    max_model_len = config.max_model_len or longest
+    max_model_len = config.max_model_len or min(longest, AUTOMATIC_CONTEXT)
+    max_model_len = _with_tables_that_fit(config, model, max_model_len)
     if config.num_kv_blocks is not None:
         held = config.num_kv_blocks * config.block_size
         if config.max_model_len is None:
@@ -145,6 +143,30 @@ def load_options(config: EngineConfig, shape: ModelShape, *, progress: bool) -> 
         enforce_eager=config.enforce_eager,
         progress=progress,
     )
+
+
+def _with_tables_that_fit(config: EngineConfig, model: Model, max_model_len: int) -> int:
+    """The length, or less where nobody asked for it: whatever a config claims, rotary tables must
+    leave room. They are made before the KV cache, which needs much more, says how much fits."""
+    position_bytes = sum(table.nbytes for table in model.constants(1).values())
+    free = free_bytes()
+    fitting = max(1, free // TABLE_SHARE // max(1, position_bytes))
+    if config.max_model_len is None:
+        max_model_len = min(max_model_len, fitting)
+        if max_model_len < model.shape.max_model_len:
+            logger.warning(
+                "max_model_len reduced from the model's %d to %d: use --max-model-len for more",
+                model.shape.max_model_len,
+                max_model_len,
+            )
+    elif max_model_len > fitting:
+        raise CapacityError(
+            f"the position tables of --max-model-len {max_model_len} take"
+            f" {format_bytes(max_model_len * position_bytes)}, of {format_bytes(free)} of free"
+            f" memory they may take one part in {TABLE_SHARE}: lower it to {fitting}",
+            param="max_model_len",
+        )
+    return max_model_len
 
 
 def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo) -> int:

@@ -31,6 +31,7 @@ _OPTIONS = frozenset(
 )  # fmt: skip
 _OTHER_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"))
 MAX_CONTEXT = 1 << 31
+_CHUNK = 4096
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -49,9 +50,13 @@ class Rope:
         """(positions, rotary_dim): cos of the rotary_dim / 2 angles, then sin, both times the
         attention factor. `max_model_len` (default `positions`) decides the scaling."""
         inverse, factor = self.frequencies(max_model_len or positions)
-        steps = np.arange(positions, dtype=np.float32)[:, None]
-        angles = (steps * inverse).astype(np.float64)  # the float32 product is what was trained
-        table: F32 = np.concatenate([np.cos(angles), np.sin(angles)], axis=1, dtype=np.float32)
+        half = len(inverse)
+        table = np.empty((positions, 2 * half), np.float32)
+        for first in range(0, positions, _CHUNK):  # float64 of all at once is six times the table
+            rows = table[first : first + _CHUNK]
+            steps = np.arange(first, first + len(rows), dtype=np.float32)[:, None]
+            angles = (steps * inverse).astype(np.float64)  # the float32 product is what was trained
+            rows[:, :half], rows[:, half:] = np.cos(angles), np.sin(angles)
         table *= np.float32(factor)
         return table
 

@@ -40,7 +40,8 @@ HELP: Mapping[str, str] = {
     "isq": "Quantise while loading: q8_0, q6_k, q5_k, q4_k, q3_k, q2_k, q4_0, q4_1, q5_0, q5_1,"
     " int8, fp8, or a mix such as q4_k_m.",
     "kv_cache_dtype": "KV cache: auto, bf16, f16, f32, int8 or fp8.",
-    "max_model_len": "Longest prompt plus output; default: the model's.",
+    "max_model_len": "Longest prompt plus output; default: the model's, up to 1048576 and what"
+    " fits.",
     "max_num_seqs": "Sequences that run together; default: 256, on Apple GPUs 8 to 32 by memory.",
     "max_num_batched_tokens": "Token budget of a step.",
     "block_size": "Tokens in a page of the KV cache.",

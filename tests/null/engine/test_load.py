@@ -1,0 +1,55 @@
+"""From a configuration and a model to what a backend is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import CapacityError
+from vllmx_engine import load
+from vllmx_engine.load import AUTOMATIC_CONTEXT, load_options
+
+COLUMNS = 256
+
+
+class LongModel:
+    """What matters of a model that claims a context of so many tokens."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.shape = SimpleNamespace(max_model_len=max_model_len)
+
+    def constants(self, max_model_len: int) -> Mapping[str, Any]:
+        assert max_model_len == 1, "tables are made when their size is known to fit"
+        return {"rope": np.zeros((1, COLUMNS), np.float32), "local": np.zeros((1, COLUMNS), "f4")}
+
+
+@pytest.mark.parametrize(
+    ("claimed", "free", "expected"),
+    [
+        (4096, 1 << 36, 4096),
+        (1 << 31, 1 << 40, AUTOMATIC_CONTEXT),
+        (1 << 31, 1 << 30, (1 << 30) // 8 // (2 * 4 * COLUMNS)),
+        (1 << 20, 0, 1),
+    ],
+)
+def test_what_a_config_claims_is_bounded_by_memory(
+    monkeypatch: pytest.MonkeyPatch, claimed: int, free: int, expected: int
+) -> None:
+    monkeypatch.setattr(load, "free_bytes", lambda: free)
+    options = load_options(EngineConfig(), LongModel(claimed), progress=False)  # type: ignore[arg-type]
+    assert options.max_model_len == expected
+    assert options.shrink_to_fit
+
+
+def test_a_length_that_was_asked_for_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "free_bytes", lambda: 1 << 33)
+    model: Any = LongModel(1 << 31)
+    config = EngineConfig(max_model_len=(1 << 19))
+    assert load_options(config, model, progress=False).max_model_len == 1 << 19
+    config = EngineConfig(max_model_len=(1 << 19) + 1)
+    with pytest.raises(CapacityError, match="lower it to 524288"):
+        load_options(config, model, progress=False)
