@@ -7,6 +7,9 @@
 #pragma once
 #include "linear_output.h"
 #include "micro.h"
+#if defined(__AVX512VNNI__)
+#include "micro_super.h"
+#endif
 #include "panels.h"
 #include "weight_chunks.h"
 #if defined(__AMX_INT8__)
@@ -18,26 +21,22 @@ namespace VX_ISA {
 
 enum { ONCE_BYTES = 64 << 10 };  // of weights that stream by, in a chunk
 
-template <class Kind>
-static void multiply(const VxLinear* a, Panels p, VxCtx* ctx) {
+// Calls product(tile's weights, a panel's activations, tokens, the weights to fetch meanwhile or null) for
+// all tiles and panels; it leaves [tokens][32] sums in c.
+template <class Kind, class Product>
+VX_INLINE void multiply(const VxLinear* a, Panels p, VxCtx* ctx, const float* c, Product product) {
   const VxWeight* w = &a->w;
-  const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES, tile_bytes = 2 * block_bytes;
+  const size_t tile_bytes = 2 * (size_t)p.units * Kind::UNIT_BYTES;
   const auto tile_data = [=](int32_t tile) { return (const uint8_t*)w->data + (size_t)tile * tile_bytes; };
-  alignas(64) float c[MICRO_TOKENS * 32];
   // With one panel nothing is used twice: small chunks, so that the threads end together.
   const Chunks size = p.count > 1 ? Chunks{CHUNK_BYTES, 8} : Chunks{ONCE_BYTES, 8};
   for_chunks_ahead(w, tile_bytes, size, ctx, [&](int32_t first, int32_t last, int32_t next) {
     for (int32_t panel = 0; panel < p.count; ++panel) {
       const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
       const uint8_t* x = p.base + (size_t)row * p.units * Kind::PANEL_BYTES;
-      const Micro run = micro_for<Kind>(tokens);
       for (int32_t tile = first; tile < last; ++tile) {
         const int32_t then = tile + 1 < last ? tile + 1 : next < 0 ? tile : next;
-        const uint8_t *block = tile_data(tile), *after = tile_data(then);
-        for (int b = 0; b < 2; b += MICRO_BLOCKS, block += block_bytes) {
-          const uint8_t* following = b + MICRO_BLOCKS < 2 ? block + block_bytes : after;
-          run(block, block_bytes, p.units, x, c + b * 16, panel == 0 ? following : nullptr);
-        }
+        product(tile_data(tile), x, tokens, panel == 0 ? tile_data(then) : nullptr);
         finish_tile(a, tile, row, tokens, c);
       }
     }
@@ -47,8 +46,35 @@ static void multiply(const VxLinear* a, Panels p, VxCtx* ctx) {
 template <class Kind>
 static void run_linear(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
   const int32_t count = (rows + MICRO_TOKENS - 1) / MICRO_TOKENS;
-  multiply<Kind>(a, pack<Kind>(a, step, rows, (rows + count - 1) / count, ctx), ctx);
+  const Panels p = pack<Kind>(a, step, rows, (rows + count - 1) / count, ctx);
+  const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES;
+  alignas(64) float c[MICRO_TOKENS * 32];
+  const auto product = [&](const uint8_t* w, const uint8_t* x, int32_t tokens, const uint8_t* next) {
+    const Micro run = micro_for<Kind>(tokens);
+    for (int b = 0; b < 2; b += MICRO_BLOCKS, w += block_bytes)
+      run(w, block_bytes, p.units, x, c + b * 16, next && b + MICRO_BLOCKS < 2 ? w + block_bytes : next);
+  };
+  multiply<Kind>(a, p, ctx, c, product);
 }
+
+#if defined(__AVX512VNNI__)
+// Many rows of a K type; true if they were many enough.
+template <class Format>
+static bool run_super_pairs(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+  typedef SuperPairs<Format> Pairs;
+  typedef typename Pairs::Blocks Kind;
+  if (rows < Pairs::FROM_TOKENS) return false;
+  const int32_t count = (rows + Pairs::TOKENS - 1) / Pairs::TOKENS;
+  const Panels p = pack<Kind>(a, step, rows, (rows + count - 1) / count, ctx);
+  const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES;
+  alignas(64) float c[Pairs::TOKENS * 32];
+  const auto product = [&](const uint8_t* w, const uint8_t* x, int32_t tokens, const uint8_t* next) {
+    Pairs::run(w, block_bytes, p.units, x, tokens, c, next);
+  };
+  multiply<Kind>(a, p, ctx, c, product);
+  return true;
+}
+#endif
 
 // For the quantised kinds of FAMILY; nothing happens for any other kind.
 template <layout::Family FAMILY>
@@ -58,6 +84,10 @@ static void run_family(const VxLinear* a, const VxStep* step, int32_t rows, VxCt
     if constexpr (Format::FAMILY == FAMILY) {
 #if defined(__AMX_INT8__)
       if (run_on_tiles<Format>(a, step, rows, ctx)) return 0;
+#endif
+#if defined(__AVX512VNNI__)
+      if constexpr (FAMILY == layout::SUPER)
+        if (run_super_pairs<Format>(a, step, rows, ctx)) return 0;
 #endif
       run_linear<BlockKind<Format>>(a, step, rows, ctx);
     }

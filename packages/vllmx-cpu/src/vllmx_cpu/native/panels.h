@@ -8,7 +8,8 @@
 namespace vx {
 namespace VX_ISA {
 
-enum { PRIVATE_PANEL_BYTES = 256 << 10 };  // up to here each thread packs for itself
+// Up to here each thread packs for itself: what is only rounded, and what is quantised, which is more work.
+enum { PRIVATE_PANEL_BYTES = 256 << 10, PRIVATE_QUANTISED_BYTES = 16 << 10 };
 
 struct Panels {
   const uint8_t* base;
@@ -38,14 +39,15 @@ VX_INLINE void for_units(const VxWeight* w, const float* x, int32_t first, int32
   }
 }
 
-// One token's activations into its column of a panel of `tokens` columns.
+// One token's activations, of quantised kinds those of units first ... last - 1, into its column of a panel
+// of `tokens` columns.
 template <class Kind>
-static void pack_row(const VxWeight* w, const float* x, int32_t tokens, uint8_t* out) {
+static void pack_row(const VxWeight* w, const float* x, int32_t first, int32_t last, int32_t tokens,
+                     uint8_t* out) {
   const int32_t cols = w->cols;
   const size_t stride = (size_t)tokens * Kind::PANEL_BYTES;
   if constexpr (Kind::QUANTISED) {
-    const int32_t units = (cols + Kind::UNIT_COLS - 1) / Kind::UNIT_COLS;
-    for_units<Kind::UNIT_COLS>(w, x, 0, units, [&](const float* unit, int32_t u) {
+    for_units<Kind::UNIT_COLS>(w, x, first, last, [&](const float* unit, int32_t u) {
       Kind::pack_unit(unit, out + (size_t)u * stride);
     });
   } else if constexpr (Kind::UNIT_COLS == 32) {
@@ -66,12 +68,15 @@ static void pack_row(const VxWeight* w, const float* x, int32_t tokens, uint8_t*
   }
 }
 
+// Part `part` of `parts` of a panel: a range of its units, so that threads write to lines of their own.
 template <class Kind>
-static void pack_panel(const VxLinear* a, const VxStep* step, Panels p, int32_t panel, uint8_t* base) {
+static void pack_panel(const VxLinear* a, const VxStep* step, Panels p, int32_t panel, int32_t part,
+                       int32_t parts, uint8_t* base) {
   const int32_t begin = p.begin(panel), tokens = p.begin(panel + 1) - begin;
+  const int32_t first = p.units * part / parts, last = p.units * (part + 1) / parts;
   uint8_t* out = base + (size_t)begin * p.units * Kind::PANEL_BYTES;
   for (int32_t t = 0; t < tokens; ++t)
-    pack_row<Kind>(&a->w, activation_row(a, step, begin + t), tokens, out + t * Kind::PANEL_BYTES);
+    pack_row<Kind>(&a->w, activation_row(a, step, begin + t), first, last, tokens, out + t * Kind::PANEL_BYTES);
 }
 
 // The rows of this step as panels of `size` rows.
@@ -83,13 +88,15 @@ static Panels pack(const VxLinear* a, const VxStep* step, int32_t rows, int32_t 
   p.count = (rows + size - 1) / size;
   p.size = size;
   const size_t bytes = (size_t)rows * p.units * Kind::PANEL_BYTES;
-  const bool alone = bytes <= PRIVATE_PANEL_BYTES && bytes <= ctx->scratch_bytes;
+  const size_t most = Kind::QUANTISED ? PRIVATE_QUANTISED_BYTES : PRIVATE_PANEL_BYTES;
+  const int32_t parts = Kind::QUANTISED ? 4 : 1;
+  const bool alone = bytes <= most && bytes <= ctx->scratch_bytes;
   p.base = alone ? ctx->scratch : (const uint8_t*)a->panels;
   if (alone) {
-    for (int32_t i = 0; i < p.count; ++i) pack_panel<Kind>(a, step, p, i, ctx->scratch);
+    for (int32_t i = 0; i < p.count; ++i) pack_panel<Kind>(a, step, p, i, 0, 1, ctx->scratch);
   } else {
-    for (int32_t i; (i = vx_next(ctx)) < p.count;)
-      pack_panel<Kind>(a, step, p, i, (uint8_t*)a->panels);
+    for (int32_t i; (i = vx_next(ctx)) < p.count * parts;)
+      pack_panel<Kind>(a, step, p, i / parts, i % parts, parts, (uint8_t*)a->panels);
     vx_barrier(ctx);
   }
   return p;

@@ -144,7 +144,7 @@ struct SuperBlocks {
     return byte_of(Format::NIBBLE_SCALES ? four & 0x0f0f0f0fu : four, g % 4);
   }
 
- private:
+  // What the chain of a token's sum begins with, and what the scaled sum adds to a unit's.
   VX_INLINE NativeI start(const uint8_t* token, int chain) {
     return splat_as(Tag<NativeI>(), TAKEN_OFF ? read_as<int32_t>(token + STARTS + chain * 4) : 0);
   }
