@@ -47,20 +47,24 @@ static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, 
   uint8_t* room = (uint8_t*)(c + PASS_TOKENS * 32);
   TileShapes shapes;
   shapes.set(p.size, p.size, Kind::STEPS);
-  for_chunks(&a->w, 2 * (size_t)block_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t begin, int32_t end) {
-    const uint8_t* data = (const uint8_t*)a->w.data;
+  const auto each = [&](int32_t begin, int32_t end, int32_t then) {
+    const auto at = [&](int32_t tile, int b) {
+      return (const uint8_t*)a->w.data + (size_t)(2 * tile + b) * block_bytes;
+    };
     for (int32_t first = 0; first < p.count; first += pass) {
       const int32_t last = first + pass < p.count ? first + pass : p.count, row = p.begin(first);
       for (int32_t tile = begin; tile < end; ++tile) {
         for (int b = 0; b < 2; ++b) {
-          const uint8_t *block = data + (size_t)(2 * tile + b) * block_bytes, *next = block + block_bytes;
-          const bool stays = first > 0 || (tile == end - 1 && b == 1);
-          run(block, p, first, last, c + b * 16, room, {next, stays ? next : next + block_bytes, lines});
+          const int32_t next_tile = b == 0 ? tile : tile + 1 < end ? tile + 1 : then;
+          const uint8_t* next = at(next_tile, 1 - b);
+          const bool stays = first > 0 || next_tile < 0;
+          run(at(tile, b), p, first, last, c + b * 16, room, {next, stays ? next : next + block_bytes, lines});
         }
         finish_tile(a, tile, row, p.begin(last) - row, c);
       }
     }
-  });
+  };
+  for_chunks_ahead(&a->w, 2 * (size_t)block_bytes, {CHUNK_BYTES, 8}, ctx, each);
 }
 
 // --- units of 256 columns --------------------------------------------------------------------------
