@@ -154,10 +154,10 @@ def generate(backend: Backend, source: WeightSource, dtype: str, **driver: Any) 
 def log_probabilities(
     backend: Backend, source: WeightSource, dtype: str, prompt: list[int]
 ) -> tuple[Any, LoadedInfo]:
-    """(tokens, 61) by id, and what was loaded. Nothing runs but this one step."""
+    """(tokens, vocabulary) by id, and what was loaded. Nothing runs but this one step."""
     loaded = backend.load(MODEL, source, options(dtype, enforce_eager=True))
     try:
-        rows = sampling_rows(len(prompt), num_logprobs=61)
+        rows = sampling_rows(len(prompt), num_logprobs=MODEL.shape.vocab_size)
         plan = make_plan([Row(prompt, 0, range(4), "all")], 16)
         found = loaded.step(plan, rows).result().logprobs
         assert found is not None
@@ -391,6 +391,19 @@ def test_codes_of_gguf_meet_tensor_cores(name: str, arch: str) -> None:
         parts = 5 if name == "Q4_K_M" else 4  # of q, k and v the last in 6 bits
         assert device.entries["w4_linear"] == parts * len(MODEL.shape.kv)
         assert not device.entries["w4_dequantize"]
+
+
+def test_a_tied_embedding_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole tiles, rows are gathered from what the head multiplies."""
+    monkeypatch.setitem(globals(), "MODEL", qwen3({**QWEN3, "vocab_size": 64}))
+    source, device = Quantised(Q4_K_M), CountingDevice(emulator=EMULATOR)
+    prompt = [7, 63, 0] * 13
+    got, info = log_probabilities(CudaBackend(lambda: device), source, "bf16", prompt)
+    want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt)
+    assert abs(got - want).mean() < 0.03
+    assert device.entries["w4_gather"] == 1
+    assert not [entry for entry in device.entries if "gguf" in entry or "gemv" in entry]
+    assert info.weight_bytes < 1.12 * source.stored_bytes(2)
 
 
 def test_gguf_answers_as_on_the_cpu() -> None:

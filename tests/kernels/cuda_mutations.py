@@ -164,6 +164,8 @@ BUGS = (
         "2 * (i + 4 * !s) - 4", f"{W4}:linear"),
     Bug("w4_linear.cu", "high bits of half the rows are not copied", "lane >= 16) break",
         "lane >= 8) break", f"{W4}:linear"),
+    Bug("w4_dequantize.cu", "a row of the tile's other half is gathered", "row % 16 / 8, half",
+        "0, half", f"{W4}:dequantize"),
     Bug("w4_dequantize.cu", "high bits of the other half", "lane * 8 + half * 4", "lane * 8",
         f"{W4}:dequantize"),
     Bug("w4_linear.cu", "columns beyond the last", "tile * TILE_COLS + HALF_COLS < k", "true",

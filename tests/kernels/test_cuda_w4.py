@@ -155,7 +155,15 @@ def test_w4_dequantize(
         [w.data, y, outputs, inputs, w.form.group_shift],
     )
     # rounded to f32 on the way, as the dequantised weights of every other path
-    np.testing.assert_array_equal(y, w.values.astype(np.float32).astype(y.dtype))
+    want = w.values.astype(np.float32).astype(y.dtype)
+    np.testing.assert_array_equal(y, want)
+    ids = on_device([outputs - 1, 0, 3, outputs // 2, 3], np.int32)
+    picked = empty((5, inputs), NUMPY_TYPES[dtype])
+    emulator.launch(
+        KERNELS["w4_gather"].variant(**options(dtype, **w.form.options)),
+        {"rows": 5, "width": inputs}, [w.data, ids, picked, inputs, w.form.group_shift],
+    )  # fmt: skip
+    np.testing.assert_array_equal(picked, want[ids])
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -10,6 +10,7 @@ from vllmx_cuda.kernel_specs.types import (
     Launch,
     Options,
     Sizes,
+    along_rows,
     arguments,
     at_least,
     at_most,
@@ -108,6 +109,10 @@ def _dequantize(sizes: Sizes, options: Options) -> Launch:
     return Launch((ceil_div(sizes["outputs"], TILE_ROWS), ceil_div(tiles, WARPS), 1), 32 * WARPS)
 
 
+def _gather(sizes: Sizes, options: Options) -> Launch:
+    return along_rows(sizes, GROUP_COLS, 8 * 256)
+
+
 _OPTIONS = {
     "VX_DTYPE": tuple(DTYPES.values()),
     "VX_BITS": (4, 6, 8),
@@ -143,4 +148,13 @@ W4_DEQUANTIZE = Kernel(
     rule=_dequantize,
 )
 
-KERNELS = (W4_LINEAR, W4_DEQUANTIZE)
+W4_GATHER = Kernel(
+    entry="w4_gather",
+    source="w4_dequantize.cu",
+    options=_OPTIONS,
+    arguments=arguments("in u8* data, in i32* ids, out elem* y, i32 k, i32 group_shift"),
+    sizes=("rows", "width"),
+    rule=_gather,
+)
+
+KERNELS = (W4_LINEAR, W4_DEQUANTIZE, W4_GATHER)

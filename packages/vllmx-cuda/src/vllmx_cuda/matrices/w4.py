@@ -57,7 +57,11 @@ class W4:
     packing: Packing
     dtype: str
     """Of activations."""
-    gathers = False
+
+    @property
+    def gathers(self) -> bool:
+        """Not columns in an order of their own."""
+        return not self.packing.order
 
     def num_bytes(self, rows: int, cols: int) -> int:
         return self._tail(rows, cols) + self._counters_bytes(rows) + len(self.packing.order)
@@ -175,7 +179,14 @@ class W4:
         return own
 
     def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
-        raise NotImplementedError("`gathers` says no")
+        kernel = ops.variant("w4_gather", **self.packing.options)
+        shape = (segment.cols, self.packing.group_shift)
+
+        def gather(ids: Memory, count: int) -> None:
+            sizes = {"rows": count, "width": segment.cols}
+            ops.device.launch(kernel, sizes, (segment.data, ids, y, *shape))
+
+        return gather
 
 
 def w4(part: WeightPart, target: Target) -> W4 | None:
