@@ -135,6 +135,26 @@ def test_what_a_file_cannot_state_is_refused(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["odd"]
 
 
+def test_no_file_of_the_source_is_overwritten(files: dict[str, Summary], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in (1, 2):
+        (folder / f"m-0000{number}-of-00002.gguf").write_bytes(b"GGUF" * number)
+    copy = shutil.copy(files["q4_0"].path, tmp_path / "copy.gguf")
+    second = folder / "m-00002-of-00002.gguf"
+    link = tmp_path / "link.gguf"
+    link.hardlink_to(second)
+    for source, path in (
+        (folder, second),
+        (folder / "m-00001-of-00002.gguf", second),
+        (folder, link),
+        (copy, copy),
+    ):
+        with pytest.raises(ConfigError, match="belongs to the source"):
+            convert(source, path, "q8_0")
+    assert second.read_bytes() == b"GGUF" * 2
+
+
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "demo.gguf"
     command = [sys.executable, "-m", "vllmx", "quantize", "demo", str(path), "--type", "Q8_0"]

@@ -47,7 +47,8 @@ def resolve_path(
     looked = ", ".join(spec.name for spec in sources) or "no model source is installed"
     raise ModelNotFoundError(
         f"model {model!r} was not found (looked at: {looked}); give a folder with config.json and"
-        " *.safetensors, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B",
+        " *.safetensors, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B or"
+        " org/repo:file.gguf",
         param="model",
     )
 

@@ -42,9 +42,9 @@ HELP = {
 def serve(**flags: Any) -> None:
     """Serve MODEL over the OpenAI HTTP API.
 
-    MODEL is a folder with config.json and *.safetensors, a GGUF file or a Hugging Face id; without
-    it the demo model is served. Every option can also be set as VLLMX_<NAME> or in a YAML file
-    (--config).
+    MODEL is a folder with config.json and *.safetensors, a GGUF file or a Hugging Face id
+    (org/repo, or org/repo:file.gguf); without it the demo model is served. Every option can also be
+    set as VLLMX_<NAME> or in a YAML file (--config).
     """
     engine, server = resolve((EngineConfig, ServerConfig), flags)
     configure_logging(server.log_level)

@@ -25,6 +25,7 @@ from vllmx_models.gguf.quantize.header import Target, check, target_of
 from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.gguf.quantize.vocabulary import tokenizer_metadata
 from vllmx_models.gguf.quantize.writer import NewTensor, write_file
+from vllmx_models.shard_names import shard_names
 
 QUANTIZATION_VERSION = 2
 PIECE_VALUES = 1 << 20
@@ -81,13 +82,23 @@ def quantize(
     """
     if mix not in MIXES:
         raise ConfigError(f"type {mix!r} is not known; known: {', '.join(MIXES)}", param="type")
-    if path.suffix != ".gguf" or path.resolve() == source.resolve():
-        raise ConfigError(f"{path} must end in .gguf and must not be the source", param="output")
+    if path.suffix != ".gguf":
+        raise ConfigError(f"{path} is no name for a GGUF file: end it in .gguf", param="output")
+    if path.exists() and any(path.samefile(file) for file in _files_of(source)):
+        raise ConfigError(f"{path} belongs to the source: choose another name", param="output")
     checkpoint = open_checkpoint(registry, source)
     try:
         return _Conversion(registry, checkpoint, path, mix, pre).run(threads, progress)
     finally:
         checkpoint.weights.close()
+
+
+def _files_of(source: Path) -> list[Path]:
+    """All files of a model: its folder's, or the file and the others of its set."""
+    if source.is_dir():
+        return list(source.iterdir())
+    files = (source.with_name(name) for name in shard_names(source.name))
+    return [file for file in files if file.exists()]
 
 
 class _Conversion:
