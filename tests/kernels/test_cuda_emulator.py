@@ -93,7 +93,7 @@ def test_modules_share_their_stacks(emulator: Emulator) -> None:
         chosen = options("f32", VX_VEC=width, VX_CODE=0)
         sizes = {"rows": 1, "width": 8192 * width}
         variant = KERNELS["quantize_rows"].variant(**chosen)
-        emulator.launch(variant, sizes, [x, codes, empty(1, np.float32), 8192 * width])
+        emulator.launch(variant, sizes, [x, codes, empty(1, np.float32), 8192 * width, 0.0])
         assert (codes == 127).all()
         return len(Path("/proc/self/maps").read_text().splitlines())
 

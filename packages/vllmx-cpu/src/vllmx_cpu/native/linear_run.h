@@ -19,6 +19,11 @@
 namespace vx {
 namespace VX_ISA {
 
+#if !defined(__AMX_INT8__)
+template <class Format>
+static constexpr int32_t TILES_FROM = INT32_MAX;  // rows
+#endif
+
 enum { ONCE_BYTES = 64 << 10 };  // of weights that stream by, in a chunk
 
 // Calls product(tile's weights, a panel's activations, tokens, the weights to fetch meanwhile or null) for
@@ -43,14 +48,15 @@ VX_INLINE void multiply(const VxLinear* a, Panels p, VxCtx* ctx, const float* c,
   });
 }
 
-template <class Kind>
+// Up to MOST tokens at a time.
+template <class Kind, int MOST = MICRO_TOKENS>
 static void run_linear(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  const int32_t count = (rows + MICRO_TOKENS - 1) / MICRO_TOKENS;
+  const int32_t count = (rows + MOST - 1) / MOST;
   const Panels p = pack<Kind>(a, step, rows, (rows + count - 1) / count, ctx);
   const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES;
-  alignas(64) float c[MICRO_TOKENS * 32];
+  alignas(64) float c[MOST * 32];
   const auto product = [&](const uint8_t* w, const uint8_t* x, int32_t tokens, const uint8_t* next) {
-    const Micro run = micro_for<Kind>(tokens);
+    const Micro run = micro_for<Kind, MOST>(tokens);
     for (int b = 0; b < 2; b += MICRO_BLOCKS, w += block_bytes)
       run(w, block_bytes, p.units, x, c + b * 16, next && b + MICRO_BLOCKS < 2 ? w + block_bytes : next);
   };
@@ -76,20 +82,31 @@ static bool run_super_pairs(const VxLinear* a, const VxStep* step, int32_t rows,
 }
 #endif
 
+// A kernel for each number of tokens makes a large library: there are those that can be called, and
+// where codes are unpacked to 16 bits, which costs more than that, no more than six.
+#if VX_NATIVE_BYTES == 64 && !defined(__AVX512VNNI__)
+enum { QUANTISED_TOKENS = 6 };
+#else
+enum { QUANTISED_TOKENS = MICRO_TOKENS };
+#endif
+
 // For the quantised kinds of FAMILY; nothing happens for any other kind.
 template <layout::Family FAMILY>
 static void run_family(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
   layout::visit_format(a->w.kind, 0, [=](auto format) {
     typedef decltype(format) Format;
     if constexpr (Format::FAMILY == FAMILY) {
+      constexpr int32_t FEWER = TILES_FROM<Format> - 1;  // rows
 #if defined(__AMX_INT8__)
-      if (run_on_tiles<Format>(a, step, rows, ctx)) return 0;
+      if (rows > FEWER) return run_on_tiles<Format>(a, step, rows, ctx), 0;
 #endif
 #if defined(__AVX512VNNI__)
       if constexpr (FAMILY == layout::SUPER)
-        if (run_super_pairs<Format>(a, step, rows, ctx)) return 0;
+        if constexpr (FEWER >= SuperPairs<Format>::FROM_TOKENS)
+          if (run_super_pairs<Format>(a, step, rows, ctx)) return 0;
 #endif
-      run_linear<BlockKind<Format>>(a, step, rows, ctx);
+      if constexpr (FEWER > 0)
+        run_linear<BlockKind<Format>, FEWER < QUANTISED_TOKENS ? FEWER : (int32_t)QUANTISED_TOKENS>(a, step, rows, ctx);
     }
     return 0;
   });

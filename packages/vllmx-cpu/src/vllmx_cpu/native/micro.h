@@ -100,11 +100,11 @@ static void micro(const uint8_t* w, size_t block_bytes, int32_t units, const uin
 
 typedef void (*Micro)(const uint8_t*, size_t, int32_t, const uint8_t*, float*, const uint8_t*);
 
-// The micro kernel for a number of tokens from 1 to MICRO_TOKENS.
-template <class Kind, int MB = 1>
+// The micro kernel for a number of tokens from 1 to MOST.
+template <class Kind, int MOST, int MB = 1>
 VX_INLINE Micro micro_for(int tokens) {
-  if constexpr (MB < MICRO_TOKENS) {
-    if (tokens > MB) return micro_for<Kind, MB + 1>(tokens);
+  if constexpr (MB < MOST) {
+    if (tokens > MB) return micro_for<Kind, MOST, MB + 1>(tokens);
   }
 #if defined(__AVX512VNNI__)
   if constexpr (ONE_SUM<Kind>) return micro_pairs<Kind, MB>;

@@ -35,11 +35,11 @@ static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, 
   const int32_t fit = (int32_t)(PASS_BYTES / p.panel_bytes()), most = PASS_TOKENS / 16;
   const int32_t pass = fit < 1 ? 1 : fit < most ? fit : most, passing = p.count < pass ? p.count : pass;
   const bool many = p.size == 16 && passing >= FROM_MANY;
-  const auto run = many           ? multiply_flat<Kind, 16, MANY>
-                   : p.size == 16 ? multiply_flat<Kind, 16, FEW>
-                   : p.size == 12 ? multiply_flat<Kind, 12, FEW>
-                   : p.size == 8  ? multiply_flat<Kind, 8, FEW>
-                                  : multiply_flat<Kind, 4, FEW>;
+  enum { LEAST = Kind::FROM_TOKENS > 8 ? 12 : 8 };  // the least size of panels of FROM_TOKENS rows or more
+  const auto run = many               ? multiply_flat<Kind, 16, MANY>
+                   : p.size == 16     ? multiply_flat<Kind, 16, FEW>
+                   : p.size == 12     ? multiply_flat<Kind, 12, FEW>
+                                      : multiply_flat<Kind, LEAST, FEW>;
   // The next block is fetched while this one is used: lines for each panel of a span, or for each unit.
   const int32_t uses = passing * (many ? (p.units + Kind::SPAN - 1) / Kind::SPAN : p.units);
   const int32_t lines = (block_bytes / 64 + uses) / uses;
@@ -201,21 +201,27 @@ static void run_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx
   });
 }
 
-// On tiles where enough rows make that the faster way; true if it was.
+// From so many rows on tiles are the faster way.
 template <class Format>
-static bool run_on_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  if constexpr (Format::FAMILY == layout::FLOAT8) {
+static constexpr int32_t tiles_from() {
+  if constexpr (Format::FAMILY == layout::FLOAT8)
+    return 1;
+  else if constexpr (Format::FAMILY == layout::SUPER)
+    return SuperTiles<Format>::FROM_TOKENS;
+  else
+    return FlatTiles<Format>::FROM_TOKENS;
+}
+template <class Format>
+static constexpr int32_t TILES_FROM = tiles_from<Format>();
+
+template <class Format>
+static void run_on_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+  if constexpr (Format::FAMILY == layout::FLOAT8)
     run_tiles<Float8Tiles>(a, step, rows, ctx);
-    return true;
-  } else if constexpr (Format::FAMILY == layout::SUPER) {
-    if (rows < SuperTiles<Format>::FROM_TOKENS) return false;
+  else if constexpr (Format::FAMILY == layout::SUPER)
     run_super_tiles<SuperTiles<Format>>(a, step, rows, ctx);
-    return true;
-  } else {
-    if (rows < FlatTiles<Format>::FROM_TOKENS) return false;
+  else
     run_flat_tiles<FlatTiles<Format>>(a, step, rows, ctx);
-    return true;
-  }
 }
 
 }  // namespace VX_ISA
