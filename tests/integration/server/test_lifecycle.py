@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,9 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"prompt": "abc", "max_tokens": max_tokens, "ignore_eos": True, **fields}
 
 
-def stream(server: RunningServer, max_tokens: int) -> list[Any]:
+def stream(
+    server: RunningServer, max_tokens: int, begun: threading.Event | None = None
+) -> list[Any]:
     """The events of a streamed answer; "broken" last when the connection broke."""
     events: list[Any] = []
     request = body(max_tokens, stream=True)
@@ -36,6 +39,8 @@ def stream(server: RunningServer, max_tokens: int) -> list[Any]:
                 if line.startswith("data: "):
                     text = line[6:]
                     events.append(text if text == "[DONE]" else json.loads(text))
+                    if begun:
+                        begun.set()
     except httpx.TransportError:
         events.append("broken")
     return events
@@ -60,9 +65,11 @@ def running(server: RunningServer, count: int) -> None:
 def test_the_death_of_the_core(
     shared: RunningServer, pool: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    streamed = pool.submit(stream, shared, 500)
+    begun = threading.Event()  # before its first event a stream would end as an ordinary answer
+    streamed = pool.submit(stream, shared, 500, begun)
     whole = pool.submit(shared.post, PATH, body(500))
     running(shared, 2)
+    assert begun.wait(10)
     os.kill(shared.core_pid(), signal.SIGKILL)
     wait_until(lambda: shared.get("/health").status_code == 503, 5)
     refused = shared.post(PATH, body(1))
