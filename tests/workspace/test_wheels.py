@@ -74,7 +74,7 @@ def test_only_the_cpu_wheel_is_for_one_platform(wheels: dict[str, Path]) -> None
 
 OURS = {
     "vllmx": 0.1, "vllmx-core": 0.2, "vllmx-engine": 0.2, "vllmx-models": 0.2, "vllmx-server": 0.1,
-    "vllmx-demo": 9.6, "vllmx-cpu": 2.3, "vllmx-torch": 0.1, "vllmx-metal": 0.1, "vllmx-cuda": 0.6,
+    "vllmx-demo": 9.6, "vllmx-cpu": 2.4, "vllmx-torch": 0.1, "vllmx-metal": 0.1, "vllmx-cuda": 0.6,
 }  # fmt: skip
 """Greatest size of each wheel, in MB."""
 

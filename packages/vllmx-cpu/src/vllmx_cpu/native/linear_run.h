@@ -82,14 +82,6 @@ static bool run_super_pairs(const VxLinear* a, const VxStep* step, int32_t rows,
 }
 #endif
 
-// A kernel for each number of tokens makes a large library: there are those that can be called, and
-// where codes are unpacked to 16 bits, which costs more than that, no more than six.
-#if VX_NATIVE_BYTES == 64 && !defined(__AVX512VNNI__)
-enum { QUANTISED_TOKENS = 6 };
-#else
-enum { QUANTISED_TOKENS = MICRO_TOKENS };
-#endif
-
 // For the quantised kinds of FAMILY; nothing happens for any other kind.
 template <layout::Family FAMILY>
 static void run_family(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
@@ -105,8 +97,9 @@ static void run_family(const VxLinear* a, const VxStep* step, int32_t rows, VxCt
         if constexpr (FEWER >= SuperPairs<Format>::FROM_TOKENS)
           if (run_super_pairs<Format>(a, step, rows, ctx)) return 0;
 #endif
+      // A kernel for each number of tokens makes a large library: there are only those that can be called.
       if constexpr (FEWER > 0)
-        run_linear<BlockKind<Format>, FEWER < QUANTISED_TOKENS ? FEWER : (int32_t)QUANTISED_TOKENS>(a, step, rows, ctx);
+        run_linear<BlockKind<Format>, FEWER < MICRO_TOKENS ? FEWER : (int32_t)MICRO_TOKENS>(a, step, rows, ctx);
     }
     return 0;
   });
