@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from vllmx_cuda.cubins import CubinCache, Keys, Target, Unit, cache_folder, missing
+from vllmx_cuda.cubins import (
+    CubinCache,
+    Keys,
+    Target,
+    Unit,
+    cache_folder,
+    missing,
+    private_folder,
+)
+from vllmx_cuda.nvrtc import CompileError
 
 
 @dataclass
@@ -101,6 +116,81 @@ def test_a_folder_that_cannot_be_written_only_costs_time(
     assert "cannot be cached" in caplog.text
 
 
+@pytest.fixture(params=["another user's", "writable by others", "a link to either"])
+def unsafe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that somebody else can put cubins into."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o755)
+    if request.param == "another user's":
+        if os.geteuid() == 0:
+            os.chown(folder, 12345, 12345)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        return folder
+    folder.chmod(0o777)
+    if request.param == "writable by others":
+        return folder
+    (tmp_path / "link").symlink_to(folder)
+    return tmp_path / "link"
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(
+    unit: Unit, target: Target, unsafe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither read nor written: what lies there would run on this user's GPU."""
+    cache, compiler, key = CubinCache(unsafe), FakeCompiler(), Keys(target).key(unit)
+    planted = b"planted"
+    (unsafe / f"{key}.cubin").write_bytes(hashlib.sha256(planted).digest() + planted)
+    assert cache.load(key) is None
+    assert cache.get_or_compile(key, unit, target, compiler).startswith(b"cubin of")
+    assert compiler.calls == ["k.cu"]
+    assert [path.name for path in unsafe.iterdir()] == [f"{key}.cubin"]
+    assert "VLLMX_CACHE_DIR" in caplog.text
+
+
+def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    made = private_folder(tmp_path / "a" / "cuda")
+    assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_only_costs_time(
+    unit: Unit, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    cache, compiler, key = CubinCache(tmp_path / "cache"), FakeCompiler(), Keys(target).key(unit)
+    assert cache.get_or_compile(key, unit, target, compiler).startswith(b"cubin of")
+    assert "No space left" in caplog.text
+    assert list((tmp_path / "cache").iterdir()) == [], "nothing half-written stays"
+
+
+def test_a_file_system_without_locks_only_costs_time(
+    unit: Unit, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    cache, compiler, key = CubinCache(tmp_path / "cache"), FakeCompiler(), Keys(target).key(unit)
+    first = cache.get_or_compile(key, unit, target, compiler)
+    assert cache.load(key) == first
+
+
+def test_a_failing_compiler_leaves_nothing_behind(
+    unit: Unit, target: Target, tmp_path: Path
+) -> None:
+    class Failing(FakeCompiler):
+        def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
+            raise CompileError(name)
+
+    with pytest.raises(CompileError):
+        CubinCache(tmp_path / "cache").get_or_compile("0" * 64, unit, target, Failing())
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 PROCESS = """
 import sys, time
 from pathlib import Path
@@ -140,3 +230,12 @@ def test_where_caches_belong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert cache_folder() == tmp_path / "Library" / "Caches" / "vllmx"
     monkeypatch.setenv("VLLMX_CACHE_DIR", "~/elsewhere")
     assert cache_folder() == tmp_path / "elsewhere"
+
+
+def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number which nobody has."""
+    for name in ("VLLMX_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_folder() == Path(tempfile.gettempdir()) / f"vllmx-cache-{os.geteuid()}"

@@ -6,7 +6,7 @@ import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cuda.arch import ARCHITECTURES
 from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit
-from vllmx_cuda.cublaslt import CublasLt, Matmul
+from vllmx_cuda.cublaslt import Algorithm, CublasLt, Matmul
 from vllmx_cuda.device import Product
 from vllmx_cuda.driver import unavailable_reason
 from vllmx_cuda.libraries import include_folders
@@ -53,6 +53,12 @@ def test_descriptors_of_int8(lt: CublasLt) -> None:
     """Sums in 32-bit integers, columns of a wider product."""
     matmul = Matmul(lt, Product(5, 32, 64, "i8", "i32", pitch=96))
     assert (matmul.attribute(0), matmul.attribute(1)) == (72, 10)
+    matmul.close()
+
+
+def test_an_algorithm_of_no_library_is_not_accepted(lt: CublasLt) -> None:
+    matmul = Matmul(lt, Product(5, 32, 64, "bf16", "bf16"))
+    assert not matmul.accepts(Algorithm(bytes(64), 0))
     matmul.close()
 
 

@@ -7,6 +7,7 @@ these sizes.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -254,6 +255,9 @@ class FakeMatmul:
     def algorithms(self, most: int) -> list[Algorithm]:
         return [Algorithm(bytes([i]) * 64, 0) for i in range(3)][:most]
 
+    def accepts(self, algorithm: Algorithm) -> bool:
+        return algorithm.data[0] < 3
+
     def run(self, algorithm: Algorithm, *addresses: int) -> None:
         FakeMatmul.ran.append(algorithm.data[:1])
 
@@ -291,6 +295,21 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
     with device.tuning():
         device.multiply(small, x, x, x)
     assert not again.path.exists(), "nothing new, nothing written"
+
+
+def test_a_stored_algorithm_that_the_library_refuses_is_measured_again(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another GPU of the same name, or a file that somebody has edited."""
+    monkeypatch.setattr(device._algorithms, "_make", FakeMatmul)
+    monkeypatch.setattr(device._algorithms, "_measure", lambda call: call() or 1.0)
+    file, product, x = device._algorithms._file, Product(8, 3, 2, "bf16", "f32"), device.empty(4)
+    file.put(product, Algorithm(b"\7" * 64, 0))
+    FakeMatmul.ran.clear()
+    with device.tuning():
+        device.multiply(product, x, x, x)
+    assert FakeMatmul.ran == [b"\0", b"\1", b"\2", b"\0"]
+    assert module.AlgorithmFile(file.path).get(product) == Algorithm(bytes(64), 0)
 
 
 class RefusingMatmul(FakeMatmul):
@@ -351,10 +370,21 @@ FAILS, FAILS_TOO = Algorithm(bytes(64), 0), Algorithm(bytes(64), 1)
 
 
 def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "choices.json"
-    for text in ("", "[]", '{"a": 1}', '{"a": {"data": "zz", "workspace_bytes": 1}}'):
+    path, product, data = tmp_path / "choices.json", Product(1, 1, 1, "f16", "f16"), "00" * 64
+    good = module.AlgorithmFile(path)
+    good.put(product, Algorithm(bytes(64), 256))
+    good.save()
+    text = path.read_text()
+    assert module.AlgorithmFile(path).get(product) == Algorithm(bytes(64), 256)
+    damaged = [text[:-1], "", "[]", '{"a": 1}', text.replace(data, "zz"), text.replace(data, "00")]
+    for size in ("-1", str(1 << 40)):  # more than the workspace has would be written beyond it
+        damaged.append(text.replace("256", size))
+    for text in damaged:
         path.write_text(text)
-        assert module.AlgorithmFile(path).get(Product(1, 1, 1, "f16", "f16")) is None
+        assert module.AlgorithmFile(path).get(product) is None, text
+    path.write_text(json.dumps(json.loads(damaged[0] + "}")))
+    path.parent.chmod(0o777)
+    assert module.AlgorithmFile(path).get(product) is None, "others may write there"
 
 
 def test_pinned_memory_that_is_refused(device: CupyDevice, monkeypatch: pytest.MonkeyPatch) -> None:

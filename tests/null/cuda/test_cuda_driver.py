@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,3 +130,13 @@ def test_the_environment_explains(monkeypatch: pytest.MonkeyPatch) -> None:
     found = environment.facts()
     assert all("no GPU is visible" in found[name] for name in ("driver", "device"))
     assert found["nvrtc"] == "13.0 (libnvrtc.so)"
+
+
+def test_the_environment_says_why_the_cache_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLMX_CACHE_DIR", str(tmp_path))
+    (tmp_path / "cuda").mkdir()
+    assert "0 files" in environment.facts()["compiled kernels"]
+    (tmp_path / "cuda").chmod(0o777)
+    assert "not used: others may write" in environment.facts()["compiled kernels"]

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from vllmx_cuda.cublaslt import Algorithm, CublasLt, CublasLtError, Matmul
+from vllmx_cuda.cubins import why_unsafe, write_whole
+from vllmx_cuda.cublaslt import (
+    ALGORITHM_BYTES,
+    WORKSPACE_BYTES,
+    Algorithm,
+    CublasLt,
+    CublasLtError,
+    Matmul,
+)
 from vllmx_cuda.device import Product
 
 logger = logging.getLogger("vllmx.cuda")
@@ -35,15 +42,22 @@ class AlgorithmFile:
     _is_saved: bool = True
 
     def __post_init__(self) -> None:
+        if why_unsafe(self.path.parent) is not None:
+            return
         try:
             stored = json.loads(self.path.read_text())
-            self._known = {
+            found = {
                 key: Algorithm(bytes.fromhex(entry["data"]), int(entry["workspace_bytes"]))
                 for key, entry in stored.items()
-                if len(entry["data"]) == 128
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._known = {}  # missing or damaged: measured again
+            return  # missing or damaged: measured again
+        self._known = {
+            key: algorithm
+            for key, algorithm in found.items()
+            if len(algorithm.data) == ALGORITHM_BYTES
+            and 0 <= algorithm.workspace_bytes <= WORKSPACE_BYTES
+        }
 
     def get(self, product: Product) -> Algorithm | None:
         return self._known.get(_key(product))
@@ -63,11 +77,8 @@ class AlgorithmFile:
             key: {"data": a.data.hex(), "workspace_bytes": a.workspace_bytes}
             for key, a in sorted(self._known.items())
         }
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(stored))
-            os.replace(partial, self.path)
+            write_whole(self.path, json.dumps(stored).encode())
         except OSError as error:
             logger.warning("choices of algorithms cannot be kept in %s: %s", self.path, error)
 
@@ -134,7 +145,7 @@ class Algorithms:
         matmul = self._make(self._lt, product)
         matmul.point(bias=bias)  # the heuristic looks at it
         known = self._file.get(product)
-        if known is None:
+        if known is None or not matmul.accepts(known):
             candidates = matmul.algorithms(CANDIDATES if self.measuring else 1)
             known = self._fastest(product, matmul, candidates, run)
         self._ready[product] = matmul, known

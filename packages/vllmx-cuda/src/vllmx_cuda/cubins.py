@@ -3,7 +3,8 @@
 The key of a cubin is all that decides its bytes: the source, the content of every header that it
 includes, directly or not, the compiler's options, the architecture and NVRTC's version. Files
 appear by rename and carry a digest, so that no process ever loads half of one; where several
-processes start at once, the first compiles and the others wait for its file.
+processes start at once, the first compiles and the others wait for its file. A GPU runs what lies
+there, so a folder that another user could write to is not used at all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,16 +31,44 @@ _DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
-    """Where this user's caches belong on this platform, or where VLLMX_CACHE_DIR says."""
+    """Where this user's caches belong on this platform, or where VLLMX_CACHE_DIR says. A user
+    without a home, as containers have them, gets one below the folder for temporary files."""
     named = os.environ.get(CACHE_VARIABLE, "").strip()
     if named:
-        return Path(named).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "vllmx"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "vllmx"
+        return Path(os.path.expanduser(named))
+    home = Path(os.path.expanduser("~"))
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache") / "vllmx"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "vllmx"
+    if os.path.isabs(base):
+        return Path(base) / "vllmx"
+    if not home.is_absolute():
+        return Path(tempfile.gettempdir()) / f"vllmx-cache-{os.geteuid()}"
+    return home / ".cache" / "vllmx"
+
+
+def why_unsafe(folder: Path) -> str | None:
+    """Why nothing is read from or written to a folder of caches: it is another user's, or others
+    may write there. None where it is safe, or not there."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{folder} belongs to user {status.st_uid}: remove it, or set {CACHE_VARIABLE}"
+    if status.st_mode & 0o022:
+        return f"others may write to {folder}: chmod go-w {folder}, or set {CACHE_VARIABLE}"
+    return None
+
+
+def private_folder(folder: Path) -> Path:
+    """The folder, made for this user alone where it is missing. Raises OSError where that cannot be
+    done, PermissionError where it is not safe."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reason = why_unsafe(folder)
+    if reason is not None:
+        raise PermissionError(reason)
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +153,15 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class CubinCache:
-    """Cubins of one folder. Where the folder cannot be written, every start compiles anew."""
+    """Cubins of one folder. Where the folder cannot be written or trusted, every start compiles
+    anew."""
 
     folder: Path
 
     def load(self, key: str) -> bytes | None:
-        """None when it is missing or damaged."""
+        """None when it is missing or damaged, or the folder not safe."""
+        if why_unsafe(self.folder) is not None:
+            return None
         try:
             stored = self._path(key).read_bytes()
         except OSError:
@@ -153,29 +186,45 @@ class CubinCache:
         return self.folder / f"{key}.cubin"
 
     def _store(self, key: str, cubin: bytes) -> None:
-        partial = self.folder / f".{key}.{os.getpid()}.part"
         try:
-            partial.write_bytes(hashlib.sha256(cubin).digest() + cubin)
-            os.replace(partial, self._path(key))
+            write_whole(self._path(key), hashlib.sha256(cubin).digest() + cubin)
         except OSError as error:
             logger.warning("a compiled kernel cannot be kept in %s: %s", self.folder, error)
-            with suppress(OSError):
-                partial.unlink()
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[None]:
-        """One process at a time for each key; without a lock where the folder cannot be written."""
+        """One process at a time for each key; without a lock where the folder cannot be written, or
+        its file system has none."""
+        path = self.folder / f".{key}.lock"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / f".{key}.lock").open("w")
+            private_folder(self.folder)
+            lock = path.open("w")
         except OSError as error:
             logger.warning("kernels cannot be cached in %s: %s", self.folder, error)
             yield
             return
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            yield
-        Path(lock.name).unlink(missing_ok=True)
+        try:
+            with lock:
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+                yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file in a private folder that nobody ever sees half of. Raises OSError, and leaves nothing
+    behind."""
+    private_folder(path.parent)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 def kernel_cache() -> CubinCache:

@@ -44,6 +44,9 @@ class _Algorithm(ctypes.Structure):
     _fields_ = (("data", c_uint64 * 8),)
 
 
+ALGORITHM_BYTES = ctypes.sizeof(_Algorithm)
+
+
 class _Proposal(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t"""
 
@@ -68,6 +71,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulAlgoGetHeuristic": [
         *[_HANDLE] * 7, c_int, POINTER(_Proposal), POINTER(c_int),
     ],
+    "cublasLtMatmulAlgoCheck": [*[_HANDLE] * 6, c_void_p, POINTER(_Proposal)],
     "cublasLtMatmul": [*[c_void_p] * 14, c_size_t, c_void_p],
 }  # fmt: skip
 
@@ -208,6 +212,16 @@ class Matmul:
         if not usable:
             self._check(_NOT_SUPPORTED)
         return usable
+
+    def accepts(self, algorithm: Algorithm, workspace_bytes: int = WORKSPACE_BYTES) -> bool:
+        """Whether this GPU and library compute the product by an algorithm that was stored: another
+        GPU of the same name may lack it, and a file may be damaged."""
+        chosen, found = _Algorithm.from_buffer_copy(algorithm.data), _Proposal()
+        status = self._library.cublasLtMatmulAlgoCheck(
+            self._lt.handle, self._descriptor, self._w, self._x, self._y, self._y, byref(chosen),
+            byref(found),
+        )  # fmt: skip
+        return bool(status == 0 and found.workspace_bytes <= algorithm.workspace_bytes)
 
     def run(
         self, algorithm: Algorithm, x: int, w: int, y: int, workspace: int, stream: int

@@ -11,7 +11,7 @@ from vllmx_core.memory import format_bytes
 
 from vllmx_cuda import driver
 from vllmx_cuda.arch import architecture
-from vllmx_cuda.cubins import kernel_cache
+from vllmx_cuda.cubins import kernel_cache, why_unsafe
 from vllmx_cuda.dtypes import automatic
 from vllmx_cuda.libraries import include_folders, open_library
 from vllmx_cuda.nvrtc import Nvrtc
@@ -91,6 +91,9 @@ def _cublas_lt() -> str:
 
 def _cache() -> str:
     folder = kernel_cache().folder
+    unsafe = why_unsafe(folder)
+    if unsafe is not None:
+        return f"not used: {unsafe}"
     files = list(folder.glob("*.cubin")) if folder.is_dir() else []
     size = format_bytes(sum(path.stat().st_size for path in files))
     return f"{len(files)} files, {size} in {folder}"
