@@ -7,6 +7,7 @@ import glob
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def open_library(stem: str) -> tuple[ctypes.CDLL, str]:
         f"lib{stem} of CUDA 12 or 13 was not found (tried {', '.join(tried)}): pip install {cu13},"
         f" or {cu12} beside cupy-cuda12x, or set CUDA_HOME to a toolkit"
     )
+
+
+def open_companion(path: str, stem: str) -> None:
+    """Loads lib<stem> from beside a library that opens it by its bare name: NVRTC of CUDA 13.0 does
+    not look into its own folder, and finds what is loaded already. Nothing where there is none."""
+    folder = glob.escape(os.path.dirname(path))
+    for companion in sorted(glob.glob(f"{folder}/lib{stem}.so*")) if folder else ():
+        with suppress(OSError):
+            ctypes.CDLL(companion)
 
 
 def include_folders(*also: str) -> list[str]:

@@ -12,9 +12,9 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from vllmx_core.errors import BackendUnavailableError
+from vllmx_core.errors import BackendUnavailableError, VllmxError
 
-from vllmx_cuda.libraries import open_library
+from vllmx_cuda.libraries import open_companion, open_library
 
 _SIGNATURES: dict[str, list[Any]] = {
     "nvrtcVersion": [POINTER(c_int), POINTER(c_int)],
@@ -32,8 +32,10 @@ _SIGNATURES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-class CompileError(Exception):
+class CompileError(VllmxError):
     """NVRTC refused a source; the message ends with its log."""
+
+    code = "kernel_compilation_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Nvrtc:
     def open(cls) -> Nvrtc:
         """Raises BackendUnavailableError where there is no libnvrtc."""
         library, path = open_library("nvrtc")
+        open_companion(path, "nvrtc-builtins")
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, c_int
