@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.errors import BackendUnavailableError, CapacityError
+from vllmx_core.errors import BackendUnavailableError, CapacityError, EngineDeadError
 from vllmx_cuda import cupy_device as module
 from vllmx_cuda import libraries
 from vllmx_cuda.cublaslt import Algorithm, CublasLtError
@@ -34,6 +34,10 @@ class OutOfMemoryError(Exception):
 
 
 class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class CUDADriverError(RuntimeError):
     pass
 
 
@@ -120,6 +124,7 @@ def fake_cupy(log: list[Any]) -> Any:
         getDeviceProperties=lambda ordinal: {"multiProcessorCount": 132},
         memcpyAsync=move, memcpy2DAsync=move_rows, memcpyHostToDevice=1, memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3, CUDARuntimeError=CUDARuntimeError,
+        deviceSynchronize=lambda: log.append("device synchronize"),
         memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
     )  # fmt: skip
     ticks = iter(range(10_000))
@@ -135,7 +140,10 @@ def fake_cupy(log: list[Any]) -> Any:
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         alloc_pinned_memory=bytearray,
         function=SimpleNamespace(Module=Module),
-        driver=SimpleNamespace(funcSetAttribute=lambda *call: log.append(("attribute", *call))),
+        driver=SimpleNamespace(
+            funcSetAttribute=lambda *call: log.append(("attribute", *call)),
+            CUDADriverError=CUDADriverError,
+        ),
     )
     return SimpleNamespace(cuda=cuda)
 
@@ -486,6 +494,39 @@ def test_a_gpu_that_cuda_refuses(
         CupyDevice.open()
 
 
+ILLEGAL = CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "kind", "says"),
+    [
+        (ILLEGAL, True, EngineDeadError, "Fake H200 failed.*cudaErrorIllegalAddress.*Xid"),
+        (CublasLtError("cuBLASLt refuses: status 13"), True, EngineDeadError, "cudaErrorIllegal"),
+        (CUDADriverError("CUDA_ERROR_LAUNCH_FAILED: ..."), True, EngineDeadError, "nvidia-smi"),
+        (CUDARuntimeError("cudaErrorInvalidValue: ..."), False, CUDARuntimeError, "InvalidValue"),
+        (CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), False, CapacityError,
+         "Fake H200 has no memory left.*--memory-fraction"),
+        (CUDARuntimeError("cudaErrorMemoryAllocation: ..."), False, CapacityError, "lower"),
+        (ValueError("a bug"), True, ValueError, "a bug"),
+    ],
+)  # fmt: skip
+def test_a_fault_says_whether_the_gpu_can_go_on(
+    device: CupyDevice, error: Exception, lost: bool, kind: type[Exception], says: str
+) -> None:
+    if lost:
+        device._runtime.deviceSynchronize = refuse_with(ILLEGAL)
+    with pytest.raises(kind, match=says) as caught, device.faults():
+        raise error
+    assert caught.value is error or caught.value.__cause__ is error
+
+
+def test_a_gpu_that_is_lost_can_be_closed(device: CupyDevice) -> None:
+    device._runtime.deviceSynchronize = refuse_with(ILLEGAL)
+    device._stream.synchronize = refuse_with(ILLEGAL)
+    device._pool.free_all_blocks = refuse_with(ILLEGAL)
+    device.close()
+
+
 def test_the_real_cupy_has_what_is_used() -> None:
     cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
     for name in (
@@ -495,7 +536,8 @@ def test_the_real_cupy_has_what_is_used() -> None:
         "runtime.memcpyDeviceToHost", "runtime.memcpyDeviceToDevice", "Device", "MemoryPool.malloc",
         "MemoryPool.free_bytes", "MemoryPool.free_all_blocks", "Stream.begin_capture",
         "Stream.end_capture", "Event.record", "Event.synchronize", "get_elapsed_time",
-        "memory.OutOfMemoryError", "alloc_pinned_memory", "function.Module.load",
+        "memory.OutOfMemoryError", "runtime.deviceSynchronize", "driver.CUDADriverError",
+        "alloc_pinned_memory", "function.Module.load",
         "function.Module.get_function", "driver.funcSetAttribute", "Graph.launch", "Graph.upload",
     ):  # fmt: skip
         found = cuda

@@ -4,14 +4,18 @@ but the first of a step, which is made by numpy."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import EngineDeadError
 from vllmx_core.plan import LogitEdits
+from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.attention_checks import attention_model
 from vllmx_core.testing.harness import mixed_steps
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
@@ -22,6 +26,8 @@ from vllmx_cuda.device import Memory, Product
 from vllmx_cuda.emulated_device import EmulatedDevice, EmulatedGraph, array
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loaded import CudaLoadedModel
+from vllmx_engine.core import EngineCore
+from vllmx_engine.messages import CoreRequest
 
 PAGE, MAX_LEN, ROWS = 16, 512, 20
 
@@ -213,6 +219,61 @@ def test_eager_captures_nothing() -> None:
         assert found["graph"] == found["capture"] == 0
         assert found["launch"] > 10
     assert device.calls["capture"] == 0
+
+
+class LostDevice(IdleDevice):
+    """A GPU that goes away: from then on everything is refused."""
+
+    refuses = ""
+    """Which kind of call, if any."""
+
+    def submit(self, kind: str, *calls: Any) -> None:
+        if kind == self.refuses:
+            raise OSError("gone")
+        super().submit(kind, *calls)
+
+    def event(self) -> Any:
+        event = super().event()
+        happen = event.wait
+
+        def wait() -> None:
+            if self.refuses == "wait":
+                raise OSError("gone")
+            happen()
+
+        event.wait = wait  # type: ignore[method-assign]
+        return event
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EngineDeadError("the GPU is gone") from error
+
+    def synchronize(self) -> None:
+        if self.refuses:
+            raise OSError("gone")
+        super().synchronize()
+
+
+@pytest.mark.parametrize("refuses", ["upload", "graph", "download", "event", "wait"])
+def test_a_gpu_that_is_lost_while_serving_ends_the_engine(refuses: str) -> None:
+    """Whatever the first call is that is refused: the request in flight ends with an error, and the
+    core says that it is dead, for its supervisor to start another."""
+    device = LostDevice()
+    core = EngineCore(load(device), EngineConfig(), max_model_len=MAX_LEN, vocab_size=96)
+    params = SamplingParams(max_tokens=50, temperature=0.0)
+    core.add(
+        CoreRequest(request_id="a", prompt_ids=[1, 2, 3], params=params, max_tokens=50, seed=0)
+    )
+    for _ in range(4):
+        core.step()
+    device.refuses = refuses
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="the GPU is gone"):
+            core.step()
+    core.close()
 
 
 def test_the_progress_of_capturing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

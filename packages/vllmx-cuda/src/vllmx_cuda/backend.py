@@ -76,9 +76,10 @@ class CudaBackend:
         try:
             dtype = _dtype(options, model, device)
             kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
-            loaded = _load(model, source, options, device, dtype, kv)
-            if not options.enforce_eager:
-                loaded.capture(self._capture_s, progress=options.progress)
+            with device.faults():
+                loaded = _load(model, source, options, device, dtype, kv)
+                if not options.enforce_eager:
+                    loaded.capture(self._capture_s, progress=options.progress)
             return loaded
         except BaseException:
             device.close()

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import BackendUnavailableError, CapacityError, VllmxError
+from vllmx_core.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    EngineDeadError,
+    VllmxError,
+)
 from vllmx_core.memory import format_bytes
 
 from vllmx_cuda import driver
@@ -17,7 +22,7 @@ from vllmx_cuda.algorithms import AlgorithmFile, Algorithms
 from vllmx_cuda.arch import architecture
 from vllmx_cuda.compiling import compiled
 from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit, cache_folder, kernel_cache
-from vllmx_cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt, Matmul
+from vllmx_cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt, CublasLtError, Matmul
 from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.libraries import include_folders
@@ -267,14 +272,38 @@ class CupyDevice:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        refusals = (
+            self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, CublasLtError,
+        )  # fmt: skip
+        try:
+            yield
+        except refusals as error:
+            if "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error):
+                raise CapacityError(
+                    f"{self.info.name} has no memory left beside what is planned for ({error}):"
+                    " lower --memory-fraction, or end what else runs there (nvidia-smi)"
+                ) from error
+            try:
+                self._runtime.deviceSynchronize()
+            except refusals as lost:
+                raise EngineDeadError(
+                    f"{self.info.name} failed while it computed, and this process can use it no"
+                    f" more ({lost}): see dmesg for NVIDIA's Xid messages, and nvidia-smi"
+                ) from error
+            raise
+
     def close(self) -> None:
-        self._stream.synchronize()
+        with suppress(VllmxError), self.faults():
+            self._stream.synchronize()
         self._algorithms.close()
         self._lt.close()
         self._workspace = None
         self._functions.clear()
         self._modules.clear()
-        self._pool.free_all_blocks()
+        with suppress(VllmxError), self.faults():
+            self._pool.free_all_blocks()
 
 
 def refusal(error: Exception, chosen: driver.DeviceFacts, facts: driver.DriverFacts) -> VllmxError:

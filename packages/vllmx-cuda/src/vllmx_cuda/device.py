@@ -168,6 +168,12 @@ class Device(Protocol):
         """Waits for all that was enqueued."""
         ...
 
+    def faults(self) -> AbstractContextManager[None]:
+        """Within it, what the device refuses is raised as CapacityError where memory ran out, and
+        as EngineDeadError where nothing can run on it any more; anything else stays as it is."""
+        ...
+
     def close(self) -> None:
-        """Gives pooled memory back; all `Memory` must be gone."""
+        """Gives pooled memory back; all `Memory` must be gone. Raises nothing for a device that is
+        beyond use."""
         ...

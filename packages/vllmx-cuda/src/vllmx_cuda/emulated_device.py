@@ -216,6 +216,9 @@ class EmulatedDevice:
         self.calls["synchronize"] += 1
         self.run_until(None)
 
+    def faults(self) -> nullcontext[None]:
+        return nullcontext()
+
     def close(self) -> None:
         self.run_until(None)
 

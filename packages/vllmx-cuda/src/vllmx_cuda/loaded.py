@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.errors import VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 
-from vllmx_cuda.device import Event
+from vllmx_cuda.device import Device, Event
 from vllmx_cuda.program import Program
 from vllmx_cuda.sampler import Sampled
 
@@ -37,18 +39,21 @@ class CudaLoadedModel:
         assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
         assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
         assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
-        self._device.activate()
-        begin = self._device.event()
-        sampled = program.run(plan, rows)
-        step = CudaStep(self._in_flight, sampled, begin, self._device.event())
+        with self._device.faults():
+            self._device.activate()
+            begin = self._device.event()
+            sampled = program.run(plan, rows)
+            end = self._device.event()
+        step = CudaStep(self._device, self._in_flight, sampled, begin, end)
         self._in_flight.append(step)
         return step
 
     def close(self) -> None:
         if self._program is None:
             return
-        self._device.activate()
-        self._device.synchronize()
+        with suppress(VllmxError), self._device.faults():
+            self._device.activate()
+            self._device.synchronize()
         self._in_flight.clear()
         self._program = None
         self._device.close()
@@ -57,15 +62,25 @@ class CudaLoadedModel:
 class CudaStep:
     """`vllmx_core.backend.StepHandle`."""
 
-    def __init__(self, queue: deque[CudaStep], sampled: Sampled, begin: Event, end: Event) -> None:
-        self._queue, self._sampled, self._begin, self._end = queue, sampled, begin, end
+    def __init__(
+        self,
+        device: Device,
+        queue: deque[CudaStep],
+        sampled: Sampled,
+        begin: Event,
+        end: Event,
+    ) -> None:
+        self._device, self._queue = device, queue
+        self._sampled, self._begin, self._end = sampled, begin, end
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
         assert self._queue, "result() was called twice"
         assert self._queue[0] is self, "result() out of the order of the steps"
-        self._end.wait()
         self._queue.popleft()
+        with self._device.faults():
+            self._end.wait()
+            elapsed_s = self._end.seconds_since(self._begin)
         result = self._sampled.read()
-        result.elapsed_s = self._end.seconds_since(self._begin)
+        result.elapsed_s = elapsed_s
         return result

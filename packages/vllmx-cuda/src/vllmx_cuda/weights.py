@@ -35,6 +35,9 @@ from vllmx_cuda.matrices.plan import MatrixPlan, WeightPlan, has_bias
 logger = logging.getLogger("vllmx.cuda")
 
 PIECES_IN_FLIGHT = 4
+"""At least; as many as there are cores to fill them, up to the next."""
+MOST_IN_FLIGHT = 12
+"""Blocks of GGUF are put into another order at about 200 MB/s a core, a GPU takes 25 GB/s."""
 
 Weight = Matrix | Memory
 """A matrix, or float32 values."""
@@ -127,7 +130,8 @@ def _stream(pieces: Sequence[Piece], device: Device, progress: bool) -> None:
     if not pieces:
         return
     size = max(piece.num_bytes for piece in pieces)
-    buffers = [device.pinned(size) for _ in range(min(PIECES_IN_FLIGHT, len(pieces)))]
+    most = min(max(PIECES_IN_FLIGHT, available_cores()), MOST_IN_FLIGHT, len(pieces))
+    buffers = [device.pinned(size) for _ in range(most)]
     copied: list[Event | None] = [None] * len(buffers)
     filling: deque[tuple[Piece, int, Future[object]]] = deque()
     done, total = 0, sum(piece.num_bytes for piece in pieces)
