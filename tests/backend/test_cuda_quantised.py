@@ -23,7 +23,7 @@ from vllmx_cuda.device import Product
 from vllmx_cuda.emulated_device import EmulatedDevice
 from vllmx_cuda.emulator import Emulator, find_cuda_headers
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.matrices import pieces
+from vllmx_cuda.matrices import codes8, pieces
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.gguf.quantize.encode import encode
 from vllmx_models.quantization.eight_bits import (
@@ -254,7 +254,7 @@ EIGHT_BITS = {
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_eight_bits_stay_as_they_are(name: str, caplog: pytest.LogCaptureFixture) -> None:
     source = Quantised(EIGHT_BITS[name])
-    check_held(source, "bf16", caplog)
+    check_held(source, "bf16", caplog, more=0.01)  # with counters
     check_near(
         source, 0.1 if name == "fp8" else 0.03
     )  # activations of three bits and a leading one
@@ -346,11 +346,12 @@ class RefusingDevice(CountingDevice):
         super().multiply(product, *rest)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_codes_that_cublaslt_refuses(name: str) -> None:
+@pytest.mark.parametrize(("name", "few"), [("fp8", "codes8_mma"), ("int8", "codes8_gemv")])
+def test_codes_that_cublaslt_refuses(name: str, few: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations stay as they are then: few rows meet the codes, for many they are dequantised."""
+    monkeypatch.setattr(codes8, "OWN_TOKENS", 32)
     source, layers = Quantised(EIGHT_BITS[name]), len(MODEL.shape.kv)
-    for prompt, entry in (([9, 4] * 8, "codes8_gemv"), ([7, 11, 13] * 13, "codes8_dequantize")):
+    for prompt, entry in (([9, 4] * 8, few), ([7, 11, 13] * 13, "codes8_dequantize")):
         device = RefusingDevice(emulator=EMULATOR)
         got, _ = log_probabilities(CudaBackend(lambda d=device: d), source, "bf16", prompt)
         want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt)
@@ -369,12 +370,43 @@ def test_codes_that_cublaslt_refuses_for_some_rows(monkeypatch: pytest.MonkeyPat
         assert bool(device.entries["i8"]) != refused
 
 
-def test_fp8_on_a_gpu_that_has_none() -> None:
-    device = CountingDevice(emulator=EMULATOR, arch="sm_86")
-    source = Quantised(EIGHT_BITS["fp8"])
-    log_probabilities(CudaBackend(lambda: device), source, "bf16", [7, 11, 13] * 13)
-    assert device.entries["codes8_dequantize"] == 4 * len(MODEL.shape.kv)
-    assert not device.entries["f8e4m3"]
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks"])
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_86", "bf16"), ("sm_75", "f16")])
+def test_fp8_on_a_gpu_that_has_none(name: str, arch: str, dtype: str) -> None:
+    """Its tensor cores take the codes as numbers of 16 bits; activations are not rounded."""
+    source = Quantised(EIGHT_BITS[name])
+    for tokens in (1, 39):
+        device, prompt = CountingDevice(emulator=EMULATOR, arch=arch), ([7, 11, 13] * 13)[:tokens]
+        got, _ = log_probabilities(CudaBackend(lambda d=device: d), source, dtype, prompt)
+        want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt)
+        assert abs(got - want).mean() < 0.02
+        # q, k and v are apart where their rows are not whole blocks
+        products = 6 if name == "fp8 blocks" else 4
+        assert device.entries["codes8_mma"] == products * len(MODEL.shape.kv)
+        assert not device.entries["f8e4m3"]
+
+
+def test_fp8_in_bf16_without_tensor_cores() -> None:
+    device = CountingDevice(emulator=EMULATOR, arch="sm_75")
+    source = Quantised(EIGHT_BITS["fp8 blocks"])
+    log_probabilities(CudaBackend(lambda: device), source, "bf16", [7, 11, 13])
+    assert device.entries["codes8_gemv"] == 6 * len(MODEL.shape.kv)
+
+
+def test_a_code_that_is_nan_is_not_hidden() -> None:
+    """As numbers of 16 bits it would be 480."""
+
+    def with_nan(name: str, values: F32) -> WeightPart | None:
+        part = fp8_blocks(name, values)
+        if part is not None and "layers.1.mlp.down_proj" in name:
+            part.buffers["weight"].data[300] = 0xFF
+        return part
+
+    for tokens in (1, 39):
+        device, prompt = CountingDevice(emulator=EMULATOR, arch="sm_86"), [7] * tokens
+        backend = CudaBackend(lambda d=device: d)
+        got, _ = log_probabilities(backend, Quantised(with_nan), "bf16", prompt)
+        assert not np.isfinite(got).any()  # the sampler refuses such rows
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K_M"])

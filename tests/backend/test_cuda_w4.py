@@ -122,8 +122,8 @@ def test_greedy_ids_are_the_cpus(name: str) -> None:
 
 
 def test_blocks_share_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices.w4, "OWN_TOKENS", 64)
-    monkeypatch.setattr(matrices.w4, "splits", lambda n, k, _: 2 if k == 256 else 1)
+    monkeypatch.setattr(matrices.split, "OWN_TOKENS", 64)
+    monkeypatch.setattr(matrices.split, "splits", lambda n, k, _: 2 if k == 256 else 1)
     check_near(quantised(*FORMS["awq"]), 0.03)
 
 

@@ -51,6 +51,7 @@ WANTED = {
     "quantize_rows": ("LDG.E.128", "STG.E.64"),
     "rms_norm_codes": ("LDG.E.128", "STG.E.64"),
     "codes8_gemv": ("LDG.E.NA.LTC",),
+    "codes8_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
 }  # fmt: skip
 Units = Sequence[tuple[str, Mapping[str, int]]]
@@ -106,6 +107,10 @@ UNITS: Units = (
     ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 4, "VX_OUT": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 0, "VX_TOKENS": 4, "VX_OUT": 1}),
+    ("codes8_mma", {**BF16, "VX_TILES": 1, "VX_ROWS": 1, "VX_OUT": 0}),
+    ("codes8_mma", {**BF16, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
+    ("codes8_mma", {**BF16, "VX_TILES": 8, "VX_ROWS": 2, "VX_OUT": 0}),
+    ("codes8_mma", {"VX_DTYPE": 1, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
     ("mask_logits", {}),
     ("sample_max", {}),
     ("logprob_chunks", {}),

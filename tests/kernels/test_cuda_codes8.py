@@ -206,3 +206,57 @@ def test_rescale(emulator: Emulator, code: str, dtype: str, out: int, biased: bo
     if bias is not None:
         want = want + wide(bias)
     assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=2)
+
+
+MMA = [  # dtype, blocks, tokens, outputs, inputs, tiles, rows, splits, out
+    ("bf16", "blocks", 1, 40, 1040, 1, 1, 1, 0),
+    ("f16", "blocks", 7, 33, 2064, 1, 2, 1, 1),
+    ("bf16", "rows", 13, 16, 64, 2, 2, 1, 0),
+    ("f16", "rows", 17, 50, 1072, 4, 2, 2, 1),
+    ("bf16", "halves", 9, 31, 592, 2, 1, 1, 1),
+    ("bf16", "blocks", 64, 150, 272, 8, 2, 1, 1),
+    ("f16", "halves", 35, 24, 96, 4, 1, 1, 0),  # two passes
+    ("bf16", "blocks", 2, 16, 5120, 1, 1, 4, 1),  # rings that are filled more than once
+    ("bf16", "tensor", 33, 64, 4112, 8, 2, 2, 0),
+    ("f16", "blocks", 1, 17, 16, 1, 1, 1, 0),
+]  # fmt: skip
+MMA_BLOCKS = {"rows": (1, 10**6), "halves": (1, 64), "blocks": (24, 128), "tensor": (10**6, 10**6)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "blocks", "tokens", "outputs", "inputs", "tiles", "rows", "parts", "out"), MMA
+)
+def test_mma(
+    emulator: Emulator, dtype: str, blocks: str, tokens: int, outputs: int, inputs: int,
+    tiles: int, rows: int, parts: int, out: int,
+) -> None:  # fmt: skip
+    """Every code but NaN among them, subnormal ones too; scales of rows, of parts of rows, of
+    blocks whose last is smaller, of all."""
+    rng = np.random.default_rng(inputs)
+    block = tuple(np.minimum(MMA_BLOCKS[blocks], (outputs, inputs)).tolist())
+    raw = rng.integers(0, 127, (outputs, inputs)) | rng.choice([0, 128], (outputs, inputs))
+    codes = on_device(raw, np.uint8)
+    grid = (-(-outputs // block[0]), -(-inputs // block[1]))
+    scales = on_device(rng.uniform(0.5, 2, grid) * rng.choice([-1, 1], grid) / 300, np.float32)
+    x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs,), "f32")
+    pitch = outputs + 3
+    y = inout(np.full((tokens, pitch), 7), np.float32 if out else x.dtype)
+    partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
+    arrivals = inout(np.zeros(-(-outputs // 16) * 8), np.uint32) if parts > 1 else None
+    variant = KERNELS["codes8_mma"].variant(
+        **options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=out)
+    )
+    emulator.launch(
+        variant, {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts},
+        [x, codes, scales, bias, y, partial, arrivals, tokens, outputs, inputs, pitch, block[0],
+         31 if block[1] == inputs else block[1].bit_length() - 1],
+    )  # fmt: skip
+    if arrivals is not None:
+        assert not arrivals.any()  # ready for the next product
+    np.testing.assert_array_equal(y[:, outputs:], 7)
+    whole = wide(scaled(np.ones((outputs, inputs), np.float32), scales, block))  # type: ignore[arg-type]
+    values = wide(codes.view(E4M3)) * whole
+    want = wide(x) @ values.T + wide(bias)
+    # sums of products that are as large as this
+    magnitude = (abs(wide(x)) @ abs(values).T).max()
+    assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=magnitude if out else 2)

@@ -19,15 +19,23 @@ def test_wrappers(emulator: Emulator, dtype: str) -> None:
     products, fragments = empty((2, 16, 8), np.float32), empty((2, 32, 4), np.uint32)
     copied, loaded = empty((2, 32, 4), np.uint32), empty((32, 4), np.uint32)
     dots, fused = empty(32, np.int32), empty(32, np.uint32)
+    permuted = empty((4, 32), np.uint32)
     emulator.launch(
         KERNELS["wrappers"].variant(**options(dtype)), {},
-        [a, b, words, products, fused, fragments, copied, loaded, dots],
+        [a, b, words, products, fused, permuted, fragments, copied, loaded, dots],
     )  # fmt: skip
     once = wide(a) @ wide(b).T
     np.testing.assert_allclose(products, np.stack([once, 2 * once]), rtol=1e-5, atol=1e-5)
     pairs, row, pair = wide(a).reshape(16, 8, 2), np.arange(32) // 4, np.arange(32) % 4
     sums = pairs[row, pair] * pairs[row + 8, pair] + pairs[row, pair + 4]  # (32, 2)
     assert_near(fused.view(a.dtype).reshape(32, 2), sums, dtype)
+    pairs8 = np.ascontiguousarray(words[:32, :2]).view(np.uint8)  # (32, 8)
+    for index, order in enumerate((0x0123, 0x7654, 0x1804, 0xDAF9)):
+        nibbles = [order >> 4 * i & 15 for i in range(4)]
+        chosen = pairs8[:, [nibble & 7 for nibble in nibbles]]
+        spread = np.where(chosen & 128, 255, 0).astype(np.uint8)
+        want = np.ascontiguousarray(np.where([n & 8 for n in nibbles], spread, chosen))
+        np.testing.assert_array_equal(permuted[index], want.view(np.uint32)[:, 0])
 
     tile = words[:32].view(np.uint16).reshape(4, 8, 8)  # four matrices of 8 rows
     lanes = np.arange(32)

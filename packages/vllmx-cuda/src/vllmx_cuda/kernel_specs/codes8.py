@@ -15,6 +15,7 @@ from vllmx_cuda.kernel_specs.types import (
     by_outputs,
     ceil_div,
 )
+from vllmx_cuda.kernel_specs.w4 import ROW_TILES, TILES, WARPS
 
 CODES = {"i8": 0, "f8e4m3": 1}
 """Values of VX_CODE."""
@@ -22,6 +23,8 @@ GEMV_TOKENS = (1, 2, 4)
 """Values of VX_TOKENS: tokens that share one pass over the weights."""
 STEP = 16
 """Codes that a thread takes at once: K and the columns of a block are multiples of it."""
+MMA_COLS = 64
+"""Columns that codes8_mma has one scale for at a time."""
 _CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values())}
 _LINEAR_OPTIONS = {
     "VX_DTYPE": tuple(DTYPES.values()), "VX_CODE": tuple(CODES.values()),
@@ -41,6 +44,17 @@ def _gemv(sizes: Sizes, options: Options) -> Launch:
 def _rescale(sizes: Sizes, options: Options) -> Launch:
     at_least("tokens", sizes["tokens"], 1)
     return Launch((sizes["tokens"], ceil_div(sizes["outputs"], 256), 1), 256)
+
+
+def _mma(sizes: Sizes, options: Options) -> Launch:
+    for name in ("tokens", "splits", "outputs"):
+        at_least(name, sizes[name], 1)
+    if sizes["width"] % STEP:
+        at_least(f"width, a multiple of {STEP},", sizes["width"], 1 << 30)
+    rows, tokens = 16 * options["VX_ROWS"], 8 * options["VX_TILES"]
+    ring = (4 if options["VX_ROWS"] == 1 else 3) * rows * MMA_COLS
+    grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), sizes["splits"])
+    return Launch(grid, 32 * WARPS, WARPS * max(ring, tokens * (rows + 4) * 4))
 
 
 QUANTIZE_ROWS = Kernel(
@@ -104,8 +118,25 @@ CODES8_RESCALE = Kernel(
     sizes=("tokens", "outputs"),
     rule=_rescale,
 )
+CODES8_MMA = Kernel(
+    entry="codes8_mma",
+    source="codes8_mma.cu",
+    options={
+        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_TILES": TILES,
+        "VX_ROWS": ROW_TILES,
+        "VX_OUT": (0, 1),
+    },
+    arguments=arguments(
+        "in elem* x, in u8* w, in f32* scales, in f32* bias?, out out* y, inout f32* partial?,"
+        " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch, i32 block_rows, i32 group_shift"
+    ),
+    sizes=("tokens", "outputs", "width", "splits"),
+    rule=_mma,
+    tensor_cores=True,
+)
 
 KERNELS = (
     QUANTIZE_ROWS, RMS_NORM_CODES, ADD_RMS_NORM_CODES, CODES8_DEQUANTIZE, CODES8_GEMV,
-    CODES8_RESCALE,
+    CODES8_RESCALE, CODES8_MMA,
 )  # fmt: skip

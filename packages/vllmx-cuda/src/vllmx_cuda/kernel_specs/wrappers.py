@@ -15,7 +15,7 @@ WRAPPERS = Kernel(
     options={"VX_DTYPE": (1, 2)},
     arguments=arguments(
         "in elem* a, in elem* b, in u32* words, out f32* products, out u32* fused,"
-        "out u32* fragments, out u32* copied, out u32* loaded, out i32* dots"
+        "out u32* permuted, out u32* fragments, out u32* copied, out u32* loaded, out i32* dots"
     ),
     sizes=(),
     rule=_one_warp,

@@ -33,3 +33,66 @@ VX_DEV void store_sums(out_elem* y, const float (&sums)[ROWS][TOKENS],
   for (int p = 0; p < WARPS; p++) sum += part[p][threadIdx.x];
   y[(size_t)(token0 + t) * pitch + row0 + r] = from_float<out_elem>(sum);
 }
+
+// Of one output of the block: the sums of WARPS warps, `stride` apart
+template <int WARPS> VX_DEV float add_tree(const float* part, int stride) {
+  float v[WARPS];
+#pragma unroll
+  for (int p = 0; p < WARPS; p++) v[p] = part[p * stride];
+#pragma unroll
+  for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+    for (int p = 0; p < WARPS; p += 2 * step) v[p] += v[p + step];
+  return v[0];
+}
+
+// Every warp holds fragments D of the same ROW_TILES x TOKEN_TILES tiles of 16 rows and 8 tokens, over its part
+// of K; so do gridDim.z blocks. All are added in an order that neither m nor the grid changes: of a block in
+// a tree, then the last block of an output to arrive adds the blocks', out of `partial` (gridDim.z, m, n).
+// arrivals: one u32 for each (x, y) of the grid, 0 before and after; both are null with one block. part:
+// WARPS x tokens x (rows + 4) floats of shared memory that nobody uses any more.
+template <int WARPS, int ROW_TILES, int TOKEN_TILES>
+VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TILES][4], float* part,
+                            const float* bias, float* partial, u32* arrivals, int* arrived, int token0,
+                            int row0, int m, int n, int pitch) {
+  constexpr int rows = 16 * ROW_TILES, tokens = 8 * TOKEN_TILES;
+  constexpr int stride = rows + 4;  // of a token's sums: writes of a warp hit all banks
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, splits = gridDim.z;
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILES; t++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        part[(warp * tokens + 8 * t + 2 * (lane % 4) + e % 2) * stride + 16 * r + lane / 4 + 8 * (e / 2)] =
+            sums[r][t][e];
+  __syncthreads();
+  for (int i = threadIdx.x; i < rows * tokens; i += 32 * WARPS) {
+    int row = i % rows, token = i / rows;
+    if (row0 + row >= n || token0 + token >= m) continue;
+    float sum = add_tree<WARPS>(part + token * stride + row, tokens * stride);
+    if (splits > 1) {
+      partial[((size_t)blockIdx.z * m + token0 + token) * n + row0 + row] = sum;
+    } else {
+      sum += bias ? bias[row0 + row] : 0.f;
+      y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
+    }
+  }
+  if (splits == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0)  // back to 0 with the last
+    *arrived = (int)atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, splits - 1);
+  __syncthreads();
+  if (*arrived + 1 < splits) return;
+  __threadfence();  // no stale line of what the others wrote
+  for (int i = threadIdx.x; i < rows * tokens; i += 32 * WARPS) {
+    int row = i % rows, token = i / rows;
+    if (row0 + row >= n || token0 + token >= m) continue;
+    const float* parts = partial + (size_t)(token0 + token) * n + row0 + row;
+    float sum = parts[0];
+    for (int s = 1; s < splits; s++) sum += parts[(size_t)s * m * n];
+    sum += bias ? bias[row0 + row] : 0.f;
+    y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
+  }
+}

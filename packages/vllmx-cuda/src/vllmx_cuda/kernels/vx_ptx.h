@@ -65,6 +65,14 @@ VX_DEV u32 vx_fma2(u32 a, u32 b, u32 c, f16) {
   return d;
 }
 
+// Byte i of the result is the byte that nibble i of the selector names, of a 0 to 3, of b 4 to 7; with 8 more: all
+// bits are its sign. (__byte_perm promises the first alone.)
+VX_DEV u32 vx_permute(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane 8m + i gives the address of row i of matrix m, 16-byte
 // aligned. Afterwards r[m] of a lane holds row lane / 4, columns 2 (lane % 4) and the next;
 // transposed: column lane / 4, those rows.

@@ -30,7 +30,6 @@
 #define CHUNKS (RECORD_BYTES / 16)
 #define STAGE_BYTES (VX_ROWS * (TILE_BYTES + VX_FOLDS * RECORD_BYTES))
 #define RECORD_LOADS ((VX_ROWS * VX_FOLDS * CHUNKS + 31) / 32)
-#define STRIDE (ROWS + 4)  // of a token's sums: writes of a warp hit all banks
 
 #if VX_DTYPE == VX_BF16
 #define MAGIC 0x43004300u  // 128: the next 7 bits count ones
@@ -196,18 +195,6 @@ VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int f
   }
 }
 
-// Of the warps' sums of one output
-VX_DEV float tree(const float* part) {
-  float v[WARPS];
-#pragma unroll
-  for (int p = 0; p < WARPS; p++) v[p] = part[p * TOKENS * STRIDE];
-#pragma unroll
-  for (int step = 1; step < WARPS; step *= 2)
-#pragma unroll
-    for (int p = 0; p < WARPS; p += 2 * step) v[p] += v[p + step];
-  return v[0];
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
 w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
           out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch,
@@ -255,45 +242,9 @@ w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* 
     stage = stage + STAGE_BYTES < ring_end ? stage + STAGE_BYTES : ring;
   }
 
-  float* part = reinterpret_cast<float*>(shared);  // [WARPS][TOKENS][STRIDE]
   vx_cp_wait<0>();
   __syncthreads();  // the rings end
-#pragma unroll
-  for (int r = 0; r < VX_ROWS; r++)
-#pragma unroll
-    for (int t = 0; t < VX_TILES; t++)
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        part[(warp * TOKENS + 8 * t + 2 * quarter + e % 2) * STRIDE + TILE_ROWS * r + lane / 4 +
-             8 * (e / 2)] = sums[r][t][e];
-  __syncthreads();
-  for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
-    int row = i % ROWS, token = i / ROWS;
-    if (row0 + row >= n || token0 + token >= m) continue;
-    float sum = tree(part + token * STRIDE + row);
-    if (splits > 1) {
-      partial[((size_t)blockIdx.z * m + token0 + token) * n + row0 + row] = sum;
-    } else {
-      sum += bias ? bias[row0 + row] : 0.f;
-      y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
-    }
-  }
-  if (splits == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0)  // back to 0 with the last
-    arrived = (int)atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, splits - 1);
-  __syncthreads();
-  if (arrived + 1 < splits) return;
-  __threadfence();  // no stale line of what the others wrote
-  for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
-    int row = i % ROWS, token = i / ROWS;
-    if (row0 + row >= n || token0 + token >= m) continue;
-    const float* parts = partial + (size_t)(token0 + token) * n + row0 + row;
-    float sum = parts[0];
-    for (int s = 1; s < splits; s++) sum += parts[(size_t)s * m * n];
-    sum += bias ? bias[row0 + row] : 0.f;
-    y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
-  }
+  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, &arrived,
+                         token0, row0, m, n, pitch);
 }
 VX_EXPORT(w4_linear)

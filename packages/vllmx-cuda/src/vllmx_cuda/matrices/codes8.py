@@ -1,10 +1,11 @@
 """Rows of 8-bit codes, int8 or FP8 e4m3, with scales of rows or of blocks.
 
-Few rows of activations stay as they are and meet codes that are made floats in registers. Many
-become codes themselves, where the checkpoint was made for that, the scales are those of rows and
-the device has a product for such codes; else the weights are dequantised a piece at a time. Each
-row of activations has its own scale, or for FP8 the one that the checkpoint fixes. (int8 has no
-exponents: its rows have their own in any case, which is finer.)
+Few rows of activations stay as they are and meet codes that are made floats in registers: FP8 on
+tensor cores of any kind, for its codes are bf16 and f16 as well. Many become codes themselves,
+where the checkpoint was made for that, the scales are those of rows and the device has a product
+for such codes; else the weights are dequantised a piece at a time. Each row of activations has its
+own scale, or for FP8 the one that the checkpoint fixes. (int8 has no exponents: its rows have their
+own in any case, which is finer.)
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from vllmx_core.weights import RawTensor, WeightPart, float8_to_f32
 
 from vllmx_cuda.device import Bytes, Memory, Product
 from vllmx_cuda.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, STEP
+from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
+from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, MMA_COLS, STEP
 from vllmx_cuda.kernel_specs.types import ceil_div
+from vllmx_cuda.kernel_specs.w4 import ONE_GROUP, ZERO_MIDDLE, row_tiles, token_tiles
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.activations import rows_bytes
 from vllmx_cuda.matrices.form import (
@@ -35,19 +38,23 @@ from vllmx_cuda.matrices.form import (
 )
 from vllmx_cuda.matrices.pieces import Piece
 from vllmx_cuda.matrices.products import WORK_BYTES, by_pieces, columns, work_bytes
+from vllmx_cuda.matrices.split import OWN_TOKENS, counter_bytes, split_product
 
 FEW_ROWS = 4
 """Rows from which on products of codes are worth it: one tile of `GEMV_TOKENS`."""
+FEW_MMA_ROWS = 32
+"""The same where tensor cores take the few: as long as those limit no GPU more than its memory."""
 FEW_PLAIN_ROWS = 32
-"""The same where the weights would be dequantised: as long as the tiles' passes over the codes cost
-less than writing and reading them with 16 bits."""
+"""Rows from which on weights are dequantised that tensor cores do not take: as long as the tiles'
+passes over the codes cost less than writing and reading them with 16 bits."""
 _ROWS = 256
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Codes8:
-    """`vllmx_cuda.matrices.form.Form`: (rows, cols) codes, then the scales as float32."""
+    """`vllmx_cuda.matrices.form.Form`: (rows, cols) codes, the scales as float32, then zeroed
+    counters for blocks that share a product."""
 
     code: str
     """A key of `CODES`."""
@@ -63,6 +70,9 @@ class Codes8:
     gathers = False
 
     def num_bytes(self, rows: int, cols: int) -> int:
+        return self._counters_at(rows, cols) + counter_bytes(rows)
+
+    def _counters_at(self, rows: int, cols: int) -> int:
         return self._scales_at(rows, cols) + 4 * self._num_scales(rows, cols)
 
     def _scales_at(self, rows: int, cols: int) -> int:
@@ -98,6 +108,9 @@ class Codes8:
                 self._fill(part, begin, end, buffer[:split], buffer[split:])
 
             yield Piece(codes, fill, (scales,))
+        if first == 0:
+            counters = data.at(self._counters_at(rows, cols), counter_bytes(rows))
+            yield Piece(counters, lambda buffer: buffer.fill(0))
 
     def _fill(self, part: WeightPart, begin: int, end: int, codes: Bytes, scales: Bytes) -> None:
         by_blocks = part.layout.options["strategy"] == "block"
@@ -112,8 +125,22 @@ class Codes8:
         else:
             groups = ceil_div(part.shape[1], self.block_cols)
             values = np.broadcast_to(values.reshape(-1, groups), (end - begin, groups))
-        scales[...] = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+        values = np.ascontiguousarray(values, np.float32)
+        if self.code == "f8e4m3":
+            values = self._with_nan(values, codes.reshape(end - begin, -1))
+        scales[...] = values.reshape(-1).view(np.uint8)
         raw.drop_pages()
+
+    def _with_nan(self, scales: F32, codes: Bytes) -> F32:
+        """Tensor cores that take codes for numbers of 16 bits know no NaN among them: its scale is
+        one, so that the sums are."""
+        lost = (codes & 0x7F) == 0x7F
+        if not lost.any():
+            return scales
+        scales = scales.copy()
+        row, column = np.nonzero(lost)
+        scales[row // self.block_rows, column // self.block_cols] = np.nan
+        return scales
 
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
         rows, cols = segment.rows, segment.cols
@@ -121,7 +148,6 @@ class Codes8:
         scales, blocks = segment.data.at(at), (self.block_rows, self.block_cols)
         options = {"VX_CODE": CODES[self.code], "VX_OUT": int(operands.out_dtype == "f32")}
         dequantise = ops.variant("codes8_dequantize", VX_TOKENS=1, **options)
-        tiles = {t: ops.variant("codes8_gemv", VX_TOKENS=t, **options) for t in GEMV_TOKENS}
 
         def unpack(first: int, count: int) -> None:
             part = codes.at(first * cols, count * cols)
@@ -137,19 +163,60 @@ class Codes8:
             return self.coded_products and all(map(ops.device.can_multiply, self._cut(m, segment)))
 
         usually = coded(FEW_ROWS + 1)
-        few = FEW_ROWS if usually else FEW_PLAIN_ROWS
+        if self._meets_tensor_cores(cols, ops.target):
+            as_they_are = self._by_mma(ops, segment, operands)
+            few = FEW_MMA_ROWS if usually else OWN_TOKENS
+        else:
+            as_they_are = self._by_gemv(ops, segment, operands)
+            few = FEW_ROWS if usually else FEW_PLAIN_ROWS
 
         def enqueue(m: int) -> None:
-            if m > few:
-                (by_codes if usually and coded(m) else by_values)(m)
-                return
-            kernel = tiles[next((t for t in GEMV_TOKENS if t >= m), GEMV_TOKENS[-1])]
-            shape = (m, rows, cols, operands.pitch, *blocks)
-            arguments = (operands.x, codes, scales, operands.bias, operands.y, *shape)
-            ops.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
+            if m <= few:
+                as_they_are(m)
+            elif usually and coded(m):
+                by_codes(m)
+            else:
+                by_values(m)
 
         codes_of_x = ActivationCodes(self.code, self.x_scale) if usually else None
         return SegmentProduct(enqueue, codes_of_x, lambda m: m > few and coded(m))
+
+    def _meets_tensor_cores(self, cols: int, target: Target) -> bool:
+        """codes8_mma has no other codes, and groups of columns that are whole tiles of its."""
+        whole = self.block_cols >= cols or (
+            self.block_cols % MMA_COLS == 0 and self.block_cols.bit_count() == 1
+        )
+        return self.code == "f8e4m3" and whole and has_tensor_cores(target.dtype, target.arch)
+
+    def _by_mma(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+        rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
+        scales = segment.data.at(self._scales_at(rows, cols))
+        counters = segment.data.at(self._counters_at(rows, cols))
+        one_group = self.block_cols >= cols
+        shift = ONE_GROUP if one_group else self.block_cols.bit_length() - 1
+
+        def variant(tokens: int) -> Variant:
+            tiles = token_tiles(tokens, ZERO_MIDDLE, 1, ops.target.arch)
+            return ops.variant("codes8_mma", VX_TILES=tiles, VX_ROWS=row_tiles(tokens), VX_OUT=out)
+
+        matrix, layout = (segment.data, scales), (self.block_rows, shift)
+        return split_product(ops, segment, operands, counters, variant, matrix, layout)
+
+    def _by_gemv(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+        rows, cols, code = segment.rows, segment.cols, CODES[self.code]
+        scales, out = segment.data.at(self._scales_at(rows, cols)), int(operands.out_dtype == "f32")
+        tiles = {
+            t: ops.variant("codes8_gemv", VX_TOKENS=t, VX_CODE=code, VX_OUT=out)
+            for t in GEMV_TOKENS
+        }
+
+        def multiply(m: int) -> None:
+            kernel = tiles[next((t for t in GEMV_TOKENS if t >= m), GEMV_TOKENS[-1])]
+            shape = (m, rows, cols, operands.pitch, self.block_rows, self.block_cols)
+            arguments = (operands.x, segment.data, scales, operands.bias, operands.y, *shape)
+            ops.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
+
+        return multiply
 
     def _cut(self, m: int, segment: Segment) -> list[Product]:
         """The product of codes, some columns at a time, for the sums have 32 bits."""

@@ -21,12 +21,8 @@ from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
     TILE_ROWS,
-    TILES,
-    TOKENS,
-    arrival_count,
     folds,
     row_tiles,
-    splits,
     token_tiles,
 )
 from vllmx_cuda.matrices.form import (
@@ -40,11 +36,9 @@ from vllmx_cuda.matrices.form import (
 )
 from vllmx_cuda.matrices.pieces import Piece, row_pieces
 from vllmx_cuda.matrices.products import by_pieces, work_bytes
+from vllmx_cuda.matrices.split import OWN_TOKENS, counter_bytes, split_product
 from vllmx_cuda.matrices.w4_packing import Packing, packed_rows, packing_of
 
-OWN_TOKENS = 2 * TOKENS
-"""Rows that the own kernel takes. A pass over 64 rows costs about 0.2 ps a weight on an H100, by
-its arithmetic; dequantising, writing and reading a 16-bit copy 1.4 ps."""
 _ROWS_AT_ONCE = 16 * TILE_ROWS
 """Rows that are unpacked together: what they take meanwhile stays in a cache."""
 
@@ -64,14 +58,11 @@ class W4:
         return not self.packing.order
 
     def num_bytes(self, rows: int, cols: int) -> int:
-        return self._tail(rows, cols) + self._counters_bytes(rows) + len(self.packing.order)
+        return self._tail(rows, cols) + counter_bytes(rows) + len(self.packing.order)
 
     def _tail(self, rows: int, cols: int) -> int:
         """Where the tiles end."""
         return ceil_div(rows, TILE_ROWS) * self.packing.row_tile_bytes(cols)
-
-    def _counters_bytes(self, rows: int) -> int:
-        return 4 * arrival_count(OWN_TOKENS, rows)
 
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
         """Dequantised rows or sums of blocks that share a product, then activations in the order of
@@ -96,7 +87,7 @@ class W4:
         yield from row_pieces(count, span, fill)
         if first == 0:
             order = np.frombuffer(self.packing.order, np.uint8)
-            counters = np.zeros(self._counters_bytes(rows), np.uint8)
+            counters = np.zeros(counter_bytes(rows), np.uint8)
             tail = np.concatenate([counters, order])
             target = data.at(self._tail(rows, cols), tail.nbytes)
             yield Piece(target, lambda buffer: np.copyto(buffer, tail))
@@ -125,7 +116,7 @@ class W4:
         if not self.packing.order:
             return lambda m: None, operands
         kernel, x, cols = ops.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
-        begin = self._tail(segment.rows, cols) + self._counters_bytes(segment.rows)
+        begin = self._tail(segment.rows, cols) + counter_bytes(segment.rows)
         columns = segment.data.at(begin)
         ordered = ops.products.work.at(work_bytes(segment.rows, cols, self.dtype))
 
@@ -148,13 +139,8 @@ class W4:
         return dequantise
 
     def _own(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
-        n, k, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
-        parts = splits(n, k, ops.device.info.num_processors)
-        sums = parts * OWN_TOKENS * n * 4 if parts > 1 else 0
-        assert sums <= work_bytes(n, k, self.dtype), (n, k, parts)
-        counters = segment.data.at(self._tail(n, k), self._counters_bytes(n))
-        work = ops.products.work
-
+        n, out = segment.rows, int(operands.out_dtype == "f32")
+        counters = segment.data.at(self._tail(n, segment.cols), counter_bytes(n))
         in_tile = folds(self.packing.group_shift)
 
         def variant(tokens: int) -> Variant:
@@ -164,19 +150,8 @@ class W4:
                 VX_ROWS=row_tiles(tokens), VX_FOLDS=in_tile, VX_OUT=out, **self.packing.options,
             )  # fmt: skip
 
-        kernels = {tokens: variant(tokens) for tokens in (1, 2, *(8 * tiles for tiles in TILES))}
-
-        def own(m: int) -> None:
-            kernel = kernels[next((tokens for tokens in kernels if tokens >= m), TOKENS)]
-            arguments = (
-                operands.x, segment.data, operands.bias, operands.y,
-                work if parts > 1 else None, counters if parts > 1 else None, m, n, k,
-                operands.pitch, self.packing.group_shift,
-            )  # fmt: skip
-            sizes = {"tokens": m, "outputs": n, "width": k, "splits": parts}
-            ops.device.launch(kernel, sizes, arguments)
-
-        return own
+        layout = (self.packing.group_shift,)
+        return split_product(ops, segment, operands, counters, variant, (segment.data,), layout)
 
     def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
         kernel = ops.variant("w4_gather", **self.packing.options)

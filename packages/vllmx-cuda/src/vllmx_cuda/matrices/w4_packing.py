@@ -13,6 +13,7 @@ from vllmx_core.weights import WeightPart, f32_to_bf16
 from vllmx_cuda.kernel_specs.types import DTYPES, ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
     GROUP_COLS,
+    ONE_GROUP,
     TILE_COLS,
     TILE_ROWS,
     ZERO_CODES,
@@ -23,8 +24,6 @@ from vllmx_cuda.kernel_specs.w4 import (
 from vllmx_cuda.matrices.w4_gguf import FORMS, block_type, coded_blocks
 
 U8 = npt.NDArray[np.uint8]
-_ONE_GROUP = 31
-"""A group_shift."""
 _MOST_ZERO = {4: 127, 8: 255}
 """By bits: what the kernels take away from a code exactly."""
 
@@ -76,7 +75,7 @@ def _coded_packing(part: WeightPart) -> Packing | None:
         return None
     cols = part.shape[1]
     group = part.layout.group_size or cols
-    shift = _ONE_GROUP if group >= cols else group.bit_length() - 1
+    shift = ONE_GROUP if group >= cols else group.bit_length() - 1
     if group < cols and (group != 1 << shift or group < GROUP_COLS):
         return None
     order = b""

@@ -228,6 +228,16 @@ template <class T> unsigned vx_fma2(unsigned a, unsigned b, unsigned c, T kind) 
   unsigned high = emu_fma(a >> 16, b >> 16, c >> 16, kind);
   return low | high << 16;
 }
+inline unsigned vx_permute(unsigned a, unsigned b, unsigned selector) {
+  uint64_t bytes = (uint64_t)b << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) {
+    unsigned byte = bytes >> 8 * (selector >> 4 * i & 7) & 255;
+    if (selector >> 4 * i & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << 8 * i;
+  }
+  return result;
+}
 EMU_RAW inline void emu_ldmatrix(unsigned (&r)[4], const void* row, bool transposed) {
   emu::check(row, 16, 16, false, false);
   const emu::Slot* slots = emu::exchange(0xffffffffu, &row, sizeof row, emu::LDMATRIX);

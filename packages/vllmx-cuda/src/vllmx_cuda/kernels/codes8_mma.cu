@@ -1,0 +1,153 @@
+// y = x w^T + bias for a few tokens, w of FP8 e4m3 codes as checkpoints store them, on tensor cores that
+// need not know FP8: codes become bf16 or f16, exactly, and x stays as it is.
+//
+// Layout: x (M, K) of elem, bf16 or f16; w (N, K) of codes, K a multiple of 16; scales (ceil(N / block_rows),
+//         groups) of f32, column c in group c >> group_shift, which are of 64 columns at least; bias (N) of
+//         f32 or null; y of elem, or of f32 with VX_OUT 1, (M, N) with rows `pitch` apart. Scales meet the
+//         sums of 64 products, in f32. A code that is NaN must have NaN as its scale: it would count as 480.
+// Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
+//         pieces of whole tiles of 64 columns, one a warp. The order of columns inside a product is free: lane
+//         4 g + q takes columns 16 q .. 16 q + 15 of rows g and g + 8, whose bytes cp.async brings into a ring
+//         that no other lane looks at; word s of them is k-step s. So what lies in memory row by row needs
+//         no other order. partial, arrivals: see store_fragments.
+// Floor:  bytes of w, once for each tile of tokens.
+#include "outputs.h"
+#include "vx.h"
+
+#ifndef VX_TILES
+#define VX_TILES 1
+#endif
+#ifndef VX_ROWS
+#define VX_ROWS 1
+#endif
+#define WARPS 8
+#define COLS 64
+#define LANE_COLS 16
+#define ROWS (16 * VX_ROWS)
+#define STAGES (VX_ROWS == 1 ? 4 : 3)
+#define STAGE_BYTES (ROWS * COLS)
+#define RUN 512  // bytes that a warp copies at once: 8 rows
+
+// Sign, exponent and mantissa of e4m3 in the places of elem's: BIAS times too small, 2^-120 or 2^-8.
+// Subnormal codes become subnormal numbers, so this holds for them as well.
+#if VX_DTYPE == VX_BF16
+#define SHIFT 4
+#define MASK 0x87f087f0u
+#define UNBIAS 0x7b807b80u  // 2^120, which f32 sums could not make good
+#define SUM_FACTOR 1.f
+#else
+#define SHIFT 1
+#define MASK 0xbf80bf80u
+#define SUM_FACTOR 256.f
+#endif
+
+// Codes 2 * pair and the next of a word. The lower one's sign fills the bits below the upper one, which
+// the shift brings to its top.
+VX_DEV u32 two_values(u32 word, int pair) {
+  u32 bits = (u32)((int)vx_permute(word, 0, pair ? 0x3a24 : 0x1804) >> SHIFT) & MASK;
+#if VX_DTYPE == VX_BF16
+  bits = vx_fma2(bits, UNBIAS, 0, elem());
+#endif
+  return bits;
+}
+
+VX_DEV u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// A lane's 16 bytes of 8 rows, at `at` of each; zeros beyond the last column
+VX_DEV void fetch(u8* stage, const u8* w, const u32 (&rows)[2 * VX_ROWS], int at, bool inside, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2 * VX_ROWS; r++)
+    vx_cp_async16(stage + r * RUN + lane * 16, w + rows[r] + (inside ? at : 0), inside ? 16 : 0);
+}
+
+// Adds the products of a tile of columns. b: a lane's 16 values of each token, scales: of its rows.
+VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int lane,
+                     const uint4 (&b)[VX_TILES][2], const float (&scales)[2 * VX_ROWS]) {
+#pragma unroll
+  for (int r = 0; r < VX_ROWS; r++) {
+    const uint4* own = reinterpret_cast<const uint4*>(stage + 2 * r * RUN + lane * 16);
+    uint4 top = own[0], low = own[RUN / 16];
+    u32 a[4][4];
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++) {
+        a[s][2 * pair] = two_values(word_of(top, s), pair);
+        a[s][2 * pair + 1] = two_values(word_of(low, s), pair);
+      }
+#pragma unroll
+    for (int t = 0; t < VX_TILES; t++) {
+      float part[4];
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        const uint4& x = b[t][s / 2];
+        const u32 pairs[2] = {word_of(x, s % 2 * 2), word_of(x, s % 2 * 2 + 1)};
+        if (s == 0) {
+          vx_mma_first(part, a[s], pairs, elem());
+        } else {
+          vx_mma(part, a[s], pairs, elem());
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums[r][t][e] += scales[2 * r + e / 2] * part[e];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
+codes8_mma(const elem* __restrict__ x, const u8* __restrict__ w, const float* __restrict__ scales,
+           const float* __restrict__ bias, out_elem* __restrict__ y, float* partial, u32* arrivals,
+           int m, int n, int k, int pitch, int block_rows, int group_shift) {
+  VX_DYNAMIC_SHARED(shared);
+  __shared__ int arrived;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * 8 * VX_TILES;
+  int tiles = (k + COLS - 1) / COLS, piece = blockIdx.z * WARPS + warp, pieces = gridDim.z * WARPS;
+  int tile = piece * tiles / pieces, end = (piece + 1) * tiles / pieces;
+  int mine = lane % 4 * LANE_COLS, groups = ((k - 1) >> group_shift) + 1;
+  w += (size_t)row0 * k;
+  u32 rows[2 * VX_ROWS], factors[2 * VX_ROWS], tokens[VX_TILES];  // where they begin
+#pragma unroll
+  for (int r = 0; r < 2 * VX_ROWS; r++) {
+    int row = min(row0 + 8 * r + lane / 4, n - 1);
+    rows[r] = (u32)(row - row0) * k;
+    factors[r] = (u32)(row / block_rows) * groups;
+  }
+#pragma unroll
+  for (int t = 0; t < VX_TILES; t++) tokens[t] = (u32)min(token0 + 8 * t + lane / 4, m - 1) * k;
+
+  float sums[VX_ROWS][VX_TILES][4] = {};
+  u8 *ring = shared + warp * STAGES * STAGE_BYTES, *ring_end = ring + STAGES * STAGE_BYTES;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    int at = (tile + s) * COLS + mine;
+    if (tile + s < end) fetch(ring + s * STAGE_BYTES, w, rows, at, at < k, lane);
+    vx_cp_commit();
+  }
+  u8 *stage = ring, *empty = ring_end - STAGE_BYTES;
+  for (; tile < end; tile++) {
+    int at = tile * COLS + mine;
+    uint4 b[VX_TILES][2];
+#pragma unroll
+    for (int t = 0; t < VX_TILES; t++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        b[t][half] = at < k ? *reinterpret_cast<const uint4*>(x + tokens[t] + at + 8 * half)
+                            : make_uint4(0, 0, 0, 0);
+    float scale[2 * VX_ROWS];
+#pragma unroll
+    for (int r = 0; r < 2 * VX_ROWS; r++) scale[r] = scales[factors[r] + (tile * COLS >> group_shift)] * SUM_FACTOR;
+    vx_cp_wait<STAGES - 2>();
+    int next = (tile + STAGES - 1) * COLS + mine;
+    if (tile + STAGES - 1 < end) fetch(empty, w, rows, next, next < k, lane);
+    vx_cp_commit();
+    multiply(sums, stage, lane, b, scale);
+    empty = stage;
+    stage = stage + STAGE_BYTES < ring_end ? stage + STAGE_BYTES : ring;
+  }
+  vx_cp_wait<0>();
+  __syncthreads();  // the rings end
+  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, &arrived,
+                         token0, row0, m, n, pitch);
+}
+VX_EXPORT(codes8_mma)
