@@ -37,7 +37,7 @@ WANTED = {
     "layer_norm": ("LDG.E.128", "STG.E.128"),
     "kv_store": ("LDG.E.64",),
     "paged_decode": ("LDG.E.128",),
-    "paged_decode_mma": ("LDG.E.", "HMMA.16816.F32.BF16"),
+    "paged_decode_mma": ("LDG.E.128", "HMMA.16816.F32.BF16"),
     "paged_prefill": (
         "HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128",
     ),
@@ -69,7 +69,11 @@ UNITS: Units = (
     ("paged_decode", {**HEAD, "VX_VEC": 8, "VX_GROUP": 4, "VX_HEAD": 256}),
     ("paged_decode_mma", {**HEAD, "VX_GROUP": 4}),
     ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_KV": 1}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 16, "VX_HEAD": 80}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 7, "VX_HEAD": 112, "VX_KV": 2}),
     ("paged_decode_mma", {**HEAD, "VX_GROUP": 16, "VX_HEAD": 192}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 8, "VX_HEAD": 256}),
+    ("paged_decode_mma", {**HEAD, "VX_GROUP": 2, "VX_HEAD": 256, "VX_KV": 1, "VX_DTYPE": 1}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
@@ -194,7 +198,8 @@ def _wanted(entry: str, unit: Unit) -> list[str]:
     """`WANTED`, as it reads in f16 and where values are loaded and stored in other widths."""
     kind = "F32" if "VX_DTYPE=1" in unit.defines else "F32.BF16"
     wanted = [w.replace("F32.BF16", kind) for w in WANTED.get(entry, ())]
-    if "VX_BITS=6" in unit.defines:  # a lane has 4 neighbours of a token, not 8
+    codes = entry == "paged_decode_mma" and "VX_KV=0" not in unit.defines
+    if "VX_BITS=6" in unit.defines or codes:  # 8 bytes hold what a lane needs
         wanted = [w.replace("LDG.E.128", "LDG.E.64") for w in wanted]
     if entry == "kv_store" and "VX_VEC=4" not in unit.defines:
         return ["LDG.E.128"] if "VX_VEC=8" in unit.defines else []

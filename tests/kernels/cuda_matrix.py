@@ -17,6 +17,7 @@ from vllmx_cuda.arch import ARCHITECTURES
 from vllmx_cuda.cubins import Unit
 from vllmx_cuda.kernel_specs.attention import (
     KV_TYPES,
+    decode_group,
     decode_vector,
     prefill_keys,
     store_vector,
@@ -27,20 +28,22 @@ from .cuda_cubins import UNITS, Units, faults, units_of
 
 DTYPES = (1, 2)
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
-MMA_HEAD_SIZES = (64, 128, 192)
 
 
 def matrix() -> Units:
-    """KV caches of codes with head size 128 alone: their code is the same for all."""
+    """KV caches of codes with head size 128 alone where their code is the same for all: not in
+    paged_decode_mma."""
     found: list[tuple[str, dict[str, int]]] = [
         (entry, {**options, **({"VX_DTYPE": dtype} if "VX_DTYPE" in options else {})})
         for entry, options in UNITS
         for dtype in DTYPES
     ]
     for dtype, head, kv in product(DTYPES, HEAD_SIZES, KV_TYPES):
+        common = {"VX_DTYPE": dtype, "VX_HEAD": head, "VX_KV": kv}
+        for group in (4, 8, 16):
+            found.append(("paged_decode_mma", {**common, "VX_GROUP": decode_group(group, head)}))
         if kv and head != 128:
             continue
-        common = {"VX_DTYPE": dtype, "VX_HEAD": head, "VX_KV": kv}
         found.append(("kv_store", {**common, "VX_VEC": store_vector(head)}))
         for group in (1, 4):
             vector = {"VX_VEC": decode_vector(head), "VX_GROUP": group}
@@ -49,8 +52,6 @@ def matrix() -> Units:
             if prefill_keys(head, arch):
                 keys = {"VX_GROUP": group, "VX_KEYS": prefill_keys(head, arch)}
                 found.append(("paged_prefill", {**common, **keys}))
-        for group in (4, 8, 16) if head in MMA_HEAD_SIZES else ():
-            found.append(("paged_decode_mma", {**common, "VX_GROUP": group}))
     unique = {(entry, tuple(sorted(options.items()))): options for entry, options in found}
     return [(entry, options) for (entry, _), options in unique.items()]
 

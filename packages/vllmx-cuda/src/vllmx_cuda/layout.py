@@ -23,8 +23,6 @@ from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.work import Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
-MMA_HEADS = 4
-"""Query heads of one key from which on decoding goes to tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +131,8 @@ def prefills_by_tiles(spec: AttentionSpec, dtype: str, arch: str) -> bool:
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
-    """Whether paged_decode_mma takes this layer: from four query heads that share a key on, its
-    products are worth their fragments."""
-    group = spec.num_heads // spec.num_kv_heads
-    return group >= MMA_HEADS and decodes_by_mma(dtype, spec.head_size, number(arch))
+    """Whether paged_decode_mma takes this layer."""
+    return decodes_by_mma(dtype, spec.head_size, number(arch))
 
 
 def tile_tokens(spec: AttentionSpec) -> int:

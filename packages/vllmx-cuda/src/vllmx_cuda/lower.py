@@ -19,6 +19,7 @@ from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
 from vllmx_cuda.kernel_specs.attention import (
+    decode_group,
     decode_vector,
     group_tile,
     mma_group,
@@ -296,7 +297,7 @@ class Lowering:
         }  # fmt: skip
         combine = self.variant("paged_combine", **options)
         if decodes_on_tensor_cores(spec, self.dtype, self.device.info.arch):
-            group = mma_group(spec.num_heads // spec.num_kv_heads)
+            group = decode_group(spec.num_heads // spec.num_kv_heads, spec.head_size)
             decode = self.variant(
                 "paged_decode_mma", VX_HEAD=spec.head_size, VX_KV=self.kv, VX_GROUP=group
             )

@@ -29,8 +29,7 @@ _GROUPS = (1, 2, 3, 4, 5, 6, 7)
 _PREFILL_QUERIES = 64
 _PREFILL_KEYS = (64, 32)
 _MMA_GROUPS = tuple(range(1, 17))
-_MMA_HEAD_SIZES = (64, 128, 192)
-"""Of paged_decode_mma; with 256 it would run out of registers."""
+_MMA_HEAD_SIZES = (*range(16, 128, 16), *range(128, 257, 32))
 
 
 def store_vector(head_size: int) -> int:
@@ -50,8 +49,18 @@ def group_tile(group: int) -> int:
 
 
 def mma_group(group: int) -> int:
-    """VX_GROUP of paged_prefill and paged_decode_mma: the greatest divisor up to 16."""
+    """VX_GROUP of paged_prefill: the greatest divisor up to 16."""
     return max(n for n in _MMA_GROUPS if group % n == 0)
+
+
+def decode_group(group: int, head_size: int) -> int:
+    """VX_GROUP of paged_decode_mma: as many query heads as there are registers for."""
+    most = _most_decode_heads(head_size)
+    return max(n for n in range(1, most + 1) if group % n == 0)
+
+
+def _most_decode_heads(head_size: int) -> int:
+    return 16 if head_size <= 192 else 8
 
 
 def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
@@ -98,8 +107,10 @@ def _decode(sizes: Sizes, options: Options) -> Launch:
 
 def _decode_mma(sizes: Sizes, options: Options) -> Launch:
     _check_heads(sizes)
-    group, warps, float_bytes = options["VX_GROUP"], 4, 4
-    shared = warps * group * (options["VX_HEAD"] + 2) * float_bytes
+    group, head, float_bytes = options["VX_GROUP"], options["VX_HEAD"], 4
+    at_most("VX_GROUP", group, _most_decode_heads(head), f"registers, with heads of {head}")
+    queries = ceil_div(group, 8) * 8 * head // 2
+    shared = float_bytes * (12 * group + max(4 * group * 68, queries))
     return Launch((sizes["items"], sizes["heads"] // group, 1), _DECODE_THREADS, shared)
 
 

@@ -2,6 +2,7 @@
 // with one f32 scale for each token and head, (blocks, K, P).
 #pragma once
 #include "code_scale.h"
+#include "code_values.h"
 #include "vx.h"
 
 #define VX_KV_ELEM 0
@@ -47,12 +48,24 @@ template <int N> VX_DEV void kv_write(kv_elem* p, const float (&v)[N], const Cod
 
 // N values out of a page, not yet multiplied by their scale.
 template <int N> VX_DEV void kv_unpack(float (&v)[N], const Pack<kv_elem, N>& pack) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
 #if VX_KV == VX_KV_ELEM
-    v[i] = to_float(pack.at[i]);
+#pragma unroll
+  for (int i = 0; i < N; i++) v[i] = to_float(pack.at[i]);
 #else
-    v[i] = (float)pack.at[i];
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    float four[4];
+    u32 word = 0;
+#pragma unroll
+    for (int j = 0; j < 4 && j < N; j++)
+      word |= (u32)reinterpret_cast<const u8*>(&pack)[i + j] << 8 * j;
+#if VX_KV == VX_KV_E4M3
+    e4m3_floats(four, word);
+#else
+    int8_floats(four, word);
 #endif
+#pragma unroll
+    for (int j = 0; j < 4 && j < N; j++) v[i + j] = four[j];
   }
+#endif
 }

@@ -1,16 +1,20 @@
-// paged_decode on tensor cores, for 16-bit elem and head sizes 64, 128 and 192: the same arguments,
-// the same items, joined by the same paged_combine.
+// paged_decode on tensor cores, for 16-bit elem and head sizes that 16 divides (above 128: 32): the
+// same arguments, the same items, joined by the same paged_combine.
 //
-// The query heads of one kv head, up to 16, are the rows of the products, so every key and value is
-// read once for all of them, and a key costs a warp some ten instructions whatever their number.
+// Every key and value is read once for up to 16 query heads of its kv head, and a key costs a warp
+// some ten instructions whatever their number.
 //
-// Layout: as paged_decode. Keys and values go from memory straight into fragments by 16-byte loads,
-//         without shared memory, because the order inside a product is free where both sides agree:
-//         - scores: a lane takes 8 neighbours of 32 dimensions of a key and feeds two products with
-//           them, values 0-3 the first, 4-7 the second; the queries are laid out alike;
-//         - output: column g of product j stands for dimension 8 g + j of 64, so that a lane needs
-//           8 neighbours of a value and pairs them, key by key, with a byte permute.
-// Grid:   (N, H / VX_GROUP), 128 threads: each of 4 warps has every fourth tile of 16 keys.
+// Layout: as paged_decode. Keys and values go from memory straight into fragments by loads of up to
+//         16 bytes, without shared memory (so that no head size can meet a bank twice), because the
+//         order inside a product is free where both sides agree:
+//         - scores = Q K^T, heads are rows, in tiles of 8 keys: a lane takes 8 neighbours of 32
+//           dimensions of a key and feeds two products with them; of 16 left over it takes 4;
+//         - output^T = V^T P^T, heads are columns, in tiles of 16 dimensions: with up to 8 heads no
+//           part of an accumulator is idle, and the scores are its fragments as they stand. A lane
+//           takes 8 neighbours of 64 dimensions of a value, 4 of 32 and 2 of 16 left over; each
+//           two are its rows of one tile, paired key by key with a byte permute.
+// Grid:   (N, H / VX_GROUP), 128 threads: each of 4 warps has every fourth tile of 16 keys. VX_GROUP
+//         is 16 at most, 8 with heads above 192, where the sums would take all registers.
 // Floor:  bytes: keys and values once.
 #include "attention.h"
 #include "kv_types.h"
@@ -24,63 +28,135 @@
 #endif
 #define WARPS 4
 #define KEYS 16
-#define PIECES (VX_HEAD / 32)  // of a key
-#define SLABS (VX_HEAD / 64)   // of a value
-#define BOTH (VX_GROUP > 8)    // whether rows 8 to 15 of the products are used
-#define EARLY (VX_HEAD <= 128) // whether keys and values are all under way at once
+#define TILES (VX_GROUP > 8 ? 2 : 1)  // of 8 query heads
+#define PIECES (VX_HEAD / 32)         // of a key, and 16 dimensions left over or none
+#define SLABS (VX_HEAD / 64)          // of a value, and 32 and 16 dimensions left over or none
+#define KEY_PAIRS (VX_HEAD / 8)       // that a lane has of a key and of a query
+#define PAIRS (VX_HEAD / 16)          // that a lane has of a value
+// Registers of a lane: sums and queries; keys and values, which are all under way at once
+#define LIVE (TILES * (VX_HEAD / 4 + KEY_PAIRS) + 2 * KEY_PAIRS + 4 * PAIRS)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000  // where compilers take some registers more
+#define BLOCKS (LIVE <= 80 ? 4 : LIVE <= 104 ? 3 : 2)
+#else
+#define BLOCKS (LIVE <= 80 ? 4 : LIVE <= 112 ? 3 : 2)
+#endif
+#define KEEP_QUERIES (LIVE <= 192)  // in registers; else in shared memory
+#define JOIN_STRIDE 68  // floats of 64 dimensions: lanes of neighbouring heads meet no bank twice
 
-// Where a position lies in the pages
+// Where a position lies in the pages: 2^32 lines would be 64 GiB at least, of keys of one layer
 struct Lines {
   const int* table;
-  int kv_head, kv_heads, page_shift;
-  VX_DEV size_t of(int position) const {
-    size_t page = (size_t)table[position >> page_shift] * kv_heads + kv_head;
-    return (page << page_shift) + (position & ((1 << page_shift) - 1));
+  u32 kv_head, kv_heads, page_shift;
+  VX_DEV u32 of(u32 position) const {
+    u32 page = table[position >> page_shift] * kv_heads + kv_head;
+    return (page << page_shift) + (position & ((1u << page_shift) - 1));
   }
 };
 
-// 8 neighbours as elem; codes are exact in it
-VX_DEV uint4 load_elems(const kv_elem* p) {
-#if VX_KV_SCALED
-  float v[8];
-  kv_unpack(v, load_pack<kv_elem, 8>(p));
-  Pack<elem, 8> pack;
+// N neighbours as pairs of elem
+template <int N> VX_DEV void load_pairs(u32* to, const elem* p) {
+  Pack<elem, N> pack = load_pack<elem, N>(p);
 #pragma unroll
-  for (int i = 0; i < 8; i++) pack.at[i] = from_float<elem>(v[i]);
-  return *reinterpret_cast<uint4*>(&pack);
-#else
-  return *reinterpret_cast<const uint4*>(p);
+  for (int i = 0; i < N / 2; i++) to[i] = reinterpret_cast<const u32*>(&pack)[i];
+}
+#if VX_KV_SCALED
+template <int N> VX_DEV void load_pairs(u32* to, const kv_elem* p) {
+  Pack<kv_elem, N> pack = load_pack<kv_elem, N>(p);
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    u32 word = N == 2 ? *reinterpret_cast<const u16*>(&pack)
+                      : reinterpret_cast<const u32*>(&pack)[i / 2];
+    to[i] = VX_KV == VX_KV_E4M3 ? e4m3_pair(word, i % 2) : int8_pair(word, i % 2);
+  }
+}
 #endif
+
+// A lane's part of a key or query
+template <class T> VX_DEV void load_key(u32 (&to)[KEY_PAIRS], const T* row, int quarter) {
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) load_pairs<8>(to + 4 * p, row + 32 * p + 8 * quarter);
+  if (VX_HEAD % 32) load_pairs<4>(to + KEY_PAIRS - 2, row + VX_HEAD - 16 + 4 * quarter);
 }
-VX_DEV u32 pack2(float low, float high) {
-  Pack<elem, 2> pack;
-  pack.at[0] = from_float<elem>(low), pack.at[1] = from_float<elem>(high);
-  return *reinterpret_cast<u32*>(&pack);
-}
-// D += A B
-VX_DEV void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  u32 a[4] = {a0, BOTH ? a1 : 0, a2, BOTH ? a3 : 0}, b[2] = {b0, b1};
-  vx_mma(d, a, b, elem());
+// A lane's part of a value
+VX_DEV void load_value(u32 (&to)[PAIRS], const kv_elem* row, int group) {
+#pragma unroll
+  for (int c = 0; c < SLABS; c++) load_pairs<8>(to + 4 * c, row + 64 * c + 8 * group);
+  if (VX_HEAD % 64 >= 32) load_pairs<4>(to + 4 * SLABS, row + 64 * SLABS + 4 * group);
+  if (VX_HEAD % 32) load_pairs<2>(to + PAIRS - 1, row + VX_HEAD - 16 + 2 * group);
 }
 
-// Products of 8 keys with all query heads
-VX_DEV void score(float (&s)[4], const uint4 (&query)[2][PIECES], const uint4 (&keys)[PIECES]) {
+// Products of 16 keys with all query heads; `queries`: where they are not kept
+VX_DEV void score(float (&s)[2][4], const u32 (&kept)[TILES][KEY_PAIRS], const uint4* queries,
+                  const u32 (&keys)[2][KEY_PAIRS]) {
 #pragma unroll
-  for (int p = 0; p < PIECES; p++) {
-    const uint4 &a = query[0][p], &b = query[1][p], &k = keys[p];
-    multiply(s, a.x, b.x, a.y, b.y, k.x, k.y);
-    multiply(s, a.z, b.z, a.w, b.w, k.z, k.w);
+  for (int p = 0; p < KEY_PAIRS / 2; p += 2) {  // products by two: the last may stand alone
+    u32 q[2][4] = {};
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      if (!KEEP_QUERIES) {
+        uint4 raw = queries[(t * PIECES + p / 2) * 32 + threadIdx.x % 32];
+        q[t][0] = raw.x, q[t][1] = raw.y, q[t][2] = raw.z, q[t][3] = raw.w;
+      }
+#pragma unroll
+      for (int i = 0; KEEP_QUERIES && i < 4 && 2 * p + i < KEY_PAIRS; i++)
+        q[t][i] = kept[t][2 * p + i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2 && p + i < KEY_PAIRS / 2; i++)
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        u32 a[4] = {q[0][2 * i], q[1][2 * i], q[0][2 * i + 1], q[1][2 * i + 1]};
+        u32 b[2] = {keys[u][2 * (p + i)], keys[u][2 * (p + i) + 1]};
+        vx_mma(s[u], a, b, elem());
+      }
   }
 }
 
-// Elements j of two packs side by side
-VX_DEV u32 pair_of(const uint4& a, const uint4& b, int j) {
-  u32 x = j < 2 ? a.x : j < 4 ? a.y : j < 6 ? a.z : a.w;
-  u32 y = j < 2 ? b.x : j < 4 ? b.y : j < 6 ? b.z : b.w;
-  return __byte_perm(x, y, j % 2 ? 0x7632 : 0x5410);
+// One branch for all of them
+VX_DEV void to_log2(float (&s)[2][4], const float (&scale)[2][2], float softcap) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) s[i / 4][i % 4] *= scale[i / 4][i % 2];
+  if (softcap > 0.f)
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (i % 4 < 2 * TILES) s[i / 4][i % 4] = softcap * tanhf(s[i / 4][i % 4] / softcap);
+#pragma unroll
+  for (int i = 0; i < 8; i++) s[i / 4][i % 4] *= LOG2E;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_HEAD < 128 ? 4 : 2)
+// One part of the joined sums: dimensions from `base` on, 8 * SIDE of them, which a lane has SIDE
+// neighbours of. finals: what each head's sum is multiplied by.
+template <int SIDE>
+VX_DEV void join(int base, const float (&o)[TILES][PAIRS][4], const float (&factor)[TILES][2],
+                 float* outs, const float* finals, elem* out, float* partial) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      int head = 8 * t + 2 * quarter + e;
+      float* to = outs + (warp * VX_GROUP + head) * JOIN_STRIDE + group;
+      if (head >= VX_GROUP) continue;
+#pragma unroll
+      for (int i = 0; i < SIDE; i++)
+        to[8 * i] = o[t][base / 16 + i / 2][2 * (i % 2) + e] * factor[t][e];
+    }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < VX_GROUP * 8 * SIDE; i += 32 * WARPS) {
+    int head = i / (8 * SIDE), d = i % (8 * SIDE);
+    const float* from = outs + head * JOIN_STRIDE + d % SIDE * 8 + d / SIDE;
+    float value = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) value += from[w * VX_GROUP * JOIN_STRIDE];
+    size_t at = (size_t)head * VX_HEAD + base + d;
+    if (partial) partial[at] = value;
+    else out[at] = from_float<elem>(value * finals[head]);
+  }
+  __syncthreads();  // the next part comes to the same place
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
                  const kv_elem* __restrict__ v_pages, const float* __restrict__ k_scales,
                  const float* __restrict__ v_scales, const int* __restrict__ items,
@@ -96,130 +172,125 @@ paged_decode_mma(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   int head0 = blockIdx.y * VX_GROUP, position = positions[token];
   if (window > 0) begin = max(begin, position - window + 1), end = min(end, position + window);
-  Lines lines = {block_table + (size_t)item.y * table_stride, head0 / (heads / kv_heads), kv_heads,
-                 page_shift};
+  Lines lines = {block_table + (size_t)item.y * table_stride, (u32)(head0 / (heads / kv_heads)),
+                 (u32)kv_heads, (u32)page_shift};
 
-  uint4 query[2][PIECES] = {};
+  float* tops = reinterpret_cast<float*>(memory);             // (WARPS, VX_GROUP)
+  float* sums = tops + WARPS * VX_GROUP;                      // (WARPS, VX_GROUP)
+  float* finals = sums + WARPS * VX_GROUP;                    // (VX_GROUP)
+  float* outs = tops + 12 * VX_GROUP;                         // (WARPS, VX_GROUP, JOIN_STRIDE)
+  uint4* queries = reinterpret_cast<uint4*>(outs);            // (TILES, PIECES, 32), before them
+  const elem* rows = q + ((size_t)token * heads + head0) * VX_HEAD;
+  u32 kept[TILES][KEY_PAIRS] = {};
 #pragma unroll
-  for (int r = 0; r < 1 + BOTH; r++)
-#pragma unroll
-    for (int p = 0; p < PIECES; p++) {
-      if (group + 8 * r >= VX_GROUP) continue;
-      const elem* row = q + ((size_t)token * heads + head0 + group + 8 * r) * VX_HEAD;
-      query[r][p] = *reinterpret_cast<const uint4*>(row + p * 32 + quarter * 8);
+  for (int t = 0; KEEP_QUERIES && t < TILES; t++)
+    if (group + 8 * t < VX_GROUP) load_key(kept[t], rows + (group + 8 * t) * VX_HEAD, quarter);
+  if (!KEEP_QUERIES) {
+    for (int i = threadIdx.x; i < TILES * PIECES * 32; i += 32 * WARPS) {
+      int head = i / (PIECES * 32) * 8 + i % 32 / 4, d = i / 32 % PIECES * 32 + i % 4 * 8;
+      queries[i] = head < VX_GROUP ? *reinterpret_cast<const uint4*>(rows + head * VX_HEAD + d)
+                                   : make_uint4(0, 0, 0, 0);
     }
-  float o[SLABS][8][4] = {}, top[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
+    __syncthreads();
+  }
+  float o[TILES][PAIRS][4] = {}, top[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
 
   for (int first = begin + warp * KEYS; first < end; first += WARPS * KEYS) {
     float s[2][4] = {}, key_scale[2][2], value_scale[2][2];
-    uint4 keys[2][PIECES], values[4][SLABS];
-    size_t value_lines[4];
+    u32 keys[2][KEY_PAIRS], values[4][PAIRS];
 #pragma unroll
     for (int u = 0; u < 2; u++) {
-      size_t line = lines.of(min(first + 8 * u + group, end - 1));
-#pragma unroll
-      for (int p = 0; p < PIECES; p++)
-        keys[u][p] = load_elems(k_pages + line * VX_HEAD + p * 32 + quarter * 8);
-      if (!EARLY) score(s[u], query, keys[u]);
+      u32 line = lines.of(min(first + 8 * u + group, end - 1));
+      load_key(keys[u], k_pages + (size_t)line * VX_HEAD, quarter);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // keys 2 quarter, the next, and both of the second half
-      size_t line = lines.of(min(first + i / 2 * 8 + 2 * quarter + i % 2, end - 1));
-      value_lines[i] = line * VX_HEAD + group * 8;
-#pragma unroll
-      for (int c = 0; EARLY && c < SLABS; c++)
-        values[i][c] = load_elems(v_pages + value_lines[i] + c * 64);
+      u32 line = lines.of(min(first + i / 2 * 8 + 2 * quarter + i % 2, end - 1));
+      load_value(values[i], v_pages + (size_t)line * VX_HEAD, group);
       key_scale[i / 2][i % 2] = scale, value_scale[i / 2][i % 2] = 1.f;
 #if VX_KV_SCALED
       key_scale[i / 2][i % 2] *= k_scales[line], value_scale[i / 2][i % 2] = v_scales[line];
 #endif
     }
-#pragma unroll
-    for (int u = 0; EARLY && u < 2; u++) score(s[u], query, keys[u]);
+    score(s, kept, queries, keys);
+    to_log2(s, key_scale, softcap);
     float greatest[2] = {top[0], top[1]};
 #pragma unroll
     for (int u = 0; u < 2; u++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        bool visible = first + 8 * u + 2 * quarter + e % 2 < end;
-        s[u][e] = visible ? to_log2(s[u][e] * key_scale[u][e % 2], softcap) : -VX_INFINITY;
+      for (int e = 0; e < 2 * TILES; e++) {
+        if (first + 8 * u + 2 * quarter + e % 2 >= end) s[u][e] = -VX_INFINITY;
         greatest[e / 2] = fmaxf(greatest[e / 2], s[u][e]);
       }
 #pragma unroll
-    for (int r = 0; r < 1 + BOTH; r++) {  // a row is shared by four lanes
-      greatest[r] = fmaxf(greatest[r], __shfl_xor_sync(VX_ALL, greatest[r], 1));
-      greatest[r] = fmaxf(greatest[r], __shfl_xor_sync(VX_ALL, greatest[r], 2));
-      if (!__any_sync(VX_ALL, greatest[r] > top[r])) continue;
-      float factor = exp2f(top[r] - greatest[r]);
-      top[r] = greatest[r], sum[r] *= factor;
+    for (int t = 0; t < TILES; t++) {  // a head is shared by four lanes
+      greatest[t] = fmaxf(greatest[t], __shfl_xor_sync(VX_ALL, greatest[t], 1));
+      greatest[t] = fmaxf(greatest[t], __shfl_xor_sync(VX_ALL, greatest[t], 2));
+      if (!__any_sync(VX_ALL, greatest[t] > top[t])) continue;
+      float factor = exp2f(top[t] - greatest[t]);
+      top[t] = greatest[t], sum[t] *= factor;
+      float even = __shfl_sync(VX_ALL, factor, 8 * quarter);
+      float odd = __shfl_sync(VX_ALL, factor, 8 * quarter + 4);
 #pragma unroll
-      for (int c = 0; c < SLABS; c++)
-#pragma unroll
-        for (int j = 0; j < 8; j++) o[c][j][2 * r] *= factor, o[c][j][2 * r + 1] *= factor;
+      for (int j = 0; j < PAIRS; j++)
+        o[t][j][0] *= even, o[t][j][1] *= odd, o[t][j][2] *= even, o[t][j][3] *= odd;
     }
+    u32 p[TILES][2];
 #pragma unroll
-    for (int u = 0; u < 2; u++)
+    for (int t = 0; t < TILES; t++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (!BOTH && e >= 2) continue;
-        s[u][e] = exp2f(s[u][e] - top[e / 2]);
-        sum[e / 2] += s[u][e];
-        s[u][e] *= value_scale[u][e % 2];
+      for (int u = 0; u < 2; u++) {
+        float low = exp2f(s[u][2 * t] - top[t]), high = exp2f(s[u][2 * t + 1] - top[t]);
+        sum[t] += low + high;
+        p[t][u] = pair_of(low * value_scale[u][0], high * value_scale[u][1]);
       }
-    u32 p[4] = {pack2(s[0][0], s[0][1]), pack2(s[0][2], s[0][3]), pack2(s[1][0], s[1][1]),
-                pack2(s[1][2], s[1][3])};
 #pragma unroll
-    for (int c = 0; c < SLABS; c++) {
+    for (int j = 0; j < PAIRS; j++) {
+      u32 a[4];
 #pragma unroll
-      for (int i = 0; !EARLY && i < 4; i++)
-        values[i][c] = load_elems(v_pages + value_lines[i] + c * 64);
+      for (int i = 0; i < 4; i++)
+        a[i] = __byte_perm(values[i / 2 * 2][j], values[i / 2 * 2 + 1][j], i % 2 ? 0x7632 : 0x5410);
 #pragma unroll
-      for (int j = 0; j < 8; j++)
-        multiply(o[c][j], p[0], p[1], p[2], p[3], pair_of(values[0][c], values[1][c], j),
-                 pair_of(values[2][c], values[3][c], j));
+      for (int t = 0; t < TILES; t++) vx_mma(o[t][j], a, p[t], elem());
     }
   }
 
-  float* outs = reinterpret_cast<float*>(memory);     // (WARPS, VX_GROUP, VX_HEAD)
-  float* tops = outs + WARPS * VX_GROUP * VX_HEAD;    // (WARPS, VX_GROUP)
-  float* sums = tops + WARPS * VX_GROUP;
 #pragma unroll
-  for (int r = 0; r < 1 + BOTH; r++) {
-    sum[r] += __shfl_xor_sync(VX_ALL, sum[r], 1);
-    sum[r] += __shfl_xor_sync(VX_ALL, sum[r], 2);
-    int row = warp * VX_GROUP + group + 8 * r;
-    if (group + 8 * r >= VX_GROUP) continue;
-    if (quarter == 0) tops[row] = top[r], sums[row] = sum[r];
-#pragma unroll
-    for (int c = 0; c < SLABS; c++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float* to = outs + row * VX_HEAD + c * 64 + 8 * (2 * quarter + e);
-#pragma unroll
-        for (int j = 0; j < 8; j++) to[j] = o[c][j][2 * r + e];
-      }
+  for (int t = 0; t < TILES; t++) {
+    sum[t] += __shfl_xor_sync(VX_ALL, sum[t], 1);
+    sum[t] += __shfl_xor_sync(VX_ALL, sum[t], 2);
+    int at = warp * VX_GROUP + group + 8 * t;
+    if (quarter == 0 && group + 8 * t < VX_GROUP) tops[at] = top[t], sums[at] = sum[t];
   }
   __syncthreads();
   bool alone = first_item[token + 1] - first_item[token] == 1;
-  for (int i = threadIdx.x; i < VX_GROUP * VX_HEAD; i += 32 * WARPS) {
-    int g = i / VX_HEAD, d = i % VX_HEAD;
-    float best = NOTHING, mass = 0.f, value = 0.f;
+  size_t row = (size_t)blockIdx.x * heads + head0;
+  if (threadIdx.x < VX_GROUP) {
+    float best = NOTHING, mass = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) best = fmaxf(best, tops[w * VX_GROUP + g]);
+    for (int w = 0; w < WARPS; w++) best = fmaxf(best, tops[w * VX_GROUP + threadIdx.x]);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      float factor = exp2f(tops[w * VX_GROUP + g] - best);
-      mass += sums[w * VX_GROUP + g] * factor;
-      value += outs[(w * VX_GROUP + g) * VX_HEAD + d] * factor;
-    }
-    if (alone) {
-      out[((size_t)token * heads + head0 + g) * VX_HEAD + d] =
-          from_float<elem>(value * normaliser(sinks, head0 + g, best, mass));
-      continue;
-    }
-    size_t row = (size_t)blockIdx.x * heads + head0 + g;
-    partial[row * VX_HEAD + d] = value;
-    if (d == 0) weights[2 * row] = best, weights[2 * row + 1] = mass;
+    for (int w = 0; w < WARPS; w++)
+      mass += sums[w * VX_GROUP + threadIdx.x] * exp2f(tops[w * VX_GROUP + threadIdx.x] - best);
+    if (alone) finals[threadIdx.x] = normaliser(sinks, head0 + threadIdx.x, best, mass);
+    else weights[2 * (row + threadIdx.x)] = best, weights[2 * (row + threadIdx.x) + 1] = mass;
   }
+  float factor[TILES][2];
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      int head = min(8 * t + 2 * quarter + e, VX_GROUP - 1);
+      float best = NOTHING;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) best = fmaxf(best, tops[w * VX_GROUP + head]);
+      factor[t][e] = exp2f(tops[warp * VX_GROUP + head] - best);
+    }
+  elem* answer = out + ((size_t)token * heads + head0) * VX_HEAD;
+  float* part = alone ? nullptr : partial + row * VX_HEAD;
+#pragma unroll
+  for (int c = 0; c < SLABS; c++) join<8>(64 * c, o, factor, outs, finals, answer, part);
+  if (VX_HEAD % 64 >= 32) join<4>(64 * SLABS, o, factor, outs, finals, answer, part);
+  if (VX_HEAD % 32) join<2>(VX_HEAD - 16, o, factor, outs, finals, answer, part);
 }
 VX_EXPORT(paged_decode_mma)

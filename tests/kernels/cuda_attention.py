@@ -1,0 +1,128 @@
+"""What the tests of the attention kernels share: shapes, pages, and decoding against numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from vllmx_core import kv_quant, reference
+from vllmx_core.model import AttentionSpec
+from vllmx_cuda.emulator import Emulator, empty
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs.attention import (
+    KV_E4M3,
+    KV_ELEM,
+    KV_INT8,
+    decode_group,
+    decode_vector,
+    group_tile,
+)
+
+from .cuda_arrays import NUMPY_TYPES, Array, normal, on_device, options, wide
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    page_shift: int = 4
+    dtype: str = "bf16"
+    kv: int = KV_ELEM
+    rotary_dim: int = 0
+    interleaved: bool = False
+    norms: bool = False
+
+
+KV_NUMPY: dict[int, Any] = {KV_E4M3: ml_dtypes.float8_e4m3fn, KV_INT8: np.int8}
+
+
+def kv_type(shape: Shape) -> Any:
+    return KV_NUMPY.get(shape.kv, NUMPY_TYPES[shape.dtype])
+
+
+@dataclass(frozen=True)
+class Case(Shape):
+    contexts: tuple[int, ...] = (1, 77, 160, 33)
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    partition: int = 64
+
+
+def run_decode(
+    emulator: Emulator, case: Case, rng: np.random.Generator, entry: str = "paged_decode"
+) -> tuple[Array, Array]:
+    """(got, want), both (T, H, D); one padding token at the end must become zeros."""
+    rows, page = len(case.contexts), 1 << case.page_shift
+    width = -(-max(case.contexts) // page)
+    blocks = rows * width + 2
+    table = on_device(rng.permutation(blocks)[: rows * width].reshape(rows, width), np.int32)
+    q = normal(rng, (rows + 1, case.heads, case.size), case.dtype)
+    pages = (blocks, case.kv_heads, page, case.size)
+    keys, values = (random_pages(rng, pages, case) for _ in range(2))
+    sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
+    items, first = plan_items(case)
+    capacity = len(items)
+    partial = empty((capacity, case.heads, case.size), np.float32)
+    weights, out = empty((capacity, case.heads, 2), np.float32), empty(q.shape, q.dtype)
+    scale = case.size**-0.5
+    head = options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv)
+    group = case.heads // case.kv_heads
+    variant_options = {**head, "VX_VEC": decode_vector(case.size), "VX_GROUP": group_tile(group)}
+    if entry == "paged_decode":
+        variant = KERNELS[entry].variant(**variant_options)
+    else:
+        variant = KERNELS[entry].variant(**head, VX_GROUP=decode_group(group, case.size))
+    first_item = on_device(first, np.int32)
+    positions = on_device([*(n - 1 for n in case.contexts), 0], np.int32)
+    emulator.launch(
+        variant,
+        {"items": capacity, "heads": case.heads, "kv_heads": case.kv_heads},
+        [q, keys[0], values[0], keys[1], values[1], on_device(items, np.int32), first_item,
+         positions, table, sinks, out, partial, weights, case.heads, case.kv_heads, width,
+         case.page_shift, case.window, scale, case.softcap],
+    )  # fmt: skip
+    emulator.launch(
+        KERNELS["paged_combine"].variant(**variant_options),
+        {"tokens": rows + 1, "heads": case.heads},
+        [partial, weights, first_item, sinks, out, case.heads],
+    )
+    spec = AttentionSpec(
+        0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
+        softcap=case.softcap or None, sinks=None if sinks is None else wide(sinks),
+    )  # fmt: skip
+    want = np.zeros(q.shape)
+    wide_keys, wide_values = (
+        wide(pages) * (1 if scales is None else wide(scales)[..., None])
+        for pages, scales in (keys, values)
+    )
+    for row, context in enumerate(case.contexts):
+        at = np.arange(context, dtype=np.int32)
+        k, v = (p[table[row, at // page], :, at % page] for p in (wide_keys, wide_values))
+        mask = reference.attention_mask(spec, at[-1:], at)
+        want[row] = reference.attend(wide(q)[row : row + 1], k, v, mask, spec)[0]
+    return wide(out), want
+
+
+def random_pages(
+    rng: np.random.Generator, shape: tuple[int, ...], case: Case
+) -> tuple[Array, Array | None]:
+    """(pages, scales); what no row has written is NaN where the type has one."""
+    if case.kv != KV_ELEM:
+        dtype = "int8" if case.kv == KV_INT8 else "fp8"
+        codes, scales = kv_quant.quantise(rng.standard_normal(shape), dtype)
+        return on_device(codes.view(kv_type(case)), kv_type(case)), on_device(scales, np.float32)
+    return on_device(rng.standard_normal(shape), kv_type(case)), None
+
+
+def plan_items(case: Case) -> tuple[Array, list[int]]:
+    """Partitions of each row, two unused items at the end, and one token without any."""
+    items, first = [], [0]
+    for row, context in enumerate(case.contexts):
+        for begin in range(0, context, case.partition):
+            items.append((row, row, begin, min(begin + case.partition, context)))
+        first.append(len(items))
+    return np.array([*items, (-1, 0, 0, 0), (-1, 0, 0, 0)]), [*first, len(items)]
