@@ -20,6 +20,7 @@ from vllmx_core.weights import DType
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.emulated_device import EmulatedDevice
 from vllmx_cuda.emulator import Emulator, find_cuda_headers
+from vllmx_cuda.kernel_specs import Variant
 from vllmx_models.qwen3 import qwen3
 
 
@@ -77,6 +78,45 @@ class TestPromptsOnTensorCores(Harness):
         steps = mixed_steps()[:1] if not features.get("causal", True) else mixed_steps()
         steps[0] = [Row(list(range(19)), 0, [16, 17, 18], "all"), *steps[0]]
         self.compare(model, source, steps, tolerance=0.1, dtype="bf16")
+
+
+WGMMA: dict[str, dict[str, Any]] = {
+    "head size 64": {"num_kv_heads": 2, "head_size": 64, "norms": True, "rotary_dim": 32},
+    "head size 128, window, sinks": {
+        "num_kv_heads": 1, "head_size": 128, "window": 20, "softcap": 3.0, "sinks": True,
+    },
+    "head size 20": {"head_size": 20},
+}  # fmt: skip
+
+
+class TestPromptsOnWgmma(Harness):
+    """The same on a Hopper GPU whose user asked for its own kernel."""
+
+    def make_backend(self) -> Backend:
+        self.device = LaunchingDevice(emulator=EMULATOR, arch="sm_90a")
+        return CudaBackend(lambda: self.device, capture_s=0, wgmma=True)
+
+    @pytest.mark.parametrize("features", WGMMA.values(), ids=WGMMA.keys())
+    def test_attention(self, features: dict[str, Any]) -> None:
+        model, source = attention_model(**features)
+        steps = mixed_steps()
+        steps[0] = [Row(list(range(19)), 0, [16, 17, 18], "all"), *steps[0]]
+        self.compare(model, source, steps, tolerance=0.1, dtype="bf16")
+        launched = "paged_prefill_wgmma" in self.device.launched
+        assert launched == (features["head_size"] >= 64)
+        assert "paged_prefill" not in self.device.launched
+
+
+class LaunchingDevice(EmulatedDevice):
+    """Keeps the names of the kernels that were launched."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.launched: set[str] = set()
+
+    def launch(self, variant: Variant, *rest: Any) -> None:
+        self.launched.add(variant.kernel.entry)
+        super().launch(variant, *rest)
 
 
 QWEN3 = {

@@ -41,6 +41,8 @@ WANTED = {
     "paged_prefill": (
         "HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS.E.BYPASS.128",
     ),
+    "paged_prefill_wgmma": ("x16.F32.BF16", "LDGSTS.E.BYPASS.128"),  # HGMMA.64x128x16.F32.BF16
+    "wgmma_wrappers": ("x16.F32.BF16",),
     "gated_act": ("LDG.E.128", "STG.E.128"),
     "add": ("LDG.E.128", "STG.E.128"),
     "gather_rows": ("LDG.E.128", "STG.E.128"),
@@ -78,6 +80,10 @@ UNITS: Units = (
     ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_DTYPE": 1}),
+    ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 128, "VX_GROUP": 4}),
+    ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 64, "VX_GROUP": 1}),
+    ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 256, "VX_GROUP": 4}),
+    ("wgmma_wrappers", BF16),
     ("gated_act", {**BF16, "VX_VEC": 8, "VX_ACT": 0}),
     ("add", {**BF16, "VX_VEC": 8}),
     ("gather_rows", {**BF16, "VX_VEC": 8}),
@@ -120,7 +126,7 @@ UNITS: Units = (
     ("logprob_chunks", {}),
 )
 _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(r"\b((?:HMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"\b((?:HGMMA|HMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.x]*)")
 
 
 def units_of(arch: str, units: Units) -> list[Unit]:
@@ -158,6 +164,8 @@ def faults(
         name = f"{key(entry, unit)} on {arch}"
         if usage["stack"] or usage["local"]:
             wrong.append(f"{name}: {usage['stack']} bytes of stack, {usage['local']} local")
+        if usage["alone"]:
+            wrong.append(f"{name}: products of a warpgroup do not run beside each other")
         if budget is not None:
             allowed = budget[key(entry, unit)][arch]
             if usage["registers"] > allowed:
@@ -185,13 +193,20 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
     for entry, registers, stack, shared, local in _USAGE.findall(usage):
         found[entry] = {
             "registers": int(registers), "stack": int(stack), "shared": int(shared),
-            "local": int(local), "sass": set(),
+            "local": int(local), "sass": set(), "alone": False,
         }  # fmt: skip
     for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
         entry = re.match(r"\w+", part)
         if entry and entry[0] in found:
             found[entry[0]]["sass"] = set(_INSTRUCTION.findall(part))
+            found[entry[0]]["alone"] = _products_alone(part)
     return found
+
+
+def _products_alone(sass: str) -> bool:
+    """Whether ptxas had each product of a warpgroup waited for before the next is issued, which it
+    does where it cannot prove that nothing touches their registers."""
+    return sass.count("WARPGROUP.ARRIVE") * 4 > sass.count("HGMMA") > 0
 
 
 def _wanted(entry: str, unit: Unit) -> list[str]:

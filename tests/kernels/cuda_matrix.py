@@ -28,6 +28,7 @@ from .cuda_cubins import UNITS, Units, faults, units_of
 
 DTYPES = (1, 2)
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+WGMMA_HEAD_SIZES = (64, 128, 192, 256)
 
 
 def matrix() -> Units:
@@ -52,6 +53,10 @@ def matrix() -> Units:
             if prefill_keys(head, arch):
                 keys = {"VX_GROUP": group, "VX_KEYS": prefill_keys(head, arch)}
                 found.append(("paged_prefill", {**common, **keys}))
+    for dtype, head, group in product(DTYPES, WGMMA_HEAD_SIZES, (1, 4, 8)):
+        found.append(
+            ("paged_prefill_wgmma", {"VX_DTYPE": dtype, "VX_HEAD": head, "VX_GROUP": group})
+        )
     unique = {(entry, tuple(sorted(options.items()))): options for entry, options in found}
     return [(entry, options) for (entry, _), options in unique.items()]
 

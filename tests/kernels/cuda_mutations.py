@@ -36,7 +36,9 @@ NORMS, ATTENTION, ROWS = "test_cuda_norms.py", "test_cuda_attention.py", "test_c
 SAMPLER, GGUF, W4 = "test_cuda_sampler.py", "test_cuda_gguf.py", "test_cuda_w4.py"
 CODES8 = "test_cuda_codes8.py"
 MMA = "test_cuda_decode_mma.py"
-DECODE, PREFILL, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:prefill", f"{ATTENTION}:store"
+WGMMA = f"{ATTENTION}:wgmma"
+DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
+PREFILL = f"{ATTENTION}:prefill and not wgmma"
 BUGS = (
     Bug("vx.h", "no barrier before a reduction's buffer is read",
         "  if (lane == 0) part[warp] = v;\n  __syncthreads();", "  if (lane == 0) part[warp] = v;",
@@ -115,6 +117,37 @@ BUGS = (
     Bug("code_values.h", "codes are off by 128", "8388736.f", "8388608.f", f"{MMA}:code"),
     Bug("attention.h", "a sink without its weight", "sum * factor + exp2f(sink - greatest)",
         "sum * factor", DECODE),
+    Bug("vx_hopper.h", "rows that are not swizzled", "(unit ^ row % 8) * 8", "unit * 8", WGMMA),
+    Bug("vx_hopper.h", "groups of eight rows too near each other", "eight_rows = 1024",
+        "eight_rows = 512", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "products read what is only in the other proxy",
+        "  vx_fence_async();\n", "", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "no barrier before a stage is read",
+        "  vx_fence_async();\n  __syncthreads();", "  vx_fence_async();", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "scores are read while they are computed",
+        "vx_wgmma_wait<1>()", "vx_wgmma_wait<2>()", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "sums are scaled while they are added to",
+        "  vx_wgmma_wait<0>();\n#pragma unroll\n  for (int part = 0; part < PARTS; part++) {",
+        "#pragma unroll\n  for (int part = 0; part < PARTS; part++) {", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "registers without a fence",
+        "    stage_arrived();  // these keys, and the values of the step before\n"
+        "    vx_wgmma_fence();", "    stage_arrived();", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "sums stay on their old scale",
+        "o[part][i] *= factor[i / 2 % 2]", "o[part][i] *= 1.f", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "pages behind the end are read",
+        "min(first + row + line, p.end - 1)", "first + row + line", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "values into the stage that is read",
+        "load_rows(values + stage * KEYS", "load_rows(values + (stage ^ 1) * KEYS", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "the second chunk of values where the first is",
+        "vx_matrix_descriptor(values, KEYS * 128)", "vx_matrix_descriptor(values, 0)", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "a query sees one key too many", "key >= v.high[r]",
+        "key > v.high[r]", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "a step that needs a mask goes without",
+        "v.all_high = min(end, position0 + 1)", "v.all_high = end", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "the second warpgroup takes the first one's queries",
+        "threadIdx.x / 128 * 64 * VX_CHUNK", "threadIdx.x / 256", WGMMA),
+    Bug("paged_prefill_wgmma.cu", "the soft cap at half its height", "m.softcap - __fdividef(2.f",
+        "m.softcap - __fdividef(1.f", WGMMA),
     Bug("paged_prefill.cu", "the wait is one group short", "vx_cp_wait<1>();", "vx_cp_wait<2>();",
         PREFILL),
     Bug("paged_prefill.cu", "no barrier after the wait",

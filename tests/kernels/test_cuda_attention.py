@@ -9,7 +9,7 @@ import pytest
 from vllmx_core import kv_quant, reference
 from vllmx_core.model import AttentionSpec
 from vllmx_cuda.emulator import Emulator, empty
-from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
     KV_ELEM,
@@ -18,6 +18,7 @@ from vllmx_cuda.kernel_specs.attention import (
     prefill_keys,
     prefill_tile_tokens,
     store_vector,
+    wgmma_tile_tokens,
 )
 
 from .cuda_arrays import (
@@ -173,6 +174,35 @@ PREFILLS = [
 
 @pytest.mark.parametrize("case", PREFILLS, ids=str)
 def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
+    group = mma_group(case.heads // case.kv_heads)
+    variant = KERNELS["paged_prefill"].variant(
+        **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
+                  VX_KEYS=prefill_keys(case.size, 80))
+    )  # fmt: skip
+    check_prefill(emulator, case, variant, prefill_tile_tokens(group))
+
+
+# Several steps of keys with a boundary in each, rows that end early, a group that leaves rows over
+WGMMA_PREFILLS = [
+    Prefill(size=128, heads=8, kv_heads=2, queries=(70, 1, 33), contexts=(70, 300, 133)),
+    Prefill(dtype="f16", size=64, heads=6, kv_heads=2, sinks=True, contexts=(70, 250, 133)),
+    Prefill(size=64, heads=5, kv_heads=1, window=40, page_shift=3),
+    Prefill(size=192, heads=1, kv_heads=1, softcap=10.0, causal=False),
+    Prefill(size=256, heads=2, kv_heads=2, queries=(150,), contexts=(190,)),
+    Prefill(dtype="f16", size=128, heads=2, kv_heads=1, causal=False, window=50),
+]
+
+
+@pytest.mark.parametrize("case", WGMMA_PREFILLS, ids=str)
+def test_paged_prefill_wgmma(emulator: Emulator, case: Prefill) -> None:
+    group = mma_group(case.heads // case.kv_heads)
+    variant = KERNELS["paged_prefill_wgmma"].variant(
+        **options(case.dtype, VX_HEAD=case.size, VX_GROUP=group)
+    )
+    check_prefill(emulator, case, variant, wgmma_tile_tokens(group))
+
+
+def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_tokens: int) -> None:
     rng = np.random.default_rng(case.size)
     rows, page = len(case.contexts), 1 << case.page_shift
     width, tokens = -(-max(case.contexts) // page), sum(case.queries)
@@ -185,12 +215,7 @@ def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
     pages = (blocks, case.kv_heads, page, case.size)
     keys, values = (random_pages(rng, pages, case) for _ in range(2))
     sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
-    group = mma_group(case.heads // case.kv_heads)
-    tiles, out, scale = plan_tiles(case, group), empty(q.shape, q.dtype), case.size**-0.5
-    variant = KERNELS["paged_prefill"].variant(
-        **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
-                  VX_KEYS=prefill_keys(case.size, 80))
-    )  # fmt: skip
+    tiles, out, scale = plan_tiles(case, tile_tokens), empty(q.shape, q.dtype), case.size**-0.5
     emulator.launch(
         variant,
         {"tiles": len(tiles), "heads": case.heads, "kv_heads": case.kv_heads},
@@ -222,9 +247,9 @@ def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
     np.testing.assert_allclose(wide(out), want, rtol=0, atol=6 * RELATIVE[case.dtype])
 
 
-def plan_tiles(case: Prefill, group: int) -> Array:
+def plan_tiles(case: Prefill, step: int) -> Array:
     """(row, first token, tokens, position) of each tile, and one that is unused."""
-    tiles, first, step = [], 0, prefill_tile_tokens(group)
+    tiles, first = [], 0
     for row, (context, count) in enumerate(zip(case.contexts, case.queries, strict=True)):
         for begin in range(0, count, step):
             size = min(step, count - begin)

@@ -44,6 +44,7 @@ def test_the_matrix_has_every_head_size_in_both_types() -> None:
     for dtype in (1, 2):
         for entry in ("kv_store", "paged_decode", "paged_decode_mma", "paged_prefill"):
             assert sizes[entry, dtype] == everything
+        assert sizes["paged_prefill_wgmma", dtype] == {64, 128, 192, 256}
     assert {entry for entry, _ in UNITS} <= {entry for entry, _ in matrix()}
     for arch in ARCHITECTURES:
         names = [unit.name for unit in units_of(arch, matrix())]

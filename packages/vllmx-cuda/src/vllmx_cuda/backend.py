@@ -20,6 +20,7 @@ from vllmx_cuda.kv_cache import CODES
 from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.lower import Lowering
 from vllmx_cuda.planning import LoadPlan, plan_load
+from vllmx_cuda.prefill import wants_wgmma
 from vllmx_cuda.program import Program
 from vllmx_cuda.sampler import DeviceSampler
 from vllmx_cuda.staging import Staging
@@ -37,6 +38,8 @@ class CudaBackend:
     Args:
         open_device: makes the device that a model is loaded on; a GPU by default.
         capture_s: seconds of loading for the capture of decode steps.
+        wgmma: whether prompts go through paged_prefill_wgmma on the GPUs that have its
+            instructions; None: as `vllmx_cuda.prefill.WGMMA_SWITCH` says.
     """
 
     def __init__(
@@ -44,9 +47,11 @@ class CudaBackend:
         open_device: Callable[[], Device] | None = None,
         *,
         capture_s: float = CAPTURE_SECONDS,
+        wgmma: bool | None = None,
     ) -> None:
         self._open_device = open_device or _open_gpu
         self._capture_s = capture_s
+        self._wgmma = wgmma
 
     @property
     def name(self) -> str:
@@ -72,12 +77,13 @@ class CudaBackend:
                 " set --tensor-parallel-size 1",
                 param="tensor_parallel_size",
             )
+        wgmma = wants_wgmma() if self._wgmma is None else self._wgmma
         device = self._open_device()
         try:
             dtype = _dtype(options, model, device)
             kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
             with device.faults():
-                loaded = _load(model, source, options, device, dtype, kv)
+                loaded = _load(model, source, options, device, dtype, kv, wgmma=wgmma)
                 if not options.enforce_eager:
                     loaded.capture(self._capture_s, progress=options.progress)
             return loaded
@@ -104,8 +110,10 @@ def _load(
     device: Device,
     dtype: str,
     kv: str,
+    *,
+    wgmma: bool,
 ) -> CudaLoadedModel:
-    plan = plan_load(model, source, options, dtype, kv, device)
+    plan = plan_load(model, source, options, dtype, kv, device, wgmma=wgmma)
     weights = load_weights(
         plan.specs, plan.constants, source, plan.weights, device, progress=options.progress
     )
@@ -113,6 +121,7 @@ def _load(
         device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
         plan.layout.in_place, plan.layout.scratch(device), plan.layout.product_scratch(device),
+        wgmma,
     )  # fmt: skip
     last_ids = device.zeros(4 * plan.max_rows["L"])
     sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)

@@ -12,14 +12,12 @@ from vllmx_core.tape import Node, Rows, Value
 from vllmx_cuda.arch import number
 from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs import has_tensor_cores
 from vllmx_cuda.kernel_specs.attention import (
     decodes_by_mma,
     mma_group,
-    prefill_keys,
-    prefill_tile_tokens,
 )
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
+from vllmx_cuda.prefill import prefill_kernel
 from vllmx_cuda.work import Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
@@ -112,32 +110,22 @@ def visibility(spec: AttentionSpec) -> Visibility:
     return Visibility(spec.window, spec.causal)
 
 
-def work_kinds(nodes: Sequence[Node], dtype: str, arch: str) -> WorkKinds:
+def work_kinds(
+    nodes: Sequence[Node], dtype: str, kv: int, arch: str, *, wgmma: bool = False
+) -> WorkKinds:
     """What a step's attention work must be planned for. Tensor cores take the prompts where they
-    can take those of every layer."""
+    can take those of every layer. For `kv` and `wgmma` see `prefill_kernel`."""
     specs = attention_specs(nodes)
-    by_tiles = all(prefills_by_tiles(spec, dtype, arch) for spec in specs)
+    found = [prefill_kernel(spec, dtype, kv, arch, wgmma=wgmma) for spec in specs]
+    sizes = dict.fromkeys(kernel.tile_tokens for kernel in found if kernel)
     return WorkKinds(
-        tuple(dict.fromkeys(map(visibility, specs))),
-        tuple(dict.fromkeys(map(tile_tokens, specs))) if by_tiles else (),
+        tuple(dict.fromkeys(map(visibility, specs))), tuple(sizes) if all(found) else ()
     )
-
-
-def prefills_by_tiles(spec: AttentionSpec, dtype: str, arch: str) -> bool:
-    """Whether paged_prefill has this layer: tensor cores, head sizes that 16 divides and that
-    shared memory has room for."""
-    fits = spec.head_size % 16 == 0 and prefill_keys(spec.head_size, number(arch)) > 0
-    return fits and has_tensor_cores(dtype, number(arch))
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
     """Whether paged_decode_mma takes this layer."""
     return decodes_by_mma(dtype, spec.head_size, number(arch))
-
-
-def tile_tokens(spec: AttentionSpec) -> int:
-    """Query tokens of a tile of paged_prefill."""
-    return prefill_tile_tokens(mma_group(spec.num_heads // spec.num_kv_heads))
 
 
 def max_items(nodes: Sequence[Node], num_tokens: int, num_processors: int) -> int:

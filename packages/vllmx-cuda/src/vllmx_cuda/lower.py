@@ -22,8 +22,6 @@ from vllmx_cuda.kernel_specs.attention import (
     decode_group,
     decode_vector,
     group_tile,
-    mma_group,
-    prefill_keys,
     store_vector,
 )
 from vllmx_cuda.kernel_specs.codes8 import CODES
@@ -32,12 +30,11 @@ from vllmx_cuda.kv_cache import LayerPages
 from vllmx_cuda.layout import (
     Scratch,
     decodes_on_tensor_cores,
-    prefills_by_tiles,
-    tile_tokens,
     visibility,
 )
 from vllmx_cuda.matrices.form import ProductScratch, Target
 from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
+from vllmx_cuda.prefill import PrefillKernel, prefill_kernel
 from vllmx_cuda.staging import StepMemory, StepSizes
 from vllmx_cuda.weights import Weight
 
@@ -69,6 +66,8 @@ class Lowering:
     in_place: Mapping[Value, Value]
     scratch: Scratch
     products: ProductScratch
+    wgmma: bool = False
+    """Whether paged_prefill_wgmma takes the prompts that it can take."""
     variants: list[Variant] = field(default_factory=list)
     """Every kernel that was lowered to."""
     fed: dict[Value, MatrixProduct] = field(default_factory=dict)
@@ -248,8 +247,8 @@ class Lowering:
         answers."""
         store, decode = self._store(node), self._decode(node)
         spec: AttentionSpec = node.options["spec"]
-        by_tiles = prefills_by_tiles(spec, self.dtype, self.device.info.arch)
-        prefill = self._prefill(node) if by_tiles else None
+        kernel = prefill_kernel(spec, self.dtype, self.kv, self.device.info.arch, wgmma=self.wgmma)
+        prefill = self._prefill(node, kernel) if kernel else None
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
             store(sizes, step)
@@ -324,19 +323,18 @@ class Lowering:
 
         return enqueue
 
-    def _prefill(self, node: Node) -> Enqueue:
+    def _prefill(self, node: Node, chosen: PrefillKernel) -> Enqueue:
         spec: AttentionSpec = node.options["spec"]
-        y, pages, size = self.place(node.writes[0]), self.pages[spec.layer], spec.head_size
-        sinks, tokens = self._vector(node.weights.get("sinks")), tile_tokens(spec)
-        group, keys = spec.num_heads // spec.num_kv_heads, prefill_keys(size, self.target.arch)
-        kernel = self.variant(
-            "paged_prefill", VX_HEAD=size, VX_KV=self.kv, VX_KEYS=keys, VX_GROUP=mma_group(group)
+        y, pages = self.place(node.writes[0]), self.pages[spec.layer]
+        sinks, kernel = (
+            self._vector(node.weights.get("sinks")),
+            self.variant(chosen.entry, **chosen.options),
         )
         heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         values = (spec.window or 0, int(spec.causal), spec.scale, spec.softcap or 0.0)
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-            tiles = step.tiles[tokens]
+            tiles = step.tiles[chosen.tile_tokens]
             self.device.launch(
                 kernel, {"tiles": tiles.num_bytes // 16, **heads},
                 (

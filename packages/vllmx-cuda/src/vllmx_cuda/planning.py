@@ -16,7 +16,8 @@ from vllmx_core.weights import WeightSource, WeightSpec
 from vllmx_cuda.arch import number
 from vllmx_cuda.buckets import bucket_sizes
 from vllmx_cuda.device import Device
-from vllmx_cuda.kv_cache import KVPlan, plan_kv
+from vllmx_cuda.kernel_specs.attention import KV_ELEM
+from vllmx_cuda.kv_cache import CODES, KVPlan, plan_kv
 from vllmx_cuda.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
@@ -58,6 +59,8 @@ def plan_load(
     dtype: str,
     kv_dtype: str,
     device: Device,
+    *,
+    wgmma: bool = False,
 ) -> LoadPlan:
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
     of the device that is free, and WeightFormatError when `source` has not what the model asks
@@ -78,7 +81,8 @@ def plan_load(
             " else runs on the GPU"
         )
     buckets = bucket_sizes(options.num_seqs)
-    work = work_kinds(nodes, dtype, device.info.arch)
+    kv_kind = CODES.get(kv_dtype, KV_ELEM)
+    work = work_kinds(nodes, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(nodes, logits, max_rows, dtype, processors, weights.scratch)
     items, tiles = max_items(nodes, tokens, processors), (tokens,) * len(work.tile_tokens)
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles)

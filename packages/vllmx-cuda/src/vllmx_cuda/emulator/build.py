@@ -19,7 +19,7 @@ from vllmx_cuda.libraries import include_folders
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 NATIVE = Path(__file__).parent / "native"
-RUNTIME_SOURCES = ("runtime.cpp", "collectives.cpp", "checker.cpp")
+RUNTIME_SOURCES = ("runtime.cpp", "collectives.cpp", "warpgroup.cpp", "checker.cpp")
 COMPILE = (
     "-std=c++17", "-fPIC", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
     "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function",

@@ -28,6 +28,9 @@ _DECODE_THREADS = 128
 _GROUPS = (1, 2, 3, 4, 5, 6, 7)
 _PREFILL_QUERIES = 64
 _PREFILL_KEYS = (64, 32)
+_WGMMA_QUERIES = 128
+_WGMMA_HEAD_SIZES = (64, 128, 192, 256)
+"""Of paged_prefill_wgmma: whole chunks of 64 columns."""
 _MMA_GROUPS = tuple(range(1, 17))
 _MMA_HEAD_SIZES = (*range(16, 128, 16), *range(128, 257, 32))
 
@@ -71,6 +74,17 @@ def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
 def prefill_tile_tokens(tile_group: int) -> int:
     """How many tokens of a row a tile of paged_prefill holds at most."""
     return _PREFILL_QUERIES // tile_group
+
+
+def prefills_by_wgmma(dtype: str, head_size: int, kv: int, arch: int) -> bool:
+    """Whether paged_prefill_wgmma can take the place of paged_prefill; `kv`: of KV_TYPES."""
+    able = arch == 90 and has_tensor_cores(dtype, arch)
+    return able and kv == KV_ELEM and head_size in _WGMMA_HEAD_SIZES
+
+
+def wgmma_tile_tokens(tile_group: int) -> int:
+    """How many tokens of a row a tile of paged_prefill_wgmma holds at most."""
+    return _WGMMA_QUERIES // tile_group
 
 
 def prefill_keys(head_size: int, arch: int) -> int:
@@ -125,6 +139,14 @@ def _prefill(sizes: Sizes, options: Options) -> Launch:
         raise ConfigError(f"paged_prefill needs head sizes that 16 divides, got {head}")
     grid = (sizes["tiles"], sizes["heads"] // options["VX_GROUP"], 1)
     return Launch(grid, 128, _prefill_bytes(head, keys))
+
+
+def _prefill_wgmma(sizes: Sizes, options: Options) -> Launch:
+    _check_heads(sizes)
+    head = options["VX_HEAD"]
+    rows = _WGMMA_QUERIES + 4 * (128 if head == 128 else 64)
+    grid = (sizes["tiles"], sizes["heads"] // options["VX_GROUP"], 1)
+    return Launch(grid, 256, rows * head * 2)
 
 
 _HEAD_OPTIONS = {
@@ -211,4 +233,26 @@ PAGED_PREFILL = Kernel(
     tensor_cores=True,
 )
 
-KERNELS = (KV_STORE, PAGED_DECODE, PAGED_DECODE_MMA, PAGED_COMBINE, PAGED_PREFILL)
+PAGED_PREFILL_WGMMA = Kernel(
+    entry="paged_prefill_wgmma",
+    source="paged_prefill_wgmma.cu",
+    options={
+        "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
+        "VX_HEAD": _WGMMA_HEAD_SIZES,
+        "VX_GROUP": _MMA_GROUPS,
+    },
+    arguments=PAGED_PREFILL.arguments,
+    sizes=PAGED_PREFILL.sizes,
+    rule=_prefill_wgmma,
+    tensor_cores=True,
+    only_arch=90,
+)
+
+KERNELS = (
+    KV_STORE,
+    PAGED_DECODE,
+    PAGED_DECODE_MMA,
+    PAGED_COMBINE,
+    PAGED_PREFILL,
+    PAGED_PREFILL_WGMMA,
+)

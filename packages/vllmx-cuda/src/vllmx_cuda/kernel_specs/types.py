@@ -69,6 +69,8 @@ class Kernel:
     """Launch shape; raises ConfigError beyond a limit."""
     tensor_cores: bool = False
     """Whether it multiplies on them: see `has_tensor_cores`."""
+    only_arch: int | None = None
+    """The one compute capability, as 90, whose instructions it is made of."""
 
     def variant(self, **options: int) -> Variant:
         """The kernel compiled with these options; all must be given."""
@@ -106,6 +108,8 @@ class Variant:
 
     def runs_on(self, arch: int) -> bool:
         """Whether a GPU of this compute capability, as 75 or 90, has what it needs."""
+        if self.kernel.only_arch not in (None, arch):
+            return False
         if not self.kernel.tensor_cores:
             return True
         dtype = dict(self.options)["VX_DTYPE"]
@@ -154,8 +158,8 @@ def has_tensor_cores(dtype: str, arch: int) -> bool:
 
 
 def shared_bytes(arch: int) -> int:
-    """Shared memory that a block may have: of sm_75, and what all from sm_80 on have."""
-    return (64 if arch < 80 else 99) << 10
+    """Shared memory that a block may have: of sm_75, of sm_90, and what all from sm_80 on have."""
+    return {75: 64, 90: 227}.get(arch, 99) << 10
 
 
 def by_outputs(sizes: Sizes, rows: int, tokens: int, threads: int = 128) -> Launch:

@@ -9,6 +9,10 @@ def _one_warp(sizes: Sizes, options: Options) -> Launch:
     return Launch((1, 1, 1), 32)
 
 
+def _one_warpgroup(sizes: Sizes, options: Options) -> Launch:
+    return Launch((1, 1, 1), 128, (64 + 128) * 128 * 2)
+
+
 WRAPPERS = Kernel(
     entry="wrappers",
     source="wrappers.cu",
@@ -22,4 +26,17 @@ WRAPPERS = Kernel(
     tensor_cores=True,
 )
 
-KERNELS = (WRAPPERS,)
+WGMMA_WRAPPERS = Kernel(
+    entry="wgmma_wrappers",
+    source="wgmma_wrappers.cu",
+    options={"VX_DTYPE": (1, 2)},
+    arguments=arguments(
+        "in elem* a, in elem* b, out f32* scores, out f32* values, out f32* powers"
+    ),
+    sizes=(),
+    rule=_one_warpgroup,
+    tensor_cores=True,
+    only_arch=90,
+)
+
+KERNELS = (WRAPPERS, WGMMA_WRAPPERS)

@@ -10,6 +10,7 @@
 #include <cuda_fp8.h>
 
 #include "device.h"
+#include "hopper.h"
 #include "state.h"
 
 namespace emu {
@@ -31,6 +32,8 @@ void check(const void*, size_t, size_t, bool, bool) {}
 void checker_launch(size_t) {}
 void checker_block() {}
 void checker_in_flight(void*, size_t, bool) {}
+void checker_async_read(const void*, size_t, bool) {}
+void checker_registers(Fiber&, const float*, size_t, const unsigned*, bool) {}
 }  // namespace emu
 #else
 #include <link.h>
@@ -47,6 +50,8 @@ struct Cell {
   short writer = NOBODY, reader = NOBODY;
   unsigned write_block_epoch = 0, write_warp_epoch = 0, read_block_epoch = 0, read_warp_epoch = 0;
   bool written_atomically = false, in_flight = false;
+  unsigned write_fences = 0;  // how many fence.proxy.async the writer had made
+  short async_reads = 0;      // of wgmma in flight
 };
 static std::vector<std::vector<Cell>> global_cells;  // one vector a buffer
 static std::vector<Cell> dynamic_cells, static_cells;
@@ -92,6 +97,7 @@ static void record_write(Cell& cell, bool atomic) {
   cell.write_block = block_number, cell.writer = current->id;
   cell.write_block_epoch = current->block_epoch, cell.write_warp_epoch = current->warp_epoch;
   cell.written_atomically = atomic, cell.reader = NOBODY;
+  cell.write_fences = current->async_fences.size();
 }
 static void record_read(Cell& cell) {
   bool keep = cell.reader != NOBODY && cell.reader != current->id &&
@@ -109,6 +115,8 @@ static void touch(Cell* cells, size_t bytes, bool write, bool atomic, bool share
     Cell& cell = cells[i];
     if (cell.in_flight)
       fail("%s of %s memory %p while a cp.async to it is in flight pc=%p", verb, space, p, pc);
+    if (write && cell.async_reads)
+      fail("write of shared memory %p while a wgmma reads it pc=%p", p, pc);
     if (shared && !write && cell.writer == NOBODY)
       fail("uninitialised shared memory read at %p pc=%p", p, pc);
     // After any atomic of this thread, or of another one before a barrier, what other blocks wrote
@@ -166,10 +174,18 @@ static void check_global(const void* p, size_t bytes, bool write, bool atomic) {
   fail("out of bounds: %zu-byte %s at %p, in no buffer pc=%p", bytes, verb, p, pc);
 }
 
+static void check_registers(size_t address, size_t bytes, bool write) {
+  for (const Registers& r : current->in_flight)
+    if (address < r.end && address + bytes > r.begin && (write || r.written))
+      fail("%s of a register that a wgmma in flight %s pc=%p", write ? "write" : "read",
+           r.written ? "sums in" : "reads", pc);
+}
+
 void check(const void* p, size_t bytes, size_t align, bool write, bool atomic) {
   if (!current) return;
   size_t address = (size_t)p;
-  if (address - (size_t)(stacks + current->id * STACK_BYTES) < STACK_BYTES) return;
+  if (address - (size_t)(stacks + current->id * STACK_BYTES) < STACK_BYTES)
+    return check_registers(address, bytes, write);
   if (address & (align - 1)) fail("misaligned %zu-byte access at %p pc=%p", bytes, p, pc);
   if (atomic) current->atomics++, acquired_epoch = min(acquired_epoch, current->block_epoch + 1);
   if (Cell* cells = shared_cells(address, bytes)) return touch(cells, bytes, write, atomic, true, p);
@@ -180,6 +196,53 @@ void checker_in_flight(void* p, size_t bytes, bool on) {
   Cell* cells = shared_cells((size_t)p, bytes);
   if (!cells) fail("the destination of a cp.async, %p, is not shared memory", p);
   for (size_t i = 0; i < bytes; i++) cells[i].in_flight = on;
+}
+
+// Whether the writer made a fence.proxy.async behind the write and before a barrier, or the current
+// thread one behind that barrier
+static bool fenced(const Cell& cell) {
+  const auto &theirs = fibers[cell.writer].async_fences, &mine = current->async_fences;
+  if (cell.write_fences < theirs.size() && theirs[cell.write_fences] < current->block_epoch)
+    return true;
+  return !mine.empty() && mine.back() > cell.write_block_epoch;
+}
+void checker_async_read(const void* p, size_t bytes, bool begins) {
+  Cell* cells = shared_cells((size_t)p, bytes);
+  if (!cells) fail("a wgmma reads %p, which is not dynamic shared memory", p);
+  for (size_t i = 0; i < bytes; i++) {
+    Cell& cell = cells[i];
+    cell.async_reads += begins ? 1 : -1;
+    if (!begins) {  // the warpgroup has waited: who writes next needs a barrier behind that
+      cell.reader = MANY, cell.read_block = block_number;
+      cell.read_block_epoch = current->block_epoch;
+      continue;
+    }
+    if (cell.in_flight) fail("a wgmma reads %p while a cp.async to it is in flight", p);
+    if (cell.writer == NOBODY) fail("a wgmma reads uninitialised shared memory at %p", p);
+    if (cell.write_block_epoch >= current->block_epoch)
+      fail("race on shared memory %p: a wgmma reads it after thread %d wrote it, no barrier between",
+           p, cell.writer);
+    if (!fenced(cell))
+      fail("a wgmma reads %p, which thread %d wrote, no fence.proxy.async between", p, cell.writer);
+  }
+}
+
+void checker_registers(Fiber& fiber, const float* sums, size_t bytes, const unsigned* fragment,
+                       bool begins) {
+  auto& list = fiber.in_flight;
+  Registers used[2] = {{(size_t)sums, (size_t)sums + bytes, true},
+                       {(size_t)fragment, (size_t)fragment + 16, false}};
+  for (int i = 0; i < (fragment ? 2 : 1); i++) {
+    if (begins) {
+      list.push_back(used[i]);
+      continue;
+    }
+    for (size_t at = 0; at < list.size(); at++)
+      if (list[at].begin == used[i].begin) {
+        list.erase(list.begin() + at);
+        break;
+      }
+  }
 }
 }  // namespace emu
 

@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "device.h"
+#include "hopper.h"
 #include "state.h"
 
 namespace emu {

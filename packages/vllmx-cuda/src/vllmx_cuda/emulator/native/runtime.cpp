@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "device.h"
+#include "hopper.h"
 
 #include <csetjmp>
 #include <csignal>
@@ -25,6 +26,7 @@ unsigned char* dynamic_shared;
 int lane;
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
+std::vector<Warpgroup> warpgroups;
 Barrier barrier;
 Fiber* current;
 int live_threads, block_number;
@@ -139,12 +141,14 @@ static void prepare_block(unsigned num_threads) {
     fiber.awaited = nullptr;
     fiber.warp_epoch = fiber.block_epoch = fiber.atomics = 0;
     fiber.copies.assign(1, {});
+    fiber.async_fences.clear(), fiber.in_flight.clear();
     void** top = (void**)(stacks + (i + 1) * STACK_BYTES - 72);  // 16n + 8, as just after a call
     top[0] = nullptr;
     *--top = (void*)fiber_main;
     for (int r = 0; r < 6; r++) *--top = nullptr;
     fiber.stack = top;
   }
+  prepare_warpgroups(num_threads);
   live_threads = num_threads;
 }
 
@@ -167,6 +171,7 @@ static void run_block(unsigned num_threads) {
     if (current->copies.size() != 1 || !current->copies[0].empty())
       fail("the thread ended with cp.async that nobody waited for");
   }
+  check_warpgroups();
   current = nullptr;
 }
 

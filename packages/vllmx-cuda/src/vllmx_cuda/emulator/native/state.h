@@ -1,4 +1,5 @@
-// What the parts of the emulator share. Included after NVIDIA's headers and device.h.
+// What the parts of the emulator share. Included after NVIDIA's headers, device.h
+// and hopper.h.
 #pragma once
 #include <string>
 #include <vector>
@@ -9,6 +10,12 @@ struct Copy {
   void* to;
   const void* from;
   int bytes, source_bytes;
+};
+
+// Registers of a thread that a wgmma works on: sums, or a fragment that it reads
+struct Registers {
+  size_t begin, end;
+  bool written;
 };
 
 struct Fiber {
@@ -22,6 +29,8 @@ struct Fiber {
   void* pc;
   unsigned warp_epoch, block_epoch, atomics;  // the checker's logical clocks
   std::vector<std::vector<Copy>> copies;      // cp.async groups, oldest first; the last one is open
+  std::vector<unsigned> async_fences;         // the block's epoch at each fence.proxy.async
+  std::vector<Registers> in_flight;
 };
 
 // Lanes that meet under one mask
@@ -41,12 +50,27 @@ struct Barrier {
   int arrived;
 };
 
+// One wgmma of a warpgroup, with what each of its threads brings
+struct Product {
+  WarpgroupCall call;
+  float* sums[128];
+  const unsigned* fragments[128];
+};
+struct Warpgroup {
+  unsigned generation = 0;
+  int arrived = 0;
+  bool fenced = false;
+  Product open;                              // what its threads are about to do together
+  std::vector<std::vector<Product>> groups;  // oldest first; the last one is not committed
+};
+
 enum Order { FORWARD, REVERSE, RANDOM };
 const size_t STACK_BYTES = 64 << 10;
 const int MASKS_PER_WARP = 16;
 
 extern std::vector<Fiber> fibers;
 extern std::vector<Warp> warps;
+extern std::vector<Warpgroup> warpgroups;
 extern Barrier barrier;
 extern Fiber* current;  // null between launches
 extern int live_threads, block_number;
@@ -56,8 +80,15 @@ extern char* stacks;
 
 void wait_for(const unsigned* generation, unsigned seen, const char* reason, void* pc);
 
+void prepare_warpgroups(int num_threads);
+void check_warpgroups();
+
 // The checker; empty functions in the fast build
 void checker_launch(size_t dynamic_bytes);
 void checker_block();
 void checker_in_flight(void* p, size_t bytes, bool on);
+// A wgmma begins or ends to read shared memory, and to work on registers
+void checker_async_read(const void* p, size_t bytes, bool begins);
+void checker_registers(Fiber& fiber, const float* sums, size_t bytes, const unsigned* fragment,
+                       bool begins);
 }  // namespace emu
