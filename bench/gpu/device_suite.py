@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from devices import opener
 from vllmx_core.backend import Backend
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.backend_suite import BackendSuite
@@ -15,14 +16,14 @@ class TestCuda(BackendSuite):
     exact_batches = False
 
     def make_backend(self) -> Backend:
-        return CudaBackend()
+        return CudaBackend(opener())
 
 
 class TestTensorCores(Harness):
     """Attention of 16-bit models: prompts in tiles, decodes beside them."""
 
     def make_backend(self) -> Backend:
-        return CudaBackend()
+        return CudaBackend(opener())
 
     @pytest.mark.parametrize("dtype", ["bf16", "f16"])
     @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())

@@ -1,10 +1,12 @@
 """Tiny models with random weights: the GPU's logits beside those of Hugging Face transformers."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from devices import REHEARSED, opener
 from vllmx_core.backend import LoadOptions
 from vllmx_core.testing.harness import all_logprobs
 from vllmx_core.testing.plans import Row, make_plan
@@ -20,6 +22,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
+CUTS = (0, 10, 19, 20) if REHEARSED else (0, 100, 149, 150)
 
 
 @pytest.mark.parametrize(("name", "make"), [("Llama", llama), ("Qwen3", qwen3)])
@@ -28,16 +31,16 @@ def test_logprobs(name: str, make: Any, tmp_path: Path) -> None:
     config = getattr(transformers, f"{name}Config")(**SIZES)
     oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
     oracle.save_pretrained(tmp_path)
-    tokens = np.random.default_rng(2).integers(0, 97, 150).tolist()
+    tokens = np.random.default_rng(2).integers(0, 97, CUTS[-1]).tolist()
     with torch.no_grad():
         wanted = torch.log_softmax(oracle(torch.tensor([tokens])).logits[0].double(), -1).numpy()
     checkpoint = open_checkpoint(tmp_path)
     limits: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 256}
-    loaded = CudaBackend().load(
+    loaded = CudaBackend(opener()).load(
         make(checkpoint.config), checkpoint.weights, LoadOptions(dtype="f32", **limits)
     )
     blocks, got = list(range(10)), []
-    for begin, end in ((0, 100), (100, 149), (149, 150)):
+    for begin, end in pairwise(CUTS):
         plan = make_plan([Row(tokens[begin:end], begin, blocks, "all")], 16)
         got.append(all_logprobs(loaded, plan, 97))
     loaded.close()

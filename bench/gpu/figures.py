@@ -98,6 +98,7 @@ def run_parts(
             found = json.loads(path.read_text())
         report[part.name] = {"status": status, "seconds": round(clock() - begin, 1), **found}
         (out / "figures.json").write_text(json.dumps(report, indent=1))
+        (out / "table.txt").write_text(table(report) + "\n")
     return report
 
 
@@ -108,7 +109,9 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"{name}: {found['status']}, {found['seconds']} s")
         if "cut" in found:
             lines.append(f"  {found['cut']}")
-        decodes = {k: v for k, v in found.items() if k.startswith("decode ")}
+        decodes = {
+            k: v for k, v in found.items() if k.startswith("decode ") and isinstance(v, dict)
+        }
         lines += _decode_table(decodes)
         for case, v in found.items():
             if case.startswith("prefill "):
@@ -116,6 +119,12 @@ def table(report: dict[str, Any]) -> str:
                     f"  {case}: {v['device_ms']:.2f} ms, {v['tokens_s']:.0f} tokens/s,"
                     f" {v['share_of_matmul']:.0%} of the matmul rate"
                 )
+            elif case.startswith("captured ") and isinstance(v, dict):
+                lines.append(
+                    f"  {case}: {v['device_ms']:.3f} ms, {v['share_of_copy']:.0%} of the bandwidth"
+                )
+            elif case.endswith(" failed"):
+                lines.append(f"  {case}: {v}")
             elif isinstance(v, int | float) and case != "seconds":
                 lines.append(f"  {case}: {v:.4g}")
     return "\n".join(lines)
@@ -154,9 +163,7 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     parts = [p for p in PARTS if chosen.only in p.name or p.name == "ceilings"]
     report = run_parts(parts, chosen.out, chosen.seconds, rehearse=chosen.rehearse)
-    text = table(report)
-    (chosen.out / "table.txt").write_text(text + "\n")
-    print(text)
+    print(table(report))
     return sum(found["status"] != "ok" for found in report.values())
 
 

@@ -1,10 +1,11 @@
 """What the device computes, for comparison with the emulator: every PTX wrapper once, and the
 log-probabilities of small models.
 
-    python bench/gpu/golden.py OUT.npz [--emulated]
+    python bench/gpu/golden.py OUT.npz [--rehearse] [--dtypes bf16,f16]
 
 The same models and steps whatever runs them, so two files differ by what the hardware does
-otherwise than the emulator. Small enough for compute-sanitizer, for which each model also samples
+otherwise than the emulator. The file is written after each of them, and what fails is told and
+passed over. Small enough for compute-sanitizer, for which each model also samples
 with everything that a request can ask for. A file that a GPU made is committed as
 tests/kernels/cuda_golden.npz, which the tests compare the emulator with.
 """
@@ -12,11 +13,15 @@ tests/kernels/cuda_golden.npz, which the tests compare the emulator with.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
@@ -32,7 +37,6 @@ TOLERANCE = {"f32": 1e-4, "bf16": 0.05, "f16": 0.01}
 """Of log-probabilities: what other last bits of exp2, rsqrt and tensor-core sums come to after two
 layers, each rounded to the dtype."""
 
-
 OpenDevice = Callable[[], Device]
 
 
@@ -41,22 +45,38 @@ def outputs(
 ) -> dict[str, Any]:
     """Key -> (L, V) log-probabilities, for each dtype, model and step; and the wrappers' results
     for each 16-bit dtype."""
-    backend = CudaBackend(open_device, capture_s=0)
     found: dict[str, Any] = {}
+    for _, make in cases(open_device, dtypes, names):
+        found |= make()
+    return found
+
+
+def cases(
+    open_device: OpenDevice, dtypes: Sequence[str], names: Sequence[str]
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Name of each part, and what makes its outputs; the wrappers first."""
     for dtype in dtypes:
         if dtype != "f32":
-            found |= wrapper_outputs(open_device, dtype)
-        options = LoadOptions(
-            dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,
-            num_kv_blocks=64,
-        )  # fmt: skip
+            yield f"{dtype} wrappers", partial(wrapper_outputs, open_device, dtype)
+    for dtype in dtypes:
         for name in names:
-            loaded = backend.load(*attention_model(**FEATURES[name]), options)
-            for index, rows in enumerate(mixed_steps()):
-                plan = make_plan(rows, PAGE)
-                found[f"{dtype} {name} {index}"] = all_logprobs(loaded, plan, VOCAB)
-            sample_everything(loaded)
-            loaded.close()
+            yield f"{dtype} {name}", partial(model_outputs, open_device, dtype, name)
+
+
+def model_outputs(open_device: OpenDevice, dtype: str, name: str) -> dict[str, Any]:
+    """Log-probabilities of the steps of one small model."""
+    options = LoadOptions(
+        dtype=dtype, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=256,
+        num_kv_blocks=64,
+    )  # fmt: skip
+    backend = CudaBackend(open_device, capture_s=0)
+    loaded = backend.load(*attention_model(**FEATURES[name]), options)
+    found = {}
+    for index, rows in enumerate(mixed_steps()):
+        plan = make_plan(rows, PAGE)
+        found[f"{dtype} {name} {index}"] = all_logprobs(loaded, plan, VOCAB)
+    sample_everything(loaded)
+    loaded.close()
     return found
 
 
@@ -129,24 +149,28 @@ def differences(golden: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
     return wrong
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="one model, on the emulator")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
     chosen = parser.parse_args()
-    open_device: OpenDevice
-    if chosen.emulated:
-        from vllmx_cuda.emulated_device import EmulatedDevice
-
-        open_device = EmulatedDevice
-    else:
-        from vllmx_cuda.cupy_device import CupyDevice
-
-        open_device = CupyDevice.open
-    found = outputs(open_device)
-    np.savez_compressed(chosen.out, **found)
-    print(f"{len(found)} arrays in {chosen.out}")
+    dtypes, names = chosen.dtypes.split(","), list(NAMES)
+    if chosen.rehearse:
+        dtypes, names = dtypes[:2], names[:1]
+    found: dict[str, Any] = {}
+    failed = 0
+    for name, make in cases(opener(chosen.rehearse), dtypes, names):
+        try:
+            found |= make()
+        except Exception:
+            failed += 1
+            print(f"{name} failed", flush=True)
+            traceback.print_exc()
+        np.savez_compressed(chosen.out, **found)
+    print(f"{len(found)} arrays in {chosen.out}, {failed} parts failed")
+    return min(failed, 100)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,6 +25,7 @@ def golden(monkeypatch: pytest.MonkeyPatch) -> Any:
         check_available()
     except BackendUnavailableError as error:
         pytest.skip(str(error))
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("golden", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

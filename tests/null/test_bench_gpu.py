@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.errors import BackendUnavailableError
 from vllmx_cuda.device import Memory, Product
 from vllmx_cuda.emulated_device import EmulatedDevice, array
+from vllmx_cuda.emulator import check_available
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_models.qwen3 import qwen3
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
-MODULES = ("checkpoints", "measure", "figures")
+MODULES = ("checkpoints", "devices", "measure", "figures")
 
 
 @pytest.fixture
@@ -89,8 +94,11 @@ def test_the_mix_is_that_of_llama_cpp(bench: Any) -> None:
     "part", ["ceilings", "0.6b bf16", "8b bf16, fp8 KV", "8b q4_k_m", "start, cold",
              "256 x 1024 on 0.6b"],
 )  # fmt: skip
-def test_parts_run_to_their_end(bench: Any, tmp_path: Path, part: str) -> None:
+def test_parts_run_to_their_end(
+    bench: Any, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measure = bench("measure")
+    monkeypatch.setattr(measure, "WARM_S", 0.0)
     shared = measure.Bench(
         measure.REHEARSAL, time.perf_counter() + 60, tmp_path / "part.json",
         {"copy_gb_s": 100.0, "bf16_tflop_s": 1.0}, IdleDevice, rehearse=True,
@@ -198,6 +206,10 @@ def test_the_table_says_what_was_found(bench: Any) -> None:
             "decode 256 x 32768": decode(41.0, 0.66, True),
             "prefill 512": {"device_ms": 20.0, "tokens_s": 25600.0, "share_of_matmul": 0.7},
         },
+        "torch 8b": {
+            "status": "ok", "seconds": 9.0, "torch": "2.11", "decode 1 x 8 failed": "Boom: no",
+            "captured 1 x 1024": {"device_ms": 12.5, "share_of_copy": 0.4},
+        },
         "start, warm": {"status": "ok", "seconds": 3.2, "first_token_s": 2.5},
     }  # fmt: skip
     text = figures.table(report)
@@ -209,6 +221,8 @@ def test_the_table_says_what_was_found(bench: Any) -> None:
     assert lines[4].split() == ["32768", "-", "41.000", "ms", "~66%", "12"]
     assert "prefill 512: 20.00 ms, 25600 tokens/s, 70% of the matmul rate" in lines[5]
     assert "first_token_s: 2.5" in text
+    assert "captured 1 x 1024: 12.500 ms, 40% of the bandwidth" in text
+    assert "decode 1 x 8 failed: Boom: no" in text
 
 
 def test_every_part_of_the_figures_exists(bench: Any) -> None:
@@ -220,13 +234,147 @@ def test_every_part_of_the_figures_exists(bench: Any) -> None:
     assert names.index("start, cold") < names.index("start, warm")
 
 
+def run_sh(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(GPU / "run.sh"), *arguments], capture_output=True, text=True, check=False,
+        cwd=cwd, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "HOME": str(cwd),
+                      "CUDA_VISIBLE_DEVICES": "-1", **more},
+    )  # fmt: skip
+
+
 def test_run_says_what_a_machine_lacks(tmp_path: Path) -> None:
     """Without a GPU the one call ends at once, with status 2 and the reason."""
-    done = subprocess.run(
-        ["bash", str(GPU / "run.sh"), str(tmp_path / "out")], capture_output=True, text=True,
-        check=False, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "HOME": str(tmp_path),
-                          "CUDA_VISIBLE_DEVICES": "-1"},
-    )  # fmt: skip
+    done = run_sh("out", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "the CUDA backend cannot run here" in done.stderr
-    assert "driver:" in (tmp_path / "out" / "environment.log").read_text()
+    assert "the CUDA backend cannot run here" in done.stdout
+    log = (tmp_path / "out" / "environment.log").read_text()
+    assert "driver:" in log
+    assert "the CUDA backend cannot run here" in log
+
+
+@pytest.mark.parametrize("arguments", [[], ["out", "nowhere"]])
+def test_run_says_how_it_is_called(tmp_path: Path, arguments: list[str]) -> None:
+    done = run_sh(*arguments, cwd=tmp_path)
+    assert done.returncode == 64
+    assert "run.sh OUT [WHEELS]" in done.stdout
+
+
+def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
+    """A machine like those that are lent: its Python has some packages, and no more come."""
+    bare = [sys.executable, "-S", str(GPU / "check.py")]
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"missing here: .*msgspec.*pip download.*msgspec", done.stderr)
+
+
+PYTHON = """#!/bin/bash
+# stands for Python, and does for each script what the test wants to see
+case "$*" in
+  *checkout.py*) echo "$@" >"$CALLS";;
+  *golden.npz) exit 7;;
+  *device_suite.py) echo begun; exec sleep 30;;
+  *figures.py*) mkdir -p "$2"; echo "a table" >"$2/table.txt";;
+esac
+"""
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Each leaves its log; all is packed; what is over the time is not begun."""
+    python, wheels = tmp_path / "python", tmp_path / "wheels"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    wheels.mkdir()
+    more = {"PYTHON": str(python), "CALLS": str(tmp_path / "calls"), "SUITE_SECONDS": "1"}
+    done = run_sh("out", "wheels", cwd=tmp_path, **more)
+    out, lines = tmp_path / "out", done.stdout.splitlines()
+    assert (tmp_path / "calls").read_text().split()[-1] == str(wheels), "not below the repository"
+    assert any(line.startswith("golden: FAILED, status 7") for line in lines)
+    assert any(line.startswith("suite: FAILED, status 124") for line in lines)
+    assert any(line.startswith("transformers: passed") for line in lines)
+    assert any(line.startswith("memcheck: FAILED, status 127") for line in lines), "no such tool"
+    assert any(line.startswith("figures: passed") for line in lines)
+    assert "a table" in lines
+    assert done.returncode == 4
+    assert (out / "suite.log").read_text() == "begun\n"
+    with tarfile.open(out / "results.tar.gz") as packed:
+        names = set(packed.getnames())
+    assert {"suite.log", "golden.log", "summary.txt", "figures/table.txt"} <= names
+    late = run_sh("late", cwd=tmp_path, **more, SECONDS_IN_ALL="3")
+    assert late.returncode == 7
+    assert (tmp_path / "late" / "summary.txt").read_text().count("not started, no time left") == 7
+
+
+SANITIZER = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do
+  case "$1" in --tool|--error-exitcode) shift;; esac
+  shift
+done
+exec "$@"
+"""
+
+
+@pytest.mark.slow
+def test_everything_runs_on_the_emulator(tmp_path: Path) -> None:
+    """The whole call, each part with little work; a script stands for compute-sanitizer."""
+    try:
+        check_available()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    pytest.importorskip("transformers")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "compute-sanitizer").write_text(SANITIZER)
+    (tools / "compute-sanitizer").chmod(0o755)
+    path = f"{os.environ['PATH']}:{tools}"
+    done = run_sh("out", cwd=tmp_path, PATH=path, REHEARSE="1", FIGURES="0.6b bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("golden", "suite", "transformers", "memcheck", "racecheck", "figures", "wgmma"):
+        assert f"{part}: passed" in done.stdout
+    report = json.loads((tmp_path / "out" / "figures" / "figures.json").read_text())
+    assert {found["status"] for found in report.values()} == {"ok"}
+    assert report["0.6b bf16, fp8 KV"]["decode 3 x 40"]["device_ms"] > 0
+    with np.load(tmp_path / "out" / "golden.npz") as golden:
+        assert any("wrapper" in key for key in golden)
+
+
+CUPY = """
+lost = False
+class runtime:
+    def deviceSynchronize():
+        if lost:
+            raise RuntimeError("cudaErrorIllegalAddress")
+class cuda:
+    runtime = runtime
+"""
+TESTS = """
+import cupy
+def test_before(): pass
+def test_kills():
+    cupy.lost = True
+    assert False, "the kernel that failed"
+def test_behind(): assert not cupy.lost
+def test_last(): assert not cupy.lost
+"""
+
+
+@pytest.mark.parametrize("side_by_side", [["-n", "1"], []], ids=["xdist", "alone"])
+def test_a_lost_gpu_costs_one_test(tmp_path: Path, side_by_side: list[str]) -> None:
+    """Tests behind it run in another process where there is one; else the run ends and says so."""
+    if side_by_side:
+        pytest.importorskip("xdist")
+    (tmp_path / "cupy.py").write_text(CUPY)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    path = os.pathsep.join([str(tmp_path), str(GPU)])
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "live", "-v", *side_by_side]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "test_it.py"], cwd=tmp_path, text=True, check=False,
+        capture_output=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    assert "the kernel that failed" in done.stderr, "told at once"
+    if side_by_side:
+        assert re.search(r"PASSED.*test_behind", done.stdout), done.stdout
+        assert re.search(r"PASSED.*test_last", done.stdout)
+    else:
+        assert "context is lost" in done.stdout
+        assert "test_behind" not in done.stdout
