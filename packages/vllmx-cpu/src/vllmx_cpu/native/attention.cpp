@@ -21,7 +21,11 @@ struct Computing {
 #if defined(__AMX_BF16__)
 template <>
 struct Computing<Bf16Pages> {
-  typedef TilePartition Partition;
+  typedef TilePartition<Bf16Pages> Partition;
+};
+template <class Code>
+struct Computing<CodePages<Code>> {
+  typedef TilePartition<CodePages<Code>> Partition;
 };
 #endif
 

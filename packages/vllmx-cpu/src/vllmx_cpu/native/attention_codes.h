@@ -4,9 +4,10 @@
 // of them, then a float scale for each of its 16 positions:
 //   K group  [D / 2][2 features][16 positions]          scales [16 positions]
 //   V group  [8][Dp / 16][2 positions][16 features]     scales [16 positions]
-// Where codes are `interleaved` the two of a cell lie side by side: [16][2] instead of [2][16].
-// Every code is exact in bf16, so a chunk is widened into scratch once for all query heads of a unit
-// and multiplied as bf16 pages are; the scales go to the scores and to the probabilities.
+// Where codes are `interleaved` the two of a cell lie side by side, [16][2] instead of [2][16]: before
+// VBMI nothing brings bytes of other lanes together.
+// Every code is exact in bf16, so codes are widened into scratch once for all query heads of a unit and
+// multiplied as bf16 pages are; the scales go to the scores and to the probabilities.
 #pragma once
 #include "attention_pages.h"
 
@@ -16,7 +17,7 @@ namespace VX_ISA {
 struct Int8Code {
   static constexpr float limit = 127.0f;
   static constexpr float unit = 1.0f;  // of what `widen` makes of codes
-  static constexpr bool interleaved = false;
+  static constexpr bool interleaved = false, by_two = false;
   VX_INLINE F32x16 load(const uint8_t* codes) { return to_f32(load_i8((const int8_t*)codes)); }
   VX_INLINE U32x16 encode(F32x16 v) { return as_u32(to_i32(v)); }
 };
@@ -27,7 +28,7 @@ struct Fp8Code {
   static constexpr float limit = 448.0f;
   static constexpr float unit = 256.0f;
 #if VX_NATIVE_BYTES == 64
-  static constexpr bool interleaved = true;
+  static constexpr bool by_two = true;
   // Byte by byte, 64 codes into two vectors of cells. The upper byte of a bf16 has the sign and the
   // exponent's upper bits, as the code's upper four bits have; the lower byte has what the lower four
   // have. Denormal codes come from tables.
@@ -37,8 +38,7 @@ struct Fp8Code {
     const __m512i denormal_upper = bytes_of(0, 0x37, 0x37, 0x37, 0x38, 0x38, 0x38, 0x38);
     const __m512i denormal_lower = bytes_of(0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60);
     const __m512i four = _mm512_set1_epi8(15), sign = _mm512_set1_epi8((char)0x80);
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what `unpack` undoes
-    const __m512i c = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    const __m512i c = in_order(_mm512_loadu_si512(codes));
     const __m512i low = _mm512_and_si512(c, four), high = _mm512_and_si512(_mm512_srli_epi16(c, 4), four);
     const __mmask64 denormal = _mm512_testn_epi8_mask(c, _mm512_set1_epi8(0x78));
     __m512i upper = _mm512_shuffle_epi8(upper_bytes, high), lower = _mm512_slli_epi16(low, 4);
@@ -48,13 +48,32 @@ struct Fp8Code {
     _mm512_storeu_si512(out, _mm512_unpacklo_epi8(lower, upper));
     _mm512_storeu_si512(out + 16, _mm512_unpackhi_epi8(lower, upper));
   }
+  // The codes of four cells of one vector and of the other in each 128 bits, as `unpack` wants them.
+#if defined(__AVX512VBMI__)
+  static constexpr bool interleaved = false;
+  VX_INLINE __m512i in_order(__m512i codes) {
+    const __m512i first = bytes_of(0, 16, 1, 17, 2, 18, 3, 19, 32, 48, 33, 49, 34, 50, 35, 51);
+    const __m512i cells = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    return _mm512_permutexvar_epi8(_mm512_add_epi8(first, _mm512_shuffle_epi8(cells, _mm512_setzero_si512())), codes);
+  }
+#else
+  static constexpr bool interleaved = true;
+  // 16 codes to bytes 0, 2 ... 30.
+  VX_INLINE void store_every_second(const uint8_t* codes, uint8_t* out) {
+    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes));
+    _mm256_mask_storeu_epi8(out, 0x55555555, words);
+  }
+  VX_INLINE __m512i in_order(__m512i codes) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+  }
+#endif
   template <class... B>
   VX_INLINE __m512i bytes_of(B... b) {
     alignas(16) const uint8_t bytes[16] = {(uint8_t)b...};
     return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)bytes));
   }
 #else
-  static constexpr bool interleaved = false;
+  static constexpr bool interleaved = false, by_two = false;
   VX_INLINE F32x16 load(const uint8_t* codes) {
 #if VX_NATIVE_BYTES == 32
     __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
@@ -80,6 +99,15 @@ struct Fp8Code {
   }
 };
 
+// The low bytes of 16 lanes. GCC takes 512 bits apart lane by lane where `store_u8` converts them.
+VX_INLINE void store_codes(uint8_t* out, U32x16 v) {
+#if VX_NATIVE_BYTES == 64
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  store_u8(out, v);
+#endif
+}
+
 // One head of one token, `width` floats (a multiple of 16) -> as many codes. Returns the scale for
 // what Code::load makes of them.
 template <class Code>
@@ -95,7 +123,7 @@ VX_INLINE float quantise_head(const float* x, int width, uint8_t* codes) {
   const bool finite = !any(broken), some = finite && largest > 1e-30f;
   const F32x16 factor = splat(some ? Code::limit / largest : 0.0f);
   for (int i = 0; i < width; i += 16) {
-    store_u8(codes + i, Code::encode((finite ? load(x + i) : zero()) * factor));
+    store_codes(codes + i, Code::encode((finite ? load(x + i) : zero()) * factor));
   }
   if (!finite) return __builtin_nanf("");
   return some ? largest / Code::limit * Code::unit : 0.0f;
@@ -111,15 +139,11 @@ struct CodePages {
   static constexpr int scale_cells = kGroup * sizeof(float);
 };
 
-// Where among the 32 codes of a vector the first or second (`half`) one of a cell is.
-template <class Code>
-VX_INLINE int code_place(int cell, int half) { return Code::interleaved ? 2 * cell + half : 16 * half + cell; }
-
-// A group of 2 * cells codes as bf16 cells. Interleaved ones go by two vectors: it may read as far as
-// the group's scales, and write 16 cells too many.
+// A group of 2 * cells codes as bf16 cells. Some go by two vectors: it may then read as far as the
+// group's scales, and write 16 cells too many.
 template <class Code>
 VX_INLINE void widen_group(const uint8_t* codes, int cells, uint32_t* out) {
-  if constexpr (Code::interleaved) {
+  if constexpr (Code::by_two) {
     for (int i = 0; i < cells; i += 32) Code::widen_twice(codes + 2 * i, out + i);
   } else {
     for (int i = 0; i < cells; i += 16) {

@@ -29,7 +29,11 @@ template <class Code>
 VX_INLINE void write_k(CodePages<Code>, uint8_t* group, int lane, const float* k, int head_size) {
   uint8_t codes[kMaxHeadSize];
   const float scale = quantise_head<Code>(k, padded(head_size), codes);
-  for (int i = 0; i < head_size; ++i) group[i / 2 * 32 + code_place<Code>(lane, i % 2)] = codes[i];
+  if constexpr (Code::interleaved) {
+    for (int i = 0; i < head_size; i += 2) __builtin_memcpy(group + i * kGroup + 2 * lane, codes + i, 2);
+  } else {
+    for (int i = 0; i < head_size; ++i) group[i * kGroup + lane] = codes[i];
+  }
   __builtin_memcpy(group + head_size * kGroup + lane * sizeof scale, &scale, sizeof scale);
 }
 
@@ -85,14 +89,20 @@ VX_INLINE void write_v(CodePages<Code>, const VxStep&, int, uint8_t* group, int 
     store(wide + i, load_n(v + i, head_size - i < 16 ? head_size - i : 16));
   }
   const float scale = quantise_head<Code>(wide, width, codes);
-  uint8_t* pair = group + lane / 2 * 2 * width;
-  for (int i = 0; i < width; ++i) pair[i / 16 * 32 + code_place<Code>(i % 16, lane % 2)] = codes[i];
+  uint8_t* out = group + lane / 2 * 2 * width + lane % 2 * (Code::interleaved ? 1 : 16);
+  for (int i = 0; i < width; i += 16, out += 32) {
+    if constexpr (Code::interleaved) {
+      Code::store_every_second(codes + i, out);
+    } else {
+      __builtin_memcpy(out, codes + i, 16);
+    }
+  }
   __builtin_memcpy(group + kGroup * width + lane * sizeof scale, &scale, sizeof scale);
 }
 
 // One kv head of one token.
 template <class Pages>
-VX_INLINE void write_token(const VxAttention& a, const VxStep& step, const PageMap<Pages>& pages, int t,
+__attribute__((noinline)) void write_token(const VxAttention& a, const VxStep& step, const PageMap<Pages>& pages, int t,
                            int kv_head) {
   size_t stride = (size_t)(a.num_heads + 2 * a.num_kv_heads) * a.head_size;
   const float* k = a.qkv + t * stride + (size_t)(a.num_heads + kv_head) * a.head_size;

@@ -1,92 +1,30 @@
-// Partitions of a unit by AMX tiles, from bf16 pages as they lie.
+// Partitions of a unit by AMX tiles, from bf16 pages as they lie or from widened codes.
 //
 // A K group is B of a product as it lies: 32 features of 16 positions are a tile; a V group gives the
 // eight pairs of its positions for 16 features. All scores of a partition come first, so that its
 // maximum is known before the first power of two and no sum is ever rescaled. Two blocks of 16
 // rows share each tile of keys and values on its way from the second-level cache.
 //
+// Codes become such groups in rooms of this thread. A tile of them is widened by the vector units while
+// those of earlier codes are multiplied by the tile unit: for the unit's first rows, and the others
+// find it there. Where there are no others a ring of few rooms stays in the first-level cache.
+//
 // A score adds its features in steps of 32, a sum its positions in steps of 16 from the partition's
 // first on; rows are independent. So the bits do not depend on the other rows. They are not those of
-// attention_vectors.h. Pages of codes stay there: widening them costs as much here, and a decode row
-// of codes waits for it longer than tiles save.
+// attention_vectors.h.
 #pragma once
+#include "attention_codes.h"
 #include "attention_cut.h"
-#include "tiles.h"
-
-#include <type_traits>
+#include "tile_products.h"
 
 namespace vx {
 namespace VX_ISA {
 
-// Shapes of AttentionTiles: sums, 32 features of queries and of keys, 16 probabilities and values.
-enum { TILE_SUM = 0, TILE_QUERY = 4, TILE_KEY = 5, TILE_WEIGHT = 6, TILE_VALUE = 7 };
-
-template <int tile>
-VX_INLINE void tile_load(const void* p, int64_t stride) {
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(tile) : "memory");
-}
-template <int tile>
-VX_INLINE void tile_store(void* p, int64_t stride) {
-  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(tile) : "memory");
-}
-template <int tile>
-VX_INLINE void tile_zero() {
-  __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile));
-}
-template <int c, int a, int b>
-VX_INLINE void tile_dot() {
-  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
-}
-
-// Calls f with a constant 0 ... n - 1.
-template <int n, class F>
-VX_INLINE void unrolled(F f) {
-  if constexpr (n > 0) {
-    unrolled<n - 1>(f);
-    f(std::integral_constant<int, n - 1>());
-  }
-}
-
-// Where a block of 16 rows has its tile of a step: a + block * a_block + step * a_step, and its sums:
-// c[column] + block * c_block. Strides are bytes from row to row.
-struct TileOperands {
-  const uint8_t* a;
-  int64_t a_block, a_step, a_stride;
-  int64_t b_stride, c_block, c_stride;
-};
-
-// `blocks` blocks of rows times `columns` tiles of 16 columns, b(step, column), summed over the steps
-// first ... last - 1.
-template <int blocks, int columns, int a_tile, int b_tile, class B>
-VX_INLINE void multiply_tiles(const TileOperands& o, int first, int last, B b, float* const* c) {
-  unrolled<blocks * columns>([&](auto i) { tile_zero<TILE_SUM + i.value>(); });
-  for (int s = first; s < last; ++s) {
-    const uint8_t* a = o.a + s * o.a_step;
-    if constexpr (blocks == 1) {
-      tile_load<a_tile>(a, o.a_stride);
-      unrolled<columns>([&](auto column) {
-        tile_load<b_tile>(b(s, column.value), o.b_stride);
-        tile_dot<TILE_SUM + column.value, a_tile, b_tile>();
-      });
-    } else {
-      unrolled<columns>([&](auto column) {
-        tile_load<b_tile>(b(s, column.value), o.b_stride);
-        unrolled<blocks>([&](auto block) {
-          tile_load<a_tile>(a + block.value * o.a_block, o.a_stride);
-          tile_dot<TILE_SUM + block.value * columns + column.value, a_tile, b_tile>();
-        });
-      });
-    }
-  }
-  unrolled<blocks>([&](auto block) {
-    unrolled<columns>([&](auto column) {
-      tile_store<TILE_SUM + block.value * columns + column.value>(c[column.value] + block.value * o.c_block,
-                                                                  o.c_stride);
-    });
-  });
-}
-
+// Stored: the pages, of bf16 or of codes.
+template <class Stored>
 class TilePartition {
+  typedef typename Stored::Cell StoredCell;
+
  public:
   TilePartition(const VxAttention& a, const VxStep& step, float* room)
       : a_(a), step_(step), pages_(a), softmax_(softmax_parameters(a)), width_(padded(a.head_size)),
@@ -96,13 +34,14 @@ class TilePartition {
     q_ = (uint32_t*)(scores_ + 32 * kScoreStride);
     p_ = q_ + kTileRows * key_tiles_ * 16;
     keys_ = p_ + kTileRows * kPartition / 2;
-    values_ = keys_ + kColumns * key_tiles_ * 256;
+    values_ = keys_ + (Stored::scaled ? kGroups : kColumns) * key_tiles_ * 256;
   }
 
   void begin(const Unit& unit) {
     unit_ = &unit;
     num_next_ = 0;
     blocks_ = ceil_div(unit.rows, 16);
+    alone_ = blocks_ == 1;
     shapes_.set_attention(blocks_ > 1 ? 16 : unit.rows);
   }
 
@@ -123,7 +62,7 @@ class TilePartition {
 
   void run(int partition) {
     find_groups(partition);
-    stage_values();
+    if constexpr (!Stored::scaled) stage_values();
     for (int b = 0; b < blocks_; b += 2) {
       blocks_ - b > 1 ? run_blocks<2, 2>(b) : run_blocks<1, 4>(b);
     }
@@ -136,12 +75,16 @@ class TilePartition {
  private:
   static constexpr int kGroups = kPartition / kGroup;
   static constexpr int kColumns = 4;
-  static constexpr int kAhead = 4;  // groups from what is computed with to what is fetched
+  // Groups from what is computed with to what is fetched; keys of codes are widened kColumns ahead.
+  static constexpr int kAhead = Stored::scaled ? 3 * kColumns : kColumns;
   static constexpr int kScoreStride = kPartition + 16;  // rows of scores in different sets of the cache
 
+  static constexpr int kCellBytes = Stored::scaled ? 2 : 4;            // in pages, of two positions or features
+  static constexpr int kLineFeatures = Stored::scaled ? 32 : 16;       // of a pair's values
+
   struct Group {
-    const uint32_t *k, *v;
-    int v_cells;  // as far as positions are seen
+    const StoredCell *k, *v;
+    int v_bytes;  // as far as positions are seen
   };
 
   // The groups first_ ... last_ - 1 of the partition are seen by the tile.
@@ -151,7 +94,7 @@ class TilePartition {
     first_ = maximum(tile.keys.lo - start_, 0) / kGroup;
     last_ = ceil_div(minimum(tile.keys.hi - start_, kPartition), kGroup);
     for (int g = first_; g < last_; ++g) groups_[g] = find_group(tile, unit_->heads.kv_head, start_ / kGroup + g);
-    if (blocks_ == 1) find_later();
+    if (alone_) find_later();
   }
 
   // What is fetched while a group is computed with: the unit's own groups, then the first of the next.
@@ -171,7 +114,7 @@ class TilePartition {
     }
     if (end > last_) return;
     for (int i = last_ - carrying; i < num_next_; ++i) {  // more than this unit has groups
-      for (int s = 0; s < key_tiles_; ++s) fetch<16>(next_[i].k + s * 256);
+      for (int s = 0; s < key_tiles_; ++s) fetch_keys(next_[i], s);
       for (int feature = 0; feature < width_; feature += 16) fetch_values(next_[i], false, feature);
     }
   }
@@ -180,25 +123,34 @@ class TilePartition {
     const int32_t* table = step_.block_table + (size_t)tile.row * step_.block_stride;
     const int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
     return {pages_.k_group(block, kv_head, inside), pages_.v_group(block, kv_head, inside),
-            minimum((tile.keys.hi - group * kGroup + 1) / 2, kGroup / 2) * width_};
+            minimum((tile.keys.hi - group * kGroup + 1) / 2, kGroup / 2) * width_ * kCellBytes};
   }
 
   // Into the cache, where a tile of few rows would wait for memory.
   template <int lines>
-  VX_INLINE void fetch(const void* p) {
-    unrolled<lines>([&](auto i) { prefetch_pages((const uint8_t*)p + i.value * 64); });
+  VX_INLINE void fetch(const void* p, int stride = 64) {
+    unrolled<lines>([&](auto i) { prefetch_pages((const uint8_t*)p + i.value * stride); });
+  }
+
+  // Step s of a group's keys.
+  void fetch_keys(const Group& later, int s) const {
+    if (!later.k) return;
+    fetch<4 * kCellBytes>((const uint8_t*)later.k + s * 256 * kCellBytes);
+    if (Stored::scaled && s == 0) fetch<1>(later.k + pages_.k_cells);
   }
 
   // A part of a group's values while 16 features are computed with: of this unit those features, which
   // the next groups of this pass need first; of the next unit one row after the other.
   void fetch_values(const Group& later, bool own, int feature) const {
-    const int from = feature * (own ? 1 : 8), stride = own ? width_ : 16;
-    if (from >= later.v_cells) return;
-    unrolled<8>([&](auto i) { prefetch_pages(later.v + from + i.value * stride); });
+    const int from = feature * kCellBytes * (own ? 1 : 8);
+    if (feature % kLineFeatures || from >= later.v_bytes) return;
+    fetch<8>((const uint8_t*)later.v + from, own ? width_ * kCellBytes : 64);
+    if (Stored::scaled && feature == 0) fetch<1>(later.v + pages_.v_cells);
   }
 
   // Group g's tiles of keys; in room `column`, padded with zeros, where the last would not be whole.
   const uint8_t* key_group(int g, int column) {
+    if constexpr (Stored::scaled) return (const uint8_t*)key_room(g);
     if (a_.head_size % 32 == 0) return (const uint8_t*)groups_[g].k;
     uint32_t* out = keys_ + column * key_tiles_ * 256;
     const int cells = a_.head_size * 8;
@@ -207,37 +159,78 @@ class TilePartition {
     return (const uint8_t*)out;
   }
 
-  template <int blocks, int columns>
-  void run_blocks(int block) {
-    const int rows = minimum(16 * blocks, unit_->rows - 16 * block);
-    scores<blocks, columns>(16 * block);
-    for (int r = 0; r < rows; ++r) softmax(16 * block + r, scores_ + r * kScoreStride);
-    values<blocks, columns>(16 * block);
+  // Where codes of group g become cells. Values have 16 cells to spare: see `widen_group`.
+  uint32_t* key_room(int g) const { return keys_ + (blocks_ > 2 ? g : g % (2 * kColumns)) * key_tiles_ * 256; }
+  uint32_t* value_room(int g) const { return values_ + (blocks_ > 2 ? g : g % 2) * (width_ * 8 + 16); }
+
+  // Tile s of a group's keys. Called from many places: kept out of them.
+  static __attribute__((noinline)) void widen_keys(const uint8_t* k, int head_size, uint32_t* room, int s) {
+    const int cells = head_size * 8 - s * 256;
+    uint32_t* out = room + s * 256;
+    if (cells >= 256) return unrolled<8>([&](auto i) { widen_line(k + s * 512 + i.value * 64, out + i.value * 32); });
+    widen_group<typename Stored::Kind>(k + s * 512, cells, out);
+    for (int i = cells; i < 256; i += 16) store_u32(out + i, splat_u32(0));
+  }
+
+  // The tiles of features feature ... feature + 31 of a group's values.
+  static __attribute__((noinline)) void widen_values(const uint8_t* v, int width, uint32_t* room) {
+    unrolled<8>([&](auto i) { widen_line(v + i.value * 2 * width, room + i.value * width); });
+  }
+
+  VX_INLINE void widen_line(const uint8_t* codes, uint32_t* out) {
+    widen_group<typename Stored::Kind>(codes, 32, out);
   }
 
   template <int blocks, int columns>
-  void scores(int row) {
+  void run_blocks(int block) {
+    const int rows = minimum(16 * blocks, unit_->rows - 16 * block);
+    const bool widens = Stored::scaled && block == 0;
+    scores<blocks, columns>(16 * block, widens);
+    for (int r = 0; r < rows; ++r) softmax(16 * block + r, scores_ + r * kScoreStride);
+    values<blocks, columns>(16 * block, widens);
+  }
+
+  template <int blocks, int columns>
+  void scores(int row, bool widens) {
     const int64_t row_bytes = key_tiles_ * 64;
     const TileOperands o = {(const uint8_t*)q_ + row * row_bytes, 16 * row_bytes, 64, row_bytes,
                             64, 16 * kScoreStride, kScoreStride * sizeof(float)};
     int g = first_;
-    for (; last_ - g >= columns; g += columns) score_groups<blocks, columns>(g, o);
+    if constexpr (Stored::scaled) {
+      for (; widens && g < minimum(first_ + columns, last_); ++g) {
+        for (int s = 0; s < key_tiles_; ++s) widen_keys(groups_[g].k, a_.head_size, key_room(g), s);
+      }
+      g = first_;
+    }
+    for (; last_ - g >= columns; g += columns) score_groups<blocks, columns>(g, o, widens);
     unrolled<columns>([&](auto rest) {
       if constexpr (rest.value > 0) {
-        if (last_ - g == rest.value) score_groups<blocks, rest.value>(g, o);
+        if (last_ - g == rest.value) score_groups<blocks, rest.value>(g, o, false);
       }
     });
   }
 
   template <int blocks, int columns>
-  void score_groups(int g, const TileOperands& o) {
+  void score_groups(int g, const TileOperands& o, bool widens) {
     const uint8_t* keys[columns];
     float* out[columns];
-    for (int i = 0; i < columns; ++i) keys[i] = key_group(g + i, i), out[i] = scores_ + (g + i) * kGroup;
+    const StoredCell* next[columns];
+    uint32_t* room[columns];
+    for (int i = 0; i < columns; ++i) {
+      keys[i] = key_group(g + i, i), out[i] = scores_ + (g + i) * kGroup;
+      const int later = g + columns + i;
+      const bool widened = widens && later < last_;
+      next[i] = widened ? groups_[later].k : nullptr;
+      room[i] = widened ? key_room(later) : nullptr;
+    }
+    const int head_size = a_.head_size;
     multiply_tiles<blocks, columns, TILE_QUERY, TILE_KEY>(
         o, 0, key_tiles_,
         [&](int s, int column) {
-          if (blocks == 1 && later_[g + column].k) fetch<16>(later_[g + column].k + s * 256);
+          if (blocks == 1 && alone_) fetch_keys(later_[g + column], s);
+          if constexpr (Stored::scaled) {
+            if (room[column]) widen_keys(next[column], head_size, room[column], s);
+          }
           return keys[column] + s * TILE_BYTES;
         },
         out);
@@ -254,7 +247,7 @@ class TilePartition {
     for (int g = last; g < last_; ++g) Bf16Pages::store_operand(p, g * kGroup, zero());
     states_[r] = {kFloor, 0.0f};
     if (!any) return;
-    const float scale = cap_scores(s, first, last);
+    const float scale = prepare_scores(s, first, last);
     const int edges[2] = {first, last - 1};
     const int from = seen.lo % kGroup ? first + 1 : first, to = seen.hi % kGroup ? last - 1 : last;
     for (int g : edges) {
@@ -269,6 +262,10 @@ class TilePartition {
       F32x16 weight = exp2_nonpositive(load(s + g * kGroup) * splat(scale) - splat(maximum));
       if (!whole.value) weight = select(visible_lanes(g * kGroup, seen), weight, zero());
       sums = sums + weight;
+      if constexpr (Stored::scaled) {
+        weight = weight * load(value_scales(g));
+        if (!whole.value) weight = select(visible_lanes(g * kGroup, seen), weight, zero());
+      }
       Bf16Pages::store_operand(p, g * kGroup, weight);
     };
     if (from > first) group(first, std::false_type());
@@ -277,12 +274,18 @@ class TilePartition {
     states_[r] = {maximum, reduce_add(sums)};
   }
 
-  // Soft-cap into the scores; returns the factor that is left.
-  float cap_scores(float* s, int first, int last) const {
-    if (softmax_.softcap == 0.0f) return softmax_.scale;
+  const float* key_scales(int g) const { return (const float*)(groups_[g].k + pages_.k_cells); }
+  const float* value_scales(int g) const { return (const float*)(groups_[g].v + pages_.v_cells); }
+
+  // Scales of keys and soft-cap into the scores; returns the factor that is left.
+  float prepare_scores(float* s, int first, int last) const {
+    const bool capped = softmax_.softcap != 0.0f;
+    if (!capped && !Stored::scaled) return softmax_.scale;
     for (int g = first; g < last; ++g) {
-      const F32x16 x = tanh_accurate(load(s + g * kGroup) * splat(softmax_.scale));
-      store(s + g * kGroup, x * splat(softmax_.softcap * kLog2e));
+      F32x16 x = load(s + g * kGroup) * splat(softmax_.scale);
+      if constexpr (Stored::scaled) x = x * load(key_scales(g));
+      if (capped) x = tanh_accurate(x) * splat(softmax_.softcap * kLog2e);
+      store(s + g * kGroup, x);
     }
     return 1.0f;
   }
@@ -305,23 +308,38 @@ class TilePartition {
     }
   }
 
+  const uint8_t* value_group(int g) const {
+    return Stored::scaled ? (const uint8_t*)value_room(g) : staged_[g];
+  }
+
   template <int blocks, int columns>
-  void values(int row) {
+  void values(int row, bool widens) {
     const int64_t row_bytes = kPartition * 2;
     const TileOperands o = {(const uint8_t*)p_ + row * row_bytes, 16 * row_bytes, kGroup * 2, row_bytes,
                             width_ * (int64_t)sizeof(uint32_t), 16 * width_, width_ * (int64_t)sizeof(float)};
-    for (int i = 0; i < width_; i += 16 * columns) {
+    const int width = width_;
+    for (int i = 0; i < width; i += 16 * columns) {
       int features[columns];
       float* out[columns];
       for (int j = 0; j < columns; ++j) {  // behind the last: those again
         features[j] = minimum(i + 16 * j, width_ - 16);
         out[j] = acc_ + row * width_ + features[j];
       }
+      auto widen = [&](int g, int column) {
+        if constexpr (Stored::scaled) {
+          const int feature = i + 16 * column;
+          if (widens && g < last_ && column % 2 == 0 && feature < width) {
+            widen_values(groups_[g].v + 2 * feature, width, value_room(g) + feature);
+          }
+        }
+      };
+      for (int j = 0; j < columns; ++j) widen(first_, j);
       multiply_tiles<blocks, columns, TILE_WEIGHT, TILE_VALUE>(
           o, first_, last_,
           [&](int g, int column) {
-            if (blocks == 1) fetch_values(later_[g], g < num_own_, features[column]);
-            return staged_[g] + features[column] * 4;
+            if (blocks == 1 && alone_) fetch_values(later_[g], g < num_own_, features[column]);
+            widen(g + 1, column);
+            return value_group(g) + features[column] * 4;
           },
           out);
     }
@@ -329,15 +347,16 @@ class TilePartition {
 
   const VxAttention& a_;
   const VxStep& step_;
-  PageMap<Bf16Pages> pages_;
+  PageMap<Stored> pages_;
   SoftmaxParameters softmax_;
   int width_, key_tiles_;
   const Unit* unit_ = nullptr;
   int blocks_ = 0, start_ = 0, first_ = 0, last_ = 0;
+  bool alone_ = false;  // one block of rows: it waits for memory
   TileShapes shapes_;
   float *acc_, *scores_;      // (rows, Dp), (32, kScoreStride)
   uint32_t *q_, *p_;          // pairs of (rows, 32 key tiles), (rows, kPartition)
-  uint32_t *keys_, *values_;  // room for groups: kColumns of keys, a partition's values
+  uint32_t *keys_, *values_;  // rooms for groups
   Group groups_[kGroups], later_[kGroups], next_[kAhead];
   int num_next_ = 0;  // groups of the next unit that are known
   int num_own_ = 0;   // before it, what is fetched is of this unit
