@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.files import open_regular
 
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 8 * MIB
@@ -46,14 +47,15 @@ def read_json_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[st
         ModelNotFoundError: it is there but cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
             text = file.read(min(size, limit_bytes) + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ModelNotFoundError(
-            f"{path} cannot be read ({error.strerror}): check its permissions", param="model"
+            f"{path} cannot be read ({error.strerror}): check the file and its permissions",
+            param="model",
         ) from error
     if len(text) > limit_bytes:
         raise WeightFormatError(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.files import open_regular
 from vllmx_core.weights import DType, RawTensor
 
 from vllmx_models.json_files import MIB, parse_json_object
@@ -48,7 +49,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file_bytes = file.seek(0, 2)
                 if file_bytes < 8:
                     raise self._damaged(f"has {file_bytes} bytes, at least 8 are expected")

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.files import open_regular
 
 from vllmx_models.gguf.blocks import FOREIGN_TYPES, TENSOR_TYPES, TensorType
 from vllmx_models.gguf.cursor import Cursor
@@ -60,7 +61,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = file.seek(0, 2)
                 if size < 24:
                     raise WeightFormatError(

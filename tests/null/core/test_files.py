@@ -1,0 +1,79 @@
+"""What is no regular file is refused at once, wherever a model is opened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vllmx_core.errors import ConfigError, ModelNotFoundError, VllmxError
+from vllmx_core.files import open_regular
+from vllmx_engine.text.model_files import read_bytes
+from vllmx_models.gguf.file import GGUFFile
+from vllmx_models.json_files import read_json_object
+from vllmx_models.safetensors import open_checkpoint
+
+READERS: dict[str, tuple[Callable[[Path], object], type[VllmxError]]] = {
+    "config.json": (read_json_object, ModelNotFoundError),
+    "tokenizer.json": (lambda path: read_bytes(path, 1000), ConfigError),
+    "model.gguf": (GGUFFile, ModelNotFoundError),
+    "model.safetensors": (lambda path: open_checkpoint(path.parent), ModelNotFoundError),
+}
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """Whoever waits for a writer is told off after five seconds."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("still waiting for what is not a regular file")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(5)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_device])
+@pytest.mark.parametrize("name", READERS)
+def test_a_model_of_other_than_files(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    if name == "model.safetensors":
+        (tmp_path / "config.json").write_text("{}")
+    make(tmp_path / name)
+    read, error = READERS[name]
+    with pytest.raises(error, match=f"{name}.*a (named pipe|device) and not a regular file"):
+        read(tmp_path / name)
+
+
+def test_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("config.json")
+        with pytest.raises(ModelNotFoundError, match=r"config\.json cannot be read"):
+            read_json_object(Path("config.json"))
+
+
+def test_files_are_read_through_links_and_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("blob")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"content"
+        assert not os.get_inheritable(file.fileno())
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none")
