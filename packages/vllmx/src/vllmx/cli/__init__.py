@@ -59,6 +59,9 @@ class Commands(click.Group):
 @click.version_option(package_name="vllmx", message="vllmx %(version)s")
 def cli() -> None:
     """Serves large language models on CPUs and GPUs."""
+    from vllmx.cli.variables import warn_of_unknown_variables
+
+    warn_of_unknown_variables()
 
 
 def main() -> None:

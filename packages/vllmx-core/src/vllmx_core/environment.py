@@ -1,0 +1,47 @@
+"""The environment variables that vllmx reads, and which names were meant by those that it does not.
+
+Every field of a configuration record is `VLLMX_<NAME>` besides. A plugin's own begin with the name
+of its distribution, VLLMX_ACME_... for `acme` and `vllmx-acme`, and are its own affair.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+
+PREFIX = "VLLMX_"
+VARIABLES: Mapping[str, str] = {
+    "VLLMX_CONFIG": "YAML file with flags, as --config",
+    "VLLMX_CACHE_DIR": "where compiled CUDA kernels are kept",
+    "VLLMX_CPU_ISA": "instruction set of the CPU backend instead of the best",
+    "VLLMX_CUDA_DEVICE": "number of the GPU of the CUDA backend",
+    "VLLMX_TORCH_DEVICE": "device of the torch backend",
+    "VLLMX_METAL_PAGED_KERNEL": "Metal kernel for attention of decode rows: 0 never, 1 always",
+    "VLLMX_METAL_PAGED_PREFILL": "Metal kernel for attention of prompts: 0 never, 1 always",
+}
+"""Those that are not the field of a configuration record, and what they say."""
+
+
+def warnings(
+    environment: Iterable[str], fields: Collection[str], distributions: Iterable[str]
+) -> list[str]:
+    """One line for each variable of ours that nobody reads. `fields`: of all configuration records;
+    `distributions`: of the plugins of others."""
+    known = {*VARIABLES, *(PREFIX + field.upper() for field in fields)}
+    foreign = tuple(_prefix(name) for name in distributions)
+    lines = []
+    for name in sorted(environment):
+        if not name.startswith(PREFIX) or name in known or name.startswith(foreign):
+            continue
+        endings = [each.removeprefix(PREFIX) for each in known]
+        near = difflib.get_close_matches(name.removeprefix(PREFIX), endings, 1)
+        hint = (
+            f"did you mean {PREFIX}{near[0]}?" if near else "docs/serving.md lists those that are"
+        )
+        lines.append(f"the environment variable {name} is not read by vllmx: {hint}")
+    return lines
+
+
+def _prefix(distribution: str) -> str:
+    name = distribution.upper().replace("-", "_").replace(".", "_")
+    return PREFIX + name.removeprefix(PREFIX) + "_"

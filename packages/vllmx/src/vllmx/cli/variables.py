@@ -1,0 +1,29 @@
+"""Tells of environment variables that look like ours and are not, whatever the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from importlib.metadata import requires
+
+import click
+from vllmx_core.environment import PREFIX, warnings
+
+
+def warn_of_unknown_variables() -> None:
+    """One line on standard error for each; nothing is imported where there is no variable."""
+    given = [name for name in os.environ if name.startswith(PREFIX)]
+    if not given:
+        return
+    from vllmx_core.config import EngineConfig
+    from vllmx_core.registry import load_registry
+    from vllmx_server.config import ServerConfig
+
+    fields = {
+        field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)
+    }
+    ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
+    plugins = {plugin.key.partition(":")[0] for plugin in load_registry().plugins}
+    for line in warnings(given, fields, plugins - ours):
+        click.echo(f"vllmx: warning: {line}", err=True)
