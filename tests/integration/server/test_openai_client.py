@@ -29,6 +29,21 @@ def test_chat_answers_from_the_real_model(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+def test_what_clients_send_by_default_changes_nothing(client: openai.OpenAI) -> None:
+    """All that frameworks add to a plain request, through the client's own types."""
+    plain = client.chat.completions.create(model="demo", messages=HELLO, temperature=0)
+    full = client.chat.completions.create(
+        model="demo", messages=HELLO, temperature=0, n=1, tools=[], tool_choice="auto",
+        response_format={"type": "text"}, modalities=["text"], store=False, metadata={"a": "b"},
+        user="u", parallel_tool_calls=True, service_tier="auto", logit_bias={}, stop=[],
+        presence_penalty=0, frequency_penalty=0, logprobs=False, verbosity="medium",
+        functions=[], function_call="auto", stream=False, seed=None, top_p=None,
+    )  # fmt: skip
+    assert full.choices[0].message.content == plain.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="modalities"):
+        client.chat.completions.create(model="demo", messages=HELLO, modalities=["audio"])
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "seed": 11}])
 def test_streamed_equals_not_streamed(client: openai.OpenAI, options: dict[str, float]) -> None:
     whole = client.chat.completions.create(model="demo", messages=STORY, max_tokens=60, **options)

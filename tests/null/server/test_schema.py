@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,15 @@ def completion_request(**fields: Any) -> completions.CompletionRequest:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "auto", "tools": [{"function": {"name": "f"}}]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"web_search_options": {}}, "web_search_options"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"cache_salt": ""}, "cache_salt"),
@@ -54,6 +63,42 @@ def test_chat_refuses_by_name(fields: dict[str, Any], param: str | None) -> None
         read()
     if param is not None:
         assert info.value.param == param
+
+
+HARMLESS: dict[str, Any] = {
+    "tool_choice": "auto", "tools": [], "functions": [], "function_call": "auto", "n": 1,
+    "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
+    "verbosity": "medium", "store": False, "metadata": {"a": "b"}, "user": "u", "logit_bias": {},
+    "service_tier": "auto", "stop": [], "logprobs": False, "best_of": 1, "stream": False,
+    "prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "hi"},
+    "presence_penalty": 0, "frequency_penalty": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [*({name: value} for name, value in HARMLESS.items()), HARMLESS])
+def test_what_clients_send_by_default_changes_nothing(fields: dict[str, Any]) -> None:
+    request, plain = chat_request(**fields), chat_request()
+    assert request.chat_options() == plain.chat_options()
+    assert request.conversation() == plain.conversation()
+
+    def params(of: chat.ChatCompletionRequest) -> Any:
+        return of.sampling_params({}, max_tokens=of.token_limit, logprobs=of.num_logprobs)
+
+    assert replace(params(request), best_of=None) == params(plain)
+    assert bool(request.stream) is False
+
+
+@pytest.mark.parametrize("name", chat.ChatCompletionRequest.__struct_fields__)
+def test_null_is_as_good_as_nothing(name: str) -> None:
+    """Where a client may send null: every field that has no default of its own."""
+    default = getattr(chat_request(), name)
+    if default is None:
+        assert getattr(chat_request(**{name: None}), name) is None
+    else:
+        assert name in (
+            "messages", "echo", "add_generation_prompt", "continue_final_message", "priority",
+            "return_token_ids",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

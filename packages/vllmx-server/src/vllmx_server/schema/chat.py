@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -148,6 +149,17 @@ def tool_list(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     return msgspec.to_builtins(tools) if tools else None
 
 
+_UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "modalities": ((["text"],), 'answers are text: use ["text"] or leave it out'),
+    "audio": ((), "answers are text: leave it out"),
+    "verbosity": (("medium",), 'say in the prompt how long the answer may be; use "medium"'),
+    "web_search_options": ((), "nothing is searched: leave it out"),
+    "functions": (([],), "give tools instead"),
+    "function_call": (("none", "auto"), "its functions are not served: leave it out"),
+}
+"""Of fields that name what is not built: the values that change nothing, and what to do instead."""
+
+
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's chat completion with vLLM's extensions."""
 
@@ -161,6 +173,15 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
+
+    # Taken where they ask for what is done anyway: `_UNBUILT` says which values those are.
+    modalities: list[str] | None = None
+    audio: Any = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    prediction: Any = None  # would save time and change no token
 
     echo: bool = False
     add_generation_prompt: bool = True
@@ -183,12 +204,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
-        if self.tool_choice not in (None, "none"):
-            raise InvalidRequestError(
-                f"tool_choice = {self.tool_choice!r} is not served: tools are shown to the model,"
-                ' but its calls are returned as text; leave tool_choice out or set "none"',
-                param="tool_choice",
-            )
+        self._check_tool_choice()
+        for name, (harmless, remedy) in _UNBUILT.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise InvalidRequestError(f"{name} = {value!r} is not served: {remedy}", param=name)
         if self.response_format is not None and self.response_format.type != "text":
             raise InvalidRequestError(
                 f"response_format type {self.response_format.type!r} is not served: use"
@@ -202,6 +222,15 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
             )
         for name in ("tools", "chat_template_kwargs", "documents"):
             check_free_form(getattr(self, name), name)
+
+    def _check_tool_choice(self) -> None:
+        harmless = (None, "none") if self.tools else (None, "none", "auto")
+        if self.tool_choice not in harmless:
+            raise InvalidRequestError(
+                f"tool_choice = {self.tool_choice!r} is not served: tools are shown to the model,"
+                ' but its calls are returned as text; leave tool_choice out or set "none"',
+                param="tool_choice",
+            )
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as the template takes them."""
