@@ -7,6 +7,7 @@ do; a compiler that fails on our sources is an error.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -30,7 +31,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             return  # the library lies beside the sources
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform_tag()}"
+        build_data["tag"] = f"py3-none-{_platform_tag(builder.LIBRARY.read_bytes())}"
         build_data["artifacts"].append(f"src/vllmx_cpu/{builder.LIBRARY.name}")
 
 
@@ -44,5 +45,17 @@ def _load_builder(path: Path) -> ModuleType:
     return module
 
 
-def _platform_tag() -> str:
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+OLDEST_GLIBC = (2, 17)
+
+
+def _platform_tag(library: bytes) -> str:
+    """Where the library runs. On Linux the tag of PEP 600 says from which glibc on, as the versions
+    of the symbols that it takes from there do: PyPI refuses a plain linux_x86_64. Versions of
+    another library would mean that not every system has it."""
+    plain = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    names = set(re.findall(rb"\0((?:GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+)(?=\0)", library))
+    versions = [tuple(map(int, name[6:].split(b"."))) for name in names if name[:6] == b"GLIBC_"]
+    if not plain.startswith("linux_") or not versions or len(versions) < len(names):
+        return plain
+    major, minor = max(OLDEST_GLIBC, *(version[:2] for version in versions))
+    return plain.replace("linux", f"manylinux_{major}_{minor}", 1)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import email
+import platform
+import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 import zlib
 from importlib.metadata import Distribution, distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.tags import sys_tags
 from packaging.utils import canonicalize_name
 
 PURE = (
@@ -70,6 +75,51 @@ def test_only_the_cpu_wheel_is_for_one_platform(wheels: dict[str, Path]) -> None
     assert "-py3-none-" in wheels["vllmx-cpu"].name, "ctypes needs no CPython ABI"
     assert not wheels["vllmx-cpu"].name.endswith("-any.whl")
     assert any(path.endswith((".so", ".dylib")) for path in contents(wheels["vllmx-cpu"]))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has such tags")
+def test_the_cpu_wheel_says_from_which_glibc_on_it_runs(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    """PyPI refuses linux_x86_64. The linker's own tables say what the library takes from where."""
+    name = wheels["vllmx-cpu"].name
+    found = re.fullmatch(rf".*-py3-none-manylinux_2_(\d+)_{platform.machine()}\.whl", name)
+    assert found, name
+    assert any(str(tag) in name for tag in sys_tags()), "pip would not install it here"
+    with zipfile.ZipFile(wheels["vllmx-cpu"]) as archive:
+        library = archive.extract("vllmx_cpu/libvllmx_cpu.so", tmp_path)
+    command = ["readelf", "--wide", "--dynamic", "--version-info", library]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert set(re.findall(r"NEEDED.*\[(.*)\]", text)) <= {
+        "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1",
+        "ld-linux-aarch64.so.1",
+    }  # fmt: skip
+    needed = re.findall(r"Name: (\w+?)_(\d+)\.(\d+)", text)
+    assert {library for library, *_ in needed} == {"GLIBC"}
+    assert max(17, *(int(minor) for *_, minor in needed)) == int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("names", "tag"),
+    [
+        (b"GLIBC_2.2.5\0GLIBC_2.29\0GLIBC_2.3.4\0", "manylinux_2_29_x86_64"),
+        (b"GLIBC_2.2.5\0", "manylinux_2_17_x86_64"),
+        (b"GLIBC_2.29\0GLIBCXX_3.4.30\0", "linux_x86_64"),
+        (b"", "linux_x86_64"),
+    ],
+)
+def test_tags_of_the_cpu_wheel(
+    root: Path, monkeypatch: pytest.MonkeyPatch, names: bytes, tag: str
+) -> None:
+    spec = spec_from_file_location("hatch_build", root / "packages/vllmx-cpu/hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: "linux-x86_64")
+    assert (
+        hook._platform_tag(b"\x7fELF\0libc.so.6\0" + names + b"text GLIBC_2.99 in between\0") == tag
+    )
 
 
 OURS = {
