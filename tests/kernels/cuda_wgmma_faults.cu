@@ -28,7 +28,11 @@ extern "C" __global__ void __launch_bounds__(256) wgmma_fault(const elem* x, flo
     if (fault != 3) vx_wgmma_fence();
     for (int step = 0; step < 4; step++)
       vx_wgmma(d, vx_matrix_at(a, step * 32), vx_matrix_at(b, step * 32), step > 0, elem());
+    u32 fragment[4] = {0, 0, 0, 0};
+    if (fault == 20) vx_wgmma(d, fragment, b, true, elem());
     if (fault != 15) vx_wgmma_commit();
+    if (fault == 19 && threadIdx.x == 0) vx_cp_async16(tile, x, 16);
+    if (fault == 20) fragment[1] = threadIdx.x;
     if (fault == 14) tile[0] = x[1];
     if (fault == 4) y[0] = d[0];
     if (fault == 16) d[3] = 1.f;

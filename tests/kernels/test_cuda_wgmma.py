@@ -71,6 +71,8 @@ FAULTS = {
     15: "read of a register that a wgmma in flight sums in",
     16: "write of a register that a wgmma in flight sums in",
     17: "wgmma that nobody waited for",
+    19: "write of shared memory .* while a wgmma reads it",
+    20: "write of a register that a wgmma in flight reads",
     18: "race on shared memory .*: write after thread -2",
 }
 WRONG = {6: "rows that are not swizzled", 13: "a stride between groups of rows"}

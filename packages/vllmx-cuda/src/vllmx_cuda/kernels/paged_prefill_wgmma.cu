@@ -31,6 +31,10 @@ struct Pages {
   const int* table;
   int kv_head, kv_heads, page_shift, end;
 };
+// Query rows of the tile: row i is head head0 + i % VX_GROUP of token token0 + i / VX_GROUP
+struct QueryRows {
+  int token0, count, head0, heads;
+};
 struct Softmax {
   float unit;            // from scores to log2
   float softcap, inner;  // 0: none; from scores to the exponent of its tanh, in log2
@@ -60,6 +64,14 @@ VX_DEV void load_rows(elem* to, const elem* from, const Pages& p, int first) {
     u32 page = (u32)p.table[at >> p.page_shift] * p.kv_heads + p.kv_head;
     u32 slot = (page << p.page_shift) + (at & mask);
     load_row(to + vx_swizzled(row + line, unit, KEYS), from + (size_t)slot * VX_HEAD + unit, KEYS);
+  }
+}
+
+VX_DEV void load_queries(elem* to, const elem* q, const QueryRows& rows) {
+  for (int at = threadIdx.x / 8; at < QUERIES; at += THREADS / 8) {
+    int unit = threadIdx.x % 8 * 8, token = at / VX_GROUP < rows.count ? at / VX_GROUP : 0;
+    size_t line = (size_t)(rows.token0 + token) * rows.heads + rows.head0 + at % VX_GROUP;
+    load_row(to + vx_swizzled(at, unit, QUERIES), q + line * VX_HEAD + unit, QUERIES);
   }
 }
 
@@ -164,6 +176,26 @@ VX_DEV void edit_scores(float (&s)[KEYS / 2], const Visible& v, const Softmax& m
   }
 }
 
+VX_DEV void write_out(elem* out, const float (&o)[PARTS][COLUMNS / 2], Softmax& m,
+                      const float* sinks, const QueryRows& rows) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    m.sum[r] += __shfl_xor_sync(VX_ALL, m.sum[r], 1);
+    m.sum[r] += __shfl_xor_sync(VX_ALL, m.sum[r], 2);
+    int at = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r, token = at / VX_GROUP;
+    if (token >= rows.count) continue;
+    int head = rows.head0 + at % VX_GROUP;
+    float inverse = normaliser(sinks, head, m.top[r] * m.unit, m.sum[r]);
+    size_t line = (size_t)(rows.token0 + token) * rows.heads + head;
+    elem* to = out + line * VX_HEAD + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < VX_HEAD / 8; i++) {
+      const float* pair = &o[i * 8 / COLUMNS][i * 8 % COLUMNS / 2 + 2 * r];
+      *reinterpret_cast<u32*>(to + i * 8) = pack2(pair[0] * inverse, pair[1] * inverse);
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, VX_HEAD == 64 ? 2 : 1)
 paged_prefill_wgmma(const elem* __restrict__ q, const elem* __restrict__ k_pages,
                     const elem* __restrict__ v_pages, const float* __restrict__ k_scales,
@@ -174,16 +206,16 @@ paged_prefill_wgmma(const elem* __restrict__ q, const elem* __restrict__ k_pages
                     float scale, float softcap) {
   VX_DYNAMIC_SHARED_TILES(memory);
   const int4 tile = reinterpret_cast<const int4*>(tiles)[blockIdx.x];
-  int row = tile.x, token0 = tile.y, count = tile.z, position0 = tile.w;
-  if (count == 0) return;
-  int head0 = blockIdx.y * VX_GROUP, last_position = position0 + count - 1;
+  int row = tile.x, position0 = tile.w, last_position = position0 + tile.z - 1;
+  QueryRows rows = {tile.y, tile.z, (int)blockIdx.y * VX_GROUP, heads};
+  if (rows.count == 0) return;
   int end = causal ? last_position + 1 : context_len[row], begin = 0;
   if (window > 0) {
     begin = max(0, position0 - window + 1);  // pages of earlier positions may be gone
     end = min(end, last_position + window);
   }
   Pages pages = {k_pages, v_pages, block_table + (size_t)row * table_stride,
-                 head0 / (heads / kv_heads), kv_heads, page_shift, end};
+                 rows.head0 / (heads / kv_heads), kv_heads, page_shift, end};
   Visible seen = visible(position0, last_position, end, window, causal);
   Softmax m = {softcap > 0.f ? LOG2E : scale * LOG2E, softcap, 2.f * LOG2E * scale / softcap,
                {NOTHING, NOTHING}, {0.f, 0.f}};
@@ -191,11 +223,7 @@ paged_prefill_wgmma(const elem* __restrict__ q, const elem* __restrict__ k_pages
   elem* queries = reinterpret_cast<elem*>(memory);
   elem* keys = queries + QUERIES * VX_HEAD;  // two stages
   elem* values = keys + 2 * KEYS * VX_HEAD;  // two stages
-  for (int at = threadIdx.x / 8; at < QUERIES; at += THREADS / 8) {
-    int unit = threadIdx.x % 8 * 8, token = at / VX_GROUP < count ? at / VX_GROUP : 0;
-    size_t from = ((size_t)(token0 + token) * heads + head0 + at % VX_GROUP) * VX_HEAD;
-    load_row(queries + vx_swizzled(at, unit, QUERIES), q + from + unit, QUERIES);
-  }
+  load_queries(queries, q, rows);
   load_rows(keys, pages.keys, pages, begin);
   vx_cp_commit();
   u64 of_queries = vx_matrix_descriptor(queries + threadIdx.x / 128 * 64 * VX_CHUNK, 0);
@@ -242,20 +270,6 @@ paged_prefill_wgmma(const elem* __restrict__ q, const elem* __restrict__ k_pages
 #pragma unroll
   for (int part = 0; part < PARTS; part++) vx_wgmma_pin(o[part]);
 
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    m.sum[r] += __shfl_xor_sync(VX_ALL, m.sum[r], 1);
-    m.sum[r] += __shfl_xor_sync(VX_ALL, m.sum[r], 2);
-    int at = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r, token = at / VX_GROUP;
-    if (token >= count) continue;
-    int head = head0 + at % VX_GROUP;
-    float inverse = normaliser(sinks, head, m.top[r] * m.unit, m.sum[r]);
-    elem* to = out + ((size_t)(token0 + token) * heads + head) * VX_HEAD + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < VX_HEAD / 8; i++) {
-      const float* pair = &o[i * 8 / COLUMNS][i * 8 % COLUMNS / 2 + 2 * r];
-      *reinterpret_cast<u32*>(to + i * 8) = pack2(pair[0] * inverse, pair[1] * inverse);
-    }
-  }
+  write_out(out, o, m, sinks, rows);
 }
 VX_EXPORT(paged_prefill_wgmma)
