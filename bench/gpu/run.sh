@@ -71,11 +71,11 @@ part suite "${SUITE_SECONDS:-100}" "${pytest[@]}" "${side_by_side[@]}" ${REHEARS
 part transformers 60 "${pytest[@]}" ${REHEARSE:+-k Qwen3} bench/gpu/device_transformers.py
 part memcheck 40 "${sanitize[@]}" --tool memcheck "${golden[@]}" --dtypes bf16 "$out/memcheck.npz"
 part racecheck 40 "${sanitize[@]}" --tool racecheck "${golden[@]}" --dtypes bf16 "$out/racecheck.npz"
-left=$((total - SECONDS - 30))
+left=$((total - SECONDS - 45))
 part figures "$left" "$python" bench/gpu/figures.py "$out/figures" --seconds $((left - 5)) \
   ${FIGURES:+--only "$FIGURES"} $rehearse
 # last, for what it runs has never run on a GPU: nothing is behind it that it could take along
-part wgmma 30 "$python" bench/gpu/wgmma.py ${REHEARSE:+--emulated}
+part wgmma 45 "$python" bench/gpu/wgmma.py ${REHEARSE:+--emulated}
 [ -f "$out/figures/table.txt" ] && cat "$out/figures/table.txt"
 cat "$out/wgmma.log" "$out/summary.txt"
 exit "$failed"

@@ -19,7 +19,7 @@ import numpy as np
 from vllmx_core.model import AttentionSpec
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.device import Device, Memory
-from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.prefill import prefill_kernel
 
@@ -56,9 +56,9 @@ class Case:
 
 CHECKED = (
     Case(((700, 700), (300, 90), (1500, 1))),
-    Case(((700, 300), (33, 33)), dtype="f16", sinks=True),
+    Case(((700, 300), (33, 33)), dtype="f16", heads=10, kv_heads=2, sinks=True),
     Case(((600, 500),), heads=14, kv_heads=2, size=64, window=200),
-    Case(((700, 300), (65, 60)), heads=10, kv_heads=2, size=256, softcap=20.0),
+    Case(((700, 300), (65, 60)), heads=16, kv_heads=8, size=256, softcap=20.0),
     Case(((500, 130),), heads=6, kv_heads=6, size=192, causal=False),
 )
 TIMED = (
@@ -107,6 +107,14 @@ def wrappers_off(device: Device, dtype: str) -> float:
     return float(max(np.abs(np.hstack(found) - wanted).max(), apart))
 
 
+def kernel(case: Case, wgmma: bool) -> tuple[Variant, int]:
+    """One of the two, and the tokens of its tiles."""
+    chosen = prefill_kernel(case.spec, case.dtype, KV_ELEM, ARCH, wgmma=wgmma)
+    assert chosen is not None
+    variant = KERNELS[chosen.entry].variant(VX_DTYPE=DTYPES[case.dtype], **chosen.options)
+    return variant, chosen.tile_tokens
+
+
 def prepared(device: Device, case: Case) -> Callable[[bool], tuple[Callable[[], None], Memory]]:
     """launch, out = prepared(...)(wgmma): the same inputs for both kernels."""
     random, page = np.random.default_rng(5), 1 << PAGE_SHIFT
@@ -122,10 +130,8 @@ def prepared(device: Device, case: Case) -> Callable[[bool], tuple[Callable[[], 
     sinks = upload(device, np.ones(case.heads, np.float32)) if case.sinks else None
 
     def choose(wgmma: bool) -> tuple[Callable[[], None], Memory]:
-        chosen = prefill_kernel(case.spec, case.dtype, KV_ELEM, ARCH, wgmma=wgmma)
-        assert chosen is not None
-        variant = KERNELS[chosen.entry].variant(VX_DTYPE=DTYPES[case.dtype], **chosen.options)
-        listed = np.array(list(tiles(case, chosen.tile_tokens)), np.int32)
+        variant, tile_tokens = kernel(case, wgmma)
+        listed = np.array(list(tiles(case, tile_tokens)), np.int32)
         tile_memory, out = upload(device, listed), device.empty(q.num_bytes)
         sizes = {"tiles": len(listed), "heads": case.heads, "kv_heads": case.kv_heads}
         arguments = [
@@ -174,6 +180,9 @@ def milliseconds(device: Device, launch: Callable[[], None], times: int) -> floa
 def report(device: Device, checked: Sequence[Case], timed: Sequence[Case], times: int) -> bool:
     """Prints; whether all is right."""
     right = True
+    device.prepare(
+        [kernel(case, which)[0] for case in (*checked, *timed) for which in (True, False)]
+    )
     for dtype in ("bf16", "f16"):
         off = wrappers_off(device, dtype)
         right &= off < 1e-3
