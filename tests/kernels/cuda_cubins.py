@@ -80,6 +80,7 @@ UNITS: Units = (
     ("paged_prefill", {**HEAD, "VX_GROUP": 1, "VX_KEYS": 64, "VX_HEAD": 64}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_HEAD": 256}),
     ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 32, "VX_DTYPE": 1}),
+    ("paged_prefill", {**HEAD, "VX_GROUP": 4, "VX_KEYS": 16, "VX_DTYPE": 1, "VX_HEAD": 256}),
     ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 128, "VX_GROUP": 4}),
     ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 64, "VX_GROUP": 1}),
     ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 256, "VX_GROUP": 4}),

@@ -157,6 +157,7 @@ class Prefill(Case):
     queries: tuple[int, ...] = (70, 1, 33)
     contexts: tuple[int, ...] = (70, 150, 133)
     causal: bool = True
+    arch: int = 80
 
 
 PREFILLS = [
@@ -169,6 +170,13 @@ PREFILLS = [
     Prefill(size=112, heads=16, kv_heads=1, causal=False),
     Prefill(size=128, kv=KV_E4M3),
     Prefill(size=64, kv=KV_INT8),
+    Prefill(size=80, kv=KV_INT8, heads=10),
+    Prefill(dtype="f16", size=96, kv=KV_E4M3, softcap=20.0),
+    Prefill(size=112, kv=KV_E4M3, heads=12, sinks=True, page_shift=3),
+    Prefill(dtype="f16", size=192, kv=KV_E4M3, window=40, queries=(5, 64), contexts=(40, 64)),
+    Prefill(size=256, kv=KV_INT8, heads=14, queries=(5, 64), contexts=(40, 64)),
+    Prefill(dtype="f16", size=192, kv=KV_INT8, arch=75, queries=(5, 64), contexts=(40, 64)),
+    Prefill(dtype="f16", size=256, heads=8, window=40, softcap=20.0, sinks=True, arch=75),
 ]
 
 
@@ -177,7 +185,7 @@ def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
     group = mma_group(case.heads // case.kv_heads)
     variant = KERNELS["paged_prefill"].variant(
         **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
-                  VX_KEYS=prefill_keys(case.size, 80))
+                  VX_KEYS=prefill_keys(case.size, case.arch))
     )  # fmt: skip
     check_prefill(emulator, case, variant, prefill_tile_tokens(group))
 

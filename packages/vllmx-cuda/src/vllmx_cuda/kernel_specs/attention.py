@@ -27,7 +27,7 @@ _HEADS_A_BLOCK = 4
 _DECODE_THREADS = 128
 _GROUPS = (1, 2, 3, 4, 5, 6, 7)
 _PREFILL_QUERIES = 64
-_PREFILL_KEYS = (64, 32)
+_PREFILL_KEYS = (64, 32, 16)
 _WGMMA_QUERIES = 128
 _WGMMA_HEAD_SIZES = (64, 128, 192, 256)
 """Of paged_prefill_wgmma: whole chunks of 64 columns."""
@@ -95,7 +95,8 @@ def prefill_keys(head_size: int, arch: int) -> int:
 
 
 def _prefill_bytes(head_size: int, keys: int) -> int:
-    rows = 4 * keys + (0 if head_size <= 128 else _PREFILL_QUERIES)
+    stages = 1 if keys == 16 else 2
+    rows = stages * 2 * keys + (0 if head_size <= 128 else _PREFILL_QUERIES)
     return rows * (head_size + 8) * 2
 
 

@@ -36,12 +36,16 @@ VX_DEV u32 pair_of(float low, float high) {
   pack.at[0] = from_float<elem>(low), pack.at[1] = from_float<elem>(high);
   return *reinterpret_cast<u32*>(&pack);
 }
-// Codes 0 and 1 of a word, or 2 and 3
+// Codes 0 and 1 of a word, or 2 and 3: sign, exponent and mantissa in the places of elem's, 2^-120
+// (bf16) or 2^-8 times their value. The lower code's sign fills the bits below the upper one, which the
+// shift brings to its top.
+VX_DEV u32 e4m3_bits(u32 word, bool upper) {
+  int codes = vx_permute(word, 0, upper ? 0x3a24 : 0x1804);
+  return VX_DTYPE == VX_BF16 ? codes >> 4 & 0x87f087f0 : codes >> 1 & 0xbf80bf80;
+}
 VX_DEV u32 e4m3_pair(u32 word, bool upper) {
-  const int shift = VX_DTYPE == VX_BF16 ? 4 : 1;
   const u32 power = VX_DTYPE == VX_BF16 ? 0x7b807b80u : 0x5c005c00u;  // 2^120, 2^8, twice
-  u32 codes = __byte_perm(word, 0, upper ? 0x3424 : 0x1404);          // in the higher bytes
-  return vx_fma2(codes & 0x80008000u | (codes & 0x7f007f00u) >> shift, power, 0, elem());
+  return vx_fma2(e4m3_bits(word, upper), power, 0, elem());
 }
 VX_DEV u32 int8_pair(u32 word, bool upper) {
 #if VX_DTYPE == VX_F16  // 1024 + 128 + code, less 1152

@@ -11,6 +11,7 @@
 //         that no other lane looks at; word s of them is k-step s. So what lies in memory row by row needs
 //         no other order. partial, arrivals: see store_fragments.
 // Floor:  bytes of w, once for each tile of tokens.
+#include "code_values.h"
 #include "outputs.h"
 #include "vx.h"
 
@@ -28,28 +29,14 @@
 #define STAGE_BYTES (ROWS * COLS)
 #define RUN 512  // bytes that a warp copies at once: 8 rows
 
-// Sign, exponent and mantissa of e4m3 in the places of elem's: BIAS times too small, 2^-120 or 2^-8.
-// Subnormal codes become subnormal numbers, so this holds for them as well.
+// In f16 the sums make good what the bits of codes lack; 2^120 they could not
 #if VX_DTYPE == VX_BF16
-#define SHIFT 4
-#define MASK 0x87f087f0u
-#define UNBIAS 0x7b807b80u  // 2^120, which f32 sums could not make good
+#define TWO_VALUES e4m3_pair
 #define SUM_FACTOR 1.f
 #else
-#define SHIFT 1
-#define MASK 0xbf80bf80u
+#define TWO_VALUES e4m3_bits
 #define SUM_FACTOR 256.f
 #endif
-
-// Codes 2 * pair and the next of a word. The lower one's sign fills the bits below the upper one, which
-// the shift brings to its top.
-VX_DEV u32 two_values(u32 word, int pair) {
-  u32 bits = (u32)((int)vx_permute(word, 0, pair ? 0x3a24 : 0x1804) >> SHIFT) & MASK;
-#if VX_DTYPE == VX_BF16
-  bits = vx_fma2(bits, UNBIAS, 0, elem());
-#endif
-  return bits;
-}
 
 VX_DEV u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -72,8 +59,8 @@ VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int l
     for (int s = 0; s < 4; s++)
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) {
-        a[s][2 * pair] = two_values(word_of(top, s), pair);
-        a[s][2 * pair + 1] = two_values(word_of(low, s), pair);
+        a[s][2 * pair] = TWO_VALUES(word_of(top, s), pair);
+        a[s][2 * pair + 1] = TWO_VALUES(word_of(low, s), pair);
       }
 #pragma unroll
     for (int t = 0; t < VX_TILES; t++) {

@@ -6,7 +6,8 @@
 //         query heads of one kv head lie side by side, so that they share every key and value.
 //         elem is bf16 or f16, D a multiple of 16.
 // Grid:   (N, H / VX_GROUP), 128 threads: a warp has 16 of 64 query rows. VX_KEYS keys at a time
-//         come by cp.async into one of two stages while the other is used. Rows in shared memory
+//         come by cp.async into one of two stages while the other is used; 16 (Turing, large heads)
+//         into one, for it has no cp.async and no room for two. Rows in shared memory
 //         are D + 8 wide: an odd number of 16-byte units, so that ldmatrix meets no bank twice.
 // Floor:  4 T C D H / 2 flop (causal); bytes: keys and values once for each tile.
 #include "attention.h"
@@ -27,6 +28,7 @@
 #define STRIDE (VX_HEAD + 8)
 #define UNITS (VX_HEAD / 8)  // of 16 bytes in a row
 #define STEPS (VX_HEAD / 16)
+#define STAGES (VX_KEYS == 16 ? 1 : 2)
 // Query fragments stay in registers where there is room; they then pass through the second stage.
 #define KEEP_QUERIES (VX_HEAD <= 128)
 
@@ -139,7 +141,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
   // a stage holds keys, then values
   elem* stages = reinterpret_cast<elem*>(memory);
   const int stage_size = 2 * VX_KEYS * STRIDE;
-  elem* queries = stages + (KEEP_QUERIES ? 1 : 2) * stage_size;
+  elem* queries = stages + (KEEP_QUERIES ? 1 : STAGES) * stage_size;
 
   for (int i = threadIdx.x; i < QUERIES * UNITS; i += THREADS) {
     int r = i / UNITS, unit = i % UNITS, token = r / VX_GROUP;
@@ -165,7 +167,11 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
   for (int i = 0; i < VX_HEAD / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
 
   for (int first = begin, stage = 0; first < end; first += VX_KEYS, stage ^= 1) {
-    if (first + VX_KEYS < end) {
+    if (STAGES == 1) {
+      if (first > begin) load_keys(stages, stages + VX_KEYS * STRIDE, context, first);
+      vx_cp_commit();
+      vx_cp_wait<0>();
+    } else if (first + VX_KEYS < end) {
       elem* next = stages + (stage ^ 1) * stage_size;
       load_keys(next, next + VX_KEYS * STRIDE, context, first + VX_KEYS);
       vx_cp_commit();
@@ -174,7 +180,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
       vx_cp_wait<0>();
     }
     __syncthreads();
-    const elem* keys = stages + stage * stage_size;
+    const elem* keys = stages + (STAGES == 1 ? 0 : stage) * stage_size;
     float s[VX_KEYS / 8][4], greatest[2] = {top[0], top[1]};
     scores(s, kept, queries, keys);
 #pragma unroll
