@@ -30,3 +30,16 @@ class TestTensorCores(Harness):
     def test_attention(self, dtype: str, features: dict[str, Any]) -> None:
         model, source = attention_model(**features)
         self.compare(model, source, mixed_steps(), tolerance=0.1, dtype=dtype)
+
+    @pytest.mark.parametrize(
+        ("size", "group", "kv"),
+        [(80, 7, "fp8"), (96, 5, "int8"), (112, 12, "fp8"), (192, 16, "int8"), (256, 1, "fp8"),
+         (256, 8, "auto")],
+    )  # fmt: skip
+    def test_head_sizes(self, size: int, group: int, kv: str) -> None:
+        """Those that features lack, with groups and codes that fill tiles of heads in part."""
+        heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": size}
+        model, source = attention_model(**heads, scale=size**-0.5)
+        limit = 0.3 if kv == "fp8" else 0.1  # keys of other last bits become neighbouring codes
+        options = {"dtype": "bf16", "kv_cache_dtype": kv}
+        self.compare(model, source, mixed_steps(), tolerance=limit, **options)
