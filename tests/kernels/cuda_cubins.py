@@ -122,6 +122,7 @@ UNITS: Units = (
     ("codes8_mma", {**BF16, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
     ("codes8_mma", {**BF16, "VX_TILES": 8, "VX_ROWS": 2, "VX_OUT": 0}),
     ("codes8_mma", {"VX_DTYPE": 1, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
+    ("wrappers", BF16),
     ("mask_logits", {}),
     ("sample_max", {}),
     ("logprob_chunks", {}),

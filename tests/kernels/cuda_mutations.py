@@ -35,7 +35,7 @@ class Bug:
 NORMS, ATTENTION, ROWS = "test_cuda_norms.py", "test_cuda_attention.py", "test_cuda_rows.py"
 SAMPLER, GGUF, W4 = "test_cuda_sampler.py", "test_cuda_gguf.py", "test_cuda_w4.py"
 CODES8 = "test_cuda_codes8.py"
-MMA = "test_cuda_decode_mma.py"
+MMA, WRAPPERS = "test_cuda_decode_mma.py", "test_cuda_wrappers.py"
 WGMMA = f"{ATTENTION}:wgmma"
 DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
 PREFILL = f"{ATTENTION}:prefill and not wgmma"
@@ -250,6 +250,16 @@ BUGS = (
         "scales[2 * r]", f"{CODES8}:mma"),
     Bug("codes8_mma.cu", "scales of the next block", "tile * COLS >> group_shift",
         "(tile + 1) * COLS >> group_shift", f"{CODES8}:mma"),
+    Bug("elementwise.cu", "one beyond the last element", "if (i >= count)", "if (i > count)",
+        f"{ROWS}:softcap"),
+    Bug("elementwise.cu", "a cap that does not scale back", "cap * tanhf", "tanhf",
+        f"{ROWS}:softcap"),
+    Bug("gguf_dequantize.cu", "minima are added", "__fsub_rn(__fmul_rn", "__fadd_rn(__fmul_rn",
+        f"{GGUF}:dequantised_values"),
+    Bug("wrappers.cu", "a copy is read while it is under way", "  vx_cp_wait<0>();\n", "",
+        WRAPPERS),
+    Bug("wgmma_wrappers.cu", "a product is not waited for", "  vx_wgmma_wait<0>();\n", "",
+        "test_cuda_wgmma.py"),
     Bug("outputs.h", "a column beyond the segment is written",
         "* pitch + row0 + r", "* n + row0 + r", f"{GGUF}:gemv"),
     Bug("quantize_q8.cu", "the second sum is the first", "__shfl_sync(VX_ALL, sum, 16)",

@@ -61,7 +61,7 @@ def test_quantize_rows(emulator: Emulator, code: str, dtype: str, width: int) ->
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 264), ("f32", 33)])
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 264), ("f16", 36), ("f32", 33)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_into_codes(
     emulator: Emulator, code: str, dtype: str, width: int, adds: bool
@@ -139,7 +139,7 @@ BLOCKS = {"rows": (1, 10**6), "groups": (1, 32), "blocks": (4, 48)}
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_dequantize(emulator: Emulator, code: str, blocks: str, dtype: str) -> None:
     """To the bit, from a row on that is no block's first."""
     rng, (rows, cols), first = np.random.default_rng(3), (11, 80), 5
@@ -187,7 +187,9 @@ def test_gemv(
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(("dtype", "out", "biased"), [("bf16", 0, True), ("f16", 1, False)])
+@pytest.mark.parametrize(
+    ("dtype", "out", "biased"), [("bf16", 0, True), ("f16", 1, False), ("f32", 0, True)]
+)
 def test_rescale(emulator: Emulator, code: str, dtype: str, out: int, biased: bool) -> None:
     rng, (tokens, outputs) = np.random.default_rng(5), (3, 300)
     sums = on_device(rng.integers(-(10**6), 10**6, (tokens, outputs)),

@@ -69,8 +69,13 @@ def test_extreme_exponents_of_mxfp4(emulator: Emulator) -> None:
     np.testing.assert_array_equal(y, values)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize(("dtype", "tokens", "tile", "out"), [("bf16", 1, 1, 0), ("f32", 5, 4, 1)])
+GEMV = [
+    *((name, *case) for name in BLOCKS for case in (("bf16", 1, 1, 0), ("f32", 5, 4, 1))),
+    ("q5_k", "f16", 9, 8, 0), ("q5_1", "f16", 3, 2, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype", "tokens", "tile", "out"), GEMV)
 def test_gguf_gemv(
     emulator: Emulator, name: str, dtype: str, tokens: int, tile: int, out: int
 ) -> None:

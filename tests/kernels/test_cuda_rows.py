@@ -57,11 +57,12 @@ def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
     np.testing.assert_array_equal(y, table[ids])
 
 
-def test_gather_columns(emulator: Emulator) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_gather_columns(emulator: Emulator, dtype: str) -> None:
     rng = np.random.default_rng(3)
-    x, columns = normal(rng, (3, 300), "bf16"), on_device(rng.permutation(300), np.int32)
+    x, columns = normal(rng, (3, 300), dtype), on_device(rng.permutation(300), np.int32)
     y = empty((3, 300), x.dtype)
-    variant = KERNELS["gather_columns"].variant(**options("bf16", VX_VEC=1))
+    variant = KERNELS["gather_columns"].variant(**options(dtype, VX_VEC=1))
     emulator.launch(variant, {"rows": 3, "width": 300}, [x, columns, y, 300])
     np.testing.assert_array_equal(y, x[:, columns])
 

@@ -135,6 +135,7 @@ DEQUANTIZE = [
     ("bf16", 4, F16, ZERO_CODES, 32, 17, 544), ("f16", 4, F32, ZERO_MIDDLE, 4096, 32, 1056),
     ("bf16", 4, F16, MINIMA, 64, 5, 608), ("bf16", 8, BF16, ZERO_CODES, 128, 33, 640),
     ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96), ("bf16", 6, F16, ZERO_MIDDLE, 16, 17, 544),
+    ("f32", 4, F16, ZERO_CODES, 32, 19, 160),
 ]  # fmt: skip
 
 
