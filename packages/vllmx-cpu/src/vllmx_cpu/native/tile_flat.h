@@ -62,24 +62,33 @@ struct FlatTiles : BlockKind<Format> {
     return room;
   }
 
-  // Units u ... u + count - 1, unpacked at `tiles`, times a panel's at x. c: [TOKENS][32] accumulators
-  // of 16 rows, taken from there first unless u is 0. The tiles are shaped for TOKENS rows.
+  // Units u ... u + count - 1 of a block, unpacked at `tiles`, times a panel's from x on, into the
+  // accumulators at c: [TOKENS][32] of 16 rows, which start at zero where u is 0.
+  struct Product {
+    const uint8_t *tiles, *block, *x;
+    int32_t u, count;
+    float* c;
+  };
+
+  // Multiplies `now`. The sums of its last four units are left in tiles and in `sums`, [4][16 * TOKENS],
+  // to be added by the next product: `before` is in and out those four, none (count 0) at the start. A
+  // product without units does no more than that. The tiles are shaped for TOKENS rows.
   template <int TOKENS, Passing PASSING>
-  static void multiply(const uint8_t* tiles, const uint8_t* block, int32_t u, int32_t count, int32_t units,
-                       const uint8_t* x, float* c, Fetch* fetch) {
-    alignas(64) int32_t sums[4][16 * TOKENS];
-    Stage<TOKENS, PASSING> s = {tiles, block, x, u, count, units, &sums[0][0], *fetch, {}};
-#pragma GCC unroll 16
-    for (int t = 0; t < TOKENS; ++t) s.acc[t] = u ? load(c + t * 32) : zero();
-    for (; s.count > -3; s.next_four()) {
-      if (s.count < count && s.count >= 4)
-        s.template run_four<true>();
+  static __attribute__((noinline)) void multiply(const Product& now, Product* before, int32_t units, int32_t* sums,
+                                                 Fetch* fetch) {
+    Stage<TOKENS, PASSING> s = {now, *before, units, sums, *fetch, {}};
+    s.load_sums(before->c);
+    bool first = true, switches = now.u == 0 || now.c != before->c;
+    for (;; s.next_four()) {
+      if (first || s.now.count < 4)
+        s.template run_four<false>(switches);
       else
-        s.template run_four<false>();
+        s.template run_four<true>(false);
+      if (s.now.count <= 4) break;
+      first = switches = false;
     }
-#pragma GCC unroll 16
-    for (int t = 0; t < TOKENS; ++t) store(c + t * 32, s.acc[t]);
-    *fetch = s.fetch;
+    s.store_sums(now.c);
+    *fetch = s.fetch, *before = s.now;
   }
 
  private:
@@ -91,27 +100,46 @@ struct FlatTiles : BlockKind<Format> {
       return w;
   }
 
-  // Four units at a time, of which `count` are left; `begun` were multiplied before.
+  // Four units at a time, the first of `now`, and the four before them, or as many as there are.
   template <int TOKENS, Passing PASSING>
   struct Stage {
     static constexpr bool SIGNED = is_signed(PASSING);
-    const uint8_t *tiles, *block, *x;
-    int32_t u, count, units;
+    Product now, before;
+    int32_t units;
     int32_t* sums;
     Fetch fetch;
     F32x16 acc[TOKENS];
-    int32_t begun = 0;
 
-    // INNER: all four exist, and four before them.
+    VX_MEMBER void load_sums(const float* c) {
+#pragma GCC unroll 16
+      for (int t = 0; t < TOKENS; ++t) acc[t] = load(c + t * 32);
+    }
+    VX_MEMBER void store_sums(float* c) {
+#pragma GCC unroll 16
+      for (int t = 0; t < TOKENS; ++t) store(c + t * 32, acc[t]);
+    }
+    VX_MEMBER void next_four() {
+      before = now;
+      now.tiles += 4 * TILE_UNIT_BYTES, now.x += 4 * Panels::unit_bytes(TOKENS), now.u += 4, now.count -= 4;
+    }
+
+    // INNER: all of these four exist, and of those before them. SWITCHES: those before are another
+    // product's, whose accumulators are complete with its last unit.
     template <bool INNER>
-    VX_MEMBER void run_four() {
+    VX_MEMBER void run_four(bool switches) {
       run<0, INNER>();
       run<1, INNER>();
       run<2, INNER>();
+      if (!INNER && switches) {
+        store_sums(before.c);
+        if (now.u == 0) {
+#pragma GCC unroll 16
+          for (int t = 0; t < TOKENS; ++t) acc[t] = zero();
+        } else {
+          load_sums(now.c);
+        }
+      }
       run<3, INNER>();
-    }
-    VX_MEMBER void next_four() {
-      tiles += 4 * TILE_UNIT_BYTES, x += 4 * Panels::unit_bytes(TOKENS), u += 4, count -= 4, begun = 4;
     }
 
    private:
@@ -119,24 +147,25 @@ struct FlatTiles : BlockKind<Format> {
     // tokens before and some after each of the others.
     template <int I, bool INNER>
     VX_MEMBER void run() {
-      const bool adds = INNER || (begun + I >= 3 && I - 3 < count);
       enum { FROM = (I + 1) % 4 };
+      const Product& from = I < 3 ? before : now;  // of the unit that is added
+      const bool adds = INNER || FROM < from.count;
       typename Blocks::Scales scales;
       if (adds) {
-        scales = Blocks::load_scales(block, u + I - 3, units);
-        add<FROM, I - 3, 0, TOKENS / 4>(scales);
+        scales = Blocks::load_scales(from.block, from.u + FROM, units);
+        add<FROM, 0, TOKENS / 4>(scales, from.x);
       }
-      if (INNER || I < count) {
-        product<I>(tiles + I * TILE_UNIT_BYTES, unit<I>() + Panels::QUADS);
+      if (INNER || I < now.count) {
+        product<I>(now.tiles + I * TILE_UNIT_BYTES, unit<I>(now.x) + Panels::QUADS);
         if constexpr (PASSING == FEW) fetch.next();
       }
-      if (adds) add<FROM, I - 3, TOKENS / 4, TOKENS / 2>(scales);
-      if (INNER || (begun + I >= 1 && I - 1 < count)) store_tile<(I + 3) % 4>();
-      if (adds) add<FROM, I - 3, TOKENS / 2, TOKENS>(scales);
+      if (adds) add<FROM, TOKENS / 4, TOKENS / 2>(scales, from.x);
+      if (INNER || (I > 0 ? I - 1 < now.count : 3 < before.count)) store_tile<(I + 3) % 4>();
+      if (adds) add<FROM, TOKENS / 2, TOKENS>(scales, from.x);
     }
 
     template <int I>
-    VX_MEMBER const uint8_t* unit() { return x + I * (int64_t)Panels::unit_bytes(TOKENS); }
+    VX_MEMBER const uint8_t* unit(const uint8_t* x) { return x + I * (int64_t)Panels::unit_bytes(TOKENS); }
 
     // Which tiles are meant has to be written in the instruction.
 #define VX_PRODUCT(c, a, b)                                          \
@@ -172,10 +201,10 @@ struct FlatTiles : BlockKind<Format> {
       if constexpr (I == 3) VX_TILE_STORE_AT(3, sums, AT, 64);
     }
 
-    // The sums of unit UNIT in buffer I, of the tokens from FIRST to LAST - 1.
-    template <int I, int UNIT, int FIRST, int LAST>
-    VX_MEMBER void add(typename Blocks::Scales scales) {
-      const uint8_t* factors = unit<UNIT>();
+    // The sums of unit I of the four at x, of the tokens from FIRST to LAST - 1.
+    template <int I, int FIRST, int LAST>
+    VX_MEMBER void add(typename Blocks::Scales scales, const uint8_t* x) {
+      const uint8_t* factors = unit<I>(x);
 #pragma GCC unroll 16
       for (int t = FIRST; t < LAST; ++t) {
         const uint8_t* token = factors + t * 8;

@@ -13,40 +13,72 @@ namespace VX_ISA {
 // What passes by unpacked weights: panels that stay in the second-level cache, with their accumulators.
 enum { PASS_BYTES = 1 << 20, PASS_TOKENS = 512, FROM_MANY = 4 };
 
-// One block of 16 rows times panels first ... last - 1 into c, [tokens][32].
-template <class Kind, int TOKENS, Passing PASSING>
-static void multiply_flat(const uint8_t* block, const typename Kind::Panels& p, int32_t first, int32_t last,
-                          float* c, uint8_t* room, Fetch fetch) {
-  for (int32_t u = 0; u < p.units; u += Kind::SPAN) {
-    const int32_t count = p.units - u < Kind::SPAN ? p.units - u : (int32_t)Kind::SPAN;
-    const uint8_t* tiles = Kind::template unpack<PASSING>(block, u, count, room);
-    float* sums = c;
-    for (int32_t panel = first; panel < last; ++panel, sums += TOKENS * 32) {
-      if (PASSING == MANY) fetch.next();
-      Kind::template multiply<TOKENS, PASSING>(tiles, block, u, count, p.units, p.at(panel, u), sums, &fetch);
-    }
-  }
+template <class Panels>
+static int32_t passing_panels(const Panels& p) {
+  const int32_t fit = (int32_t)(PASS_BYTES / p.panel_bytes()), most = PASS_TOKENS / 16;
+  return fit < 1 ? 1 : fit < most ? fit : most;
 }
 
-template <class Kind>
-static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  const typename Kind::Panels p = Kind::Panels::pack(a, step, rows, ctx);
+// The last sums of a block are added beside the first products of the next, whatever output tile that is of.
+template <class Kind, int TOKENS, Passing PASSING>
+struct FlatRun {
+  typedef typename Kind::Panels Panels;
+  typedef typename Kind::Product Product;
+  const VxLinear* a;
+  Panels p;
+  uint8_t* room;            // for a span of units as tiles
+  float *c, *other;         // [PASS_TOKENS][32] accumulators of an output tile, and of the next one
+  alignas(64) int32_t sums[4 * 16 * TOKENS];
+  Product before;
+  int32_t tile = 0, row = 0, rows = 0;  // the output tile that `other` belongs to; rows is 0 where it is stored
+
+  FlatRun(const VxLinear* linear, const Panels& panels, uint8_t* scratch)
+      : a(linear), p(panels), room(scratch + 2 * PASS_TOKENS * 32 * 4), c((float*)scratch),
+        other(c + PASS_TOKENS * 32), before{nullptr, nullptr, nullptr, 0, 0, c} {}
+
+  // Half `b` of a tile times panels first ... last - 1.
+  void multiply(const uint8_t* block, int32_t first, int32_t last, int b, Fetch fetch) {
+    for (int32_t u = 0; u < p.units; u += Kind::SPAN) {
+      const int32_t count = p.units - u < Kind::SPAN ? p.units - u : (int32_t)Kind::SPAN;
+      const uint8_t* tiles = Kind::template unpack<PASSING>(block, u, count, room);
+      float* at = c + b * 16;
+      for (int32_t panel = first; panel < last; ++panel, at += TOKENS * 32) {
+        if (PASSING == MANY) fetch.next();
+        const Product now = {tiles, block, p.at(panel, u), u, count, at};
+        Kind::template multiply<TOKENS, PASSING>(now, &before, p.units, sums, &fetch);
+        finish_rows();
+      }
+    }
+  }
+  // The output tile whose products have been made.
+  void end_tile(int32_t its_tile, int32_t its_row, int32_t its_rows) {
+    float* done = c;
+    c = other, other = done;
+    tile = its_tile, row = its_row, rows = its_rows;
+  }
+  void finish() {
+    Fetch none = {nullptr, nullptr, 0};
+    Kind::template multiply<TOKENS, PASSING>({nullptr, nullptr, nullptr, 1, 0, before.c}, &before, p.units, sums, &none);
+    finish_rows();
+  }
+
+ private:
+  void finish_rows() {
+    if (rows > 0) finish_tile(a, tile, row, rows, other);
+    rows = 0;
+  }
+};
+
+template <class Kind, int TOKENS, Passing PASSING>
+static void multiply_flat(const VxLinear* a, const typename Kind::Panels& p, VxCtx* ctx) {
   const int32_t block_bytes = p.units * (int32_t)Kind::UNIT_BYTES;
-  const int32_t fit = (int32_t)(PASS_BYTES / p.panel_bytes()), most = PASS_TOKENS / 16;
-  const int32_t pass = fit < 1 ? 1 : fit < most ? fit : most, passing = p.count < pass ? p.count : pass;
-  const bool many = p.size == 16 && passing >= FROM_MANY;
-  enum { LEAST = Kind::FROM_TOKENS > 8 ? 12 : 8 };  // the least size of panels of FROM_TOKENS rows or more
-  const auto run = many               ? multiply_flat<Kind, 16, MANY>
-                   : p.size == 16     ? multiply_flat<Kind, 16, FEW>
-                   : p.size == 12     ? multiply_flat<Kind, 12, FEW>
-                                      : multiply_flat<Kind, LEAST, FEW>;
+  const int32_t pass = passing_panels(p), passing = p.count < pass ? p.count : pass;
   // The next block is fetched while this one is used: lines for each panel of a span, or for each unit.
-  const int32_t uses = passing * (many ? (p.units + Kind::SPAN - 1) / Kind::SPAN : p.units);
+  const int32_t uses = passing * (PASSING == MANY ? (p.units + Kind::SPAN - 1) / Kind::SPAN : p.units);
   const int32_t lines = (block_bytes / 64 + uses) / uses;
-  float* c = (float*)(ctx->scratch + Kind::Panels::PRIVATE_BYTES);
-  uint8_t* room = (uint8_t*)(c + PASS_TOKENS * 32);
   TileShapes shapes;
-  shapes.set(p.size, p.size, Kind::STEPS);
+  shapes.set(TOKENS, TOKENS, Kind::STEPS);
+  FlatRun<Kind, TOKENS, PASSING> run(a, p, ctx->scratch + Kind::Panels::PRIVATE_BYTES);
   const auto each = [&](int32_t begin, int32_t end, int32_t then) {
     const auto at = [&](int32_t tile, int b) {
       return (const uint8_t*)a->w.data + (size_t)(2 * tile + b) * block_bytes;
@@ -58,13 +90,26 @@ static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, 
           const int32_t next_tile = b == 0 ? tile : tile + 1 < end ? tile + 1 : then;
           const uint8_t* next = at(next_tile, 1 - b);
           const bool stays = first > 0 || next_tile < 0;
-          run(at(tile, b), p, first, last, c + b * 16, room, {next, stays ? next : next + block_bytes, lines});
+          run.multiply(at(tile, b), first, last, b, {next, stays ? next : next + block_bytes, lines});
         }
-        finish_tile(a, tile, row, p.begin(last) - row, c);
+        run.end_tile(tile, row, p.begin(last) - row);
       }
     }
+    run.finish();
   };
   for_chunks_ahead(&a->w, 2 * (size_t)block_bytes, {CHUNK_BYTES, 8}, ctx, each);
+}
+
+template <class Kind>
+static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
+  const typename Kind::Panels p = Kind::Panels::pack(a, step, rows, ctx);
+  enum { LEAST = Kind::FROM_TOKENS > 8 ? 12 : 8 };  // the least size of panels of FROM_TOKENS rows or more
+  const bool many = p.size == 16 && p.count >= FROM_MANY && passing_panels(p) >= FROM_MANY;
+  const auto run = many             ? multiply_flat<Kind, 16, MANY>
+                   : p.size == 16   ? multiply_flat<Kind, 16, FEW>
+                   : p.size == 12   ? multiply_flat<Kind, 12, FEW>
+                                    : multiply_flat<Kind, LEAST, FEW>;
+  run(a, p, ctx);
 }
 
 // --- units of 256 columns --------------------------------------------------------------------------
