@@ -15,7 +15,7 @@ from vllmx_models.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.matrices import decode_fp8
 from vllmx_models.qwen3 import qwen3
 
-FORMS = ("bf16", "fp8", "q4_k_m")
+FORMS = ("bf16", "fp8", "fp8 blocks", "q4_k_m")
 COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
@@ -45,8 +45,9 @@ class RandomSource:
     kind, so that making an 8B model takes no memory of its size.
 
     Args:
-        form: one of `FORMS`. "fp8": the layers' matrices in e4m3 with a scale a row; "q4_k_m": GGUF
-            blocks by llama.cpp's rules; norms stay bf16.
+        form: one of `FORMS`. "fp8": the layers' matrices in e4m3 with a scale a row, "fp8 blocks":
+            for each 128 x 128, both for dynamic activations; "q4_k_m": GGUF blocks by llama.cpp's
+            rules; norms stay bf16.
     """
 
     def __init__(self, config: Mapping[str, Any], form: str) -> None:
@@ -70,7 +71,7 @@ class RandomSource:
         if len(shape) == 1 or self._form == "bf16":
             return self._dense(name, shape)
         layer = ".layers." in name
-        if self._form == "fp8":
+        if self._form.startswith("fp8"):
             return self._fp8(name, shape) if layer else self._dense(name, shape)
         kind = TYPES_BY_NAME[type_of("q4_k_m", _gguf_name(name), shape, self._layers)]
         num_bytes = math.prod(shape) // kind.values * kind.num_bytes
@@ -93,12 +94,18 @@ class RandomSource:
 
     def _fp8(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         rows, cols = shape
+        blocks = self._form == "fp8 blocks"
+        height, width = (128, 128) if blocks else (1, cols)
         options: dict[str, str | int] = {
-            "dtype": "f8e4m3", "strategy": "channel", "block_rows": 1, "block_cols": cols,
+            "dtype": "f8e4m3", "strategy": "block" if blocks else "channel",
+            "block_rows": height, "block_cols": width, "activations": "dynamic",
+            "activation_strategy": "group" if blocks else "token",
         }  # fmt: skip
         codes = RawTensor(name, "f8e4m3", shape, self._take("fp8", rows * cols))
-        scales = np.full(rows, 0.01, np.float32).view(np.uint8)
-        buffers = {"weight": codes, "scale": RawTensor(f"{name}.scale", "f32", (rows,), scales)}
+        grid = -(-rows // height), -(-cols // width)
+        scales = np.full(math.prod(grid), 0.01, np.float32).view(np.uint8)
+        of_scales = grid if blocks else grid[:1]
+        buffers = {"weight": codes, "scale": RawTensor(f"{name}.scale", "f32", of_scales, scales)}
         return WeightPart(name, shape, QuantLayout("fp8", 8, None, options), buffers, decode_fp8)
 
     def _take(self, kind: str, num_bytes: int) -> npt.NDArray[np.uint8]:

@@ -41,9 +41,11 @@ class Part:
 PARTS = (
     Part("ceilings", 6), Part("0.6b bf16", 18), Part("8b bf16", 26),
     Part("256 x 1024 on 0.6b", 14), Part("start, cold", 16), Part("start, warm", 8),
-    Part("8b q4_k_m", 20), Part("8b fp8", 20), Part("8b bf16, fp8 KV", 20),
+    Part("8b q4_k_m", 20), Part("8b fp8 blocks", 20), Part("8b fp8", 20),
+    Part("8b bf16, fp8 KV", 20),
     Part("torch 0.6b", 30, "torch_decode.py"), Part("torch 8b", 30, "torch_decode.py"),
-    Part("0.6b q4_k_m", 10), Part("0.6b fp8", 10), Part("0.6b bf16, fp8 KV", 10),
+    Part("0.6b q4_k_m", 10), Part("0.6b fp8 blocks", 10), Part("0.6b fp8", 10),
+    Part("0.6b bf16, fp8 KV", 10),
 )  # fmt: skip
 Run = Callable[[list[str], float, dict[str, str], Path], str]
 """run(command, limit in seconds, environment, log) says "ok" or what went wrong."""

@@ -89,7 +89,7 @@ def wrapper_outputs(open_device: OpenDevice, dtype: str) -> dict[str, Any]:
     words = random.integers(0, 256, 96 * 16).astype(np.uint8)
     results: dict[str, tuple[Any, tuple[int, ...]]] = {
         "products": (np.float32, (2, 16, 8)), "fused": (np.uint32, (32,)),
-        "permuted": (np.uint32, (4, 32)),
+        "coded": (np.float32, (16, 8)), "permuted": (np.uint32, (4, 32)),
         "fragments": (np.uint32, (2, 32, 4)),
         "copied": (np.uint32, (2, 32, 4)), "loaded": (np.uint32, (32, 4)),
         "dots": (np.int32, (32,)),

@@ -279,9 +279,11 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "8b bf16": model("8b", "bf16"),
     "256 x 1024 on 0.6b": throughput,
     "8b q4_k_m": model("8b", "q4_k_m"),
+    "8b fp8 blocks": model("8b", "fp8 blocks"),
     "8b fp8": model("8b", "fp8"),
     "8b bf16, fp8 KV": model("8b", "bf16", "fp8"),
     "0.6b q4_k_m": model("0.6b", "q4_k_m"),
+    "0.6b fp8 blocks": model("0.6b", "fp8 blocks"),
     "0.6b fp8": model("0.6b", "fp8"),
     "0.6b bf16, fp8 KV": model("0.6b", "bf16", "fp8"),
 }

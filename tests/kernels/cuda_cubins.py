@@ -54,6 +54,9 @@ WANTED = {
     "rms_norm_codes": ("LDG.E.128", "STG.E.64"),
     "codes8_gemv": ("LDG.E.NA.LTC",),
     "codes8_mma": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
+    "codes8_blocks": (
+        "QMMA.16832.F32.E4M3.E4M3", "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128",
+    ),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
 }  # fmt: skip
 Units = Sequence[tuple[str, Mapping[str, int]]]
@@ -112,9 +115,11 @@ UNITS: Units = (
     ("w4_linear", {**W4, "VX_TILES": 1, "VX_ROWS": 1, "VX_BITS": 6, "VX_ZERO": 0, "VX_FOLDS": 4}),
     ("w4_linear", {**W4, "VX_TILES": 4, "VX_ROWS": 2, "VX_BITS": 6, "VX_ZERO": 0, "VX_FOLDS": 4}),
     ("w4_dequantize", {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1}),
-    ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
-    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1}),
-    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 0}),
+    ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 0}),
+    ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 1}),
+    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 0}),
+    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 1}),
+    ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 0, "VX_GROUPS": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 1, "VX_OUT": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 1, "VX_TOKENS": 4, "VX_OUT": 0}),
     ("codes8_gemv", {**BF16, "VX_CODE": 0, "VX_TOKENS": 4, "VX_OUT": 1}),
@@ -123,12 +128,13 @@ UNITS: Units = (
     ("codes8_mma", {**BF16, "VX_TILES": 8, "VX_ROWS": 2, "VX_OUT": 0}),
     ("codes8_mma", {"VX_DTYPE": 1, "VX_TILES": 4, "VX_ROWS": 2, "VX_OUT": 0}),
     ("wrappers", BF16),
+    ("codes8_blocks", {**BF16, "VX_OUT": 0}),
     ("mask_logits", {}),
     ("sample_max", {}),
     ("logprob_chunks", {}),
 )
 _USAGE = re.compile(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(r"\b((?:HGMMA|HMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.x]*)")
+_INSTRUCTION = re.compile(r"\b((?:HGMMA|HMMA|QMMA|LDSM|LDGSTS|LDG|STG|LDL|STL|IDP)[A-Z0-9_.x]*)")
 
 
 def units_of(arch: str, units: Units) -> list[Unit]:

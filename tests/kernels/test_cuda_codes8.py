@@ -32,6 +32,13 @@ def scaled(codes: Array, scales: Array, block: tuple[int, int]) -> Array:
     return result
 
 
+def as_stored(scales: Array, block: tuple[int, ...]) -> Array:
+    """Those of blocks in whole fours."""
+    if block[0] == 1:
+        return scales
+    return on_device(np.pad(scales, ((0, 0), (0, -scales.shape[1] % 4))), np.float32)
+
+
 def check_codes(codes: Array, scales: Array, exact: Array, code: str) -> None:
     """The greatest of a row has the greatest code, and all are as near as codes can be."""
     top = abs(exact).max(axis=1)
@@ -52,8 +59,10 @@ def test_quantize_rows(emulator: Emulator, code: str, dtype: str, width: int) ->
     x = on_device(x, x.dtype)
     codes, scales = empty(x.shape, TYPES[code]), empty(5, np.float32)
     vec = vector_width(width)
-    variant = KERNELS["quantize_rows"].variant(**options(dtype, VX_VEC=vec, VX_CODE=CODES[code]))
-    arguments = [x, codes.view(np.uint8), scales, width, 0.0]
+    variant = KERNELS["quantize_rows"].variant(
+        **options(dtype, VX_VEC=vec, VX_CODE=CODES[code], VX_GROUPS=0)
+    )
+    arguments = [x, codes.view(np.uint8), scales, width, 0.0, 0]
     emulator.launch(variant, {"rows": 5, "width": width}, arguments)
     usual = [0, 1, 3, 4]
     check_codes(codes[usual], scales[usual], wide(x)[usual], code)
@@ -73,10 +82,10 @@ def test_norms_into_codes(
     codes, scales = empty(x.shape, TYPES[code]), empty(3, np.float32)
     entry = "add_rms_norm_codes" if adds else "rms_norm_codes"
     variant = KERNELS[entry].variant(
-        **options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES[code])
+        **options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES[code], VX_GROUPS=0)
     )
     inputs = [x, residual, weight] if adds else [x, weight]
-    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, 0.0]
+    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, 0.0, 0]
     emulator.launch(variant, {"rows": 3, "width": width}, arguments)
     total = wide(x)
     if adds:
@@ -103,8 +112,8 @@ def test_rows_with_a_fixed_scale(emulator: Emulator, dtype: str, width: int, sca
     x[1], x[2, 3], x[3, 0], x[3, 7] = 0, np.nan, np.inf, -np.inf
     x = on_device(x, x.dtype)
     codes, scales = empty(x.shape, E4M3), empty(4, np.float32)
-    chosen = options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES["f8e4m3"])
-    arguments = [x, codes.view(np.uint8), scales, width, scale]
+    chosen = options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES["f8e4m3"], VX_GROUPS=0)
+    arguments = [x, codes.view(np.uint8), scales, width, scale, 0]
     sizes = {"rows": 4, "width": width}
     emulator.launch(KERNELS["quantize_rows"].variant(**chosen), sizes, arguments)
     want = fixed_codes(x, scale)
@@ -121,9 +130,11 @@ def test_norms_with_a_fixed_scale(emulator: Emulator, adds: bool) -> None:
     residual = inout(np.zeros((3, width)), NUMPY_TYPES["bf16"])
     codes, scales = empty(x.shape, E4M3), empty(3, np.float32)
     entry = "add_rms_norm_codes" if adds else "rms_norm_codes"
-    variant = KERNELS[entry].variant(**options("bf16", VX_VEC=8, VX_CODE=CODES["f8e4m3"]))
+    variant = KERNELS[entry].variant(
+        **options("bf16", VX_VEC=8, VX_CODE=CODES["f8e4m3"], VX_GROUPS=0)
+    )
     inputs = [x, residual, weight] if adds else [x, weight]
-    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, scale]
+    arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, scale, 0]
     emulator.launch(variant, {"rows": 3, "width": width}, arguments)
     root = np.sqrt((wide(x) ** 2).mean(axis=1, keepdims=True) + 1e-5)
     want = wide(fixed_codes(wide(x) / root * wide(weight), scale))
@@ -150,7 +161,14 @@ def test_dequantize(emulator: Emulator, code: str, blocks: str, dtype: str) -> N
     variant = KERNELS["codes8_dequantize"].variant(
         **options(dtype, VX_CODE=CODES[code], VX_TOKENS=1, VX_OUT=0)
     )
-    arguments = [on_device(codes[first:], codes.dtype), scales, y, cols, first, *block]
+    arguments = [
+        on_device(codes[first:], codes.dtype),
+        as_stored(scales, block),
+        y,
+        cols,
+        first,
+        *block,
+    ]
     emulator.launch(variant, {"rows": rows - first, "width": cols}, arguments)
     want = scaled(codes, scales, block)[first:].astype(y.dtype)
     np.testing.assert_array_equal(y.view(np.uint8), want.view(np.uint8))
@@ -176,8 +194,8 @@ def test_gemv(
     variant = KERNELS["codes8_gemv"].variant(
         **options(dtype, VX_CODE=CODES[code], VX_TOKENS=tile, VX_OUT=out)
     )
-    arguments = [x, codes.view(np.uint8), scales, bias, y, tokens, outputs, cols, outputs + 2,
-                 *block]  # fmt: skip
+    arguments = [x, codes.view(np.uint8), as_stored(scales, block), bias, y, tokens, outputs, cols,
+                 outputs + 2, *block]  # fmt: skip
     emulator.launch(variant, {"tokens": tokens, "outputs": outputs}, arguments)
     assert (y[:, outputs:] == 7).all()
     values = wide(codes) * wide(scaled(np.ones_like(codes, np.float32), scales, block))
@@ -250,7 +268,8 @@ def test_mma(
     )
     emulator.launch(
         variant, {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts},
-        [x, codes, scales, bias, y, partial, arrivals, tokens, outputs, inputs, pitch, block[0],
+        [x, codes, as_stored(scales, block), bias, y, partial, arrivals, tokens, outputs, inputs,
+         pitch, block[0],
          31 if block[1] == inputs else block[1].bit_length() - 1],
     )  # fmt: skip
     if arrivals is not None:
@@ -261,4 +280,70 @@ def test_mma(
     want = wide(x) @ values.T + wide(bias)
     # sums of products that are as large as this
     magnitude = (abs(wide(x)) @ abs(values).T).max()
+    assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=magnitude if out else 2)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("f16", 400), ("bf16", 2064)])
+@pytest.mark.parametrize("source", ["x", "norm", "sum and norm"])
+def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, source: str) -> None:
+    """Each group as if it were a row, its scale beside other rows'; the last one smaller."""
+    rng, rows, pitch = np.random.default_rng(width), 5, 8
+    x = np.array(normal(rng, (rows, width), dtype))
+    if source == "x":
+        x[1, :100], x[3, -1] = 0, np.inf
+    x = on_device(x, x.dtype)
+    weight = normal(rng, (width,), "f32")
+    residual = inout(rng.standard_normal((rows, width)), x.dtype)
+    before = residual.copy()
+    groups = -(-width // 128)
+    codes, scales = empty(x.shape, E4M3), inout(np.full((groups, pitch), 7), np.float32)
+    entry = {"x": "quantize_rows", "norm": "rms_norm_codes", "sum and norm": "add_rms_norm_codes"}
+    chosen = options(dtype, VX_VEC=8, VX_CODE=CODES["f8e4m3"], VX_GROUPS=1)
+    inputs = {"x": [x], "norm": [x, weight], "sum and norm": [x, residual, weight]}[source]
+    eps = [] if source == "x" else [1e-5]
+    arguments = [*inputs, codes.view(np.uint8), scales, width, *eps, 0.0, pitch]
+    emulator.launch(
+        KERNELS[entry[source]].variant(**chosen), {"rows": rows, "width": width}, arguments
+    )
+    np.testing.assert_array_equal(scales[:, rows:], 7)
+    want = wide(x)
+    if source != "x":
+        if source == "sum and norm":
+            want = wide((x.astype(np.float32) + before.astype(np.float32)).astype(x.dtype))
+        want = want / np.sqrt((want**2).mean(axis=1, keepdims=True) + 1e-5) * wide(weight)
+    for group in range(groups):
+        part, columns = (
+            want[:, 128 * group : 128 * group + 128],
+            slice(128 * group, 128 * group + 128),
+        )
+        finite = np.isfinite(part).all(axis=1)
+        assert (np.isnan(scales[group, :rows]) == ~finite).all()
+        check_codes(codes[finite, columns], scales[group, :rows][finite], part[finite], "f8e4m3")
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "outputs", "inputs", "out", "biased"), [
+    ("bf16", 1, 40, 16, 0, True), ("f16", 130, 129, 400, 1, False), ("bf16", 5, 200, 528, 1, True),
+    ("bf16", 77, 24, 1040, 0, False),
+])  # fmt: skip
+def test_blocks(
+    emulator: Emulator, dtype: str, tokens: int, outputs: int, inputs: int, out: int, biased: bool
+) -> None:
+    rng, groups = np.random.default_rng(inputs), -(-inputs // 128)
+    x, w = (random_codes(rng, (n, inputs), "f8e4m3") for n in (tokens, outputs))
+    x_pitch, pitch = -(-tokens // 4) * 4, outputs + 3
+    x_scales = on_device(rng.uniform(0.5, 2, (groups, x_pitch)) / 100, np.float32)
+    w_scales = on_device(rng.uniform(-2, 2, (-(-outputs // 128), groups)) / 100, np.float32)
+    bias = normal(rng, (outputs,), "f32") if biased else None
+    y = inout(np.full((tokens, pitch), 7), np.float32 if out else NUMPY_TYPES[dtype])
+    variant = KERNELS["codes8_blocks"].variant(**options(dtype, VX_OUT=out))
+    emulator.launch(
+        variant, {"tokens": tokens, "outputs": outputs, "width": inputs},
+        [x.view(np.uint8), x_scales, w.view(np.uint8), as_stored(w_scales, (128, 128)), bias, y,
+         tokens, outputs, inputs, x_pitch, pitch],
+    )  # fmt: skip
+    np.testing.assert_array_equal(y[:, outputs:], 7)
+    left = wide(x) * wide(np.repeat(x_scales[:, :tokens].T, 128, 1)[:, :inputs])
+    right = wide(w) * wide(scaled(np.ones((outputs, inputs), np.float32), w_scales, (128, 128)))  # type: ignore[arg-type]
+    want = left @ right.T + (0 if bias is None else wide(bias))
+    magnitude = (abs(left) @ abs(right).T).max()
     assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=magnitude if out else 2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
 
 from .cuda_arrays import assert_near, on_device, options, wide
+
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -19,16 +22,19 @@ def test_wrappers(emulator: Emulator, dtype: str) -> None:
     products, fragments = empty((2, 16, 8), np.float32), empty((2, 32, 4), np.uint32)
     copied, loaded = empty((2, 32, 4), np.uint32), empty((32, 4), np.uint32)
     dots, fused = empty(32, np.int32), empty(32, np.uint32)
-    permuted = empty((4, 32), np.uint32)
+    permuted, coded = empty((4, 32), np.uint32), empty((16, 8), np.float32)
     emulator.launch(
         KERNELS["wrappers"].variant(**options(dtype)), {},
-        [a, b, words, products, fused, permuted, fragments, copied, loaded, dots],
+        [a, b, words, products, fused, coded, permuted, fragments, copied, loaded, dots],
     )  # fmt: skip
     once = wide(a) @ wide(b).T
     np.testing.assert_allclose(products, np.stack([once, 2 * once]), rtol=1e-5, atol=1e-5)
     pairs, row, pair = wide(a).reshape(16, 8, 2), np.arange(32) // 4, np.arange(32) % 4
     sums = pairs[row, pair] * pairs[row + 8, pair] + pairs[row, pair + 4]  # (32, 2)
     assert_near(fused.view(a.dtype).reshape(32, 2), sums, dtype)
+    codes = (words[:48].view(np.uint8) & 0x8F | 0x30).view(E4M3).reshape(24, 32)
+    np.testing.assert_array_equal(coded, wide(codes[:16]) @ wide(codes[16:]).T)
+
     pairs8 = np.ascontiguousarray(words[:32, :2]).view(np.uint8)  # (32, 8)
     for index, order in enumerate((0x0123, 0x7654, 0x1804, 0xDAF9)):
         nibbles = [order >> 4 * i & 15 for i in range(4)]

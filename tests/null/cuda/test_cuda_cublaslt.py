@@ -6,7 +6,7 @@ import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cuda.arch import ARCHITECTURES
 from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit
-from vllmx_cuda.cublaslt import Algorithm, CublasLt, Matmul
+from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLt, Matmul
 from vllmx_cuda.device import Product
 from vllmx_cuda.driver import unavailable_reason
 from vllmx_cuda.libraries import include_folders
@@ -36,16 +36,19 @@ def test_descriptors(lt: CublasLt, dtype: str, out_dtype: str) -> None:
     assert (matmul.attribute(3), matmul.attribute(4)) == (1, 0), "w transposed, x not"
     assert matmul.attribute(7) == 4, "a bias"
     assert matmul.attribute(26) == {"f32": 0, "f16": 2, "bf16": 14}[out_dtype]
-    matmul.point(bias=1 << 20)
+    matmul.point(Addresses(bias=1 << 20))
     matmul.close()
 
 
-@pytest.mark.parametrize(("scales", "modes"), [("tensor", (0, 0)), ("outer", (3, 3)),
-                                               ("block", (5, 4))])  # fmt: skip
-def test_descriptors_of_fp8(lt: CublasLt, scales: str, modes: tuple[int, int]) -> None:
-    matmul = Matmul(lt, Product(16, 32, 64, "f8e4m3", "bf16"), scales)
-    assert (matmul.attribute(31), matmul.attribute(32)) == modes
-    matmul.point(w_scale=4096, x_scale=8192)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_descriptors_of_fp8(lt: CublasLt, blocks: bool) -> None:
+    """Blocks of 128 x 128 of w and 128 columns of x have scales of their own: modes 5 and 4 of
+    cublasLtMatmulMatrixScale_t. Their sums are not the fast ones."""
+    matmul = Matmul(lt, Product(16, 32, 512, "f8e4m3", "bf16", blocks=blocks))
+    assert (matmul.attribute(31), matmul.attribute(32)) == ((5, 4) if blocks else (0, 0))
+    assert matmul.attribute(25, 1) == (not blocks)
+    matmul.point(Addresses(w_scale=4096, x_scale=8192))
+    assert (matmul.attribute(17, 8), matmul.attribute(18, 8)) == (4096, 8192)
     matmul.close()
 
 

@@ -20,7 +20,7 @@ import pytest
 from vllmx_core.errors import BackendUnavailableError, CapacityError, EngineDeadError
 from vllmx_cuda import cupy_device as module
 from vllmx_cuda import libraries
-from vllmx_cuda.cublaslt import Algorithm, CublasLtError
+from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLtError
 from vllmx_cuda.cupy_device import CupyDevice
 from vllmx_cuda.device import Memory, Product
 from vllmx_cuda.driver import DeviceFacts, DriverFacts
@@ -257,8 +257,8 @@ class FakeMatmul:
     def __init__(self, lt: Any, product: Product) -> None:
         self.product = product
 
-    def point(self, *, bias: int) -> None:
-        self.bias = bias
+    def point(self, addresses: Addresses) -> None:
+        self.pointed = addresses
 
     def algorithms(self, most: int) -> list[Algorithm]:
         return [Algorithm(bytes([i]) * 64, 0) for i in range(3)][:most]
@@ -303,6 +303,27 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
     with device.tuning():
         device.multiply(small, x, x, x)
     assert not again.path.exists(), "nothing new, nothing written"
+
+
+def test_scales_of_blocks_belong_to_their_product(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the library is only asked, which looks at them."""
+    made: list[FakeMatmul] = []
+
+    def make(lt: Any, product: Product) -> FakeMatmul:
+        made.append(FakeMatmul(lt, product))
+        return made[-1]
+
+    monkeypatch.setattr(device._algorithms, "_make", make)
+    product = Product(8, 128, 512, "f8e4m3", "bf16", blocks=True)
+    assert device.can_multiply(product)
+    assert made[0].pointed.w_scale % 256 == made[0].pointed.x_scale % 256 == 0
+    assert made[0].pointed.w_scale
+    assert made[0].pointed.x_scale
+    x, of_x, of_w = (device.empty(4) for _ in range(3))
+    device.multiply(product, x, x, x, None, (of_x, of_w))
+    assert made[1].pointed == Addresses(0, of_w.address, of_x.address)
 
 
 def test_a_stored_algorithm_that_the_library_refuses_is_measured_again(

@@ -19,6 +19,7 @@ from vllmx_cuda.cubins import why_unsafe, write_whole
 from vllmx_cuda.cublaslt import (
     ALGORITHM_BYTES,
     WORKSPACE_BYTES,
+    Addresses,
     Algorithm,
     CublasLt,
     CublasLtError,
@@ -27,6 +28,9 @@ from vllmx_cuda.cublaslt import (
 from vllmx_cuda.device import Product
 
 logger = logging.getLogger("vllmx.cuda")
+
+_ANYWHERE = Addresses(w_scale=1 << 20, x_scale=1 << 20)
+"""Scales of a product that is asked for and not run: the library wants them aligned."""
 
 CANDIDATES = 8
 MOST_PRODUCTS = 4096
@@ -119,6 +123,8 @@ class Algorithms:
     def _ask(self, product: Product) -> bool:
         try:
             matmul = self._make(self._lt, product)
+            if product.blocks:
+                matmul.point(_ANYWHERE)
             try:
                 return bool(matmul.algorithms(1))
             finally:
@@ -130,9 +136,9 @@ class Algorithms:
             return False
 
     def choose(
-        self, product: Product, bias: int, run: Callable[[Matmul, Algorithm], None]
+        self, product: Product, addresses: Addresses, run: Callable[[Matmul, Algorithm], None]
     ) -> tuple[Matmul, Algorithm]:
-        """Descriptor, pointed at the bias, and algorithm.
+        """Descriptor, pointed at bias and scales, and algorithm.
 
         Args:
             run: enqueues the product as it is meant, for the measurement.
@@ -140,10 +146,10 @@ class Algorithms:
         if product in self._ready:
             self._ready.move_to_end(product)
             matmul, algorithm = self._ready[product]
-            matmul.point(bias=bias)
+            matmul.point(addresses)
             return matmul, algorithm
         matmul = self._make(self._lt, product)
-        matmul.point(bias=bias)  # the heuristic looks at it
+        matmul.point(addresses)  # the heuristic looks at them
         known = self._file.get(product)
         if known is None or not matmul.accepts(known):
             candidates = matmul.algorithms(CANDIDATES if self.measuring else 1)

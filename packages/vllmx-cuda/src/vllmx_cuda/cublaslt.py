@@ -30,9 +30,7 @@ _PREFERENCE_MAX_WORKSPACE = 1
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
 _NOT_SUPPORTED = 15
 
-SCALE_MODES = {"tensor": (0, 0), "outer": (3, 3), "block": (5, 4)}
-"""FP8 scales of (w, x): one float32 each; one for each row of both; one for each 128 x 128 block of
-w and each 128 values of a row of x."""
+_SCALE_128X128, _SCALE_1X128 = 5, 4  # of w, of x: CUDA 12.9 on, and Hopper alone
 WORKSPACE_BYTES = 32 << 20
 """What NVIDIA recommends for Hopper."""
 _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
@@ -120,14 +118,19 @@ class Algorithm:
     workspace_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Device memory that belongs to a descriptor; 0: none."""
+
+    bias: int = 0
+    w_scale: int = 0
+    x_scale: int = 0
+
+
 class Matmul:
-    """Descriptors of one product.
+    """Descriptors of one product."""
 
-    Args:
-        scales: for FP8, a key of `SCALE_MODES`.
-    """
-
-    def __init__(self, lt: CublasLt, product: Product, scales: str = "tensor") -> None:
+    def __init__(self, lt: CublasLt, product: Product) -> None:
         self.product = product
         self._lt, self._library = lt, lt.library
         integers = product.dtype == "i8"  # then alpha and beta are integers as well
@@ -147,37 +150,32 @@ class Matmul:
         if product.biased:
             self._set(_DESC_EPILOGUE, c_uint32(_EPILOGUE_BIAS))
             self._set(_DESC_BIAS_TYPE, c_int(DATA_TYPES[product.out_dtype]))
-        if product.dtype == "f8e4m3":
-            self._set_scales(scales)
+        if product.dtype == "f8e4m3":  # blocks have sums of their own in float32
+            self._set(_DESC_FAST_ACCUM, ctypes.c_int8(not product.blocks))
+        if product.blocks:  # libraries before 12.8 do not know the attributes
+            self._set(_DESC_A_SCALE_MODE, c_int(_SCALE_128X128))
+            self._set(_DESC_B_SCALE_MODE, c_int(_SCALE_1X128))
         m, n, k = product.m, product.n, product.k
         self._w = self._layout(product.dtype, k, n)
         self._x = self._layout(product.dtype, k, m)
         self._y = self._layout(product.out_dtype, n, m, product.pitch)
 
-    def _set_scales(self, scales: str) -> None:
-        w_mode, x_mode = SCALE_MODES[scales]
-        self._set(_DESC_FAST_ACCUM, ctypes.c_int8(scales != "block"))
-        if (w_mode, x_mode) != (0, 0):  # libraries before 12.8 do not know the attribute
-            self._set(_DESC_A_SCALE_MODE, c_int(w_mode))
-            self._set(_DESC_B_SCALE_MODE, c_int(x_mode))
-
-    def attribute(self, number: int) -> int:
-        """A 32-bit attribute of the descriptor, for tests."""
-        value, written = c_uint32(), c_size_t()
+    def attribute(self, number: int, num_bytes: int = 4) -> int:
+        """An attribute of the descriptor, for tests."""
+        value, written = c_uint64(), c_size_t()
         self._check(
             self._library.cublasLtMatmulDescGetAttribute(
-                self._descriptor, number, byref(value), ctypes.sizeof(value), byref(written)
+                self._descriptor, number, byref(value), num_bytes, byref(written)
             )
         )
         return value.value
 
-    def point(self, *, bias: int = 0, w_scale: int = 0, x_scale: int = 0) -> None:
-        """Device addresses that belong to the descriptor; a call that is captured keeps those of
-        its time."""
+    def point(self, addresses: Addresses) -> None:
+        """A call that is captured keeps those of its time."""
         for number, address in (
-            (_DESC_BIAS_POINTER, bias),
-            (_DESC_A_SCALE_POINTER, w_scale),
-            (_DESC_B_SCALE_POINTER, x_scale),
+            (_DESC_BIAS_POINTER, addresses.bias),
+            (_DESC_A_SCALE_POINTER, addresses.w_scale),
+            (_DESC_B_SCALE_POINTER, addresses.x_scale),
         ):
             if address and self._pointers.get(number) != address:
                 self._set(number, c_void_p(address))

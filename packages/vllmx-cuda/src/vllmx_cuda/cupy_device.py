@@ -22,7 +22,14 @@ from vllmx_cuda.algorithms import AlgorithmFile, Algorithms
 from vllmx_cuda.arch import architecture
 from vllmx_cuda.compiling import compiled
 from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit, cache_folder, kernel_cache
-from vllmx_cuda.cublaslt import WORKSPACE_BYTES, Algorithm, CublasLt, CublasLtError, Matmul
+from vllmx_cuda.cublaslt import (
+    WORKSPACE_BYTES,
+    Addresses,
+    Algorithm,
+    CublasLt,
+    CublasLtError,
+    Matmul,
+)
 from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.libraries import include_folders
@@ -220,7 +227,13 @@ class CupyDevice:
         return self._algorithms.exists(product)
 
     def multiply(
-        self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
+        self,
+        product: Product,
+        x: Memory,
+        w: Memory,
+        y: Memory,
+        bias: Memory | None = None,
+        scales: tuple[Memory, Memory] | None = None,
     ) -> None:
         assert self._workspace is not None, "the device is closed"
         workspace, stream = self._workspace.address, self._stream.ptr
@@ -228,7 +241,9 @@ class CupyDevice:
         def run(matmul: Matmul, algorithm: Algorithm) -> None:
             matmul.run(algorithm, x.address, w.address, y.address, workspace, stream)
 
-        run(*self._algorithms.choose(product, bias.address if bias else 0, run))
+        x_scale, w_scale = (span.address for span in scales) if scales else (0, 0)
+        addresses = Addresses(bias.address if bias else 0, w_scale, x_scale)
+        run(*self._algorithms.choose(product, addresses, run))
 
     def _measure(self, call: Callable[[], None]) -> float:
         """Device seconds of one call, after one that warms up."""

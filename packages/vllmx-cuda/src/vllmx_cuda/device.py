@@ -63,6 +63,9 @@ class Product:
     """Elements from one row of y to the next; 0: n."""
     alignment: int = 256
     """Bytes that every address is a multiple of."""
+    blocks: bool = False
+    """FP8 with scales in float32: for each 128 x 128 of w (ceil(n / 128), groups, which are padded
+    to fours), for each 128 columns of a row of x (ceil(k / 128), m). m is a multiple of 4."""
 
 
 class Event(Protocol):
@@ -146,9 +149,16 @@ class Device(Protocol):
         ...
 
     def multiply(
-        self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
+        self,
+        product: Product,
+        x: Memory,
+        w: Memory,
+        y: Memory,
+        bias: Memory | None = None,
+        scales: tuple[Memory, Memory] | None = None,
     ) -> None:
-        """Enqueues a product. The first one of its shape chooses an algorithm and may wait."""
+        """Enqueues a product; `scales` of x and of w, where it has them. The first one of its shape
+        chooses an algorithm and may wait."""
         ...
 
     def tuning(self) -> AbstractContextManager[None]:

@@ -23,7 +23,8 @@ from vllmx_cuda.arch import number
 from vllmx_cuda.device import Bytes, DeviceInfo, Memory, Product
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import Variant
-from vllmx_cuda.kernel_specs.types import shared_bytes
+from vllmx_cuda.kernel_specs.codes8 import BLOCK
+from vllmx_cuda.kernel_specs.types import ceil_div, shared_bytes
 
 MEMORY_BYTES = 1 << 28
 _CAPTURED = ("launch", "multiply", "copy")
@@ -181,16 +182,25 @@ class EmulatedDevice:
         self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
 
     def can_multiply(self, product: Product) -> bool:
-        """As cuBLASLt: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4."""
+        """As cuBLASLt: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4; blocks of
+        scales on sm_90 alone."""
+        if product.blocks and (number(self.info.arch) != 90 or product.m % 4):
+            return False
         if product.dtype == "f8e4m3" and number(self.info.arch) < 89:
             return False
         size = {"f8e4m3": 16, "i8": 4}.get(product.dtype, 1)
         return product.n % size == 0 and product.k % size == 0
 
     def multiply(
-        self, product: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None = None
+        self,
+        product: Product,
+        x: Memory,
+        w: Memory,
+        y: Memory,
+        bias: Memory | None = None,
+        scales: tuple[Memory, Memory] | None = None,
     ) -> None:
-        self.submit("multiply", lambda: _multiply(product, x, w, y, bias))
+        self.submit("multiply", lambda: _multiply(product, x, w, y, bias, scales))
 
     def tuning(self) -> nullcontext[None]:
         return nullcontext()
@@ -244,9 +254,25 @@ def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
     return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32)
 
 
-def _multiply(p: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None) -> None:
+def _multiply(
+    p: Product,
+    x: Memory,
+    w: Memory,
+    y: Memory,
+    bias: Memory | None,
+    scales: tuple[Memory, Memory] | None,
+) -> None:
     left = wide(x, p.dtype)[: p.m * p.k].reshape(p.m, p.k)
     right = wide(w, p.dtype)[: p.n * p.k].reshape(p.n, p.k)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if p.blocks:
+            assert scales is not None
+            groups = ceil_div(p.k, BLOCK)
+            of_x, of_w = wide(scales[0], "f32"), wide(scales[1], "f32")
+            left = left * _spread(of_x[: groups * p.m].reshape(groups, p.m).T, p.k)
+            pitch, blocks = ceil_div(groups, 4) * 4, ceil_div(p.n, BLOCK)
+            by_rows = of_w[: blocks * pitch].reshape(blocks, pitch)
+            right = right * _spread(np.repeat(by_rows, BLOCK, 0)[: p.n], p.k)
     with np.errstate(over="ignore", invalid="ignore"):  # a row with NaN is the sampler's to refuse
         # sums of products of int8 are exact in float64
         result: npt.NDArray[Any] = left @ right.T
@@ -259,3 +285,8 @@ def _multiply(p: Product, x: Memory, w: Memory, y: Memory, bias: Memory | None) 
         values, pitch = array(y, _NUMPY[p.out_dtype]), p.pitch or p.n
         for row in range(p.m):
             values[row * pitch : row * pitch + p.n] = rounded[row]
+
+
+def _spread(scales: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:
+    """(rows, columns) from one for each 128 columns."""
+    return np.repeat(scales, BLOCK, 1)[:, :columns]

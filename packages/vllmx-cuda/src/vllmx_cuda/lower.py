@@ -32,7 +32,7 @@ from vllmx_cuda.layout import (
     decodes_on_tensor_cores,
     visibility,
 )
-from vllmx_cuda.matrices.form import ProductScratch, Target
+from vllmx_cuda.matrices.form import ActivationCodes, ProductScratch, Target
 from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
 from vllmx_cuda.prefill import PrefillKernel, prefill_kernel
 from vllmx_cuda.staging import StepMemory, StepSizes
@@ -46,8 +46,7 @@ class CodedNorm:
     """A norm that writes codes."""
 
     kernel: Variant
-    scale: float
-    """Of all rows; 0: each has its own."""
+    codes: ActivationCodes
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,8 @@ class Lowering:
                 self.device.launch(kernel, shape, (source, weight, y, width, eps))
                 return
             out = self.products.codes, self.products.scales
-            arguments = (source, weight, *out, width, eps, norm.scale)
+            codes = norm.codes
+            arguments = (source, weight, *out, width, eps, codes.scale, codes.pitch(sizes.tokens))
             self.device.launch(norm.kernel, shape, arguments)
 
         return enqueue
@@ -169,7 +169,8 @@ class Lowering:
                 self.device.launch(kernel, shape, (source, after, weight, y, width, eps))
                 return
             written = self.products.codes, self.products.scales
-            arguments = (source, after, weight, *written, width, eps, norm.scale)
+            fixed, pitch = norm.codes.scale, norm.codes.pitch(sizes.tokens)
+            arguments = (source, after, weight, *written, width, eps, fixed, pitch)
             self.device.launch(norm.kernel, shape, arguments)
 
         return enqueue
@@ -182,7 +183,10 @@ class Lowering:
             return lambda m: None
         kernels = {
             codes: CodedNorm(
-                self.variant(entry, VX_VEC=vec, VX_CODE=CODES[codes.kind]), codes.scale
+                self.variant(
+                    entry, VX_VEC=vec, VX_CODE=CODES[codes.kind], VX_GROUPS=int(codes.groups)
+                ),
+                codes,
             )
             for codes in product.quantise
             if codes.kind in CODES

@@ -111,6 +111,7 @@ def _record(
 
 
 def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
+    """Whole fours: some products want their rows so, and have rows of padding."""
     tokens = max(options.max_num_batched_tokens, options.num_seqs)
     rows = max(options.num_seqs, LOGITS_BYTES // (4 * vocab_size))
-    return {"T": tokens, "L": min(tokens, rows)}
+    return {"T": -(-tokens // 4) * 4, "L": -(-min(tokens, rows) // 4) * 4}

@@ -246,7 +246,7 @@ PAGED_PREFILL_WGMMA = Kernel(
     sizes=PAGED_PREFILL.sizes,
     rule=_prefill_wgmma,
     tensor_cores=True,
-    only_arch=90,
+    architectures=(90,),
 )
 
 KERNELS = (

@@ -25,11 +25,31 @@ STEP = 16
 """Codes that a thread takes at once: K and the columns of a block are multiples of it."""
 MMA_COLS = 64
 """Columns that codes8_mma has one scale for at a time."""
-_CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values())}
+GROUP = 128
+"""Columns that have a scale with VX_GROUPS 1, and columns and rows of a weight's block."""
+BLOCK = 128
+"""Tokens and outputs of a block of codes8_blocks."""
+E4M3_ARCHITECTURES = (89, 120, 121)
+"""Whose `mma` multiplies FP8. sm_90 and sm_100 have other instructions for it."""
+_CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values()), "VX_GROUPS": (0, 1)}
 _LINEAR_OPTIONS = {
     "VX_DTYPE": tuple(DTYPES.values()), "VX_CODE": tuple(CODES.values()),
     "VX_TOKENS": GEMV_TOKENS, "VX_OUT": (0, 1),
 }  # fmt: skip
+
+
+def _coded_rows(sizes: Sizes, options: Options) -> Launch:
+    if options["VX_GROUPS"]:
+        at_least("VX_VEC, with groups of columns,", options["VX_VEC"], 4)
+    return one_block_a_row(sizes, options)
+
+
+def _blocks(sizes: Sizes, options: Options) -> Launch:
+    at_least("tokens", sizes["tokens"], 1)
+    if sizes["width"] % STEP:
+        at_least(f"width, a multiple of {STEP},", sizes["width"], 1 << 30)
+    grid = (ceil_div(sizes["outputs"], BLOCK), ceil_div(sizes["tokens"], BLOCK), 1)
+    return Launch(grid, 256, 3 * 2 * BLOCK * GROUP)
 
 
 def _dequantize(sizes: Sizes, options: Options) -> Launch:
@@ -61,19 +81,22 @@ QUANTIZE_ROWS = Kernel(
     entry="quantize_rows",
     source="quantize_rows.cu",
     options=_CODE_OPTIONS,
-    arguments=arguments("in elem* x, out u8* codes, out f32* scales, i32 width, f32 fixed"),
+    arguments=arguments(
+        "in elem* x, out u8* codes, out f32* scales, i32 width, f32 fixed, i32 pitch"
+    ),
     sizes=("rows", "width"),
-    rule=one_block_a_row,
+    rule=_coded_rows,
 )
 RMS_NORM_CODES = Kernel(
     entry="rms_norm_codes",
     source="rms_norm_codes.cu",
     options=_CODE_OPTIONS,
     arguments=arguments(
-        "in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width, f32 eps, f32 fixed"
+        "in elem* x, in f32* weight, out u8* codes, out f32* scales, i32 width, f32 eps, f32 fixed,"
+        " i32 pitch"
     ),
     sizes=("rows", "width"),
-    rule=one_block_a_row,
+    rule=_coded_rows,
 )
 ADD_RMS_NORM_CODES = Kernel(
     entry="add_rms_norm_codes",
@@ -81,10 +104,11 @@ ADD_RMS_NORM_CODES = Kernel(
     options=_CODE_OPTIONS,
     arguments=arguments(
         "in elem* x, inout elem* residual, in f32* weight, out u8* codes, out f32* scales,"
-        " i32 width, f32 eps, f32 fixed"
+        " i32 width, f32 eps, f32 fixed,"
+        " i32 pitch"
     ),
     sizes=("rows", "width"),
-    rule=one_block_a_row,
+    rule=_coded_rows,
 )
 CODES8_DEQUANTIZE = Kernel(
     entry="codes8_dequantize",
@@ -135,8 +159,21 @@ CODES8_MMA = Kernel(
     rule=_mma,
     tensor_cores=True,
 )
+CODES8_BLOCKS = Kernel(
+    entry="codes8_blocks",
+    source="codes8_blocks.cu",
+    options={"VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]), "VX_OUT": (0, 1)},
+    arguments=arguments(
+        "in u8* x, in f32* x_scales, in u8* w, in f32* w_scales, in f32* bias?, out out* y, i32 m,"
+        " i32 n, i32 k, i32 x_pitch, i32 pitch"
+    ),
+    sizes=("tokens", "outputs", "width"),
+    rule=_blocks,
+    tensor_cores=True,
+    architectures=E4M3_ARCHITECTURES,
+)
 
 KERNELS = (
     QUANTIZE_ROWS, RMS_NORM_CODES, ADD_RMS_NORM_CODES, CODES8_DEQUANTIZE, CODES8_GEMV,
-    CODES8_RESCALE, CODES8_MMA,
+    CODES8_RESCALE, CODES8_MMA, CODES8_BLOCKS,
 )  # fmt: skip

@@ -69,8 +69,8 @@ class Kernel:
     """Launch shape; raises ConfigError beyond a limit."""
     tensor_cores: bool = False
     """Whether it multiplies on them: see `has_tensor_cores`."""
-    only_arch: int | None = None
-    """The one compute capability, as 90, whose instructions it is made of."""
+    architectures: tuple[int, ...] = ()
+    """The only compute capabilities, as 90, whose instructions it is made of; none: any."""
 
     def variant(self, **options: int) -> Variant:
         """The kernel compiled with these options; all must be given."""
@@ -108,7 +108,7 @@ class Variant:
 
     def runs_on(self, arch: int) -> bool:
         """Whether a GPU of this compute capability, as 75 or 90, has what it needs."""
-        if self.kernel.only_arch not in (None, arch):
+        if self.kernel.architectures and arch not in self.kernel.architectures:
             return False
         if not self.kernel.tensor_cores:
             return True

@@ -19,7 +19,8 @@ WRAPPERS = Kernel(
     options={"VX_DTYPE": (1, 2)},
     arguments=arguments(
         "in elem* a, in elem* b, in u32* words, out f32* products, out u32* fused,"
-        "out u32* permuted, out u32* fragments, out u32* copied, out u32* loaded, out i32* dots"
+        "out f32* coded, out u32* permuted, out u32* fragments, out u32* copied, out u32* loaded,"
+        "out i32* dots"
     ),
     sizes=(),
     rule=_one_warp,
@@ -36,7 +37,7 @@ WGMMA_WRAPPERS = Kernel(
     sizes=(),
     rule=_one_warpgroup,
     tensor_cores=True,
-    only_arch=90,
+    architectures=(90,),
 )
 
 KERNELS = (WRAPPERS, WGMMA_WRAPPERS)

@@ -11,6 +11,9 @@ VX_DEV u32 warp_max_bits(u32 v) {
   return v;
 }
 
+// Scales of weights from one row of blocks to the next: whole fours, which cuBLASLt wants them in
+VX_DEV int scales_pitch(int groups, int block_rows) { return block_rows > 1 ? (groups + 3) / 4 * 4 : groups; }
+
 struct CodeScale {
   float factor, scale;
   bool finite;

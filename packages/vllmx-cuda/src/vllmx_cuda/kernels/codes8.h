@@ -8,6 +8,10 @@
 #ifndef VX_CODE
 #define VX_CODE VX_E4M3
 #endif
+#ifndef VX_GROUPS  // 1: activations have a scale for each GROUP columns, not one a row
+#define VX_GROUPS 0
+#endif
+#define GROUP 128
 
 #if VX_CODE == VX_E4M3
 typedef __nv_fp8_e4m3 code;
@@ -43,6 +47,21 @@ template <int N> VX_DEV void store_codes(code* p, const float (&v)[N], const Cod
 #pragma unroll
   for (int i = 0; i < N; i++) pack.at[i] = to_code(scale.finite ? v[i] * scale.factor : 0.f);
   store_pack(p, pack);
+}
+
+// Codes of what neighbouring lanes hold of a row, from column `at` on, with a scale for each GROUP columns. All lanes
+// of a warp come here, those beyond the row with zeros. scales: of this row, groups `pitch` apart.
+VX_DEV void store_groups(code* row, float* scales, const float (&v)[VX_VEC], int at, int width, int pitch) {
+  u32 top = 0;
+#pragma unroll
+  for (int j = 0; j < VX_VEC; j++) top = max(top, magnitude(v[j]));
+#pragma unroll
+  for (int lanes = GROUP / VX_VEC / 2; lanes > 0; lanes >>= 1)
+    top = max(top, __shfl_xor_sync(VX_ALL, top, lanes));
+  if (at >= width) return;
+  CodeScale scale = code_scale(top, CODE_LIMIT);
+  store_codes(row + at, v, scale);
+  if (at % GROUP == 0) scales[(size_t)(at / GROUP) * pitch] = scale.scale;
 }
 
 // Of rows whose scale is fixed beforehand: what lies beyond gets the greatest code. Of FP8 alone, whose

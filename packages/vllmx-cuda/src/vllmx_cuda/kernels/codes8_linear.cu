@@ -2,8 +2,7 @@
 // codes8_gemv:       y = x w^T + bias for a few tokens; the activations stay as they are.
 // codes8_rescale:    sums of products of codes -> y.
 //
-// Layout: w (N, K) of codes, K a multiple of 16; scales (ceil(N / block_rows), ceil(K / block_cols))
-//         of f32, block_cols a multiple of 16 or K; x (M, K), bias (N) of f32 or null; y (M, pitch),
+// Layout: w (N, K) of codes, K a multiple of 16; scales (ceil(N / block_rows), scales_pitch) of f32, block_cols a multiple of 16 or K; x (M, K), bias (N) of f32 or null; y (M, pitch),
 //         its first N columns, of elem, or of f32 with VX_OUT 1. codes8_dequantize: w begins at row
 //         `first` of the scales. codes8_rescale: sums (M, N) of f32 for FP8, i32 for int8, x_scales
 //         (M), w_scales (N).
@@ -39,8 +38,8 @@ codes8_dequantize(const u8* __restrict__ w, const float* __restrict__ scales, el
   int i = (blockIdx.y * 256 + threadIdx.x) * STEP;
   if (i >= k) return;
   size_t at = (size_t)blockIdx.x * k + i;
-  int groups = (k + block_cols - 1) / block_cols;
-  float scale = scales[(size_t)((first + blockIdx.x) / block_rows) * groups + i / block_cols];
+  int pitch = scales_pitch((k + block_cols - 1) / block_cols, block_rows);
+  float scale = scales[(size_t)((first + blockIdx.x) / block_rows) * pitch + i / block_cols];
   float v[STEP];
   to_floats(v, *reinterpret_cast<const uint4*>(w + at));
 #pragma unroll
@@ -59,7 +58,7 @@ codes8_gemv(const elem* __restrict__ x, const u8* __restrict__ w, const float* _
             int block_rows, int block_cols) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
   int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
-  int groups = (k + block_cols - 1) / block_cols;
+  int groups = scales_pitch((k + block_cols - 1) / block_cols, block_rows);
   float sums[ROWS][VX_TOKENS] = {};
   for (int i = threadIdx.x * STEP; i < k; i += THREADS * STEP) {
     uint4 raw[ROWS];

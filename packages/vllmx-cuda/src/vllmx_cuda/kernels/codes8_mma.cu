@@ -2,7 +2,7 @@
 // need not know FP8: codes become bf16 or f16, exactly, and x stays as it is.
 //
 // Layout: x (M, K) of elem, bf16 or f16; w (N, K) of codes, K a multiple of 16; scales (ceil(N / block_rows),
-//         groups) of f32, column c in group c >> group_shift, which are of 64 columns at least; bias (N) of
+//         scales_pitch) of f32, column c in group c >> group_shift, which are of 64 columns at least; bias (N) of
 //         f32 or null; y of elem, or of f32 with VX_OUT 1, (M, N) with rows `pitch` apart. Scales meet the
 //         sums of 64 products, in f32. A code that is NaN must have NaN as its scale: it would count as 480.
 // Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
@@ -11,6 +11,7 @@
 //         that no other lane looks at; word s of them is k-step s. So what lies in memory row by row needs
 //         no other order. partial, arrivals: see store_fragments.
 // Floor:  bytes of w, once for each tile of tokens.
+#include "code_scale.h"
 #include "code_values.h"
 #include "outputs.h"
 #include "vx.h"
@@ -98,7 +99,7 @@ codes8_mma(const elem* __restrict__ x, const u8* __restrict__ w, const float* __
   for (int r = 0; r < 2 * VX_ROWS; r++) {
     int row = min(row0 + 8 * r + lane / 4, n - 1);
     rows[r] = (u32)(row - row0) * k;
-    factors[r] = (u32)(row / block_rows) * groups;
+    factors[r] = (u32)(row / block_rows) * scales_pitch(groups, block_rows);
   }
 #pragma unroll
   for (int t = 0; t < VX_TILES; t++) tokens[t] = (u32)min(token0 + 8 * t + lane / 4, m - 1) * k;

@@ -53,6 +53,17 @@ VX_DEV void vx_mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f1
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
 #endif
 }
+#if __CUDA_ARCH__ >= 890
+// D (16x8 f32) += A (16x32, row-major) * B (32x8, column-major), both of FP8 e4m3. sm_90 and sm_100, which have
+// other instructions for it, make f16 of the codes.
+VX_DEV void vx_mma_e4m3(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
 // a * b + c of two elements each, rounded once
 VX_DEV u32 vx_fma2(u32 a, u32 b, u32 c, bf16) {
   u32 d;

@@ -4,6 +4,8 @@
 // Layout: a (16, 16) and b (8, 16) of elem; words (96, 4) of u32.
 //         products (2, 16, 8): a * b^T as the first of a sum, and once more added to it;
 //         fused (32): fma of two elements each of a lane's first three pairs of a;
+//         coded (16, 8): a product of FP8 codes between 0.5 and 2, of the bytes of rows 0 .. 31 and 32 .. 47 of
+//         words, from sm_89 on;
 //         permuted (4, 32): bytes of words 0 and 1 of row i in four orders, of which two spread signs;
 //         fragments (2, 32, 4): ldmatrix of the first 32 rows of words, plain and transposed;
 //         copied (2, 32, 4): rows 32 .. 63 by cp.async, of row i the first i % 17 bytes, then whole;
@@ -15,7 +17,7 @@
 extern "C" __global__ void __launch_bounds__(32)
 wrappers(const elem* __restrict__ a, const elem* __restrict__ b, const u32* __restrict__ words,
          float* __restrict__ products, u32* __restrict__ fused,
-         u32* __restrict__ permuted, u32* __restrict__ fragments, u32* __restrict__ copied,
+         float* __restrict__ coded, u32* __restrict__ permuted, u32* __restrict__ fragments, u32* __restrict__ copied,
          u32* __restrict__ loaded, int* __restrict__ dots) {
   __shared__ __align__(128) u32 tile[32 * 4];
   __shared__ __align__(128) u32 part[32 * 4];
@@ -33,6 +35,16 @@ wrappers(const elem* __restrict__ a, const elem* __restrict__ b, const u32* __re
   vx_mma(d, of_a, of_b, elem());
   for (int i = 0; i < 4; i++) products[(16 + row + i / 2 * 8) * 8 + column + i % 2] = d[i];
   fused[lane] = vx_fma2(of_a[0], of_a[1], of_a[2], elem());
+  float sums[4] = {};
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+  u32 codes_a[4], codes_b[2];
+  for (int i = 0; i < 4; i++)
+    codes_a[i] = words[(row + i % 2 * 8) * 8 + column / 2 + i / 2 * 4] & 0x8f8f8f8fu | 0x30303030u;
+  for (int i = 0; i < 2; i++) codes_b[i] = words[(16 + row) * 8 + column / 2 + i * 4] & 0x8f8f8f8fu | 0x30303030u;
+  vx_mma_e4m3(sums, codes_a, codes_b);
+#endif
+  for (int i = 0; i < 4; i++) coded[(row + i / 2 * 8) * 8 + column + i % 2] = sums[i];
+
   const u32 orders[4] = {0x0123, 0x7654, 0x1804, 0xdaf9};
   for (int i = 0; i < 4; i++)
     permuted[32 * i + lane] = vx_permute(words[lane * 4], words[lane * 4 + 1], orders[i]);

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 
 from vllmx_cuda.device import Memory
 from vllmx_cuda.kernel_specs import vector_width
-from vllmx_cuda.kernel_specs.codes8 import CODES
+from vllmx_cuda.kernel_specs.codes8 import CODES, GROUP
 from vllmx_cuda.kernel_specs.gguf import RUN
-from vllmx_cuda.matrices.form import Ops, ScratchBytes
+from vllmx_cuda.kernel_specs.types import ceil_div
+from vllmx_cuda.matrices.form import ActivationCodes, Ops, ScratchBytes
 
-Quantiser = Callable[[Ops, Memory, int, float], Callable[[int], None]]
-"""quantiser(ops, x, cols, scale)(m) writes m rows of x into the scratch."""
+Quantiser = Callable[[Ops, Memory, int, ActivationCodes], Callable[[int], None]]
+"""quantiser(ops, x, cols, codes)(m) writes m rows of x into the scratch."""
 
 
 def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
@@ -19,9 +20,9 @@ def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 8)
 
 
-def _q8(ops: Ops, x: Memory, cols: int, scale: float) -> Callable[[int], None]:
+def _q8(ops: Ops, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
     """int8 with a scale and two sums for each 32."""
-    assert not scale
+    assert not codes.scale
     kernel = ops.variant("quantize_q8")
 
     def quantise(m: int) -> None:
@@ -37,20 +38,26 @@ def rows_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=tokens * cols, scales=4 * tokens)
 
 
-def _rows(code: str) -> Quantiser:
-    """Codes with a scale for each row, or with one for all."""
-
-    def quantiser(ops: Ops, x: Memory, cols: int, scale: float) -> Callable[[int], None]:
-        kernel = ops.variant("quantize_rows", VX_VEC=vector_width(cols), VX_CODE=CODES[code])
-
-        def quantise(m: int) -> None:
-            scratch = ops.products
-            arguments = (x, scratch.codes, scratch.scales, cols, scale)
-            ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
-
-        return quantise
-
-    return quantiser
+def groups_bytes(cols: int, tokens: int) -> ScratchBytes:
+    """Of those in groups; for whole fours of tokens, as cuBLASLt multiplies them."""
+    codes = ActivationCodes("f8e4m3", groups=True)
+    rows = codes.pitch(tokens)
+    return ScratchBytes(codes=rows * cols, scales=4 * rows * ceil_div(cols, GROUP))
 
 
-QUANTISERS: Mapping[str, Quantiser] = {"q8": _q8, **{code: _rows(code) for code in CODES}}
+def _rows(ops: Ops, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
+    """Codes with a scale for each row or group, or with one for all."""
+    kernel = ops.variant(
+        "quantize_rows", VX_VEC=vector_width(cols), VX_CODE=CODES[codes.kind],
+        VX_GROUPS=int(codes.groups),
+    )  # fmt: skip
+
+    def quantise(m: int) -> None:
+        scratch = ops.products
+        arguments = (x, scratch.codes, scratch.scales, cols, codes.scale, codes.pitch(m))
+        ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+
+    return quantise
+
+
+QUANTISERS: Mapping[str, Quantiser] = {"q8": _q8, **dict.fromkeys(CODES, _rows)}

@@ -2,10 +2,11 @@
 
 Few rows of activations stay as they are and meet codes that are made floats in registers: FP8 on
 tensor cores of any kind, for its codes are bf16 and f16 as well. Many become codes themselves,
-where the checkpoint was made for that, the scales are those of rows and the device has a product
-for such codes; else the weights are dequantised a piece at a time. Each row of activations has its
-own scale, or for FP8 the one that the checkpoint fixes. (int8 has no exponents: its rows have their
-own in any case, which is finer.)
+where the checkpoint was made for that, the scales are those of rows or (FP8) of 128 x 128 blocks,
+and the device has a product for such codes; else the weights are dequantised a piece at a time.
+Each row of activations has its own scale, or for FP8 the one that the checkpoint fixes; with blocks
+one for each 128 columns. (int8 has no exponents: its rows have their own in any case, which is
+finer.)
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from vllmx_core.weights import RawTensor, WeightPart, float8_to_f32
 from vllmx_cuda.device import Bytes, Memory, Product
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
-from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, MMA_COLS, STEP
+from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, GROUP, MMA_COLS, STEP
 from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.kernel_specs.w4 import ONE_GROUP, ZERO_MIDDLE, row_tiles, token_tiles
 from vllmx_cuda.matrices import pieces
-from vllmx_cuda.matrices.activations import rows_bytes
+from vllmx_cuda.matrices.activations import groups_bytes, rows_bytes
 from vllmx_cuda.matrices.form import (
     ActivationCodes,
     Gather,
@@ -36,6 +37,7 @@ from vllmx_cuda.matrices.form import (
     SegmentProduct,
     Target,
 )
+from vllmx_cuda.matrices.fp8_blocks import X_CODES, BlockProduct
 from vllmx_cuda.matrices.pieces import Piece
 from vllmx_cuda.matrices.products import WORK_BYTES, by_pieces, columns, work_bytes
 from vllmx_cuda.matrices.split import OWN_TOKENS, counter_bytes, split_product
@@ -79,10 +81,17 @@ class Codes8:
         return ceil_div(rows * cols, _ALIGNMENT) * _ALIGNMENT
 
     def _num_scales(self, rows: int, cols: int) -> int:
-        return ceil_div(rows, self.block_rows) * ceil_div(cols, self.block_cols)
+        return ceil_div(rows, self.block_rows) * self._scales_pitch(cols)
+
+    def _scales_pitch(self, cols: int) -> int:
+        """As in `kernels/code_scale.h`."""
+        groups = ceil_div(cols, self.block_cols)
+        return ceil_div(groups, 4) * 4 if self.block_rows > 1 else groups
 
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
         need = ScratchBytes(work=work_bytes(rows, cols, "f32"))
+        if self.coded_products and self.block_rows == GROUP:
+            return need | groups_bytes(cols, tokens)
         if self.coded_products:
             sums = min(4 * rows * tokens, max(WORK_BYTES, 4 * _ROWS * tokens))
             need |= rows_bytes(cols, tokens) | ScratchBytes(work=sums)
@@ -92,7 +101,7 @@ class Codes8:
         """Whole blocks of rows, codes and scales at once: those of a part that is made are made
         together."""
         cols, count = part.shape[1], part.shape[0]
-        groups, at = ceil_div(cols, self.block_cols), self._scales_at(rows, cols)
+        groups, at = self._scales_pitch(cols), self._scales_at(rows, cols)
         height = self.block_rows
         most = max(1, pieces.PIECE_BYTES // (cols * height)) * height
         for begin in range(0, count, most):
@@ -128,7 +137,9 @@ class Codes8:
         values = np.ascontiguousarray(values, np.float32)
         if self.code == "f8e4m3":
             values = self._with_nan(values, codes.reshape(end - begin, -1))
-        scales[...] = values.reshape(-1).view(np.uint8)
+        target = scales.view(np.float32).reshape(len(values), -1)
+        target[:, : values.shape[1]] = values
+        target[:, values.shape[1] :] = 0
         raw.drop_pages()
 
     def _with_nan(self, scales: F32, codes: Bytes) -> F32:
@@ -156,16 +167,21 @@ class Codes8:
             ops.device.launch(dequantise, sizes, arguments)
 
         by_values = by_pieces(ops, segment, operands, unpack)
-        by_codes = self._coded(ops, segment, operands)
+        in_blocks = self.coded_products and self.block_rows == GROUP
+        by_blocks = BlockProduct(ops, segment, operands, scales) if in_blocks else None
+        by_codes = by_blocks.lowered() if by_blocks else self._coded(ops, segment, operands)
 
         @cache
         def coded(m: int) -> bool:
+            if by_blocks is not None:
+                return by_blocks.exists(m)
             return self.coded_products and all(map(ops.device.can_multiply, self._cut(m, segment)))
 
         usually = coded(FEW_ROWS + 1)
         if self._meets_tensor_cores(cols, ops.target):
             as_they_are = self._by_mma(ops, segment, operands)
-            few = FEW_MMA_ROWS if usually else OWN_TOKENS
+            library = usually and not (by_blocks and by_blocks.is_own)
+            few = FEW_MMA_ROWS if library else OWN_TOKENS
         else:
             as_they_are = self._by_gemv(ops, segment, operands)
             few = FEW_ROWS if usually else FEW_PLAIN_ROWS
@@ -178,8 +194,8 @@ class Codes8:
             else:
                 by_values(m)
 
-        codes_of_x = ActivationCodes(self.code, self.x_scale) if usually else None
-        return SegmentProduct(enqueue, codes_of_x, lambda m: m > few and coded(m))
+        of_x = X_CODES if in_blocks else ActivationCodes(self.code, self.x_scale)
+        return SegmentProduct(enqueue, of_x if usually else None, lambda m: m > few and coded(m))
 
     def _meets_tensor_cores(self, cols: int, target: Target) -> bool:
         """codes8_mma has no other codes, and groups of columns that are whole tiles of its."""
@@ -269,7 +285,8 @@ def codes8(part: WeightPart, target: Target) -> Codes8 | None:
     if not plain or cols % STEP or block_cols % STEP:
         return None
     # in float32, which is for checks and not for speed, activations are not rounded
-    coded = for_codes and target.dtype != "f32" and (block_rows, block_cols) == (1, cols)
+    shapes = [(1, cols)] + [(GROUP, GROUP)] * (code == "f8e4m3")
+    coded = for_codes and target.dtype != "f32" and (block_rows, block_cols) in shapes
     alone = part.name if part.shape[0] % block_rows else ""
     x_scale = _fixed_scale(part) if coded and code == "f8e4m3" else 0.0
     return Codes8(code, block_rows, block_cols, coded, x_scale, alone)

@@ -109,6 +109,12 @@ class ActivationCodes:
     """A key of `activations.QUANTISERS`."""
     scale: float = 0.0
     """Of all rows, as a checkpoint fixes it; 0: each has its own."""
+    groups: bool = False
+    """Each row has one for each 128 columns."""
+
+    def pitch(self, m: int) -> int:
+        """Of m rows' scales of groups: from one group to the next."""
+        return -(-m // 4) * 4 if self.groups else 0
 
 
 @dataclass(frozen=True, slots=True)

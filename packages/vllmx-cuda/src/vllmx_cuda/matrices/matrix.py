@@ -61,7 +61,7 @@ class Matrix:
             operands = columns(whole, s.begin, s.rows, ITEM_BYTES[out_dtype])
             products.append(s.form.product(ops, s, operands))
         kinds = dict.fromkeys(p.codes for p in products if p.codes is not None)
-        quantise = {c: QUANTISERS[c.kind](ops, x, self.cols, c.scale) for c in kinds}
+        quantise = {c: QUANTISERS[c.kind](ops, x, self.cols, c) for c in kinds}
         return MatrixProduct(tuple(products), quantise)
 
     def gather(self, ops: Ops, y: Memory) -> Gather:

@@ -25,12 +25,12 @@ def multiply_dense(
     """x (m, k) @ w (n, k).T + bias into the first n columns at `operands.y`."""
     out = operands.out_dtype
     bias = operands.bias if out == "f32" else operands.rounded_bias
-    aligned = _alignment(operands.x, w, operands.y, *(() if bias is None else (bias,)))
+    aligned = alignment(operands.x, w, operands.y, *(() if bias is None else (bias,)))
     product = Product(m, n, k, dtype, out, bias is not None, operands.pitch, aligned)
     device.multiply(product, operands.x, w, operands.y, bias)
 
 
-def _alignment(*spans: Memory) -> int:
+def alignment(*spans: Memory) -> int:
     """The greatest power of two that divides all addresses, 256 at most: columns of a product need
     not begin where vectors do."""
     lowest = 256

@@ -48,6 +48,27 @@ static void multiply(const Slot* slots, float* d, bool bf16) {
   }
 }
 
+// The same of FP8 e4m3, with 32 columns: with k4 = (k % 16) / 4, A[r][k] is in lane 4 (r % 8) + k4, register
+// r / 8 + 2 (k / 16), byte k % 4; B[k][c] in lane 4 c + k4, register 4 + k / 16, byte k % 4.
+static float code_of(unsigned word, int byte) {
+  __nv_fp8_e4m3 code;
+  code.__x = (unsigned char)(word >> 8 * byte);
+  return (float)code;
+}
+static void multiply_codes(const Slot* slots, float* d) {
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 8; c++) {
+      float sum = 0;
+      for (int k = 0; k < 32; k++) {
+        int k4 = k % 16 / 4, k16 = k / 16;
+        const unsigned* a = (const unsigned*)slots[4 * (r & 7) + k4];
+        const unsigned* b = (const unsigned*)slots[4 * c + k4];
+        sum += code_of(a[(r >> 3) + 2 * k16], k & 3) * code_of(b[4 + k16], k & 3);
+      }
+      d[8 * r + c] = sum;
+    }
+}
+
 static Meeting& meeting_of(Warp& warp, unsigned mask) {
   for (Meeting& meeting : warp.meetings)
     if (meeting.mask == mask) return meeting;
@@ -59,7 +80,7 @@ static Meeting& meeting_of(Warp& warp, unsigned mask) {
 const Slot* exchange(unsigned mask, const void* in, size_t bytes, Operation op,
                      const float** tile) {
   static const char* const NAMES[] = {"",    "shuffle",  "vote",  "__syncwarp",
-                                      "mma", "mma", "ldmatrix", "reduce"};
+                                      "mma", "mma", "mma", "ldmatrix", "reduce"};
   Warp& warp = warps[current->warp];
   if (!(mask >> current->lane & 1))
     fail("%s: lane %d calls, but its mask %08x leaves it out", NAMES[op], current->lane, mask);
@@ -78,6 +99,8 @@ const Slot* exchange(unsigned mask, const void* in, size_t bytes, Operation op,
   if (meeting.arrived == mask) {  // the last to arrive does the common work
     if (op == MMA_BF16 || op == MMA_F16)
       multiply(meeting.slots[generation & 1], meeting.tile[generation & 1], op == MMA_BF16);
+    if (op == MMA_E4M3)
+      multiply_codes(meeting.slots[generation & 1], meeting.tile[generation & 1]);
     if (op == SYNCWARP) warp.epoch++;
     meeting.arrived = 0, meeting.generation++;
   } else {

@@ -38,7 +38,7 @@ static const int warpSize = 32;
 
 namespace emu {
 typedef unsigned char Slot[64];  // what one lane hands to a warp-wide operation
-enum Operation { SHUFFLE = 1, VOTE, SYNCWARP, MMA_BF16, MMA_F16, LDMATRIX, REDUCE };
+enum Operation { SHUFFLE = 1, VOTE, SYNCWARP, MMA_BF16, MMA_F16, MMA_E4M3, LDMATRIX, REDUCE };
 extern unsigned char* dynamic_shared;
 extern int lane;
 
@@ -208,6 +208,10 @@ inline void vx_mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]
 }
 inline void vx_mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
   emu_mma(d, a, b, emu::MMA_F16);
+}
+// "Matrix fragments for mma.m16n8k32"
+inline void vx_mma_e4m3(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  emu_mma(d, a, b, emu::MMA_E4M3);
 }
 template <class T>
 void vx_mma_first(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], T kind) {

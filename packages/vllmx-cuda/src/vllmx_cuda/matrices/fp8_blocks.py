@@ -1,0 +1,74 @@
+"""FP8 weights with a scale for each 128 x 128, times activations as codes with a scale for each 128
+columns of a row: by cuBLASLt, which has it on Hopper, or by our own kernel where `mma` multiplies
+such codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllmx_cuda.device import Memory, Product
+from vllmx_cuda.kernel_specs.codes8 import E4M3_ARCHITECTURES
+from vllmx_cuda.matrices.form import ActivationCodes, Operands, Ops, Segment
+from vllmx_cuda.matrices.products import alignment
+
+X_CODES = ActivationCodes("f8e4m3", groups=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProduct:
+    """Of a segment, in the ways that there are."""
+
+    ops: Ops
+    segment: Segment
+    operands: Operands
+    scales: Memory
+
+    @property
+    def is_own(self) -> bool:
+        """Whether our own kernel has any number of rows."""
+        return self.ops.target.arch in E4M3_ARCHITECTURES
+
+    def exists(self, m: int) -> bool:
+        """For m rows."""
+        return self.is_own or self._by_cublas(m)
+
+    def _by_cublas(self, m: int) -> bool:
+        return self.ops.device.can_multiply(self._product(m))
+
+    def _product(self, m: int) -> Product:
+        """With rows of padding, whose results are of no use to anybody."""
+        operands, segment = self.operands, self.segment
+        spans = [self.ops.products.codes, segment.data, operands.y]
+        spans += [self._bias] if self._bias else []
+        return Product(
+            X_CODES.pitch(m), segment.rows, segment.cols, "f8e4m3", operands.out_dtype,
+            self._bias is not None, operands.pitch, alignment(*spans), blocks=True,
+        )  # fmt: skip
+
+    @property
+    def _bias(self) -> Memory | None:
+        operands = self.operands
+        return operands.bias if operands.out_dtype == "f32" else operands.rounded_bias
+
+    def lowered(self) -> Callable[[int], None]:
+        """Enqueues it for so many rows, whose codes are in the scratch."""
+        ops, operands, segment = self.ops, self.operands, self.segment
+        rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
+        own = ops.variant("codes8_blocks", VX_OUT=out) if self.is_own else None
+
+        def multiply(m: int) -> None:
+            scratch = ops.products
+            if own is None:
+                scales = scratch.scales, self.scales
+                ops.device.multiply(
+                    self._product(m), scratch.codes, segment.data, operands.y, self._bias, scales
+                )
+                return
+            arguments = (
+                scratch.codes, scratch.scales, segment.data, self.scales, operands.bias,
+                operands.y, m, rows, cols, X_CODES.pitch(m), operands.pitch,
+            )  # fmt: skip
+            ops.device.launch(own, {"tokens": m, "outputs": rows, "width": cols}, arguments)
+
+        return multiply
