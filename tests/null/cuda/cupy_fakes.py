@@ -1,0 +1,153 @@
+"""A stand-in for CuPy: numpy memory, copies that copy, launches that tell."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+LIMIT = 1 << 26
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class CUDADriverError(RuntimeError):
+    pass
+
+
+@dataclass
+class Pointer:
+    buffer: np.ndarray
+    ptr: int
+
+
+@dataclass
+class Stream:
+    log: list[Any]
+    non_blocking: bool = False
+    ptr: int = 77
+
+    def __enter__(self) -> None:
+        self.log.append("stream")
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def begin_capture(self) -> None:
+        self.log.append("begin capture")
+
+    def end_capture(self) -> Any:
+        self.log.append("end capture")
+        return SimpleNamespace(
+            upload=lambda stream: self.log.append("upload graph"),
+            launch=lambda stream: self.log.append("launch graph"),
+        )
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def malloc(self, size: int) -> Pointer:
+        if self.taken + size > LIMIT:
+            raise OutOfMemoryError
+        self.taken += size
+        buffer = np.full(size, 0xFF, np.uint8)
+        return Pointer(buffer, buffer.ctypes.data)
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def free_all_blocks(self) -> None:
+        self.taken = 0
+
+
+def fake_cupy(log: list[Any]) -> Any:
+    def move(target: int, source: int, size: int, kind: int, stream: int) -> None:
+        log.append(("copy", size, kind, stream))
+        ctypes.memmove(target, source, size)
+
+    def move_rows(
+        target: int, pitch: int, source: int, source_pitch: int, width: int, rows: int, kind: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        for row in range(rows):
+            ctypes.memmove(target + row * pitch, source + row * source_pitch, width)
+
+    class Function:
+        ptr = 5
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, *call: Any) -> None:
+            log.append((self.name, *call))
+
+    class Module:
+        def load(self, cubin: bytes) -> None:
+            log.append(("load", cubin))
+
+        def get_function(self, name: str) -> Function:
+            return Function(name)
+
+    runtime = SimpleNamespace(
+        memGetInfo=lambda: (LIMIT, LIMIT),
+        getDeviceProperties=lambda ordinal: {"multiProcessorCount": 132},
+        memcpyAsync=move, memcpy2DAsync=move_rows, memcpyHostToDevice=1, memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3, CUDARuntimeError=CUDARuntimeError,
+        deviceSynchronize=lambda: log.append("device synchronize"),
+        memsetAsync=lambda p, value, size, stream: ctypes.memset(p, value, size),
+    )  # fmt: skip
+    ticks = iter(range(10_000))
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=lambda ordinal: SimpleNamespace(use=lambda: log.append(("use", ordinal))),
+        MemoryPool=Pool,
+        Stream=lambda non_blocking: Stream(log, non_blocking),
+        Event=lambda: SimpleNamespace(
+            at=next(ticks), record=lambda stream: None, synchronize=lambda: log.append("wait")
+        ),
+        get_elapsed_time=lambda begin, end: float(end.at - begin.at),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        alloc_pinned_memory=bytearray,
+        function=SimpleNamespace(Module=Module),
+        driver=SimpleNamespace(
+            funcSetAttribute=lambda *call: log.append(("attribute", *call)),
+            CUDADriverError=CUDADriverError,
+        ),
+    )
+    return SimpleNamespace(cuda=cuda)
+
+
+@dataclass
+class FakeNvrtc:
+    version: tuple[int, int] = (13, 0)
+    path: str = "libnvrtc.so.13"
+    sources: list[str] = field(default_factory=list)
+
+    def check_architecture(self, arch: str) -> None:
+        assert arch == "sm_90a"
+
+    def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
+        self.sources.append(name)
+        return f"{name} {[o for o in options if 'VX_' in o]}".encode()
+
+
+class FakeLt:
+    library = SimpleNamespace(cublasLtGetVersion=lambda: 130100)
+
+    def close(self) -> None:
+        pass
