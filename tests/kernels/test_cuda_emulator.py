@@ -90,10 +90,10 @@ def test_modules_share_their_stacks(emulator: Emulator) -> None:
             on_device(np.ones((1, 8192 * width)), np.float32),
             empty((1, 8192 * width), np.int8),
         )
-        chosen = options("f32", VX_VEC=width, VX_CODE=0)
+        chosen = options("f32", VX_VEC=width, VX_CODE=0, VX_GROUPS=0)
         sizes = {"rows": 1, "width": 8192 * width}
         variant = KERNELS["quantize_rows"].variant(**chosen)
-        emulator.launch(variant, sizes, [x, codes, empty(1, np.float32), 8192 * width, 0.0])
+        emulator.launch(variant, sizes, [x, codes, empty(1, np.float32), 8192 * width, 0.0, 0])
         assert (codes == 127).all()
         return len(Path("/proc/self/maps").read_text().splitlines())
 

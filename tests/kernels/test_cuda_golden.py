@@ -51,7 +51,7 @@ def test_the_emulator_computes_what_a_gpu_did(golden: Any) -> None:
 
 def test_a_stored_file_is_read_and_compared(golden: Any, tmp_path: Path) -> None:
     found = golden.outputs(emulated(), ["bf16"], ["head size 64"])
-    assert len(found) == 4 + 7, "steps of the model, outputs of the wrappers"
+    assert len(found) == 4 + 8, "steps of the model, outputs of the wrappers"
     np.savez_compressed(tmp_path / "golden.npz", **found)
     with np.load(tmp_path / "golden.npz") as stored:
         assert golden.differences(stored, found) == []
