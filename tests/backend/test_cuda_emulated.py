@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.backend import Backend, LoadOptions
-from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.kv_quant import LIMITS
 from vllmx_core.model import Model
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
@@ -19,21 +17,13 @@ from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weights import DType
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.emulated_device import EmulatedDevice
-from vllmx_cuda.emulator import Emulator, find_cuda_headers
+from vllmx_cuda.emulator import Emulator
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_models.qwen3 import qwen3
 
+from .cuda_models import _can_emulate
 
-@pytest.fixture(scope="module", autouse=True)
-def _can_emulate() -> None:
-    try:
-        find_cuda_headers()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator compiles kernels with g++, which is not installed")
-
-
+__all__ = ["_can_emulate"]  # a fixture
 EMULATOR = Emulator()
 
 

@@ -17,7 +17,7 @@ from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq
 
 from ..integration import quantizers  # noqa: TID252 - no package to name
-from .test_cuda_quantised import (
+from .cuda_models import (
     MATRICES,
     Quantised,
     _can_emulate,
