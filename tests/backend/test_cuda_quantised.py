@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
 from vllmx_core.weights import DENSE, WeightPart
 from vllmx_cuda.backend import CudaBackend
@@ -65,13 +66,24 @@ def test_gguf_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_what_is_quantised_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--isq`: the same answers, uploaded in small pieces."""
+    """`--isq`: the same answers, uploaded in small pieces, as late as may be."""
     whole, pieces_of = Quantised(Q4_K_M), Quantised(made(Q4_K_M))
     want, info = log_probabilities(emulated(), whole, "bf16", [3, 1, 4])
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
-    got, again = log_probabilities(emulated(), pieces_of, "bf16", [3, 1, 4])
+    got, again = log_probabilities(emulated(deferred=True), pieces_of, "bf16", [3, 1, 4])
     np.testing.assert_array_equal(got, want)
     assert again.weight_bytes == info.weight_bytes
+
+
+def test_a_damaged_block_is_refused_by_the_name_of_its_tensor() -> None:
+    source = Quantised(Q4_K_M)
+    name = next(name for name in source.parts if "1.mlp.down_proj" in name)  # Q6_K
+    blocks = np.array(source.parts[name].buffers["weight"].data)
+    blocks[210 * 77 + 208 :][:2] = np.array([np.nan], np.float16).view(np.uint8)
+    kind, shape = TYPES_BY_NAME["Q6_K"], source.parts[name].shape
+    source.parts[name] = weight_part(name, kind, shape, blocks)
+    with pytest.raises(WeightFormatError, match=rf"'{name}' has a scale .*nan.*65504 of float16"):
+        log_probabilities(emulated(), source, "bf16", [1])
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)

@@ -6,15 +6,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from vllmx_core.errors import ConfigError, WeightFormatError
+from vllmx_core.errors import ConfigError
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
-from vllmx_cuda.kernel_specs.w4 import MINIMA, ZERO_CODES, ZERO_MIDDLE, folds, splits, token_tiles
-from vllmx_cuda.matrices.w4_gguf import FORMS
-from vllmx_cuda.matrices.w4_packing import Packing, packed, packed_rows, packing_of
+from vllmx_cuda.kernel_specs.gguf import BLOCKS
+from vllmx_cuda.kernel_specs.w4 import (
+    BLOCK_FORMS,
+    MINIMA,
+    ZERO_CODES,
+    ZERO_MIDDLE,
+    folds,
+    splits,
+    token_tiles,
+)
+from vllmx_cuda.matrices.w4_packing import Packing, packed, packing_of
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide
+from .cuda_w4_blocks import packed_blocks
 from .test_cuda_gguf import random_blocks
 
 F16, BF16, F32 = DTYPES["f16"], DTYPES["bf16"], DTYPES["f32"]
@@ -167,13 +176,49 @@ def test_w4_dequantize(
     np.testing.assert_array_equal(picked, want[ids])
 
 
-@pytest.mark.parametrize("name", FORMS)
+REPACKED = [
+    (name, *shape)
+    for name in BLOCK_FORMS
+    for shape in (
+        [(16, 256), (48, 768), (272, 256)] if name.endswith("_k")
+        else [(16, 32), (48, 96), (32, 288), (272, 64), (16, 544)]
+    )
+]  # fmt: skip
+
+
+def repacked(
+    emulator: Emulator, name: str, blocks: Array, shape: tuple[int, int]
+) -> tuple[Array, int]:
+    """Tiles, and what the kernel calls a fault."""
+    rows, cols = shape
+    bits, zero, shift = BLOCK_FORMS[name]
+    data = empty((rows // 16, Packing(bits, F16, zero, shift).row_tile_bytes(cols)), np.uint8)
+    fault = inout([0], np.uint32)
+    emulator.launch(
+        KERNELS["w4_repack_blocks"].variant(VX_BLOCK=BLOCKS[name]),
+        {"outputs": rows, "width": cols}, [on_device(blocks, np.uint8), data, fault, cols],
+    )  # fmt: skip
+    return data, int(fault[0])
+
+
+@pytest.mark.parametrize(("name", "rows", "cols"), REPACKED)
+def test_w4_repack_blocks(emulator: Emulator, name: str, rows: int, cols: int) -> None:
+    """Byte for byte what numpy makes of random blocks."""
+    blocks, _ = random_blocks(name, rows, cols, np.random.default_rng(rows + cols))
+    part = weight_part("w", TYPES_BY_NAME[name.upper()], (rows, cols), blocks.reshape(-1))
+    data, fault = repacked(emulator, name, blocks, (rows, cols))
+    np.testing.assert_array_equal(data, packed_blocks(part))
+    assert fault == 0
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMS)
 def test_blocks_of_gguf(emulator: Emulator, name: str) -> None:
+    """What is repacked means what the blocks mean."""
     blocks, values = random_blocks(name, 32, 512, np.random.default_rng(8))
     part = weight_part("w", TYPES_BY_NAME[name.upper()], (32, 512), blocks.reshape(-1))
     packing = packing_of(part)
     assert packing is not None
-    data, y = on_device(packed_rows(part, packing, 0, 32), np.uint8), empty((32, 512), np.float32)
+    data, y = repacked(emulator, name, blocks, (32, 512))[0], empty((32, 512), np.float32)
     emulator.launch(
         KERNELS["w4_dequantize"].variant(**options("f32", **packing.options)),
         {"outputs": 32, "width": 512}, [data, y, 32, 512, packing.group_shift],
@@ -182,16 +227,28 @@ def test_blocks_of_gguf(emulator: Emulator, name: str) -> None:
     np.testing.assert_allclose(y, values, rtol=0, atol=rounding)
 
 
-def test_factors_beyond_float16_are_refused() -> None:
-    blocks, _ = random_blocks("q4_k", 16, 256, np.random.default_rng(8))
-    data = np.array(blocks)
-    data[:, :2] = np.array([60000], np.float16).view(np.uint8)
-    data[:, 4:16] = 255
-    part = weight_part("w", TYPES_BY_NAME["Q4_K"], (16, 256), data.reshape(-1))
-    packing = packing_of(part)
-    assert packing is not None
-    with pytest.raises(WeightFormatError, match=r"'w' has a scale or minimum of .*float16"):
-        packed_rows(part, packing, 0, 16)
+DAMAGED = [  # type, byte of the f16, its value, what is found
+    ("q4_0", 0, np.inf, np.inf), ("q4_1", 2, np.nan, np.nan), ("q8_0", 0, -np.inf, np.inf),
+    ("q4_k", 0, 60000.0, 60000 * 63), ("q4_k", 2, -2000.0, 2000 * 63),
+    ("q6_k", 208, 1000.0, 128000), ("q6_k", 208, 500.0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED, ids=str)
+def test_factors_beyond_float16_are_found(
+    emulator: Emulator, case: tuple[str, int, float, float]
+) -> None:
+    name, at, factor, want = case
+    values = TYPES_BY_NAME[name.upper()].values
+    blocks = np.array(random_blocks(name, 16, 2 * values, np.random.default_rng(8))[0])
+    damaged = blocks.reshape(32, -1)[17]  # of the ninth row
+    damaged[at : at + 2] = np.array([factor], np.float16).view(np.uint8)
+    if name == "q4_k":
+        damaged[4:16] = 255
+    if name == "q6_k":
+        damaged[192:208] = 128
+    _, fault = repacked(emulator, name, blocks, (16, 2 * values))
+    np.testing.assert_array_equal(np.array(fault, np.uint32).view(np.float32), np.float32(want))
 
 
 def test_widths_without_whole_groups_are_refused() -> None:

@@ -67,7 +67,7 @@ def test_weights_arrive_rounded_fused_and_tied(
     builder.tied("head", "embed", 24)
     source = ArraySource(builder.arrays, stored)
     plan = planned(builder.specs, builder.tables, source, dtype)
-    loaded = load_weights(builder.specs, builder.tables, source, plan, device)
+    loaded = load_weights(builder.specs, builder.tables, source, plan, device, device.empty(0))
     held = {name: source.part(name).dequantize() for name in source.names()}
 
     def rounded(values: Any) -> Any:
@@ -118,7 +118,7 @@ def test_other_layouts_are_dequantised_by_rows(
     spec = WeightSpec("w", "linear", (PartSpec("w", 9),), 6)
     source = Halves({"w": values})
     plan = planned([spec], {}, source, "f32")
-    loaded = load_weights([spec], {}, source, plan, device)["w"]
+    loaded = load_weights([spec], {}, source, plan, device, device.empty(0))["w"]
     assert isinstance(loaded, Matrix)
     np.testing.assert_array_equal(
         array(loaded.segments[0].data, np.float32), (values / 2).reshape(-1)

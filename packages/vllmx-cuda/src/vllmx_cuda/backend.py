@@ -114,13 +114,15 @@ def _load(
     wgmma: bool,
 ) -> CudaLoadedModel:
     plan = plan_load(model, source, options, dtype, kv, device, wgmma=wgmma)
+    products = plan.layout.product_scratch(device)
     weights = load_weights(
-        plan.specs, plan.constants, source, plan.weights, device, progress=options.progress
-    )
+        plan.specs, plan.constants, source, plan.weights, device, products.work,
+        progress=options.progress,
+    )  # fmt: skip
     lowering = Lowering(
         device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
-        plan.layout.in_place, plan.layout.scratch(device), plan.layout.product_scratch(device),
+        plan.layout.in_place, plan.layout.scratch(device), products,
         wgmma,
     )  # fmt: skip
     last_ids = device.zeros(4 * plan.max_rows["L"])

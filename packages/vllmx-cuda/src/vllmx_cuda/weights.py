@@ -1,29 +1,24 @@
 """From a checkpoint to weights on the device: matrices in their forms, vectors and tables in
 float32.
 
-The mapped file is read by some rows at a time through a ring of pinned buffers: threads fill them,
-and the device copies from one while the next are filled. No second copy of the model exists
-anywhere; what no form holds as it is stored is dequantised on the way.
+The mapped file is read by some rows at a time through a ring of pinned buffers. No second copy of
+the model exists anywhere; what no form holds as it is stored is dequantised on the way.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import cycle
 
 import numpy as np
-from vllmx_core.cores import available_cores
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.progress import show_progress
 from vllmx_core.weight_map import TieKey, tie_key
 from vllmx_core.weights import WeightSource, WeightSpec
 
-from vllmx_cuda.device import Bytes, Device, Event, Memory
+from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices import pieces as sizes
 from vllmx_cuda.matrices.dense import dense_pieces
@@ -31,13 +26,9 @@ from vllmx_cuda.matrices.form import Segment
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.pieces import Piece
 from vllmx_cuda.matrices.plan import MatrixPlan, WeightPlan, has_bias
+from vllmx_cuda.streaming import stream
 
 logger = logging.getLogger("vllmx.cuda")
-
-PIECES_IN_FLIGHT = 4
-"""At least; as many as there are cores to fill them, up to the next."""
-MOST_IN_FLIGHT = 12
-"""Blocks of GGUF are put into another order at about 200 MB/s a core, a GPU takes 25 GB/s."""
 
 Weight = Matrix | Memory
 """A matrix, or float32 values."""
@@ -49,10 +40,16 @@ def load_weights(
     source: WeightSource,
     plan: WeightPlan,
     device: Device,
+    work: Memory,
     *,
     progress: bool = False,
 ) -> dict[str, Weight]:
-    """Takes `plan.num_bytes` of device memory."""
+    """Takes `plan.num_bytes` of device memory.
+
+    Args:
+        work: scratch of `plan.scratch.work` bytes, which no product uses yet: what the device puts
+            into its order passes through it.
+    """
     weights: dict[str, Weight] = {}
     tied: dict[TieKey, tuple[Segment, ...]] = {}
     pieces: list[Piece] = []
@@ -72,7 +69,7 @@ def load_weights(
     for name, table in constants.items():
         weights[name] = memory = device.empty(4 * table.size)
         pieces += _table_pieces(memory, np.ascontiguousarray(table, np.float32))
-    _stream(pieces, device, progress)
+    stream(pieces, device, work, progress=progress)
     _report(plan)
     return weights
 
@@ -123,48 +120,3 @@ def _table_pieces(target: Memory, table: F32) -> Iterator[Piece]:
     for begin in range(0, raw.nbytes, sizes.PIECE_BYTES):
         run = raw[begin : begin + sizes.PIECE_BYTES]
         yield Piece(target.at(begin, run.nbytes), partial(np.copyto, src=run))
-
-
-def _stream(pieces: Sequence[Piece], device: Device, progress: bool) -> None:
-    """Fills buffers ahead of the copies, which run in the order of the pieces."""
-    if not pieces:
-        return
-    size = max(piece.num_bytes for piece in pieces)
-    most = min(max(PIECES_IN_FLIGHT, available_cores()), MOST_IN_FLIGHT, len(pieces))
-    buffers = [device.pinned(size) for _ in range(most)]
-    copied: list[Event | None] = [None] * len(buffers)
-    filling: deque[tuple[Piece, int, Future[object]]] = deque()
-    done, total = 0, sum(piece.num_bytes for piece in pieces)
-    with ThreadPoolExecutor(min(len(buffers), available_cores())) as pool:
-        for piece, slot in zip(pieces, cycle(range(len(buffers))), strict=False):
-            if len(filling) == len(buffers):
-                done += _send(*filling.popleft(), buffers, copied, device)
-                if progress:
-                    show_progress("loading weights", done, total)
-            event = copied[slot]
-            if event is not None:
-                event.wait()
-            buffer = buffers[slot][: piece.num_bytes]
-            filling.append((piece, slot, pool.submit(piece.fill, buffer)))
-        while filling:
-            done += _send(*filling.popleft(), buffers, copied, device)
-            if progress:
-                show_progress("loading weights", done, total)
-    device.synchronize()
-
-
-def _send(
-    piece: Piece,
-    slot: int,
-    filled: Future[object],
-    buffers: Sequence[Bytes],
-    copied: list[Event | None],
-    device: Device,
-) -> int:
-    filled.result()
-    begin = 0
-    for target in piece.targets:
-        device.upload(target, buffers[slot][begin : begin + target.num_bytes])
-        begin += target.num_bytes
-    copied[slot] = device.event()
-    return piece.num_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllmx_core.errors import ConfigError
 
+from vllmx_cuda.kernel_specs.gguf import BLOCKS
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
     Kernel,
@@ -29,6 +30,11 @@ TILE_ROWS, TILE_COLS, GROUP_COLS = 16, 64, 32
 """Of a tile, and what K is a multiple of: the fewest columns of a group, but for 6 bits."""
 ONE_GROUP = 31
 """A group_shift, of rows with one scale."""
+BLOCK_FORMS = {
+    "q4_0": (4, ZERO_MIDDLE, 5), "q4_1": (4, MINIMA, 5), "q4_k": (4, MINIMA, 5),
+    "q6_k": (6, ZERO_MIDDLE, 4), "q8_0": (8, ZERO_MIDDLE, 5),
+}  # fmt: skip
+"""GGUF's types that lie in this order -> VX_BITS, VX_ZERO, group_shift; their factors are f16."""
 WARPS = 8
 _FEWER_TILES = 4
 _LEAST_TILES = 4
@@ -111,6 +117,12 @@ def _dequantize(sizes: Sizes, options: Options) -> Launch:
     return Launch((ceil_div(sizes["outputs"], TILE_ROWS), ceil_div(tiles, WARPS), 1), 32 * WARPS)
 
 
+def _repack(sizes: Sizes, options: Options) -> Launch:
+    if sizes["outputs"] % TILE_ROWS:
+        raise ConfigError(f"repacked rows come by {TILE_ROWS}, got {sizes['outputs']}")
+    return _dequantize(sizes, options)
+
+
 def _gather(sizes: Sizes, options: Options) -> Launch:
     return along_rows(sizes, GROUP_COLS, 8 * 256)
 
@@ -159,4 +171,13 @@ W4_GATHER = Kernel(
     rule=_gather,
 )
 
-KERNELS = (W4_LINEAR, W4_DEQUANTIZE, W4_GATHER)
+W4_REPACK_BLOCKS = Kernel(
+    entry="w4_repack_blocks",
+    source="w4_repack_blocks.cu",
+    options={"VX_BLOCK": tuple(BLOCKS[name] for name in BLOCK_FORMS)},
+    arguments=arguments("in u8* blocks, out u8* data, inout u32* fault, i32 k"),
+    sizes=("outputs", "width"),
+    rule=_repack,
+)
+
+KERNELS = (W4_LINEAR, W4_DEQUANTIZE, W4_GATHER, W4_REPACK_BLOCKS)

@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vllmx_cuda.device import Bytes, Memory
+from vllmx_core.errors import VllmxError
+
+from vllmx_cuda.device import Bytes, Device, Memory
+from vllmx_cuda.kernel_specs import Variant
 
 PIECE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes as the checkpoint has them, which a kernel on the device puts into their order."""
+
+    num_bytes: int
+    kernel: Variant
+    launch: Callable[[Device, Memory, Memory], object]
+    """launch(device, stored, fault) enqueues it; it raises the u32 at `fault` above 0 where it
+    finds what cannot be."""
+    refusal: Callable[[int], VllmxError]
+    """What a `fault` above 0 means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +35,8 @@ class Piece:
     """Called on some thread; gets a buffer of `num_bytes`."""
     more: tuple[Memory, ...] = ()
     """Where the rest of the buffer goes, for what is made together (codes and their scales)."""
+    stored: Stored | None = None
+    """What the buffer holds where it is not what the target does."""
 
     @property
     def targets(self) -> tuple[Memory, ...]:
@@ -27,6 +45,9 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
+        """Of the buffer."""
+        if self.stored is not None:
+            return self.stored.num_bytes
         return sum(target.num_bytes for target in self.targets)
 
 
@@ -38,9 +59,20 @@ def row_pieces(
     Args:
         fill: fill(buffer, begin, end) writes rows from `begin` to before `end`.
     """
+    for begin, end, span in runs_of_rows(rows, target):
+        yield Piece(span, lambda buffer, begin=begin, end=end: fill(buffer, begin, end))  # type: ignore[misc]
+
+
+def runs_of_rows(
+    rows: int, target: Memory, buffer_bytes: int | None = None
+) -> Iterator[tuple[int, int, Memory]]:
+    """(begin, end, where they lie) of runs of rows of equal size that fill `target`.
+
+    Args:
+        buffer_bytes: of all rows in the pinned buffers; as many as of the target by default.
+    """
     row_bytes = target.num_bytes // rows
-    most = max(1, PIECE_BYTES // max(1, row_bytes))
+    most = max(1, PIECE_BYTES * rows // max(1, buffer_bytes or target.num_bytes))
     for begin in range(0, rows, most):
         end = min(rows, begin + most)
-        span = target.at(begin * row_bytes, (end - begin) * row_bytes)
-        yield Piece(span, lambda buffer, begin=begin, end=end: fill(buffer, begin, end))  # type: ignore[misc]
+        yield begin, end, target.at(begin * row_bytes, (end - begin) * row_bytes)

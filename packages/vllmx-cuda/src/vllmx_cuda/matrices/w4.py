@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from vllmx_core.weights import WeightPart
@@ -37,7 +38,9 @@ from vllmx_cuda.matrices.form import (
 from vllmx_cuda.matrices.pieces import Piece, row_pieces
 from vllmx_cuda.matrices.products import by_pieces, work_bytes
 from vllmx_cuda.matrices.split import OWN_TOKENS, counter_bytes, split_product
+from vllmx_cuda.matrices.w4_gguf import stored_blocks
 from vllmx_cuda.matrices.w4_packing import Packing, packed_rows, packing_of
+from vllmx_cuda.matrices.w4_stored import stored_pieces
 
 _ROWS_AT_ONCE = 16 * TILE_ROWS
 """Rows that are unpacked together: what they take meanwhile stays in a cache."""
@@ -71,26 +74,29 @@ class W4:
         return ScratchBytes(work=work_bytes(rows, cols, self.dtype) + ordered)
 
     def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
-        cols = part.shape[1]
-        size = self.packing.row_tile_bytes(cols)
-
-        def fill(buffer: Bytes, begin: int, end: int) -> None:
-            tiles = buffer.reshape(end - begin, size)
-            end = min(end * TILE_ROWS, part.shape[0])
-            for row in range(begin * TILE_ROWS, end, _ROWS_AT_ONCE):
-                some = packed_rows(part, self.packing, row, min(row + _ROWS_AT_ONCE, end))
-                at = row // TILE_ROWS - begin
-                tiles[at : at + len(some)] = some
-
+        size = self.packing.row_tile_bytes(part.shape[1])
         count = part.shape[0] // TILE_ROWS
         span = data.at(first // TILE_ROWS * size, count * size)
-        yield from row_pieces(count, span, fill)
+        stored = stored_blocks(part)
+        if stored is not None:
+            yield from stored_pieces(stored, part.shape[0], span)
+        else:
+            yield from row_pieces(count, span, partial(self._fill, part))
         if first == 0:
             order = np.frombuffer(self.packing.order, np.uint8)
             counters = np.zeros(counter_bytes(rows), np.uint8)
             tail = np.concatenate([counters, order])
-            target = data.at(self._tail(rows, cols), tail.nbytes)
+            target = data.at(self._tail(rows, part.shape[1]), tail.nbytes)
             yield Piece(target, lambda buffer: np.copyto(buffer, tail))
+
+    def _fill(self, part: WeightPart, buffer: Bytes, begin: int, end: int) -> None:
+        """Rows of tiles in their order, which the host makes."""
+        tiles = buffer.reshape(end - begin, -1)
+        for row in range(begin * TILE_ROWS, end * TILE_ROWS, _ROWS_AT_ONCE):
+            last = min(row + _ROWS_AT_ONCE, end * TILE_ROWS)
+            some = packed_rows(part, self.packing, row, last)
+            at = row // TILE_ROWS - begin
+            tiles[at : at + len(some)] = some
 
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
         order, operands = self._ordered(ops, segment, operands)

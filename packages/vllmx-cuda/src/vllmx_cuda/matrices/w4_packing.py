@@ -12,6 +12,7 @@ from vllmx_core.weights import WeightPart, f32_to_bf16
 
 from vllmx_cuda.kernel_specs.types import DTYPES, ceil_div
 from vllmx_cuda.kernel_specs.w4 import (
+    BLOCK_FORMS,
     GROUP_COLS,
     ONE_GROUP,
     TILE_COLS,
@@ -21,7 +22,7 @@ from vllmx_cuda.kernel_specs.w4 import (
     record_bytes,
     tile_bytes,
 )
-from vllmx_cuda.matrices.w4_gguf import FORMS, block_type, coded_blocks
+from vllmx_cuda.matrices.w4_gguf import block_type
 
 U8 = npt.NDArray[np.uint8]
 _MOST_ZERO = {4: 127, 8: 255}
@@ -64,7 +65,7 @@ def packing_of(part: WeightPart) -> Packing | None:
         return None
     blocks = block_type(part)
     if blocks is not None:
-        bits, zero, shift = FORMS[blocks]
+        bits, zero, shift = BLOCK_FORMS[blocks]
         return Packing(bits, DTYPES["f16"], zero, shift)
     return _coded_packing(part)
 
@@ -194,13 +195,11 @@ def _by_tile(values: AnyArray) -> U8:
 
 
 def packed_rows(part: WeightPart, packing: Packing, begin: int, end: int) -> U8:
-    """Some rows of a part, from a multiple of 16 on.
+    """Some rows of a part that hands over integers, from a multiple of 16 on.
 
     Raises:
         WeightFormatError: zeros that no such integer can have.
     """
-    if block_type(part) is not None:
-        return packed(*coded_blocks(part, begin, end), packing)
     rows = part.coded_rows(begin, end)
     columns = packing.columns
     codes = rows.codes if columns is None else rows.codes[:, columns]
