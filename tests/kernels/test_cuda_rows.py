@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -10,9 +11,10 @@ from vllmx_core import reference
 from vllmx_core.model import Activation
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
+from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
 
-from .cuda_arrays import assert_near, inout, normal, on_device, options, wide
+from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
 
 
 @pytest.mark.parametrize("kind", get_args(Activation))
@@ -96,40 +98,91 @@ def test_linear_gemv(
     emulator: Emulator, dtype: str, tokens: int, tile: int, outputs: int, inputs: int, out: int
 ) -> None:
     chosen = options(dtype, VX_VEC=vector_width(inputs), VX_TOKENS=tile, VX_OUT=out)
-    check_linear(emulator, "linear_gemv", chosen, dtype, (tokens, outputs, inputs), out)
+
+    def run(x: Array, w: Array, bias: Array | None, y: Array) -> None:
+        variant, shape = KERNELS["linear_gemv"].variant(**chosen), (len(x), outputs, inputs)
+        sizes = {"tokens": len(x), "outputs": outputs}
+        emulator.launch(variant, sizes, [x, w, bias, y, *shape, y.shape[1]])
+
+    check_linear(run, dtype, (tokens, outputs, inputs), out)
 
 
-MMA = [("bf16", 5, 1, 40, 1024, 0), ("f16", 16, 2, 16, 96, 1), ("bf16", 17, 2, 33, 2080, 1)]
+MMA = [  # dtype, tokens, tiles, rows, splits, outputs, inputs, out
+    ("bf16", 1, 1, 1, 1, 40, 1024, 0), ("f16", 16, 2, 2, 1, 16, 96, 1),
+    ("bf16", 17, 2, 2, 1, 33, 2080, 1), ("bf16", 5, 1, 2, 1, 40, 32, 0),
+    ("bf16", 9, 2, 1, 2, 13, 4128, 1), ("f16", 7, 1, 1, 4, 24, 544, 0),
+    ("bf16", 20, 2, 1, 8, 5, 96, 0),  # pieces without columns
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "tokens", "tiles", "outputs", "inputs", "out"), MMA)
-def test_linear_mma(
-    emulator: Emulator, dtype: str, tokens: int, tiles: int, outputs: int, inputs: int, out: int
-) -> None:
-    chosen = options(dtype, VX_TILES=tiles, VX_OUT=out)
-    check_linear(emulator, "linear_mma", chosen, dtype, (tokens, outputs, inputs), out)
+@pytest.mark.parametrize("case", MMA, ids=lambda case: "-".join(map(str, case)))
+def test_linear_mma(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> None:
+    dtype, tokens, tiles, rows, parts, outputs, inputs, out = case
+
+    def run(x: Array, w: Array, bias: Array | None, y: Array) -> None:
+        multiply_by_mma(emulator, x, w, bias, y, dtype, tiles, rows, parts)
+
+    check_linear(run, dtype, (tokens, outputs, inputs), out)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_bits_do_not_depend_on_the_batch(emulator: Emulator, parts: int) -> None:
+    """Nor on how many tokens and outputs share a block."""
+    rng, dtype, shape = np.random.default_rng(parts), "bf16", (16, 21, 832)
+    x, w = normal(rng, (16, shape[2]), dtype), normal(rng, shape[1:], dtype)
+    want = empty(shape[:2], np.float32)
+    multiply_by_mma(emulator, x, w, None, want, dtype, 2, 2, parts)
+    for tokens, rows in ((1, 1), (3, 2), (8, 1)):
+        y = empty((tokens, shape[1]), np.float32)
+        some = on_device(x[:tokens], x.dtype)
+        multiply_by_mma(emulator, some, w, None, y, dtype, 1, rows, parts)
+        np.testing.assert_array_equal(y, want[:tokens])
+
+
+def test_splits_of_few_outputs() -> None:
+    """Blocks of 8 outputs, a ring of columns for each warp; never by the number of tokens."""
+    shapes = [(1024, 1024), (1024, 12288), (528, 12288), (520, 4096), (256, 4096), (256, 12288)]
+    assert [splits(n, k, 132) for n, k in shapes] == [1, 1, 2, 2, 2, 4]
+    assert splits(8, 1 << 20, 132) == 128
+    assert splits(8, 1 << 24, 1 << 20) == SPLIT_BLOCKS, "the scratch has no more"
+    assert [row_tiles(n, 132) for n in (1024, 2112, 2120, 4096)] == [1, 1, 2, 2]
+
+
+def multiply_by_mma(
+    emulator: Emulator, x: Array, w: Array, bias: Array | None, y: Array, dtype: str,
+    tiles: int, rows: int, parts: int,
+) -> None:  # fmt: skip
+    (tokens, inputs), outputs = x.shape, len(w)
+    partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
+    arrivals = inout(np.zeros(-(-outputs // 8) * tokens), np.uint32) if parts > 1 else None
+    chosen = options(dtype, VX_TILES=tiles, VX_ROWS=rows, VX_OUT=int(y.dtype == np.float32))
+    sizes = {"tokens": tokens, "outputs": outputs, "width": inputs, "splits": parts}
+    shape = (tokens, outputs, inputs, y.shape[1])
+    emulator.launch(
+        KERNELS["linear_mma"].variant(**chosen), sizes, [x, w, bias, y, partial, arrivals, *shape]
+    )
+    if arrivals is not None:
+        assert not arrivals.any()  # ready for the next product
 
 
 def check_linear(
-    emulator: Emulator,
-    entry: str,
-    chosen: dict[str, int],
+    run: Callable[[Array, Array, Array | None, Array], None],
     dtype: str,
     shape: tuple[int, int, int],
     out: int,
 ) -> None:
+    """run(x, w, bias, y), whose rows of y are further apart than they are long."""
     tokens, outputs, inputs = shape
     rng = np.random.default_rng(inputs)
     x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs, inputs), dtype)
     for bias in (None, normal(rng, (outputs,), "f32")):
-        y = empty((tokens, outputs), np.float32 if out else x.dtype)
-        arguments = [x, w, bias, y, tokens, outputs, inputs]
-        sizes = {"tokens": tokens, "outputs": outputs}
-        emulator.launch(KERNELS[entry].variant(**chosen), sizes, arguments)
+        y = inout(np.full((tokens, outputs + 3), 7), np.float32 if out else x.dtype)
+        run(x, w, bias, y)
+        np.testing.assert_array_equal(y[:, outputs:], 7)
         want = reference.linear(wide(x), wide(w), None if bias is None else wide(bias))
         # sums in f32 of products that are exact: an error of the sum's terms, not of the result
         limit = 1e-6 * inputs**0.5 * np.abs(want).max()
         if out or dtype == "f32":
-            np.testing.assert_allclose(y, want, rtol=1e-5, atol=limit)
+            np.testing.assert_allclose(y[:, :outputs], want, rtol=1e-5, atol=limit)
         else:
-            assert_near(y, want, dtype)
+            assert_near(y[:, :outputs], want, dtype)

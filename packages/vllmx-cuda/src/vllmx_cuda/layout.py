@@ -57,7 +57,8 @@ class StepLayout:
 
     def product_scratch(self, device: Device) -> ProductScratch:
         need = self.products
-        return ProductScratch(*map(device.empty, (need.codes, need.scales, need.work)))
+        codes, scales, work = map(device.empty, (need.codes, need.scales, need.work))
+        return ProductScratch(codes, scales, work, device.zeros(need.counters))
 
 
 def lay_out(

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllmx_cuda.kernel_specs import has_tensor_cores, vector_width
-from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS, MMA_K, MMA_TILES
-
-_MMA_TOKENS = 8
-"""Of one tile."""
+from vllmx_cuda.kernel_specs.linear import (
+    GEMV_TOKENS,
+    MMA_K,
+    MMA_TILES,
+    MMA_TOKENS,
+    row_tiles,
+    splits,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +23,30 @@ class Skinny:
 
     entry: str
     options: Mapping[str, int]
+    splits: int = 0
+    """Of its columns among blocks; 0: it knows none."""
 
 
-def skinny_kernels(dtype: str, cols: int, out_dtype: str, arch: int) -> dict[int, Skinny]:
-    """Number of rows -> kernel; cuBLASLt takes the numbers that are missing, and float32, which is
-    for checks and not for speed. Tensor cores from two rows on where columns and `arch`,
-    as 75 or 90, allow it."""
+def skinny_kernels(
+    dtype: str, rows: int, cols: int, out_dtype: str, arch: int, num_processors: int
+) -> dict[int, Skinny]:
+    """Number of tokens -> kernel for a matrix (rows, cols); cuBLASLt takes the numbers that are
+    missing, and float32, which is for checks and not for speed. Tensor cores where columns and
+    `arch`, as 75 or 90, allow it: from one token on, so that its bits do not depend on others."""
     if dtype == "f32":
         return {}
     out = int(out_dtype == "f32")
-    chosen = {1: _gemv(1, cols, out)}
     if cols % MMA_K == 0 and has_tensor_cores(dtype, arch):
-        for tiles in MMA_TILES:
-            for rows in range(2, tiles * _MMA_TOKENS + 1):
-                chosen.setdefault(rows, Skinny("linear_mma", {"VX_TILES": tiles, "VX_OUT": out}))
-    else:
-        for tile in GEMV_TOKENS:
-            for rows in range(2, tile + 1):
-                chosen.setdefault(rows, _gemv(tile, cols, out))
+        tiles, parts = row_tiles(rows, num_processors), splits(rows, cols, num_processors)
+        kernels = [
+            Skinny("linear_mma", {"VX_TILES": n, "VX_ROWS": tiles, "VX_OUT": out}, parts)
+            for n in MMA_TILES
+        ]
+        token_tile = MMA_TOKENS // MMA_TILES[-1]
+        return {m: kernels[(m - 1) // token_tile] for m in range(1, MMA_TOKENS + 1)}
+    chosen: dict[int, Skinny] = {}
+    for tile in GEMV_TOKENS:
+        options = {"VX_VEC": vector_width(cols), "VX_TOKENS": tile, "VX_OUT": out}
+        for m in range(1, tile + 1):
+            chosen.setdefault(m, Skinny("linear_gemv", options))
     return chosen
-
-
-def _gemv(tokens: int, cols: int, out: int) -> Skinny:
-    options = {"VX_VEC": vector_width(cols), "VX_TOKENS": tokens, "VX_OUT": out}
-    return Skinny("linear_gemv", options)

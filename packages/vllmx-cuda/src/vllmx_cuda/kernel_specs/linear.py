@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllmx_core.errors import ConfigError
+
 from vllmx_cuda.kernel_specs.types import (
     DTYPES,
     Kernel,
@@ -9,17 +11,44 @@ from vllmx_cuda.kernel_specs.types import (
     Options,
     Sizes,
     arguments,
+    at_least,
     by_outputs,
+    ceil_div,
 )
 
 GEMV_TOKENS = (1, 2, 4, 8)
 """Values of VX_TOKENS: tokens that share one pass over the weights."""
 MMA_TILES = (1, 2)
 """Values of VX_TILES: tiles of 8 tokens that share one pass over the weights."""
+MMA_ROWS = (1, 2)
+"""Values of VX_ROWS: tiles of 8 outputs that share the tokens' fragments."""
 MMA_K = 32
 """linear_mma needs K to be a multiple of it."""
+MMA_TOKENS = 8 * MMA_TILES[-1]
+"""Tokens that one pass of linear_mma serves at most."""
+SPLIT_BLOCKS = 256
+"""Blocks of a product that is split at most: more than any GPU has processors."""
 _GEMV_ROWS = 4
-_MMA_ROWS = 16
+_MMA_ROWS = 8
+_LEAST_COLS = 2048
+"""Columns that a block has after splitting: 8 warps' rings, filled once."""
+
+
+def row_tiles(outputs: int, num_processors: int) -> int:
+    """VX_ROWS: 16 outputs a block halve the reads of the tokens; with 8 of them fewer outputs make
+    a block for each processor."""
+    return 2 if ceil_div(outputs, 2 * _MMA_ROWS) > num_processors else 1
+
+
+def splits(outputs: int, width: int, num_processors: int) -> int:
+    """Blocks that share an output of linear_mma: more than one where half of the processors or more
+    would have none, and what is taken off a block takes longer than adding the sums. The number of
+    tokens has no say, so that it does not change the order of sums."""
+    blocks, found = ceil_div(outputs, _MMA_ROWS), 1
+    most = min(num_processors, SPLIT_BLOCKS)
+    while 2 * found * blocks <= most and width >= 2 * found * _LEAST_COLS:
+        found *= 2
+    return found
 
 
 def _gemv(sizes: Sizes, options: Options) -> Launch:
@@ -27,10 +56,17 @@ def _gemv(sizes: Sizes, options: Options) -> Launch:
 
 
 def _mma(sizes: Sizes, options: Options) -> Launch:
-    return by_outputs(sizes, _MMA_ROWS, 8 * options["VX_TILES"], threads=256)
+    at_least("splits", sizes["splits"], 1)
+    assert sizes["splits"].bit_count() == 1, sizes
+    if sizes["width"] % MMA_K:
+        raise ConfigError(
+            f"linear_mma needs rows of a multiple of {MMA_K} values, got {sizes['width']}",
+            param="width",
+        )
+    rows, tokens = _MMA_ROWS * options["VX_ROWS"], 8 * options["VX_TILES"]
+    x, y, _ = by_outputs(sizes, rows, tokens).grid
+    return Launch((x, y, sizes["splits"]), 256)
 
-
-_ARGUMENTS = "in elem* x, in elem* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k"
 
 LINEAR_GEMV = Kernel(
     entry="linear_gemv",
@@ -41,7 +77,9 @@ LINEAR_GEMV = Kernel(
         "VX_TOKENS": GEMV_TOKENS,
         "VX_OUT": (0, 1),
     },
-    arguments=arguments(_ARGUMENTS),
+    arguments=arguments(
+        "in elem* x, in elem* w, in f32* bias?, out out* y, i32 m, i32 n, i32 k, i32 pitch"
+    ),
     sizes=("tokens", "outputs"),
     rule=_gemv,
 )
@@ -51,10 +89,14 @@ LINEAR_MMA = Kernel(
     options={
         "VX_DTYPE": (DTYPES["f16"], DTYPES["bf16"]),
         "VX_TILES": MMA_TILES,
+        "VX_ROWS": MMA_ROWS,
         "VX_OUT": (0, 1),
     },
-    arguments=arguments(_ARGUMENTS),
-    sizes=("tokens", "outputs"),
+    arguments=arguments(
+        "in elem* x, in elem* w, in f32* bias?, out out* y, inout f32* partial?,"
+        " inout u32* arrivals?, i32 m, i32 n, i32 k, i32 pitch"
+    ),
+    sizes=("tokens", "outputs", "width", "splits"),
     rule=_mma,
     tensor_cores=True,
 )

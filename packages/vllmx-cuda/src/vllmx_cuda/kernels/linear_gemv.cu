@@ -1,7 +1,9 @@
-// y = x w^T + bias for a few tokens, on the ordinary cores: any K, any dtype.
+// y = x w^T + bias for a few tokens, on the ordinary cores: any K, any dtype. For what
+// linear_mma does not take.
 //
 // Layout: x (M, K), w (N, K) of elem; bias (N) of f32 or null; y (M, N) of elem, or of f32 with
-//         VX_OUT 1. K is a multiple of VX_VEC. Sums in f32, in an order that M does not change.
+//         VX_OUT 1; its rows are `pitch` apart. K is a multiple of VX_VEC. Sums in f32, in an order that M
+//         does not change.
 // Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows of w and split K;
 //         a thread keeps several 16-byte loads of w in flight and reuses x for all of them.
 // Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
@@ -28,7 +30,7 @@ VX_DEV Pack<elem, VX_VEC> load_weight(const elem* p) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, VX_TOKENS < 4 ? 8 : VX_TOKENS < 8 ? 5 : 3)
 linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
-            out_elem* __restrict__ y, int m, int n, int k) {
+            out_elem* __restrict__ y, int m, int n, int k, int pitch) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
   int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
   const elem *rows[ROWS], *tokens[VX_TOKENS];
@@ -60,6 +62,6 @@ linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float*
       }
     }
   }
-  store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, n);
+  store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, pitch);
 }
 VX_EXPORT(linear_gemv)

@@ -46,31 +46,22 @@ template <int WARPS> VX_DEV float add_tree(const float* part, int stride) {
   return v[0];
 }
 
-// Every warp holds fragments D of the same ROW_TILES x TOKEN_TILES tiles of 16 rows and 8 tokens, over its part
-// of K; so do gridDim.z blocks. All are added in an order that neither m nor the grid changes: of a block in
-// a tree, then the last block of an output to arrive adds the blocks', out of `partial` (gridDim.z, m, n).
-// arrivals: one u32 for each (x, y) of the grid, 0 before and after; both are null with one block. part:
-// WARPS x tokens x (rows + 4) floats of shared memory that nobody uses any more.
-template <int WARPS, int ROW_TILES, int TOKEN_TILES>
-VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TILES][4], float* part,
-                            const float* bias, float* partial, u32* arrivals, int* arrived, int token0,
-                            int row0, int m, int n, int pitch) {
-  constexpr int rows = 16 * ROW_TILES, tokens = 8 * TOKEN_TILES;
-  constexpr int stride = rows + 4;  // of a token's sums: writes of a warp hit all banks
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, splits = gridDim.z;
-#pragma unroll
-  for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-    for (int t = 0; t < TOKEN_TILES; t++)
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        part[(warp * tokens + 8 * t + 2 * (lane % 4) + e % 2) * stride + 16 * r + lane / 4 + 8 * (e / 2)] =
-            sums[r][t][e];
+// The sums of a block's warps, WARPS x TOKENS x (ROWS + PADDING) of shared memory, become elements of y from
+// (token0, row0) on; so do those of gridDim.z blocks. All are added in an order that neither m nor the grid
+// changes: of a block in a tree, then the last block of an output to arrive adds the blocks', out of `partial`
+// (gridDim.z, m, n). arrivals: one u32 for each (x, y) of the grid, 0 before and after; both are null with one
+// block.
+#define PADDING 4  // writes of a warp hit all banks
+template <int WARPS, int ROWS, int TOKENS>
+VX_DEV void store_parts(out_elem* y, const float* part, const float* bias, float* partial, u32* arrivals,
+                        int* arrived, int token0, int row0, int m, int n, int pitch) {
+  constexpr int stride = ROWS + PADDING;
+  int splits = gridDim.z;
   __syncthreads();
-  for (int i = threadIdx.x; i < rows * tokens; i += 32 * WARPS) {
-    int row = i % rows, token = i / rows;
+  for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
+    int row = i % ROWS, token = i / ROWS;
     if (row0 + row >= n || token0 + token >= m) continue;
-    float sum = add_tree<WARPS>(part + token * stride + row, tokens * stride);
+    float sum = add_tree<WARPS>(part + token * stride + row, TOKENS * stride);
     if (splits > 1) {
       partial[((size_t)blockIdx.z * m + token0 + token) * n + row0 + row] = sum;
     } else {
@@ -86,8 +77,8 @@ VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TI
   __syncthreads();
   if (*arrived + 1 < splits) return;
   __threadfence();  // no stale line of what the others wrote
-  for (int i = threadIdx.x; i < rows * tokens; i += 32 * WARPS) {
-    int row = i % rows, token = i / rows;
+  for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
+    int row = i % ROWS, token = i / ROWS;
     if (row0 + row >= n || token0 + token >= m) continue;
     const float* parts = partial + (size_t)(token0 + token) * n + row0 + row;
     float sum = parts[0];
@@ -95,4 +86,23 @@ VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TI
     sum += bias ? bias[row0 + row] : 0.f;
     y[(size_t)(token0 + token) * pitch + row0 + row] = from_float<out_elem>(sum);
   }
+}
+
+// Every warp holds fragments D of the same ROW_TILES x TOKEN_TILES tiles of 16 rows and 8 tokens, over its part
+// of K. part: as store_parts wants it, of memory that nobody uses any more.
+template <int WARPS, int ROW_TILES, int TOKEN_TILES>
+VX_DEV void store_fragments(out_elem* y, const float (&sums)[ROW_TILES][TOKEN_TILES][4], float* part,
+                            const float* bias, float* partial, u32* arrivals, int* arrived, int token0,
+                            int row0, int m, int n, int pitch) {
+  constexpr int rows = 16 * ROW_TILES, tokens = 8 * TOKEN_TILES;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILES; t++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        part[(warp * tokens + 8 * t + 2 * (lane % 4) + e % 2) * (rows + PADDING) + 16 * r + lane / 4 + 8 * (e / 2)] =
+            sums[r][t][e];
+  store_parts<WARPS, rows, tokens>(y, part, bias, partial, arrivals, arrived, token0, row0, m, n, pitch);
 }

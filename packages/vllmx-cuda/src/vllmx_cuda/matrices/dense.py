@@ -12,6 +12,7 @@ from vllmx_core.weights import DENSE, WeightPart, f32_to_bf16
 from vllmx_cuda.device import Bytes, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import vector_width
+from vllmx_cuda.kernel_specs.linear import MMA_TOKENS, SPLIT_BLOCKS
 from vllmx_cuda.matrices.form import (
     Gather,
     Operands,
@@ -24,6 +25,9 @@ from vllmx_cuda.matrices.form import (
 from vllmx_cuda.matrices.pieces import Piece, row_pieces
 from vllmx_cuda.matrices.products import multiply_dense
 from vllmx_cuda.skinny import skinny_kernels
+
+_SPLIT_BYTES = 4 * 8 * MMA_TOKENS * SPLIT_BLOCKS
+"""A block has sums of 8 outputs for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class Dense:
         return rows * cols * ITEM_BYTES[self.dtype]
 
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:
-        return ScratchBytes()
+        """Sums and counters of blocks that share a product of few tokens."""
+        return ScratchBytes(work=_SPLIT_BYTES, counters=4 * SPLIT_BLOCKS)
 
     def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
         row_bytes = data.num_bytes // rows
@@ -47,21 +52,28 @@ class Dense:
         return dense_pieces(part, span, self.dtype, self.offset)
 
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
-        """Own kernels for few rows, where the segment is the whole matrix."""
-        x, y, out_dtype = operands.x, operands.y, operands.out_dtype
-        n, k = segment.rows, segment.cols
-        chosen = skinny_kernels(self.dtype, k, out_dtype, ops.target.arch)
-        if operands.pitch != n:
-            chosen = {}
-        kernels = {rows: ops.variant(c.entry, **c.options) for rows, c in chosen.items()}
+        """Own kernels for few rows."""
+        n, k, scratch = segment.rows, segment.cols, ops.products
+        chosen = skinny_kernels(
+            self.dtype, n, k, operands.out_dtype, ops.target.arch, ops.device.info.num_processors
+        )
+        kernels = {m: ops.variant(c.entry, **c.options) for m, c in chosen.items()}
 
         def enqueue(m: int) -> None:
             kernel = kernels.get(m)
             if kernel is None:
                 multiply_dense(ops.device, m, n, k, self.dtype, segment.data, operands)
                 return
-            arguments = (x, segment.data, operands.bias, y, m, n, k)
-            ops.device.launch(kernel, {"tokens": m, "outputs": n}, arguments)
+            parts, sizes = chosen[m].splits, {"tokens": m, "outputs": n}
+            shared: tuple[Memory | None, ...] = ()
+            if parts:
+                sizes |= {"width": k, "splits": parts}
+                shared = (scratch.work, scratch.counters) if parts > 1 else (None, None)
+            arguments = (
+                operands.x, segment.data, operands.bias, operands.y, *shared, m, n, k,
+                operands.pitch,
+            )  # fmt: skip
+            ops.device.launch(kernel, sizes, arguments)
 
         return SegmentProduct(enqueue)
 

@@ -33,6 +33,8 @@ class ScratchBytes:
     """Their scales."""
     work: int = 0
     """Whatever else: rows in the model's dtype, sums that are not scaled yet."""
+    counters: int = 0
+    """u32, 0 before and after each product."""
 
     def __or__(self, other: ScratchBytes) -> ScratchBytes:
         """Enough for either."""
@@ -40,11 +42,12 @@ class ScratchBytes:
             max(self.codes, other.codes),
             max(self.scales, other.scales),
             max(self.work, other.work),
+            max(self.counters, other.counters),
         )
 
     @property
     def num_bytes(self) -> int:
-        return self.codes + self.scales + self.work
+        return self.codes + self.scales + self.work + self.counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class ProductScratch:
     codes: Memory
     scales: Memory
     work: Memory
+    counters: Memory
 
 
 @dataclass(frozen=True, slots=True)
