@@ -1,35 +1,51 @@
 """The conformance suite on the GPU, run by run.sh; the tests of the repository run it emulated."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from devices import opener
-from vllmx_core.backend import Backend
+from vllmx_core.backend import Backend, LoadedModel
+from vllmx_core.model import Model
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.backend_suite import BackendSuite
 from vllmx_core.testing.harness import Harness, mixed_steps
+from vllmx_core.weights import WeightSource
 from vllmx_cuda.backend import CudaBackend
 
 
-class TestCuda(BackendSuite):
+class OnDevice(Harness):
     kv_dtypes = ("f32", "int8", "fp8")
     exact_batches = False
+    eager = False
+    """Whether nothing is captured where a test does not say so itself; see sanitized.py."""
 
     def make_backend(self) -> Backend:
         return CudaBackend(opener())
 
+    @contextmanager
+    def loaded(self, model: Model, source: WeightSource, **options: Any) -> Iterator[LoadedModel]:
+        with super().loaded(model, source, **{"enforce_eager": self.eager, **options}) as loaded:
+            yield loaded
 
-class TestTensorCores(Harness):
+
+class TestCuda(OnDevice, BackendSuite):
+    pass
+
+
+class TestTensorCores(OnDevice):
     """Attention of 16-bit models: prompts in tiles, decodes beside them."""
-
-    def make_backend(self) -> Backend:
-        return CudaBackend(opener())
 
     @pytest.mark.parametrize("dtype", ["bf16", "f16"])
     @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
     def test_attention(self, dtype: str, features: dict[str, Any]) -> None:
         model, source = attention_model(**features)
-        self.compare(model, source, mixed_steps(), tolerance=0.1, dtype=dtype)
+        # what rounding does to scores is magnified by their own size
+        spread = features.get("scale", 0.25) * features.get("head_size", 16) ** 0.5
+        self.compare(model, source, mixed_steps(), tolerance=0.1 * max(1, spread), dtype=dtype)
 
     @pytest.mark.parametrize(
         ("size", "group", "kv"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from vllmx_cuda.device import Device
 
 REHEARSED = bool(os.environ.get("REHEARSE"))
 """Whether run.sh runs without a GPU."""
+SANITIZED = bool(os.environ.get("SANITIZED"))
+"""Whether it runs under compute-sanitizer."""
 
 
-def opener(rehearse: bool = REHEARSED) -> Callable[[], Device]:
+def opener(rehearse: bool = REHEARSED, sanitized: bool = SANITIZED) -> Callable[[], Device]:
     """What opens the GPU, or the emulator in its place."""
     if rehearse:
         from vllmx_cuda.emulated_device import EmulatedDevice
@@ -19,4 +22,30 @@ def opener(rehearse: bool = REHEARSED) -> Callable[[], Device]:
         return EmulatedDevice
     from vllmx_cuda.cupy_device import CupyDevice
 
-    return CupyDevice.open
+    return exact_device if sanitized else CupyDevice.open
+
+
+def exact_device() -> Device:
+    """The GPU, with an allocation of CUDA's for each of ours."""
+    import cupy
+    from vllmx_cuda.cupy_device import CupyDevice
+
+    device = CupyDevice.open()
+    device._pool = ExactPool(cupy)
+    return device
+
+
+class ExactPool:
+    """In the place of CuPy's pool, which rounds sizes up and cuts large pieces into small ones:
+    compute-sanitizer knows the bounds of CUDA's allocations alone."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cuda = cupy.cuda
+
+    def malloc(self, num_bytes: int) -> Any:
+        return self._cuda.MemoryPointer(self._cuda.Memory(num_bytes), 0)
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def free_all_blocks(self) -> None: ...

@@ -1,6 +1,6 @@
 """Whether the wgmma variant of prefill is right on this GPU, and its speed beside the mma kernel.
 
-    python bench/gpu/wgmma.py [--emulated]
+    python bench/gpu/wgmma.py [--emulated] [--untimed]
 
 In a process of its own, and the last of all: a product that never ends, or an instruction that the
 GPU refuses, costs nothing else. Exit status 1 when something differs. With "right" on all lines,
@@ -208,18 +208,18 @@ def report(device: Device, checked: Sequence[Case], timed: Sequence[Case], times
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--emulated", action="store_true", help="a small case, without a GPU")
-    if parser.parse_args().emulated:
-        from vllmx_cuda.emulated_device import EmulatedDevice
+    parser.add_argument("--untimed", action="store_true", help="for compute-sanitizer")
+    chosen = parser.parse_args()
+    from devices import opener
 
+    device = opener(chosen.emulated)()
+    if chosen.emulated:
         small = Case(((40, 20),), heads=2, kv_heads=1, size=64)
-        return 0 if report(EmulatedDevice(), [small], [small], 1) else 1
-    from vllmx_cuda.cupy_device import CupyDevice
-
-    device = CupyDevice.open()
+        return 0 if report(device, [small], [] if chosen.untimed else [small], 1) else 1
     if device.info.arch != ARCH:
         print(f"paged_prefill_wgmma: {device.info.name} is {device.info.arch}, it needs {ARCH}")
         return 0
-    return 0 if report(device, CHECKED, TIMED, 20) else 1
+    return 0 if report(device, CHECKED, [] if chosen.untimed else TIMED, 20) else 1
 
 
 if __name__ == "__main__":

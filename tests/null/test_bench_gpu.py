@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from vllmx_models.qwen3 import qwen3
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 MODULES = ("checkpoints", "devices", "measure", "figures")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+WATCHED = (*TOOLS, *(f"wgmma-{tool}" for tool in TOOLS[:3]))
 
 
 @pytest.fixture
@@ -278,7 +281,7 @@ PYTHON = """#!/bin/bash
 case "$*" in
   *checkout.py*) echo "$@" >"$CALLS";;
   *golden.npz) exit 7;;
-  *device_suite.py) echo begun; exec sleep 30;;
+  *device_quantised.py) echo begun; exec sleep 30;;
   *figures.py*) mkdir -p "$2"; echo "a table" >"$2/table.txt";;
 esac
 """
@@ -297,25 +300,65 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> 
     assert any(line.startswith("golden: FAILED, status 7") for line in lines)
     assert any(line.startswith("suite: FAILED, status 124") for line in lines)
     assert any(line.startswith("transformers: passed") for line in lines)
-    assert any(line.startswith("memcheck: FAILED, status 127") for line in lines), "no such tool"
+    for tool in WATCHED:
+        assert any(line.startswith(f"{tool}: FAILED, status 127") for line in lines), "no such tool"
     assert any(line.startswith("figures: passed") for line in lines)
     assert "a table" in lines
-    assert done.returncode == 4
+    assert done.returncode == 2 + len(WATCHED)
     assert (out / "suite.log").read_text() == "begun\n"
     with tarfile.open(out / "results.tar.gz") as packed:
         names = set(packed.getnames())
     assert {"suite.log", "golden.log", "summary.txt", "figures/table.txt"} <= names
     late = run_sh("late", cwd=tmp_path, **more, SECONDS_IN_ALL="3")
-    assert late.returncode == 7
-    assert (tmp_path / "late" / "summary.txt").read_text().count("not started, no time left") == 7
+    assert late.returncode == 5 + len(WATCHED)
+    told = (tmp_path / "late" / "summary.txt").read_text()
+    assert told.count("not started, no time left") == late.returncode
+
+
+def test_what_the_sanitizer_has_no_time_for_is_skipped() -> None:
+    """Its cases are all there, in their order; none is begun behind the limit."""
+    path = os.pathsep.join([*sys.path, str(GPU)])
+    names = ["device_suite.py", "device_quantised.py"]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", GPU, "-p", "sanitized",
+         "-p", "no:cacheprovider", "--import-mode=importlib", "-v", *names],
+        cwd=GPU, text=True, check=False, capture_output=True,
+        env={**outer, "PYTHONPATH": path, "REHEARSE": "1", "SANITIZED_SECONDS": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    skipped = re.findall(r"::(Test.*) SKIPPED", done.stdout)
+    assert skipped[0] == "TestTensorCores::test_attention[everything-bf16]"
+    assert len(skipped) > 40
+    assert f"{len(skipped)} skipped, " in done.stdout.splitlines()[-1]
+
+
+def test_the_sanitizer_sees_the_bounds_of_each_allocation(bench: Any) -> None:
+    asked = []
+    cuda = SimpleNamespace(
+        Memory=lambda size: asked.append(size) or size,
+        MemoryPointer=lambda memory, at: (memory, at),
+    )
+    pool = bench("devices").ExactPool(SimpleNamespace(cuda=cuda))
+    assert [pool.malloc(size) for size in (1, 1000, 1000)] == [(1, 0), (1000, 0), (1000, 0)]
+    assert asked == [1, 1000, 1000]
 
 
 SANITIZER = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do
-  case "$1" in --tool|--error-exitcode) shift;; esac
+# stands for compute-sanitizer: knows the options that 12.9, 13.0 and 13.5 all have
+while [ "${1#--}" != "$1" ]; do
+  case "$1" in
+    --tool=*) tool=${1#*=};;
+    --log-file=*) log=${1#*=};;
+    --kernel-name=regex=^?*$|--error-exitcode=9|--target-processes=all|--port=[0-9]*) ;;
+    --report-api-errors=no|--destroy-on-device-error=kernel|--padding=256) ;;
+    *) echo "unrecognised option $1"; exit 64;;
+  esac
   shift
 done
-exec "$@"
+[ "$SANITIZED" = 1 ] || exit 65
+"$@" || exit
+echo "========= ERROR SUMMARY: 0 errors by $tool" >"$log"
 """
 
 
@@ -334,8 +377,13 @@ def test_everything_runs_on_the_emulator(tmp_path: Path) -> None:
     path = f"{os.environ['PATH']}:{tools}"
     done = run_sh("out", cwd=tmp_path, PATH=path, REHEARSE="1", FIGURES="0.6b bf16")
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in ("golden", "suite", "transformers", "memcheck", "racecheck", "figures", "wgmma"):
+    for part in ("golden", "suite", "transformers", *WATCHED, "figures", "wgmma"):
         assert f"{part}: passed" in done.stdout
+    for tool in TOOLS:
+        assert re.search(rf"^{tool}: passed in \d+ s: 2 passed, ", done.stdout, re.MULTILINE)
+    for part in WATCHED:
+        tool = part.removeprefix("wgmma-")
+        assert f"{part}.reports.log:========= ERROR SUMMARY: 0 errors by {tool}" in done.stdout
     report = json.loads((tmp_path / "out" / "figures" / "figures.json").read_text())
     assert {found["status"] for found in report.values()} == {"ok"}
     assert report["0.6b bf16, fp8 KV"]["decode 3 x 40"]["device_ms"] > 0
