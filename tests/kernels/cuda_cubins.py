@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ WANTED = {
     ),
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
 }  # fmt: skip
+OVERLAPPED = ("paged_prefill_wgmma",)
+"""Entries whose softmax runs while products of a warpgroup are under way."""
 Units = Sequence[tuple[str, Mapping[str, int]]]
 """Entries with the options that they are compiled with."""
 
@@ -181,6 +184,8 @@ def faults(
             wrong.append(f"{name}: {usage['stack']} bytes of stack, {usage['local']} local")
         if usage["alone"]:
             wrong.append(f"{name}: products of a warpgroup do not run beside each other")
+        if usage["idle"]:
+            wrong.append(f"{name}: the softmax waits for products that it should run beside")
         if budget is not None:
             allowed = budget[key(entry, unit)][arch]
             if usage["registers"] > allowed:
@@ -208,13 +213,14 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
     for entry, registers, stack, shared, local in _USAGE.findall(usage):
         found[entry] = {
             "registers": int(registers), "stack": int(stack), "shared": int(shared),
-            "local": int(local), "sass": set(), "alone": False,
+            "local": int(local), "sass": set(), "alone": False, "idle": False,
         }  # fmt: skip
     for part in re.split(r"\n\s*\.section\s+\.text\.", sass)[1:]:
         entry = re.match(r"\w+", part)
         if entry and entry[0] in found:
             found[entry[0]]["sass"] = set(_INSTRUCTION.findall(part))
             found[entry[0]]["alone"] = _products_alone(part)
+            found[entry[0]]["idle"] = entry[0] in OVERLAPPED and _softmax_waits(part)
     return found
 
 
@@ -222,6 +228,17 @@ def _products_alone(sass: str) -> bool:
     """Whether ptxas had each product of a warpgroup waited for before the next is issued, which it
     does where it cannot prove that nothing touches their registers."""
     return sass.count("WARPGROUP.ARRIVE") * 4 > sass.count("HGMMA") > 0
+
+
+def _softmax_waits(sass: str) -> bool:
+    """Whether less than all of a step's softmax stands between the wait for the scores alone (one
+    group of products stays under way) and the wait for all. A lane has a score for each two
+    columns, of which each has an exponential, another one with a soft cap, and its two rows have a
+    factor each."""
+    columns = re.search(r"HGMMA\.64x(\d+)x16", sass)
+    steps = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
+    beside = [after.count("MUFU.EX2") for waits, after in pairwise(steps) if waits == "0x1"]
+    return columns is None or len(beside) != 1 or beside[0] < 2 * (int(columns[1]) // 2) + 2
 
 
 def _wanted(entry: str, unit: Unit) -> list[str]:

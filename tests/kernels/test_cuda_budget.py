@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError
 from vllmx_cuda.arch import ARCHITECTURES
+from vllmx_cuda.cubins import Unit
 from vllmx_cuda.nvrtc import Nvrtc
 
 from .cuda_cubins import BUDGET, UNITS, faults, tool, units_of
 from .cuda_matrix import matrix
+
+WGMMA = ("paged_prefill_wgmma", {"VX_DTYPE": 2, "VX_HEAD": 64, "VX_GROUP": 1})
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +36,34 @@ def test_kernels_keep_their_budget(arch: str, compiler: Nvrtc) -> None:
         fault for unit in units_of(arch, UNITS) for fault in faults(arch, unit, compiler, budget)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+_TAKES = "const float (&s)[KEYS / 2], const float (&factor)[2]) {\n"
+_WEIGHS = "first);\n    weigh(s, m, factor);\n"
+SERIAL = {
+    "the wait ends a step": [
+        (f"{_TAKES}  vx_wgmma_wait<0>();\n", _TAKES),
+        (_WEIGHS, f"{_WEIGHS}    vx_wgmma_wait<0>();\n"),
+    ],
+    "all is waited for": [("    vx_wgmma_wait<1>();\n", "    vx_wgmma_wait<0>();\n")],
+}
+
+
+@pytest.mark.parametrize("what", SERIAL)
+def test_a_softmax_that_waits_is_found(what: str, compiler: Nvrtc, tmp_path: Path) -> None:
+    """The numbers are right then, and nothing but the order of the instructions shows it."""
+    if tool("cuobjdump") is None or tool("nvdisasm") is None:
+        pytest.skip("pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    name, [unit] = "paged_prefill_wgmma.cu", units_of("sm_90a", [WGMMA])
+    shutil.copytree(unit.source.parent, tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / name).read_text()
+    for old, new in SERIAL[what]:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / name).write_text(text)
+    assert not faults("sm_90a", unit, compiler, None)
+    [fault] = faults("sm_90a", Unit(tmp_path / name, unit.defines), compiler, None)
+    assert "the softmax waits" in fault
 
 
 def test_the_matrix_has_every_head_size_in_both_types() -> None:
