@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +101,33 @@ MakeFake = Callable[..., AbstractContextManager[RunningServer]]
 
 
 @pytest.fixture(scope="session")
-def fake_server(tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
-    """`with fake_server(*flags)`: a model that needs 20 ms for each step and never ends by
-    itself."""
-    folder = tmp_path_factory.mktemp("fake")
-    plugins = install_fake_plugin(folder / "plugins")
-    model = make_fake_checkpoint(folder / "model", vocab_size=128, eos_id=None, step_s=0.02)
+def fake_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It needs 20 ms for each step and never ends by itself."""
+    folder = tmp_path_factory.mktemp("fake") / "model"
+    return make_fake_checkpoint(folder, vocab_size=128, eos_id=None, step_s=0.02)
+
+
+@pytest.fixture(scope="session")
+def hanging_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `fake_model`, but the twentieth step of each process takes an hour."""
+    folder = tmp_path_factory.mktemp("hanging") / "model"
+    return make_fake_checkpoint(folder, vocab_size=128, eos_id=None, step_s=0.02, hang_steps=[20])
+
+
+@pytest.fixture(scope="session")
+def fake_server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
+    """`with fake_server(*flags)`: the fake model, unless `--model` names another."""
+    plugins = install_fake_plugin(tmp_path_factory.mktemp("plugins"))
     paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
 
     def make(*flags: str) -> AbstractContextManager[RunningServer]:
-        fixed = ("--model", str(model), "--backend", "fake", "--served-model-name", "fake")
+        fixed = ("--model", str(fake_model), "--backend", "fake", "--served-model-name", "fake")
         return running_server(*fixed, *flags, environment=environment)
 
     return make
+
+
+@pytest.fixture
+def hanging_server(fake_server: MakeFake, hanging_model: Path) -> MakeFake:
+    return partial(fake_server, "--model", str(hanging_model))

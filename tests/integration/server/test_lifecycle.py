@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -187,3 +188,50 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith("vllmx: error: ")
+
+
+def test_a_step_that_hangs(
+    hanging_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    with hanging_server("--step-timeout", "0.5") as server:
+        begun = threading.Event()
+        streamed = pool.submit(stream, server, 500, begun)
+        whole = pool.submit(server.post, PATH, body(500))
+        events = streamed.result()
+        assert events[0]["choices"][0]["text"]
+        assert events[-2]["error"]["code"] == "step_timeout"
+        assert "hangs" in events[-2]["error"]["message"]
+        assert events[-1] == "[DONE]"
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "step_timeout")
+        assert answer.headers["retry-after"]
+        health = server.get("/health")
+        assert health.status_code == 200 or "hangs" in health.json()["message"]
+        wait_until(lambda: server.get("/health").status_code == 200, 20)
+        assert server.post(PATH, body(2)).json()["usage"]["completion_tokens"] == 2
+        assert any("of prompts with" in line for line in server.lines)
+        assert any("time.sleep(self.hang_s)" in line for line in server.lines)
+
+
+def test_sigterm_while_a_step_hangs(
+    hanging_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    with hanging_server("--drain-timeout-s", "0.5") as server:
+        found = pool.submit(stream, server, 500)
+        running(server, 1)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+        assert found.result()[-1] in ("broken", "[DONE]")
+
+
+def test_a_server_whose_engine_is_gone_for_good_ends(
+    fake_server: MakeFake, fake_model: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(fake_model, tmp_path / "model")
+    with fake_server("--model", str(copy)) as server:
+        shutil.rmtree(copy)
+        os.kill(server.core_pid(), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        wait_until(lambda: any("vllmx: error" in line for line in server.lines), 5)
+    assert any("vllmx: error: the engine core is gone" in line for line in server.lines)

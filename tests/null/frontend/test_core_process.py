@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -263,7 +264,7 @@ def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -
 
     ours, theirs = socket.socketpair()
     connection = Connection.__new__(Connection)
-    connection._socket = ours
+    connection._socket, connection._sending = ours, threading.Lock()
     small = [CoreOutput(request_id=str(i), ids=[i]) for i in range(20)]
     large = CoreOutput(request_id="large", ids=[0] * 500)
     monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 250)

@@ -12,6 +12,12 @@ from vllmx_core.weights import WeightSource
 DEFAULT_NUM_SEQS = 256
 """Sequences that run together where neither the user nor the device asks for fewer."""
 
+DEVICE_STEP_TIMEOUT_S = 300.0
+"""A step of a GPU takes milliseconds, with a first use of kernels in it seconds."""
+HOST_STEP_TIMEOUT_S = 3600.0
+"""A prompt of 2048 tokens on a large model takes a slow processor many minutes, and swapping more;
+there is no driver to hang in."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -64,6 +70,8 @@ class LoadedInfo:
     kv_cache_bytes: int
     details: dict[str, Any]
     """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
+    step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
+    """After which a step here must be taken for hung, where the user does not say."""
 
 
 class StepHandle(Protocol):

@@ -54,6 +54,9 @@ class EngineConfig:
     async_scheduling: bool = True
     """Prepare step n + 1 while step n runs."""
     enforce_eager: bool = False
+    step_timeout_s: float | None = None
+    """A step that takes longer counts as hung, and the engine core as lost; 0: never. None: by the
+    backend, see `LoadedInfo.step_timeout_s`."""
     max_queue: int = 1024
     """Requests that may wait; more are refused with 429."""
     seed: int | None = None
@@ -83,6 +86,12 @@ class EngineConfig:
             raise ConfigError(
                 f"--memory-fraction must be above 0 and at most 1, got {self.memory_fraction}",
                 param="memory_fraction",
+            )
+        timeout = self.step_timeout_s
+        if timeout is not None and not 0 <= timeout <= 1e6:
+            raise ConfigError(
+                f"--step-timeout-s must be between 0 (off) and 1000000, got {timeout}",
+                param="step_timeout_s",
             )
         target = self.target_step_ms
         if target is not None and not (math.isfinite(target) and target > 0):

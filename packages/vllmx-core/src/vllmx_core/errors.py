@@ -121,6 +121,13 @@ class EngineDeadError(VllmxError):
     code = "engine_unavailable"
 
 
+class StepTimeoutError(EngineDeadError):
+    """A step did not come back within `step_timeout_s`: the device hangs, and with it whoever
+    called it."""
+
+    code = "step_timeout"
+
+
 class NonFiniteLogitsError(VllmxError):
     """The model produced NaN or infinite logits for this request alone."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllmx_core import reference
-from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.backend import HOST_STEP_TIMEOUT_S, Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.model import Activation, AttentionSpec, Model, StepInputs
@@ -197,6 +197,7 @@ class ReferenceBackend:
             weight_bytes=_total_bytes(weights),
             kv_cache_bytes=sum(page.k.nbytes + page.v.nbytes for page in pages),
             details={},
+            step_timeout_s=HOST_STEP_TIMEOUT_S,
         )
         return ReferenceLoadedModel(model, weights, pages, info)
 

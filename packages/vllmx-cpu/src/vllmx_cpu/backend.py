@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.backend import HOST_STEP_TIMEOUT_S, Communicator, LoadedInfo, LoadOptions
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
 from vllmx_core.memory import format_bytes, free_bytes
@@ -116,6 +116,7 @@ def _info(
         kv_cache_bytes=plan.kv.num_bytes,
         details=details
         | {"ops": len(plan.nodes), "activation buffers": format_bytes(plan.activation_bytes)},
+        step_timeout_s=HOST_STEP_TIMEOUT_S,
     )
 
 

@@ -70,9 +70,14 @@ class AsyncLLM:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._dead = asyncio.Event()
         self._threads = ThreadPoolExecutor(2, "vllmx-text")
         frontend.listener = Listener(
-            self._take_outputs, self._take_stats, self._take_loss, self._take_restart
+            self._take_outputs,
+            self._take_stats,
+            self._take_loss,
+            self._take_restart,
+            self._dead.set,
         )
 
     @classmethod
@@ -119,6 +124,18 @@ class AsyncLLM:
     def errored(self) -> bool:
         """The core is gone for good: only a new start helps."""
         return self._frontend.status == "dead"
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request is taken, for operators; None while the core runs."""
+        if self._frontend.status == "ready":
+            return None
+        return self._frontend.unavailable().message
+
+    async def until_dead(self) -> EngineDeadError:
+        """Returns when the core is gone for good, with the reason."""
+        await self._dead.wait()
+        return self._frontend.unavailable()
 
     @property
     def num_in_flight(self) -> int:

@@ -27,6 +27,16 @@ _MIN_CHUNK = 16
 
 
 @dataclass(slots=True)
+class CoreActivity:
+    """What a core is about, written by its thread and read by whoever watches it."""
+
+    calls: int = 0
+    """Begun and ended: odd while the core steps or closes."""
+    doing: str = ""
+    batch: Batch | None = None
+
+
+@dataclass(slots=True)
 class _Launched:
     step: Step
     handle: StepHandle
@@ -46,6 +56,10 @@ class EngineCore:
         self, model: LoadedModel, config: EngineConfig, *, max_model_len: int, vocab_size: int
     ) -> None:
         self._model = model
+        self.activity = CoreActivity()
+        self.step_timeout_s = (
+            model.info.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
+        )
         self._overlap = config.async_scheduling
         self.limits = _limits(model, config, max_model_len, vocab_size)
         self._cost = _cost(config, self.limits)
@@ -80,19 +94,25 @@ class EngineCore:
         """
         if self._dead is not None:
             raise self._dead
-        launched = self._launch()
-        if self._overlap:
-            launched, self._in_flight = self._in_flight, launched
-        if launched is not None:
-            self._collect(launched)
+        self.activity.calls += 1
+        try:
+            launched = self._launch()
+            if self._overlap:
+                launched, self._in_flight = self._in_flight, launched
+            if launched is not None:
+                self._collect(launched)
+        finally:
+            self.activity.calls += 1
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _launch(self) -> _Launched | None:
+        self.activity.doing, self.activity.batch = "scheduling a step", None
         batch = self._scheduler.schedule()
         self._fail_broken(self._scheduler.failed)
         if batch is None:
             return None
+        self.activity.doing, self.activity.batch = "launching a step", batch
         try:
             plan, rows, step = self._builder.build(batch, self._num_steps)
             launched = _Launched(step, self._model.step(plan, rows))
@@ -105,6 +125,7 @@ class EngineCore:
 
     def _collect(self, launched: _Launched) -> None:
         step = launched.step
+        self.activity.doing, self.activity.batch = "waiting for a step", step.batch
         try:
             result = launched.handle.result()
         except Exception as error:  # whatever a backend raises
@@ -175,6 +196,11 @@ class EngineCore:
         """Whether `step` has anything to do."""
         return bool(self._scheduler.live or self._outputs or self._in_flight)
 
+    @property
+    def device(self) -> str:
+        """Backend and device, for messages."""
+        return f"{self._model.info.backend} ({self._model.info.device})"
+
     # --- the rest -----------------------------------------------------------------------------
     def stats(self) -> CoreStats:
         """Counters and gauges."""
@@ -200,9 +226,14 @@ class EngineCore:
 
     def close(self) -> None:
         """Drops all requests and closes the model."""
-        self.abort(list(self._scheduler.live))
-        self._in_flight = None
-        self._model.close()
+        self.activity.calls += 1
+        self.activity.doing, self.activity.batch = "closing the model", None
+        try:
+            self.abort(list(self._scheduler.live))
+            self._in_flight = None
+            self._model.close()
+        finally:
+            self.activity.calls += 1
 
 
 def _cost(config: EngineConfig, limits: Limits) -> StepCost:

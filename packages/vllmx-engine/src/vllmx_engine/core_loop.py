@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from vllmx_core.errors import StepTimeoutError
+
 from vllmx_engine.core import EngineCore
 from vllmx_engine.ipc import (
     AbortRequests,
@@ -25,6 +27,7 @@ from vllmx_engine.ipc import (
     Stats,
     ToCore,
 )
+from vllmx_engine.watchdog import Watchdog
 
 logger = logging.getLogger("vllmx.core")
 
@@ -38,30 +41,37 @@ class CoreLoop:
         core: loaded.
         inbox: filled by other threads.
         emit: hands a message to the frontend; may block, which holds the core back.
+        on_stuck: called once, on another thread, when a step does not come back.
     """
 
     def __init__(
-        self, core: EngineCore, inbox: SimpleQueue[ToCore], emit: Callable[[FromCore], None]
+        self,
+        core: EngineCore,
+        inbox: SimpleQueue[ToCore],
+        emit: Callable[[FromCore], None],
+        on_stuck: Callable[[StepTimeoutError], None],
     ) -> None:
         self._core = core
         self._inbox = inbox
         self._emit = emit
+        self._on_stuck = on_stuck
         self._stats_due_s = 0.0
         self._stopped = False
 
     def run(self) -> None:
         """Until a Shutdown message. What a step raises is a bug or a broken device: it is left to
         the caller."""
-        try:
-            while not self._stopped:
-                self._take_messages()
-                if self._core.has_work and not self._stopped:
-                    outputs = self._core.step()
-                    if outputs:
-                        self._emit(Outputs(outputs))
-                    self._report(time.monotonic())
-        finally:
-            self._core.close()
+        with Watchdog(self._core, self._on_stuck):
+            try:
+                while not self._stopped:
+                    self._take_messages()
+                    if self._core.has_work and not self._stopped:
+                        outputs = self._core.step()
+                        if outputs:
+                            self._emit(Outputs(outputs))
+                        self._report(time.monotonic())
+            finally:
+                self._core.close()
 
     def _take_messages(self) -> None:
         """Takes all that have come; waits for one when there is nothing to do."""

@@ -6,8 +6,8 @@
     for piece in stream:
         print(piece, end="")
 
-There is no thread behind it: whoever waits for an answer computes, for all requests at once.
-Several threads may use one engine; they take turns.
+It computes while somebody waits for an answer, for all requests at once, and else stands still.
+Several threads may use one engine.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Literal, Protocol, TypeVar
 
-from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.errors import EngineDeadError, StepTimeoutError, VllmxError
 
 from vllmx_engine.core_loop import CoreLoop
 from vllmx_engine.ipc import (
@@ -52,6 +53,8 @@ class Listener:
     lost: Callable[[VllmxError], None]
     """The core is gone, and every request with it."""
     restarted: Callable[[CoreInfo], None]
+    dead: Callable[[], None]
+    """The core is gone for good: `Frontend.unavailable` says why."""
 
 
 class Frontend(Protocol):
@@ -89,6 +92,7 @@ class _Core:
         self.info: CoreInfo
         self.status: Status = "ready"
         self.listener: Listener | None = None
+        self._last_reason = "it was closed"
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._call_ids = itertools.count()
 
@@ -114,7 +118,7 @@ class _Core:
             self._calls.pop(call_id, None)  # who waited may have been cancelled
 
     def unavailable(self) -> EngineDeadError:
-        return EngineDeadError(f"the engine core is not running: {START_AGAIN}")
+        return EngineDeadError(f"the engine core is gone ({self._last_reason}): {START_AGAIN}")
 
     def _send(self, message: ToCore) -> None:
         raise NotImplementedError
@@ -138,6 +142,13 @@ class _Core:
         if self.listener is not None:
             self.listener.lost(error)
 
+    def _give_up(self, reason: str) -> None:
+        """Nothing brings the core back."""
+        self.status = "dead"
+        self._last_reason = reason
+        if self.listener is not None:
+            self.listener.dead()
+
 
 class ThreadFrontend(_Core):
     """The core on a thread of this process. It is not restarted when it dies."""
@@ -147,6 +158,7 @@ class ThreadFrontend(_Core):
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[ToCore] = SimpleQueue()
         self._ready: asyncio.Future[CoreInfo] = self._loop.create_future()
+        self._left = asyncio.Event()
         self._thread: Thread
 
     @classmethod
@@ -166,10 +178,9 @@ class ThreadFrontend(_Core):
 
     async def close(self) -> None:
         """See `Frontend.close`."""
-        if self.status != "closed":
-            self.status = "closed"
-            self._inbox.put(Shutdown())
-        await asyncio.to_thread(self._thread.join)
+        self.status = "closed"
+        self._inbox.put(Shutdown())
+        await self._left.wait()
 
     def _send(self, message: ToCore) -> None:
         self._inbox.put(message)
@@ -179,12 +190,14 @@ class ThreadFrontend(_Core):
         try:
             core, info = load_planned(plan)
             self._emit(Ready(info))
-            CoreLoop(core, self._inbox, self._emit).run()
+            on_stuck = partial(self._on_loop, self._leave_stuck)
+            CoreLoop(core, self._inbox, self._emit, on_stuck).run()
         except VllmxError as error:
             self._on_loop(self._die, error)
         except Exception:
             logger.exception("the engine core failed")
             self._on_loop(self._die, EngineDeadError("the engine core failed: see its log above"))
+        self._on_loop(self._leave, None)
 
     def _emit(self, message: FromCore) -> None:
         self._on_loop(self._take, message)
@@ -204,9 +217,19 @@ class ThreadFrontend(_Core):
     def _die(self, error: VllmxError) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
-            return
-        self.status = "dead"
-        self._tell_lost(EngineDeadError(error.message))
+        elif self.status == "ready":
+            self._give_up(error.message)
+            self._tell_lost(_dead(error, error.message))
+
+    def _leave(self, _: None) -> None:
+        """The thread is done."""
+        self._left.set()
+
+    def _leave_stuck(self, error: StepTimeoutError) -> None:
+        """The thread will never be done; should it be after all, it is told to stop."""
+        self._inbox.put(Shutdown())
+        self._die(error)
+        self._left.set()
 
 
 class ProcessFrontend(_Core):
@@ -218,7 +241,7 @@ class ProcessFrontend(_Core):
 
     MAX_QUICK_FAILURES = 5
     QUICK_S = 30.0
-    """A core that lived longer than this has not failed quickly."""
+    """A core that was heard of for longer than this has not failed quickly."""
     FIRST_DELAY_S = 0.1
     LAST_DELAY_S = 10.0
 
@@ -234,8 +257,8 @@ class ProcessFrontend(_Core):
         self._core: CoreProcess
         self._born_s = 0.0
         self._quick_failures = 0
+        self._last_news_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
-        self._last_reason = "it was closed"
 
     @classmethod
     async def start(cls, plan: LoadPlan) -> ProcessFrontend:
@@ -252,8 +275,10 @@ class ProcessFrontend(_Core):
     def unavailable(self) -> EngineDeadError:
         """See `Frontend.unavailable`."""
         if self.status == "restarting":
-            return EngineDeadError("the engine core is being restarted: try again in a moment")
-        return EngineDeadError(f"the engine core is gone ({self._last_reason}): {START_AGAIN}")
+            return EngineDeadError(
+                f"the engine core is being restarted ({self._last_reason}): try again in a moment"
+            )
+        return super().unavailable()
 
     async def close(self) -> None:
         """See `Frontend.close`."""
@@ -268,39 +293,64 @@ class ProcessFrontend(_Core):
     def _send(self, message: ToCore) -> None:
         self._core.send(message)
 
+    def _take(self, message: FromCore) -> None:
+        self._last_news_s = self._loop_s()
+        super()._take(message)
+
     async def _spawn(self) -> None:
         self._core = await CoreProcess.start(self._start, self._take, self._on_lost)
         self.info = self._core.info
-        self._born_s = asyncio.get_running_loop().time()
+        self._born_s = self._last_news_s = self._loop_s()
 
     def _on_lost(self, core: CoreProcess) -> None:
         self.status = "restarting"
+        self._last_reason = "it failed"
+        if core.failure is not None:
+            self._lose(core.failure)
         self._restarting = asyncio.ensure_future(self._restart(core))
 
+    def _lose(self, failure: VllmxError) -> None:
+        """Requests in flight end at once: they do not wait until a process that hangs is gone."""
+        self._last_reason = failure.message
+        logger.error("%s; every request in flight is lost", failure.message)
+        text = f"{failure.message}; the engine core is being restarted: send the request again"
+        self._tell_lost(_dead(failure, text))
+
     async def _restart(self, core: CoreProcess) -> None:
-        if asyncio.get_running_loop().time() - self._born_s > self.QUICK_S:
+        if self._last_news_s - self._born_s > self.QUICK_S:
             self._quick_failures = 0
-        await core.reap(timeout_s=1.0)
-        reason = core.failure.message if core.failure is not None else core.describe_end()
-        logger.error("%s; every request in flight is lost", reason)
-        self._tell_lost(EngineDeadError(f"{reason}; it is being restarted: send the request again"))
+        ended = await core.reap(timeout_s=1.0)
+        if core.failure is None:
+            self._lose(EngineDeadError(core.describe_end()))
+        if not ended:
+            self._give_up(f"{self._last_reason}; process {core.pid} cannot be killed")
+            return
+        reason = self._last_reason
         while self._quick_failures < self.MAX_QUICK_FAILURES:
             self._quick_failures += 1
             await asyncio.sleep(self._delay_s())
             try:
                 await self._spawn()
             except Exception as error:  # if this task died, nobody would ever try again
-                reason = str(error)
+                self._last_reason = reason = str(error)
                 logger.error("the engine core cannot be restarted: %s", reason, exc_info=error)
                 continue
             self.status = "ready"
             if self.listener is not None:
                 self.listener.restarted(self.info)
             return
-        self.status = "dead"
-        self._last_reason = reason
         logger.critical("the engine core keeps failing: it is not restarted again")
+        self._give_up(reason)
+
+    def _loop_s(self) -> float:
+        return asyncio.get_running_loop().time()
 
     def _delay_s(self) -> float:
         delay = self.FIRST_DELAY_S * 2.0 ** (self._quick_failures - 1)
         return min(delay, self.LAST_DELAY_S)
+
+
+def _dead(error: VllmxError, text: str) -> EngineDeadError:
+    """What requests in flight are told; a hanging device keeps its own type."""
+    kind = type(error) if isinstance(error, EngineDeadError) else EngineDeadError
+    return kind(text)

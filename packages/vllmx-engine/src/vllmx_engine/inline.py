@@ -1,18 +1,17 @@
-"""The engine core in this process, without threads: whoever waits for an answer runs the steps."""
+"""The engine core in this process: whoever waits for an answer has the steps run."""
 
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError
+from vllmx_core.errors import EngineDeadError, StepTimeoutError
 from vllmx_core.registry import Registry
 
 from vllmx_engine.chat import ChatRenderer, load_tokenizer
@@ -21,12 +20,19 @@ from vllmx_engine.outputs import RequestOutput
 from vllmx_engine.request import Request, RequestBuilder
 from vllmx_engine.request_state import OutputKind, RequestState
 from vllmx_engine.request_table import RequestTable
+from vllmx_engine.stepper import Stepper
+from vllmx_engine.watchdog import StepWatch, log_stuck
 
 logger = logging.getLogger("vllmx.inline")
 
+ON_WAIT_S = 0.1
+"""Between two calls of `on_wait`."""
+
 
 class InlineFrontend:
-    """An engine core and its requests. Several threads may use it; they take turns step by step.
+    """An engine core and its requests. Several threads may use it: steps run on a thread of their
+    own while anybody waits (see `Stepper`), and whatever else touches the core takes turns with
+    them. Who waits, for a step or for a turn, watches that steps come back.
 
     Raises (constructor): the typed reason why the model cannot be loaded.
     """
@@ -45,12 +51,16 @@ class InlineFrontend:
             self._core.close()
             raise
         self._table = RequestTable(self.tokenizer)
+        self._stepper = Stepper(self._step)
         self._turn = Turn()
-        self._closed: str | None = None
+        self._verdict = threading.Lock()
+        """Held while a step's results are taken in, and while the core is given up."""
+        self._closed: EngineDeadError | None = None
+        self._freed = False
 
     def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
         """Queues a request. Raises EngineDeadError."""
-        with self._turn:
+        with self._a_turn():
             self._check_open()
             state = self._table.add(request, kind)
             for core_request in request.core:
@@ -58,66 +68,122 @@ class InlineFrontend:
             return state
 
     def run(
-        self, states: Sequence[RequestState], on_step: Callable[[], None] | None = None
+        self, states: Sequence[RequestState], on_wait: Callable[[], None] | None = None
     ) -> None:
-        """Steps until all of `states` have ended, calling `on_step` after each step. When
+        """Steps until all of `states` have ended, calling `on_wait` a few times a second. When
         interrupted it aborts them and raises KeyboardInterrupt; the engine stays usable."""
+        unfinished = iter(states)
+        state = next(unfinished, None)
+
+        def done() -> bool:
+            nonlocal state
+            while state is not None and state.finished:
+                state = next(unfinished, None)
+            return state is None
+
         try:
-            with interrupts_between_steps() as check_interrupt:
-                for state in states:
-                    while not self._step_unless(state.is_finished):
-                        check_interrupt()
-                        if on_step is not None:
-                            on_step()
+            self._wait(done, on_wait)
         except BaseException:
-            for state in states:
-                self.abort(state)
+            for aborted in states:
+                self.abort(aborted)
             raise
 
     def next_output(self, state: RequestState) -> RequestOutput:
         """Steps until there are news of `state`, and hands them out. Raises the request's error."""
-        with interrupts_between_steps() as check_interrupt:
-            while not self._step_unless(state.has_news):
-                check_interrupt()
-        with self._turn:
-            if state.error is not None:
-                raise state.error
+        if not state.has_news():
+            self._wait(state.has_news)
+        if state.error is not None:
+            raise state.error
+        with self._a_turn():
             return state.output()
 
     def abort(self, state: RequestState) -> None:
         """Ends a request with finish reason "abort", unless it has ended."""
-        with self._turn:
+        if state.finished:
+            return
+        with self._a_turn():
             aborted = self._table.end(state, "abort")
             if self._closed is None:
                 self._core.abort(aborted)
 
     def close(self) -> None:
-        """Ends all requests and frees the model. May be called twice."""
-        with self._turn:
-            self._table.end_all("abort")
-            if self._closed is None:
-                self._closed = "the engine is closed: load the model again"
-                self._core.close()
+        """Ends all requests and frees the model, unless that hangs. May be called twice."""
+        try:
+            with self._a_turn():
+                self._table.end_all("abort")
+                if self._closed is None:
+                    self._closed = EngineDeadError("the engine is closed: load the model again")
+                if not self._freed:
+                    self._freed = True
+                    self._free()
+        except StepTimeoutError:
+            logger.warning("the device hangs: it keeps the model until this process ends")
 
-    def _step_unless(self, done: Callable[[], bool]) -> bool:
-        """One step for all requests, unless another thread's step was enough: then True."""
+    def _free(self) -> None:
+        """Closes the core on a thread of its own: it waits for the device."""
+        closing = threading.Thread(target=self._core.close, name="vllmx-close", daemon=True)
+        closing.start()
+        watch = StepWatch(self._core)
+        while closing.is_alive():
+            closing.join(watch.interval_s)
+            self._check_progress(watch)
+
+    # --- waiting ----------------------------------------------------------------------------------
+    def _wait(self, done: Callable[[], bool], on_wait: Callable[[], None] | None = None) -> None:
+        watch = StepWatch(self._core)
+        interval_s = watch.interval_s
+        if on_wait is not None:
+            interval_s = min(interval_s or ON_WAIT_S, ON_WAIT_S)
+
+        def look() -> None:
+            self._check_progress(watch)
+            if on_wait is not None:
+                on_wait()
+
+        self._stepper.wait(done, look, interval_s)
+
+    @contextmanager
+    def _a_turn(self) -> Iterator[None]:
+        """Between two steps. Raises StepTimeoutError instead when one does not come back."""
+        watch = StepWatch(self._core)
+        while not self._turn.acquire(watch.interval_s):
+            self._check_progress(watch)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _check_progress(self, watch: StepWatch) -> None:
+        """Gives the core up when it hangs: every request ends. Raises StepTimeoutError then."""
+        with self._verdict:
+            error = watch.stuck()
+            if error is not None and not isinstance(self._closed, StepTimeoutError):
+                log_stuck(error)
+                self._closed = error
+                self._table.end_all("error", error)
+        if isinstance(self._closed, StepTimeoutError):
+            self._check_open()
+
+    def _step(self) -> None:
+        """One step for all requests, on the stepper's thread."""
         with self._turn:
-            if done():
-                return True
             self._check_open()
             try:
                 outputs = self._core.step()
             except Exception as error:
                 logger.exception("the engine core failed")
-                self._closed = "the engine core failed; see the log, then load the model again"
-                self._table.end_all("error", EngineDeadError(self._closed))
-                raise EngineDeadError(self._closed) from error
-            self._core.abort(self._table.take(outputs))
-            return False
+                text = "the engine core failed; see the log, then load the model again"
+                with self._verdict:
+                    self._closed = self._closed or EngineDeadError(text)
+                    self._table.end_all("error", self._closed)
+                raise self._closed from error
+            with self._verdict:
+                if self._closed is None:
+                    self._core.abort(self._table.take(outputs))
 
     def _check_open(self) -> None:
         if self._closed is not None:
-            raise EngineDeadError(self._closed)
+            raise type(self._closed)(self._closed.message)
 
 
 class Turn:
@@ -128,38 +194,24 @@ class Turn:
         self._door = threading.Lock()
         self._room = threading.Lock()
 
-    def __enter__(self) -> None:
-        with self._door:
-            self._room.acquire()
+    def acquire(self, timeout_s: float | None = None) -> bool:
+        """False when the time was up; None: it never is."""
+        wait_s = -1.0 if timeout_s is None else timeout_s
+        if not self._door.acquire(timeout=wait_s):
+            return False
+        try:
+            return self._room.acquire(timeout=wait_s)
+        finally:
+            self._door.release()
 
-    def __exit__(self, *error: object) -> None:
+    def release(self) -> None:
         self._room.release()
 
+    def __enter__(self) -> None:
+        self.acquire()
 
-@contextmanager
-def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises the KeyboardInterrupt that has come meanwhile: a step that is
-    interrupted half-way would leave the core's books wrong. Elsewhere than on the main thread, or
-    with a handler of somebody else's, nothing changes."""
-    on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: None
-        return
-    pending: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        pending.append(number)
-
-    def check() -> None:
-        if pending:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    check()
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 class HasEngine:

@@ -160,7 +160,7 @@ class LLM(HasEngine):
         if progress is None and use_tqdm and sys.stderr.isatty():
             progress = write_progress_line
         reporter = None if progress is None else _Reporter(states, progress)
-        self._engine.run(states, None if reporter is None else reporter.after_step)
+        self._engine.run(states, None if reporter is None else reporter.report)
         if reporter is not None:
             reporter.report()
         for state in states:
@@ -170,25 +170,15 @@ class LLM(HasEngine):
 
 
 class _Reporter:
-    """Calls a progress callback a few times a second."""
-
-    INTERVAL_S = 0.1
+    """Says how far some requests are."""
 
     def __init__(self, states: list[RequestState], callback: Callable[[Progress], None]) -> None:
         self._states = states
         self._callback = callback
         self._started_s = time.monotonic()
-        self._next_s = self._started_s
-
-    def after_step(self) -> None:
-        """Reports when it is time to."""
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + self.INTERVAL_S
-            self.report()
 
     def report(self) -> None:
-        """Reports now."""
+        """Calls the callback."""
         done = sum(state.finished for state in self._states)
         tokens = sum(state.metrics.num_generation_tokens for state in self._states)
         elapsed_s = time.monotonic() - self._started_s

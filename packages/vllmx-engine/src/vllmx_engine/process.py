@@ -7,6 +7,7 @@ the reason, ends this process at once.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -14,10 +15,11 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import StepTimeoutError, VllmxError
 from vllmx_core.logs import configure_logging
 
 from vllmx_engine.core_loop import CoreLoop
@@ -41,6 +43,7 @@ from vllmx_engine.messages import CoreOutput
 logger = logging.getLogger("vllmx.core")
 
 _RECEIVE_BYTES = 1 << 18
+_FAREWELL_S = 2.0
 
 
 class Connection:
@@ -49,6 +52,7 @@ class Connection:
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
+        self._sending = threading.Lock()
 
     def messages(self) -> Iterator[ToCore]:
         """As they come, until the other side is gone. Raises FrameError."""
@@ -67,7 +71,8 @@ class Connection:
                 self.send(part)
             return
         try:
-            self._socket.sendall(frame)
+            with self._sending:  # the watchdog may have to say something too
+                self._socket.sendall(frame)
         except OSError:
             _exit_without_parent()
 
@@ -99,6 +104,16 @@ def _exit_without_parent() -> None:
     os._exit(0)  # nobody is left to answer, and a step may be in flight on another thread
 
 
+def _give_up(connection: Connection, error: StepTimeoutError) -> None:
+    """Says why and ends the process, from another thread than the one that is stuck. Where the
+    kernel itself cannot end that thread, the message is all that the API process gets."""
+    failed = Failed(ErrorRecord.of(error))
+    farewell = threading.Thread(target=connection.send, args=(failed,), daemon=True)
+    farewell.start()
+    farewell.join(_FAREWELL_S)  # the other side may have stopped reading
+    os._exit(1)
+
+
 def _receive(messages: Iterator[ToCore], inbox: SimpleQueue[ToCore]) -> None:
     """The reader thread: also sees the parent die while the core loads or computes."""
     try:
@@ -126,7 +141,7 @@ def serve(connection: Connection) -> int:
     try:
         core, info = load_planned(plan)
         connection.send(Ready(info))
-        CoreLoop(core, inbox, connection.send).run()
+        CoreLoop(core, inbox, connection.send, partial(_give_up, connection)).run()
     except VllmxError as error:
         connection.send(Failed(ErrorRecord.of(error)))
         return 1
@@ -143,6 +158,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()
+    faulthandler.enable()  # native code that crashes says where
     return serve(Connection(sys.argv[1]))
 
 

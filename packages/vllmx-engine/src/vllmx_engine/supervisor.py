@@ -38,6 +38,8 @@ logger = logging.getLogger("vllmx.supervisor")
 
 _POLL_S = 0.02
 _EXIT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 10.0
+"""A process that outlives SIGKILL for so long hangs in the kernel, in a driver most likely."""
 _MAX_SOCKET_PATH = 100
 """Bytes; sockaddr_un holds 104 to 108."""
 
@@ -47,7 +49,8 @@ class CoreProcess(asyncio.Protocol):
 
     Args:
         on_message: called for every message after Ready.
-        on_lost: called once when the connection is gone and nobody had asked for it.
+        on_lost: called once when the core cannot go on or the connection is gone, and nobody had
+            asked for it.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class CoreProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes]
         self._failure: VllmxError | None = None
-        self._stopping = False
+        self._up = self._stopping = self._lost = False
 
     @classmethod
     async def start(
@@ -150,13 +153,19 @@ class CoreProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    async def reap(self, timeout_s: float) -> None:
-        """Waits for the process to end; kills it after `timeout_s`."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+    async def reap(self, timeout_s: float) -> bool:
+        """Waits for the process to end; kills it after `timeout_s`. False when it does not end even
+        then: whatever it holds stays taken."""
+        clock = asyncio.get_running_loop().time
+        kill_at_s = clock() + timeout_s
         while self._process.poll() is None:
-            if asyncio.get_running_loop().time() >= deadline:
+            if clock() >= kill_at_s:
                 self._process.kill()
+            if clock() >= kill_at_s + _KILL_TIMEOUT_S:
+                logger.critical("the engine core (process %d) cannot be killed", self.pid)
+                return False
             await asyncio.sleep(_POLL_S)
+        return True
 
     # --- asyncio.Protocol -------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -174,9 +183,11 @@ class CoreProcess(asyncio.Protocol):
     def _take(self, message: FromCore) -> None:
         match message:
             case Ready(info) if not self._started.done():  # else the start was cancelled
+                self._up = True
                 self._started.set_result(info)
             case Failed(error):
                 self._failure = error.rebuild()
+                self._tell_lost()  # its end may be long in coming
             case _:
                 self._on_message(message)
 
@@ -184,7 +195,11 @@ class CoreProcess(asyncio.Protocol):
         self._transport = None
         if not self._started.done():
             self._started.set_result(None)
-        elif not self._stopping:
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        if self._up and not (self._stopping or self._lost):
+            self._lost = True
             self._on_lost(self)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, EngineDeadError
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.app import build_app
@@ -39,8 +39,8 @@ def run_server(
 ) -> None:
     """Serves until SIGTERM or SIGINT. `on_ready` gets the engine and the base URL once requests are
     accepted. Raises ConfigError when the address or the certificate cannot be used (before the
-    model is loaded), the typed errors of loading, and KeyboardInterrupt when a signal comes while
-    the model loads."""
+    model is loaded), the typed errors of loading, EngineDeadError when the engine core is gone for
+    good, and KeyboardInterrupt when a signal comes while the model loads."""
     asyncio.run(_serve(engine, server, on_ready))
 
 
@@ -66,7 +66,10 @@ async def _serve(
             serving = asyncio.ensure_future(
                 serve(app, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]
             )
-            await _until_stopped(serving, stop)
+            dying = asyncio.ensure_future(llm.until_dead())
+            await _until_stopped(serving, stop, dying)
+            if dying.done() and not dying.cancelled():
+                raise dying.result()
     finally:
         listener.close()
         if server.uds is not None:
@@ -79,14 +82,18 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-async def _until_stopped(serving: asyncio.Future[None], stop: asyncio.Event) -> None:
+async def _until_stopped(
+    serving: asyncio.Future[None], stop: asyncio.Event, dying: asyncio.Future[EngineDeadError]
+) -> None:
+    """A server whose engine is gone for good ends too: whoever supervises it can start another."""
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
     # From Python 3.12 on hypercorn waits for every connection, also for a client that never reads.
     await asyncio.wait((serving,), timeout=2 * _CLOSE_S)
-    for task in (serving, stopping):
+    for task in (serving, stopping, dying):
         task.cancel()
-    await asyncio.wait((serving, stopping))
+    await asyncio.wait((serving, stopping, dying))
     if not serving.cancelled():
         serving.result()
 

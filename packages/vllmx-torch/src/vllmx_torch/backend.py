@@ -6,7 +6,13 @@ import logging
 from collections.abc import Iterable
 
 import torch
-from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.backend import (
+    DEVICE_STEP_TIMEOUT_S,
+    HOST_STEP_TIMEOUT_S,
+    Communicator,
+    LoadedInfo,
+    LoadOptions,
+)
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import kv_dtype
@@ -100,6 +106,7 @@ class TorchBackend:
             weight_bytes=weights_size,
             kv_cache_bytes=kv.num_bytes,
             details={"torch": torch.__version__},
+            step_timeout_s=HOST_STEP_TIMEOUT_S if device.type == "cpu" else DEVICE_STEP_TIMEOUT_S,
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")

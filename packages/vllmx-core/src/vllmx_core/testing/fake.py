@@ -59,9 +59,11 @@ class FakeStep:
         self._result = result
         self._done_at = done_at
         self.failure: FakeError | None = None
+        self.hang_s = 0.0
 
     def result(self) -> StepResult:
         """Call once, in the order of the steps. Raises FakeError where the test ordered it."""
+        time.sleep(self.hang_s)
         self._owner.finish(self)
         remaining = self._done_at - time.perf_counter()
         if remaining > 0:
@@ -80,6 +82,8 @@ class FakeLoadedModel:
         max_num_seqs, max_tokens, max_logit_rows: limits of a step, as in `LoadedInfo`.
         step_s, token_s: simulated device time of a step and of each of its tokens.
         fail_steps: numbers of steps (from 0) whose `result` raises FakeError.
+        hang_steps, hang_s: numbers of steps whose `result` comes so many seconds late, as if a
+            kernel had no end.
         verify_pages: read every page of every row; False reads the newest one alone, which is
             cheaper, finds less and gives the same ids.
         strict: also check that each plan keeps the rules of `vllmx_core.plan`.
@@ -97,11 +101,14 @@ class FakeLoadedModel:
         step_s: float = 0.0,
         token_s: float = 0.0,
         fail_steps: Collection[int] = (),
+        hang_steps: Collection[int] = (),
+        hang_s: float = 3600.0,
         verify_pages: bool = True,
         strict: bool = True,
     ) -> None:
         self.rules = rules or FakeRules()
         self.fail_steps = frozenset(fail_steps)
+        self.hang_steps, self.hang_s = frozenset(hang_steps), hang_s
         self.num_steps = 0
         self.num_tokens = 0
         self._step_s, self._token_s = step_s, token_s
@@ -169,6 +176,8 @@ class FakeLoadedModel:
         handle = FakeStep(self, result, self._busy_until)
         if self.num_steps in self.fail_steps:
             handle.failure = FakeError(f"step {self.num_steps} fails as the test ordered")
+        if self.num_steps in self.hang_steps:
+            handle.hang_s = self.hang_s
         self._in_flight.append(handle)
         self.num_steps += 1
         self.num_tokens += num_tokens

@@ -27,7 +27,7 @@ _MODULE = "vllmx_core.testing"
 
 class FakeModel:
     """An architecture without weights. `config["fake"]` may hold fields of `FakeRules` and
-    arguments of `FakeLoadedModel` (step_s, token_s, fail_steps, verify_pages, strict)."""
+    arguments of `FakeLoadedModel` (step_s, token_s, fail_steps, hang_steps, ...)."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         fake = dict(config.get("fake", {}))

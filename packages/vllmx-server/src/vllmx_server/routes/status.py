@@ -50,7 +50,7 @@ async def live(request: Request) -> Response:
     """200 while the process answers, unless the engine is gone for good."""
     state = state_of(request)
     if state.llm.errored:
-        return _json({"status": "dead", "message": "the engine core could not be restarted"}, 503)
+        return _json({"status": "dead", "message": state.llm.trouble}, 503)
     return _json({"status": "live"})
 
 
@@ -60,7 +60,8 @@ async def ready(request: Request) -> Response:
     if state.draining:
         return _json({"status": "draining"}, 503)
     if not state.llm.is_ready:
-        return _json({"status": "starting"}, 503)
+        status = "dead" if state.llm.errored else "starting"
+        return _json({"status": status, "message": state.llm.trouble}, 503)
     return _json({"status": "ready"})
 
 

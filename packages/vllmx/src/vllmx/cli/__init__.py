@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 import click
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.specs import CommandSpec
 
 BUILT_IN: Mapping[str, tuple[str, str]] = {
@@ -65,7 +65,8 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: exit code 2 and one line for an error of the user's, 130 for Ctrl-C."""
+    """Entry point: exit code 2 and one line for an error of the user's, 1 when the engine died, 130
+    for Ctrl-C."""
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
@@ -75,7 +76,7 @@ def main() -> None:
         code = 2
     except VllmxError as error:
         click.echo(f"vllmx: error: {error.message}", err=True)
-        code = 2
+        code = 1 if isinstance(error, EngineDeadError) else 2
     except KeyboardInterrupt:
         code = 130
     sys.exit(code or 0)

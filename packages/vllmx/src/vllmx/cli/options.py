@@ -28,6 +28,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "kv_cache_memory_bytes": ("--kv-cache-memory",),
     "enable_prefix_caching": ("--context-cache/--no-context-cache",),
     "backend": ("--device", "--d"),
+    "step_timeout_s": ("--step-timeout", "--watchdog-timeout"),
 }
 HELP: Mapping[str, str] = {
     "model": "Folder, file or Hugging Face id; the same as the argument MODEL.",
@@ -54,6 +55,8 @@ HELP: Mapping[str, str] = {
     "scheduling_policy": "priority (then fair share, then arrival) or fcfs.",
     "target_step_ms": "Bound on a step's time while others decode; none: no bound.",
     "async_scheduling": "Prepare the next step while one runs.",
+    "step_timeout_s": "Seconds after which a step counts as hung and the engine core is started"
+    " again; 0: never; default: 300, on CPUs 3600.",
     "enforce_eager": "Run op by op, for debugging.",
     "max_queue": "Requests that may wait; more get 429.",
     "seed": "Seed for requests that bring none.",

@@ -1,0 +1,86 @@
+"""Runs steps on a thread of its own while somebody waits for what comes of them.
+
+Who waits can then be interrupted, and can give up on a step that never comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Waiter:
+    done: Callable[[], bool]
+    over: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class Stepper:
+    """Several threads may wait at once; a step serves them all.
+
+    The thread ends soon after the last of them has what it wanted, so that an engine that nobody
+    uses is freed like any object.
+
+    Args:
+        step: one step. What it raises, everybody who waits gets.
+    """
+
+    LINGER_S = 0.01
+    """How long the thread waits for the next who wants something: a new thread costs more than
+    waking this one, and streams come back at once."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._change = threading.Condition()
+        self._waiters: list[_Waiter] = []
+        self._running = False
+
+    def wait(
+        self, done: Callable[[], bool], look: Callable[[], None], interval_s: float | None
+    ) -> None:
+        """Steps until `done()`, which is asked before each step and on the thread of the steps.
+        Calls `look` here every `interval_s` meanwhile; what it raises ends the wait."""
+        waiter = _Waiter(done)
+        with self._change:
+            self._waiters.append(waiter)
+            if self._running:
+                self._change.notify()
+            else:
+                self._running = True
+                threading.Thread(target=self._run, name="vllmx-steps", daemon=True).start()
+        try:
+            while not waiter.over.wait(interval_s):
+                look()
+        finally:
+            with self._change:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        if waiter.error is not None:
+            raise waiter.error
+
+    def _run(self) -> None:
+        while self._somebody_waits():
+            try:
+                self._step()
+            except BaseException as error:  # raised again by everybody who waits
+                with self._change:
+                    waiters, self._waiters = self._waiters, []
+                for waiter in waiters:
+                    waiter.error = error
+                    waiter.over.set()
+
+    def _somebody_waits(self) -> bool:
+        """Lets go who has what it wanted; False when the thread must end."""
+        with self._change:
+            while True:
+                for waiter in [waiter for waiter in self._waiters if waiter.done()]:
+                    self._waiters.remove(waiter)
+                    waiter.over.set()
+                if self._waiters:
+                    return True
+                woken = self._change.wait(self.LINGER_S)
+                if not (woken or self._waiters):  # one may have come as the time was up
+                    self._running = False
+                    return False
