@@ -9,12 +9,14 @@ import pytest
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16
 from vllmx_cuda.device import Memory
 from vllmx_cuda.emulated_device import EmulatedDevice, array
-from vllmx_cuda.emulator import Emulator, check_available
+from vllmx_cuda.emulator import Emulator
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
 
-check_available()
+from .cuda_models import _can_emulate
+
+__all__ = ["_can_emulate"]  # a fixture
 EMULATOR = Emulator(check=True)
 
 

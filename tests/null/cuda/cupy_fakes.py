@@ -147,7 +147,7 @@ class FakeNvrtc:
 
 
 class FakeLt:
-    library = SimpleNamespace(cublasLtGetVersion=lambda: 130100)
+    version = 130100
 
     def close(self) -> None:
         pass

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllmx_cuda import cupy_device as module
+from vllmx_cuda import tuning as tuning_module
+from vllmx_cuda.algorithms import Algorithms
+from vllmx_cuda.buckets import measured_rows
 from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLtError
 from vllmx_cuda.cupy_device import CupyDevice
 from vllmx_cuda.device import Product
+from vllmx_cuda.kernel_specs import KERNELS
+from vllmx_cuda.tuning import Tunable, tune
 
 
 class FakeMatmul:
     """Algorithms of different speeds; what runs is written down."""
 
     ran: list[bytes] = []  # noqa: RUF012
+    proposals = 3
 
     def __init__(self, lt: Any, product: Product) -> None:
         self.product = product
@@ -25,10 +33,10 @@ class FakeMatmul:
         self.pointed = addresses
 
     def algorithms(self, most: int) -> list[Algorithm]:
-        return [Algorithm(bytes([i]) * 64, 0) for i in range(3)][:most]
+        return [Algorithm(bytes([i]) * 64, 0) for i in range(self.proposals)][:most]
 
-    def accepts(self, algorithm: Algorithm) -> bool:
-        return algorithm.data[0] < 3
+    def fitting(self, algorithm: Algorithm) -> Algorithm | None:
+        return replace(algorithm, workspace_bytes=self.product.m) if algorithm.data[0] < 3 else None
 
     def run(self, algorithm: Algorithm, *addresses: int) -> None:
         FakeMatmul.ran.append(algorithm.data[:1])
@@ -37,17 +45,28 @@ class FakeMatmul:
         pass
 
 
+def measured(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch, *seconds: float
+) -> list[tuple[bytes, int]]:
+    """Makes algorithms take so long (3, 1 and 2 s by default); what was timed, and of how many
+    calls."""
+    monkeypatch.setattr(device._algorithms, "_make", FakeMatmul)
+    timed: list[tuple[bytes, int]] = []
+
+    def measure(call: Any, times: int) -> float:
+        call()
+        timed.append((FakeMatmul.ran[-1], times))
+        return (seconds or (3.0, 1.0, 2.0))[FakeMatmul.ran[-1][0]]
+
+    monkeypatch.setattr(device._algorithms, "_measure", measure)
+    FakeMatmul.ran.clear()
+    return timed
+
+
 def test_algorithms_are_measured_while_tuning_and_remembered(
     device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device._algorithms, "_make", FakeMatmul)
-    seconds = {b"\0": 3.0, b"\1": 1.0, b"\2": 2.0}
-
-    def measure(call: Any) -> float:
-        call()
-        return seconds[FakeMatmul.ran[-1]]
-
-    monkeypatch.setattr(device._algorithms, "_measure", measure)
+    measured(device, monkeypatch)
     x, small, large = (
         device.empty(4),
         Product(8, 3, 2, "bf16", "f32"),
@@ -55,7 +74,8 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
     )
     with device.tuning():
         device.multiply(small, x, x, x)
-    assert FakeMatmul.ran == [b"\0", b"\1", b"\2", b"\1"]
+    once_each = [b"\0", b"\0", b"\1", b"\1", b"\2", b"\2"]
+    assert FakeMatmul.ran == [*once_each, b"\1"], "to warm up, and for the time"
     FakeMatmul.ran.clear()
     device.multiply(small, x, x, x)
     device.multiply(large, x, x, x)
@@ -67,6 +87,140 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
     with device.tuning():
         device.multiply(small, x, x, x)
     assert not again.path.exists(), "nothing new, nothing written"
+
+
+def test_those_far_behind_are_timed_once(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And long calls are; short ones are repeated, but not for long."""
+    timed, x = measured(device, monkeypatch, 1e-4, 1e-3, 1.2e-4), device.empty(4)
+    with device.tuning():
+        device.multiply(Product(20, 3, 2, "bf16", "f32"), x, x, x)
+    assert timed == [(b"\0", 1), (b"\0", 10), (b"\1", 1), (b"\2", 1), (b"\2", 10)]
+    timed = measured(device, monkeypatch, 4e-4, 3e-3, 4.5e-4)
+    with device.tuning():
+        device.multiply(Product(200, 3, 2, "bf16", "f32"), x, x, x)
+    assert timed == [(b"\0", 1), (b"\0", 5), (b"\1", 1), (b"\2", 1), (b"\2", 4)]
+
+
+@pytest.mark.parametrize(("rows", "same"), [
+    (1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (9, 12), (12, 12), (13, 16), (17, 24), (25, 32),
+    (33, 48), (1000, 1024), (1025, 1536), (1537, 2048), (8192, 8192),
+])  # fmt: skip
+def test_numbers_of_rows_that_share_an_algorithm(rows: int, same: int) -> None:
+    assert measured_rows(rows) == same
+
+
+class Prompts:
+    """Products of one shape, as a model has them."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        self.device, self.x = device, device.empty(4)
+        self.launched = KERNELS["scale"].variant(VX_DTYPE=2, VX_VEC=8)
+
+    def __call__(self, m: int) -> None:
+        if m > 16:
+            self.device.launch(self.launched, {"count": 8}, (self.x, self.x, 8, 1.0))
+            self.device.multiply(Product(m, 3, 2, "bf16", "f32"), self.x, self.x, self.x)
+
+
+def reopened(device: CupyDevice) -> None:
+    """As a process that starts now."""
+    device._algorithms = Algorithms(
+        device._lt,
+        device._algorithm_file(),
+        device._algorithms._measure,
+        FakeMatmul,  # type: ignore[arg-type]
+    )
+
+
+def test_prompts_of_every_length_are_measured_once(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    log: list[Any],
+) -> None:  # fmt: skip
+    """At load, in steps of rows; the next start measures and launches nothing, and any length has
+    the algorithm of its step with the workspace that it needs itself."""
+    caplog.set_level("INFO", "vllmx")
+    timed, product = measured(device, monkeypatch), Prompts(device)
+    tunable = Tunable(product, 100)
+    assert tunable.sizes() == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
+    tune(device, [tunable], 60)
+    assert len(timed) == 3 * 6
+    assert "6 products of up to 100 rows" in caplog.messages[0]
+    assert sum(entry[0] == "scale" for entry in log if isinstance(entry, tuple)) == 6
+
+    reopened(device)
+    log.clear()
+    caplog.clear()
+    tune(device, [tunable], 60)
+    assert len(timed) == 3 * 6
+    assert not caplog.messages
+    assert not log, "nothing was launched"
+    with device.tuning():
+        for m in (17, 24, 33, 97, 100):
+            FakeMatmul.ran.clear()
+            device.multiply(Product(m, 3, 2, "bf16", "f32"), product.x, product.x, product.x)
+            assert FakeMatmul.ran == [b"\1"]
+            _, algorithm = device._algorithms._ready[Product(m, 3, 2, "bf16", "f32")]
+            assert algorithm.workspace_bytes == m
+    assert len(timed) == 3 * 6
+
+
+def test_measuring_ends_when_its_time_is_over(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Few rows come first; what is left keeps the favourite in this process, whoever asks, and is
+    measured by the next."""
+    caplog.set_level("INFO", "vllmx")
+    timed, product = measured(device, monkeypatch), Prompts(device)
+    clock = iter([0.0, 1.0, 2.0, 10.0])
+    monkeypatch.setattr(tuning_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    tune(device, [Tunable(product, 64)], 10)
+    assert len(timed) == 3 * 2
+    assert "measured 2 of 4 products: those of 48 rows" in caplog.messages[-1]
+    FakeMatmul.ran.clear()
+    product(48)
+    with device.tuning():
+        product(47)
+    assert FakeMatmul.ran == [b"\0", b"\0"]
+    assert len(timed) == 3 * 2
+    measured(device, monkeypatch)
+    reopened(device)
+    FakeMatmul.ran.clear()
+    assert not device.unmeasured(lambda: product(32))
+    assert device.unmeasured(lambda: product(48))
+    assert not FakeMatmul.ran
+
+
+def test_the_only_algorithm_is_not_measured_and_remembered(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeMatmul, "proposals", 1)
+    timed, product = measured(device, monkeypatch), Prompts(device)
+    tune(device, [Tunable(product, 24)], 60)
+    assert not timed
+    assert not device.unmeasured(lambda: product(24))
+    reopened(device)
+    assert not device.unmeasured(lambda: product(24))
+
+
+def test_rows_that_refuse_the_algorithm_of_their_step(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Get the favourite, and do not take it away from the others."""
+
+    class Picky(FakeMatmul):
+        def fitting(self, algorithm: Algorithm) -> Algorithm | None:
+            return None if self.product.m == 21 else super().fitting(algorithm)
+
+    timed, product = measured(device, monkeypatch), Prompts(device)
+    monkeypatch.setattr(device._algorithms, "_make", Picky)
+    with device.tuning():
+        for m in (24, 21, 22):
+            FakeMatmul.ran.clear()
+            product(m)
+            assert FakeMatmul.ran[-1] == (b"\0" if m == 21 else b"\1")
+    assert len(timed) == 3
 
 
 def test_scales_of_blocks_belong_to_their_product(
@@ -95,13 +249,13 @@ def test_a_stored_algorithm_that_the_library_refuses_is_measured_again(
 ) -> None:
     """Another GPU of the same name, or a file that somebody has edited."""
     monkeypatch.setattr(device._algorithms, "_make", FakeMatmul)
-    monkeypatch.setattr(device._algorithms, "_measure", lambda call: call() or 1.0)
+    monkeypatch.setattr(device._algorithms, "_measure", lambda call, times: call() or 1.0)
     file, product, x = device._algorithms._file, Product(8, 3, 2, "bf16", "f32"), device.empty(4)
     file.put(product, Algorithm(b"\7" * 64, 0))
     FakeMatmul.ran.clear()
     with device.tuning():
         device.multiply(product, x, x, x)
-    assert FakeMatmul.ran == [b"\0", b"\1", b"\2", b"\0"]
+    assert FakeMatmul.ran == [b"\0", b"\0", b"\1", b"\1", b"\2", b"\2", b"\0"]
     assert module.AlgorithmFile(file.path).get(product) == Algorithm(bytes(64), 0)
 
 
@@ -148,12 +302,12 @@ def test_an_algorithm_that_does_not_run_is_not_chosen(
     device: CupyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device._algorithms, "_make", RefusingMatmul)
-    monkeypatch.setattr(device._algorithms, "_measure", lambda call: call() or 1.0)
+    monkeypatch.setattr(device._algorithms, "_measure", lambda call, times: call() or 1.0)
     product, x = Product(8, 3, 2, "bf16", "f32"), device.empty(4)
     FakeMatmul.ran.clear()
     with device.tuning():
         device.multiply(product, x, x, x)
-    assert FakeMatmul.ran == [b"\1", b"\2", b"\1"]
+    assert FakeMatmul.ran == [b"\1", b"\1", b"\2", b"\2", b"\1"]
     monkeypatch.setattr(RefusingMatmul, "algorithms", lambda self, most: [FAILS, FAILS_TOO])
     with device.tuning(), pytest.raises(CublasLtError, match="status 15"):
         device.multiply(Product(9, 3, 2, "bf16", "f32"), x, x, x)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 from vllmx_core.errors import BackendUnavailableError
+from vllmx_cuda.algorithms import AlgorithmFile, Algorithms
 from vllmx_cuda.arch import ARCHITECTURES
 from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit
-from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLt, Matmul
+from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLt, CublasLtError, Matmul
 from vllmx_cuda.device import Product
 from vllmx_cuda.driver import unavailable_reason
 from vllmx_cuda.libraries import include_folders
@@ -61,8 +68,52 @@ def test_descriptors_of_int8(lt: CublasLt) -> None:
 
 def test_an_algorithm_of_no_library_is_not_accepted(lt: CublasLt) -> None:
     matmul = Matmul(lt, Product(5, 32, 64, "bf16", "bf16"))
-    assert not matmul.accepts(Algorithm(bytes(64), 0))
+    assert matmul.fitting(Algorithm(bytes(64), 0)) is None
     matmul.close()
+
+
+class OlderLibrary:
+    """Every call succeeds, but for attributes that came later; counts what is open."""
+
+    def __init__(self, version: int, attributes: int) -> None:
+        self.cublasLtGetVersion = lambda: version
+        self._attributes, self.open = attributes, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            if name.endswith("Create"):
+                ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_void_p))[0] = 4096
+                self.open += 1
+            if name.endswith("Destroy"):
+                self.open -= 1
+            too_new = name.endswith("DescSetAttribute") and arguments[1] >= self._attributes
+            return 7 if too_new else 0
+
+        return call
+
+
+@pytest.mark.parametrize(("version", "attributes", "reason"), [
+    (120405, 31, r"12\.4 .* no FP8 scales of blocks.*nvidia-cublas-cu12"),
+    (120803, 40, r"12\.8 .* no FP8 scales of blocks"), (130100, 31, "status 7"),
+])  # fmt: skip
+def test_an_older_library_says_no(
+    version: int, attributes: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told once, nothing left open; what it does know goes on."""
+    caplog.set_level("INFO", "vllmx")
+    library = OlderLibrary(version, attributes)
+    lt = CublasLt(library, "libcublasLt.so.12", ctypes.c_void_p())  # type: ignore[arg-type]
+    product = Product(16, 128, 512, "f8e4m3", "bf16", blocks=True)
+    with pytest.raises(CublasLtError, match=reason):
+        Matmul(lt, product)
+    algorithms = Algorithms(lt, AlgorithmFile(Path("/nowhere/choices.json")), lambda call, n: 1.0)
+    assert not algorithms.exists(product)
+    assert not algorithms.exists(replace(product, m=32))
+    (line,) = caplog.messages
+    assert re.search(reason, line)
+    assert library.open == 0
+    Matmul(lt, replace(product, blocks=False)).close()
+    assert library.open == 0
 
 
 def test_without_a_gpu_the_library_says_so(lt: CublasLt) -> None:

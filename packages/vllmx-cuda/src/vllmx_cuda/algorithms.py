@@ -1,20 +1,24 @@
 """Which of cuBLASLt's algorithms computes which product: measured once a machine, then remembered.
 
-Only products of steps that repeat are measured (`measuring`): prefill steps come in too many sizes,
-and take the library's favourite. What was measured is kept beside the compiled kernels, so that the
-next start has no timing noise in its choice: the same algorithm gives the same bits.
+What was measured (while `measuring`) for one number of rows serves all that `measured_rows` makes
+the same. It is kept beside the compiled kernels, so that the next start has no timing noise in its
+choice: the same algorithm gives the same bits. A process does not change its mind either: what was
+multiplied by the library's favourite once is not measured any more.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from vllmx_cuda.buckets import measured_rows
 from vllmx_cuda.cubins import why_unsafe, write_whole
 from vllmx_cuda.cublaslt import (
     ALGORITHM_BYTES,
@@ -33,6 +37,10 @@ _ANYWHERE = Addresses(w_scale=1 << 20, x_scale=1 << 20)
 """Scales of a product that is asked for and not run: the library wants them aligned."""
 
 CANDIDATES = 8
+FAR_BEHIND = 1.3
+"""A candidate whose first time is so many times the best one is not timed again."""
+_TIMED_CALLS, _TIMED_S = 10, 2e-3
+"""Calls that a time is the mean of, and after how much of it fewer do."""
 MOST_PRODUCTS = 4096
 """Kept with their descriptors; the one that was not used for longest goes first."""
 
@@ -64,10 +72,12 @@ class AlgorithmFile:
         }
 
     def get(self, product: Product) -> Algorithm | None:
+        """What was chosen for its number of rows."""
         return self._known.get(_key(product))
 
     def put(self, product: Product, algorithm: Algorithm) -> None:
-        """Remembered in this process; `save` writes."""
+        """For all that have the number of rows of `product` or share its choice. Remembered in this
+        process; `save` writes."""
         self._known[_key(product)] = algorithm
         self._is_saved = False
 
@@ -88,26 +98,29 @@ class AlgorithmFile:
 
 
 def _key(product: Product) -> str:
-    return " ".join(map(str, asdict(product).values()))
+    same = replace(product, m=measured_rows(product.m))
+    return " ".join(map(str, asdict(same).values()))
 
 
 class Algorithms:
     """Descriptors and choices for all products of a model.
 
     Args:
-        measure: device seconds of one call of its argument.
+        measure: device seconds of one call of its argument, the mean of so many.
     """
 
     def __init__(
         self,
         lt: CublasLt,
         file: AlgorithmFile,
-        measure: Callable[[Callable[[], None]], float],
+        measure: Callable[[Callable[[], None], int], float],
         make_matmul: Callable[[CublasLt, Product], Matmul] = Matmul,
     ) -> None:
         self._lt, self._file, self._measure, self._make = lt, file, measure, make_matmul
         self._ready: OrderedDict[Product, tuple[Matmul, Algorithm]] = OrderedDict()
         self._exists: dict[Product, bool] = {}
+        self._decided: set[str] = set()
+        """Keys that are not measured any more."""
         self.measuring = False
         """Whether a product that was not seen before is measured."""
 
@@ -120,15 +133,30 @@ class Algorithms:
             self._exists[product] = self._ask(product)
         return self._exists[product]
 
-    def _ask(self, product: Product) -> bool:
+    def unmeasured(self, product: Product) -> bool:
+        """Whether it would be measured, if it were asked for now and while `measuring`."""
+        if product in self._ready or _key(product) in self._decided:
+            return False
+        stored = self._file.get(product)
+        if stored is None:
+            return True
+        with self._described(product) as matmul:
+            return matmul.fitting(stored) is None
+
+    @contextmanager
+    def _described(self, product: Product) -> Iterator[Matmul]:
+        matmul = self._make(self._lt, product)
         try:
-            matmul = self._make(self._lt, product)
             if product.blocks:
                 matmul.point(_ANYWHERE)
-            try:
+            yield matmul
+        finally:
+            matmul.close()
+
+    def _ask(self, product: Product) -> bool:
+        try:
+            with self._described(product) as matmul:
                 return bool(matmul.algorithms(1))
-            finally:
-                matmul.close()
         except CublasLtError as error:
             shape = product.dtype, product.n, product.k
             if shape not in {(p.dtype, p.n, p.k) for p, has in self._exists.items() if not has}:
@@ -150,35 +178,50 @@ class Algorithms:
             return matmul, algorithm
         matmul = self._make(self._lt, product)
         matmul.point(addresses)  # the heuristic looks at them
-        known = self._file.get(product)
-        if known is None or not matmul.accepts(known):
-            candidates = matmul.algorithms(CANDIDATES if self.measuring else 1)
-            known = self._fastest(product, matmul, candidates, run)
-        self._ready[product] = matmul, known
+        try:
+            algorithm = self._decide(product, matmul, run)
+        except CublasLtError:
+            matmul.close()
+            raise
+        self._ready[product] = matmul, algorithm
         if len(self._ready) > MOST_PRODUCTS:
             self._ready.popitem(last=False)[1][0].close()
-        return matmul, known
+        return matmul, algorithm
 
-    def _fastest(
-        self,
-        product: Product,
-        matmul: Matmul,
-        candidates: list[Algorithm],
-        run: Callable[[Matmul, Algorithm], None],
+    def _decide(
+        self, product: Product, matmul: Matmul, run: Callable[[Matmul, Algorithm], None]
     ) -> Algorithm:
+        stored, key = self._file.get(product), _key(product)
+        found = None if stored is None else matmul.fitting(stored)
+        if found is None and self.measuring and key not in self._decided:
+            found = self._fastest(matmul, run)
+            self._file.put(product, found)
+        self._decided.add(key)
+        return matmul.algorithms(1)[0] if found is None else found
+
+    def _fastest(self, matmul: Matmul, run: Callable[[Matmul, Algorithm], None]) -> Algorithm:
+        candidates = matmul.algorithms(CANDIDATES)
         if len(candidates) == 1:
             return candidates[0]
         seconds: dict[Algorithm, float] = {}
         for candidate in candidates:
             try:
-                seconds[candidate] = self._measure(partial(run, matmul, candidate))
+                seconds[candidate] = self._time(
+                    partial(run, matmul, candidate), min(seconds.values(), default=math.inf)
+                )
             except CublasLtError as error:  # proposed, and refused when it is asked for
                 refusal = error
         if not seconds:
             raise refusal
-        best = min(seconds, key=seconds.__getitem__)
-        self._file.put(product, best)
-        return best
+        return min(seconds, key=seconds.__getitem__)
+
+    def _time(self, call: Callable[[], None], best: float) -> float:
+        call()  # loads the kernel
+        first = self._measure(call, 1)
+        calls = min(_TIMED_CALLS, int(_TIMED_S / max(first, 1e-9)))
+        if calls <= 1 or first > FAR_BEHIND * best:
+            return first
+        return self._measure(call, calls)
 
     def save(self) -> None:
         """Keeps what was measured for the next start."""

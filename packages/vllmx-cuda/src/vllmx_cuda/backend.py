@@ -24,10 +24,13 @@ from vllmx_cuda.prefill import wants_wgmma
 from vllmx_cuda.program import Program
 from vllmx_cuda.sampler import DeviceSampler
 from vllmx_cuda.staging import Staging
+from vllmx_cuda.tuning import Tunable, tune
 from vllmx_cuda.weights import load_weights
 
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
+TUNE_SECONDS = 10.0
+"""Of a start that go at most into measuring cuBLASLt's algorithms; a GPU is measured once."""
 CAPTURE_SECONDS = 5.0
 """Of a start that go into capturing decode steps; what is left then is captured at first use."""
 
@@ -37,6 +40,7 @@ class CudaBackend:
 
     Args:
         open_device: makes the device that a model is loaded on; a GPU by default.
+        tune_s: seconds of loading for measuring cuBLASLt's algorithms.
         capture_s: seconds of loading for the capture of decode steps.
         wgmma: whether prompts go through paged_prefill_wgmma on the GPUs that have its
             instructions; None: as `vllmx_cuda.prefill.WGMMA_SWITCH` says.
@@ -46,11 +50,12 @@ class CudaBackend:
         self,
         open_device: Callable[[], Device] | None = None,
         *,
+        tune_s: float = TUNE_SECONDS,
         capture_s: float = CAPTURE_SECONDS,
         wgmma: bool | None = None,
     ) -> None:
         self._open_device = open_device or _open_gpu
-        self._capture_s = capture_s
+        self._tune_s, self._capture_s = tune_s, capture_s
         self._wgmma = wgmma
 
     @property
@@ -83,7 +88,8 @@ class CudaBackend:
             dtype = _dtype(options, model, device)
             kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
             with device.faults():
-                loaded = _load(model, source, options, device, dtype, kv, wgmma=wgmma)
+                loaded, tunables = _load(model, source, options, device, dtype, kv, wgmma=wgmma)
+                tune(device, tunables, self._tune_s, progress=options.progress)
                 if not options.enforce_eager:
                     loaded.capture(self._capture_s, progress=options.progress)
             return loaded
@@ -112,7 +118,7 @@ def _load(
     kv: str,
     *,
     wgmma: bool,
-) -> CudaLoadedModel:
+) -> tuple[CudaLoadedModel, list[Tunable]]:
     plan = plan_load(model, source, options, dtype, kv, device, wgmma=wgmma)
     products = plan.layout.product_scratch(device)
     weights = load_weights(
@@ -138,7 +144,7 @@ def _load(
     device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
     info = _info(plan, options, device)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
-    return CudaLoadedModel(info, program)
+    return CudaLoadedModel(info, program), lowering.take_tunables(plan.max_rows)
 
 
 def _info(plan: LoadPlan, options: LoadOptions, device: Device) -> LoadedInfo:

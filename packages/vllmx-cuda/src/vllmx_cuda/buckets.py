@@ -1,4 +1,5 @@
-"""Which batch sizes a captured decode step is kept for."""
+"""Which batch sizes a captured decode step is kept for, and which numbers of rows an algorithm of
+cuBLASLt is chosen for."""
 
 from __future__ import annotations
 
@@ -22,3 +23,10 @@ def bucket_of(rows: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest bucket that holds so many rows; None when there is none."""
     index = bisect_left(sizes, rows)
     return sizes[index] if index < len(sizes) else None
+
+
+def measured_rows(rows: int) -> int:
+    """The next power of two, or three quarters of it. All numbers of rows up to it, from the one
+    before on, are multiplied by the algorithm that is best for it: its tiles cover them too."""
+    power = 1 << (rows - 1).bit_length()
+    return power // 4 * 3 if rows <= power // 4 * 3 else power

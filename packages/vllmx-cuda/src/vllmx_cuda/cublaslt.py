@@ -30,7 +30,9 @@ _PREFERENCE_MAX_WORKSPACE = 1
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
 _NOT_SUPPORTED = 15
 
-_SCALE_128X128, _SCALE_1X128 = 5, 4  # of w, of x: CUDA 12.9 on, and Hopper alone
+_SCALE_128X128, _SCALE_1X128 = 5, 4  # of w, of x: Hopper alone
+_SCALES_OF_BLOCKS = 120900
+"""The first version with them."""
 WORKSPACE_BYTES = 32 << 20
 """What NVIDIA recommends for Hopper."""
 _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
@@ -105,6 +107,11 @@ class CublasLt:
             )
         return cls(library, path, handle)
 
+    @property
+    def version(self) -> int:
+        """As 120900."""
+        return int(self.library.cublasLtGetVersion())
+
     def close(self) -> None:
         if self.handle.value:
             self.library.cublasLtDestroy(self.handle)
@@ -131,13 +138,27 @@ class Matmul:
     """Descriptors of one product."""
 
     def __init__(self, lt: CublasLt, product: Product) -> None:
+        """Raises CublasLtError for what the library has no words for."""
         self.product = product
         self._lt, self._library = lt, lt.library
+        self._descriptor, self._pointers = c_void_p(), dict[int, int]()
+        self._w, self._x, self._y = c_void_p(), c_void_p(), c_void_p()
+        version = lt.version
+        if product.blocks and version < _SCALES_OF_BLOCKS:
+            raise CublasLtError(
+                f"cuBLASLt {version // 10000}.{version // 100 % 100} ({lt.path}) has no FP8 scales"
+                " of blocks, 12.9 has: pip install --upgrade nvidia-cublas-cu12"
+            )
+        try:
+            self._describe(product)
+        except CublasLtError:
+            self.close()
+            raise
+
+    def _describe(self, product: Product) -> None:
         integers = product.dtype == "i8"  # then alpha and beta are integers as well
         number: Any = c_int if integers else c_float
         self._one, self._zero = number(1), number(0)
-        self._descriptor = c_void_p()
-        self._pointers: dict[int, int] = {}
         self._check(
             self._library.cublasLtMatmulDescCreate(
                 byref(self._descriptor),
@@ -152,7 +173,7 @@ class Matmul:
             self._set(_DESC_BIAS_TYPE, c_int(DATA_TYPES[product.out_dtype]))
         if product.dtype == "f8e4m3":  # blocks have sums of their own in float32
             self._set(_DESC_FAST_ACCUM, ctypes.c_int8(not product.blocks))
-        if product.blocks:  # libraries before 12.8 do not know the attributes
+        if product.blocks:
             self._set(_DESC_A_SCALE_MODE, c_int(_SCALE_128X128))
             self._set(_DESC_B_SCALE_MODE, c_int(_SCALE_1X128))
         m, n, k = product.m, product.n, product.k
@@ -211,15 +232,20 @@ class Matmul:
             self._check(_NOT_SUPPORTED)
         return usable
 
-    def accepts(self, algorithm: Algorithm, workspace_bytes: int = WORKSPACE_BYTES) -> bool:
-        """Whether this GPU and library compute the product by an algorithm that was stored: another
-        GPU of the same name may lack it, and a file may be damaged."""
+    def fitting(
+        self, algorithm: Algorithm, workspace_bytes: int = WORKSPACE_BYTES
+    ) -> Algorithm | None:
+        """An algorithm that was stored, with the workspace that it needs here. None where this GPU
+        and library do not compute the product by it: it was made for another number of rows,
+        another GPU of the same name may lack it, and a file may be damaged."""
         chosen, found = _Algorithm.from_buffer_copy(algorithm.data), _Proposal()
         status = self._library.cublasLtMatmulAlgoCheck(
             self._lt.handle, self._descriptor, self._w, self._x, self._y, self._y, byref(chosen),
             byref(found),
         )  # fmt: skip
-        return bool(status == 0 and found.workspace_bytes <= algorithm.workspace_bytes)
+        if status or found.workspace_bytes > workspace_bytes:
+            return None
+        return Algorithm(algorithm.data, found.workspace_bytes)
 
     def run(
         self, algorithm: Algorithm, x: int, w: int, y: int, workspace: int, stream: int
@@ -235,8 +261,10 @@ class Matmul:
 
     def close(self) -> None:
         for layout in (self._w, self._x, self._y):
-            self._library.cublasLtMatrixLayoutDestroy(layout)
-        self._library.cublasLtMatmulDescDestroy(self._descriptor)
+            if layout:
+                self._library.cublasLtMatrixLayoutDestroy(layout)
+        if self._descriptor:
+            self._library.cublasLtMatmulDescDestroy(self._descriptor)
 
     def _set(self, number: int, value: Any) -> None:
         self._check(

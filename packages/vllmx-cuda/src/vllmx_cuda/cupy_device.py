@@ -39,7 +39,6 @@ logger = logging.getLogger("vllmx.cuda")
 
 _DEFAULT_SHARED_BYTES = 48 << 10
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_TIMED_CALLS = 5
 _VALUES = {
     "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f32": np.float32,
 }  # fmt: skip
@@ -116,11 +115,11 @@ class CupyDevice:
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[Variant, Any] = {}
         self._shared_bytes: dict[Variant, int] = {}
+        self._rehearsed: list[Product] | None = None
 
     def _algorithm_file(self) -> AlgorithmFile:
-        version = int(self._lt.library.cublasLtGetVersion())
         name = "".join(c if c.isalnum() else "-" for c in self.info.name)
-        return AlgorithmFile(cache_folder() / "cuda" / f"cublaslt-{version}-{name}.json")
+        return AlgorithmFile(cache_folder() / "cuda" / f"cublaslt-{self._lt.version}-{name}.json")
 
     def activate(self) -> None:
         self._cupy.cuda.Device(self._ordinal).use()
@@ -198,6 +197,8 @@ class CupyDevice:
         sizes: dict[str, int],
         arguments: Sequence[Memory | int | float | None],
     ) -> None:
+        if self._rehearsed is not None:
+            return
         shape = variant.launch(sizes)
         function = self._function(variant, shape.shared_bytes)
         kinds = variant.kernel.arguments
@@ -236,6 +237,9 @@ class CupyDevice:
         scales: tuple[Memory, Memory] | None = None,
     ) -> None:
         assert self._workspace is not None, "the device is closed"
+        if self._rehearsed is not None:
+            self._rehearsed.append(product)
+            return
         workspace, stream = self._workspace.address, self._stream.ptr
 
         def run(matmul: Matmul, algorithm: Algorithm) -> None:
@@ -245,15 +249,23 @@ class CupyDevice:
         addresses = Addresses(bias.address if bias else 0, w_scale, x_scale)
         run(*self._algorithms.choose(product, addresses, run))
 
-    def _measure(self, call: Callable[[], None]) -> float:
-        """Device seconds of one call, after one that warms up."""
-        call()
+    def unmeasured(self, enqueue: Callable[[], None]) -> bool:
+        rehearsed: list[Product] = []
+        self._rehearsed = rehearsed
+        try:
+            enqueue()
+        finally:
+            self._rehearsed = None
+        return any(map(self._algorithms.unmeasured, dict.fromkeys(rehearsed)))
+
+    def _measure(self, call: Callable[[], None], times: int) -> float:
+        """Device seconds of one call, the mean of so many."""
         begin = self.event()
-        for _ in range(_TIMED_CALLS):
+        for _ in range(times):
             call()
         end = self.event()
         end.wait()
-        return end.seconds_since(begin) / _TIMED_CALLS
+        return end.seconds_since(begin) / times
 
     @contextmanager
     def tuning(self) -> Iterator[None]:

@@ -161,6 +161,11 @@ class Device(Protocol):
         chooses an algorithm and may wait."""
         ...
 
+    def unmeasured(self, enqueue: Callable[[], None]) -> bool:
+        """Whether `enqueue`, which launches and multiplies, would do so with something whose
+        algorithm `tuning` would choose by measuring. Enqueues nothing."""
+        ...
+
     def tuning(self) -> AbstractContextManager[None]:
         """Within it, products that were not seen before choose their algorithm by measuring."""
         ...

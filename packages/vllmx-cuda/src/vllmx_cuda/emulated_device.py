@@ -202,6 +202,9 @@ class EmulatedDevice:
     ) -> None:
         self.submit("multiply", lambda: _multiply(product, x, w, y, bias, scales))
 
+    def unmeasured(self, enqueue: Callable[[], None]) -> bool:
+        return False
+
     def tuning(self) -> nullcontext[None]:
         return nullcontext()
 

@@ -7,12 +7,12 @@ lengths: that is what makes a step of one size capturable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from vllmx_core.model import AttentionSpec
-from vllmx_core.tape import Node, Value, WeightRef
+from vllmx_core.tape import Node, Rows, Value, WeightRef
 
 from vllmx_cuda.arch import number
 from vllmx_cuda.device import Device, Memory
@@ -36,6 +36,7 @@ from vllmx_cuda.matrices.form import ActivationCodes, ProductScratch, Target
 from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
 from vllmx_cuda.prefill import PrefillKernel, prefill_kernel
 from vllmx_cuda.staging import StepMemory, StepSizes
+from vllmx_cuda.tuning import Tunable
 from vllmx_cuda.weights import Weight
 
 Enqueue = Callable[[StepSizes, StepMemory], None]
@@ -71,6 +72,8 @@ class Lowering:
     """Every kernel that was lowered to."""
     fed: dict[Value, MatrixProduct] = field(default_factory=dict)
     """Norms' results whose only reader is the linear behind them -> its product."""
+    shapes: dict[Hashable, tuple[Rows, Callable[[int], None]]] = field(default_factory=dict)
+    """One product of each shape, and what its rows are."""
 
     def lower(self, nodes: Sequence[Node]) -> list[Enqueue]:
         """In the order of the nodes."""
@@ -84,6 +87,12 @@ class Lowering:
         launches = [makers[node.op](node) for node in nodes]
         self.fed.clear()  # products know this object: no cycle may keep the device's memory
         return launches
+
+    def take_tunables(self, max_rows: Mapping[Rows, int]) -> list[Tunable]:
+        """One product of each shape that was lowered; once, for products know this object."""
+        found = [Tunable(enqueue, max_rows[rows]) for rows, enqueue in self.shapes.values()]
+        self.shapes.clear()
+        return found
 
     def _feed(self, nodes: Sequence[Node]) -> None:
         """Finds the norms whose result one linear reads, and at once: it may be codes then."""
@@ -224,13 +233,17 @@ class Lowering:
 
     def _product(self, node: Node) -> MatrixProduct:
         x, y = self.place(node.reads[0]), self.place(node.writes[0])
-        return self._matrix(node.weights["w"]).product(self, x, y, self.dtype)
+        matrix = self._matrix(node.weights["w"])
+        product = matrix.product(self, x, y, self.dtype)
+        self.shapes.setdefault(("T", *matrix.shape), ("T", product.enqueue))
+        return product
 
     def _head(self, node: Node) -> Enqueue:
         matrix, cap = self._matrix(node.weights["w"]), node.options["softcap"]
         x, y, rows = self.place(node.reads[0]), self.place(node.writes[0]), self.scratch.rows
         gather = self.variant("gather_rows", VX_VEC=vector_width(matrix.cols))
         product = matrix.product(self, rows, y, "f32")
+        self.shapes.setdefault(("L", *matrix.shape), ("L", product.enqueue))
         softcap = self.variant("softcap", VX_VEC=vector_width(matrix.rows)) if cap else None
 
         def enqueue(sizes: StepSizes, step: StepMemory) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from vllmx_core.plan import F32
 from vllmx_core.weights import RawTensor, WeightPart, float8_to_f32
 
+from vllmx_cuda.buckets import measured_rows
 from vllmx_cuda.device import Bytes, Memory, Product
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
@@ -235,8 +236,10 @@ class Codes8:
         return multiply
 
     def _cut(self, m: int, segment: Segment) -> list[Product]:
-        """The product of codes, some columns at a time, for the sums have 32 bits."""
-        rows, step = segment.rows, max(1, WORK_BYTES // (4 * m * _ROWS)) * _ROWS
+        """The product of codes, some columns at a time, for the sums have 32 bits; as many for all
+        numbers of rows that share an algorithm."""
+        most = measured_rows(m)
+        rows, step = segment.rows, max(1, WORK_BYTES // (4 * most * _ROWS)) * _ROWS
         sums = "i32" if self.code == "i8" else "f32"
         counts = (min(step, rows - first) for first in range(0, rows, step))
         return [Product(m, count, segment.cols, self.code, sums) for count in counts]

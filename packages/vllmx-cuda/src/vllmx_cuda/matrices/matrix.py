@@ -3,7 +3,7 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from vllmx_cuda.device import Memory
@@ -52,6 +52,11 @@ class Matrix:
     cols: int
     bias: Memory | None = None  # (rows,) float32
     rounded_bias: Memory | None = None  # (rows,) in the model's dtype, as cuBLASLt wants it
+
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        """What its products have in common with those of other layers."""
+        return (self.cols, self.bias is None, *((type(s.form), s.rows) for s in self.segments))
 
     def product(self, ops: Ops, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
         """x (m, cols) @ matrix.T + bias into y (m, rows)."""
