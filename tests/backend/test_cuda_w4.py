@@ -12,13 +12,16 @@ from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
 from vllmx_core.weights import DENSE, DType, RawTensor, WeightPart
 from vllmx_cuda import matrices
+from vllmx_cuda.backend import CudaBackend
 from vllmx_models.quantization.awq import awq
 from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq
 
 from ..integration import quantizers  # noqa: TID252 - no package to name
 from .cuda_models import (
+    EMULATOR,
     MATRICES,
+    CountingDevice,
     Quantised,
     _can_emulate,
     _cpu,
@@ -101,8 +104,9 @@ def bits_held(source: Quantised, loaded_bytes: int) -> float:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_weights_stay_as_small_as_they_are(name: str) -> None:
-    source = quantised(*FORMS[name])
-    _, info = log_probabilities(emulated(), source, "bf16", [1, 2])
+    source, device = quantised(*FORMS[name]), CountingDevice(emulator=EMULATOR)
+    _, info = log_probabilities(CudaBackend(lambda: device), source, "bf16", [1, 2])
+    assert device.entries["w4_repack_words"] == len(source.parts)  # stored bytes travelled
     # scales, zeros, counters, and of desc_act the order of few rows
     assert bits_held(source, info.weight_bytes) < (9 if "8 bit" in name else 5)
 
@@ -143,5 +147,5 @@ def test_a_zero_that_no_integer_can_have_is_refused() -> None:
     tensors = {**make(source.twin().part(name).dequantize())[0], "weight_zero_point": zeros}
     arrays = {f"{stem}.{suffix}": array for suffix, array in tensors.items()}
     source.parts[name] = compressed_tensors(Tensors(arrays), config).part(name)
-    with pytest.raises(WeightFormatError, match=r"k_proj.*128 to 128.*within 0 and 127"):
+    with pytest.raises(WeightFormatError, match=r"k_proj.*zero point of 128.*within 0 and 127"):
         log_probabilities(emulated(), source, "bf16", [1])

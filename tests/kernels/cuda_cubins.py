@@ -29,6 +29,7 @@ BUDGET = Path(__file__).parent / "cuda_budget.json"
 BF16 = {"VX_DTYPE": 2}
 HEAD = {**BF16, "VX_HEAD": 128, "VX_KV": 0}
 W4 = {**BF16, "VX_BITS": 4, "VX_SCALE": 1, "VX_ZERO": 1, "VX_FOLDS": 1, "VX_OUT": 0}
+WORDS = {"VX_SCALE": 1, "VX_ZERO": 1, "VX_ZERO_BYTES": 0}
 
 # What must be among the instructions of an entry, on these architectures.
 DISASSEMBLED = ("sm_80", "sm_90a", "sm_120a")
@@ -52,6 +53,7 @@ WANTED = {
     "w4_linear": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
     "w4_dequantize": ("LDG.E.", "STG.E.128"),
     "w4_repack_blocks": ("LDG.E.", "STG.E.128"),
+    "w4_repack_words": ("LDG.E.", "STG.E.128"),
     "quantize_rows": ("LDG.E.128", "STG.E.64"),
     "rms_norm_codes": ("LDG.E.128", "STG.E.64"),
     "codes8_gemv": ("LDG.E.NA.LTC",),
@@ -125,6 +127,10 @@ UNITS: Units = (
     ("w4_repack_blocks", {"VX_BLOCK": 8}),
     ("w4_repack_blocks", {"VX_BLOCK": 12}),
     ("w4_repack_blocks", {"VX_BLOCK": 14}),
+    ("w4_repack_words", {**WORDS, "VX_BITS": 4, "VX_PACKED": 0}),
+    ("w4_repack_words", {**WORDS, "VX_BITS": 4, "VX_PACKED": 1}),
+    ("w4_repack_words", {**WORDS, "VX_BITS": 4, "VX_PACKED": 2, "VX_ZERO": 0, "VX_SCALE": 2}),
+    ("w4_repack_words", {**WORDS, "VX_BITS": 8, "VX_PACKED": 2, "VX_ZERO_BYTES": 1}),
     ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 0}),
     ("quantize_rows", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 1}),
     ("rms_norm_codes", {**BF16, "VX_VEC": 8, "VX_CODE": 1, "VX_GROUPS": 0}),

@@ -34,7 +34,7 @@ class Bug:
 
 NORMS, ATTENTION, ROWS = "test_cuda_norms.py", "test_cuda_attention.py", "test_cuda_rows.py"
 SAMPLER, GGUF, W4 = "test_cuda_sampler.py", "test_cuda_gguf.py", "test_cuda_w4.py"
-CODES8 = "test_cuda_codes8.py"
+CODES8, WORDS = "test_cuda_codes8.py", "test_cuda_w4_words.py"
 MMA, WRAPPERS = "test_cuda_decode_mma.py", "test_cuda_wrappers.py"
 WGMMA = f"{ATTENTION}:wgmma"
 DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
@@ -266,6 +266,17 @@ BUGS = (
         f"{W4}:repack"),
     Bug("w4_repack_blocks.cu", "signed codes are not counted from the middle",
         "^ 0x80808080u", "^ 0u", f"{W4}:repack"),
+    Bug("w4_repack_words.cu", "odd rows are beside the even", "i / 2 + i % 2 * (PER_WORD / 2)",
+        "i", WORDS),
+    Bug("w4_repack_words.cu", "a zero beyond its bits", "+ add) & CODE_MASK", "+ add) & 255",
+        WORDS),
+    Bug("w4_repack_words.cu", "columns stay in order", "columns ? columns[first + i]", "false ? 0",
+        WORDS),
+    Bug("w4_repack_words.cu", "factors are written by every half", "group << group_shift == first",
+        "true", WORDS),
+    Bug("w4_repack_words.cu", "a negative zero is taken", "zero < 0 || ", "", WORDS),
+    Bug("w4_repack_words.cu", "a scale of NaN is taken", "!(size < VX_INFINITY)",
+        "size >= VX_INFINITY", WORDS),
     Bug("codes8_mma.cu", "the wait is one tile short", "vx_cp_wait<STAGES - 2>();",
         "vx_cp_wait<STAGES - 1>();", f"{CODES8}:mma"),
     Bug("code_values.h", "signs of a word's lower half change places", "0x3a24 : 0x1804",

@@ -30,6 +30,8 @@ TILE_ROWS, TILE_COLS, GROUP_COLS = 16, 64, 32
 """Of a tile, and what K is a multiple of: the fewest columns of a group, but for 6 bits."""
 ONE_GROUP = 31
 """A group_shift, of rows with one scale."""
+TRANSPOSED, PACKED_ROWS, PACKED_COLUMNS = 0, 1, 2
+"""Values of VX_PACKED: how a checkpoint's words hold integers, see `kernels/w4_repack_words.cu`."""
 BLOCK_FORMS = {
     "q4_0": (4, ZERO_MIDDLE, 5), "q4_1": (4, MINIMA, 5), "q4_k": (4, MINIMA, 5),
     "q6_k": (6, ZERO_MIDDLE, 4), "q8_0": (8, ZERO_MIDDLE, 5),
@@ -180,4 +182,23 @@ W4_REPACK_BLOCKS = Kernel(
     rule=_repack,
 )
 
-KERNELS = (W4_LINEAR, W4_DEQUANTIZE, W4_GATHER, W4_REPACK_BLOCKS)
+W4_REPACK_WORDS = Kernel(
+    entry="w4_repack_words",
+    source="w4_repack_words.cu",
+    options={
+        "VX_BITS": (4, 8),
+        "VX_SCALE": tuple(DTYPES.values()),
+        "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES),
+        "VX_PACKED": (TRANSPOSED, PACKED_ROWS, PACKED_COLUMNS),
+        "VX_ZERO_BYTES": (0, 1),
+    },
+    arguments=arguments(
+        "in u32* words, in u8* scales, in u8* zeros?, in i32* columns?, out u8* data,"
+        " inout u32* fault, i32 k, i32 group_shift, i32 pitch, i32 scale_row_step,"
+        " i32 scale_group_step, i32 zero_row_step, i32 zero_group_step, i32 zero_add"
+    ),
+    sizes=("outputs", "width"),
+    rule=_repack,
+)
+
+KERNELS = (W4_LINEAR, W4_DEQUANTIZE, W4_GATHER, W4_REPACK_BLOCKS, W4_REPACK_WORDS)

@@ -41,6 +41,7 @@ from vllmx_cuda.matrices.split import OWN_TOKENS, counter_bytes, split_product
 from vllmx_cuda.matrices.w4_gguf import stored_blocks
 from vllmx_cuda.matrices.w4_packing import Packing, packed_rows, packing_of
 from vllmx_cuda.matrices.w4_stored import stored_pieces
+from vllmx_cuda.matrices.w4_words import stored_words
 
 _ROWS_AT_ONCE = 16 * TILE_ROWS
 """Rows that are unpacked together: what they take meanwhile stays in a cache."""
@@ -74,20 +75,26 @@ class W4:
         return ScratchBytes(work=work_bytes(rows, cols, self.dtype) + ordered)
 
     def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
-        size = self.packing.row_tile_bytes(part.shape[1])
-        count = part.shape[0] // TILE_ROWS
-        span = data.at(first // TILE_ROWS * size, count * size)
-        stored = stored_blocks(part)
+        (count, cols), size = part.shape, self.packing.row_tile_bytes(part.shape[1])
+        if first == 0:  # first, for the kernels that put columns into this order
+            yield self._tail_piece(data, rows, cols)
+        span = data.at(first // TILE_ROWS * size, count // TILE_ROWS * size)
+        order = self._columns(data, rows, cols) if self.packing.order else None
+        stored = stored_blocks(part) or stored_words(part, self.packing, order)
         if stored is not None:
-            yield from stored_pieces(stored, part.shape[0], span)
+            yield from stored_pieces(stored, count, span)
         else:
-            yield from row_pieces(count, span, partial(self._fill, part))
-        if first == 0:
-            order = np.frombuffer(self.packing.order, np.uint8)
-            counters = np.zeros(counter_bytes(rows), np.uint8)
-            tail = np.concatenate([counters, order])
-            target = data.at(self._tail(rows, part.shape[1]), tail.nbytes)
-            yield Piece(target, lambda buffer: np.copyto(buffer, tail))
+            yield from row_pieces(count // TILE_ROWS, span, partial(self._fill, part))
+
+    def _tail_piece(self, data: Memory, rows: int, cols: int) -> Piece:
+        order = np.frombuffer(self.packing.order, np.uint8)
+        tail = np.concatenate([np.zeros(counter_bytes(rows), np.uint8), order])
+        target = data.at(self._tail(rows, cols), tail.nbytes)
+        return Piece(target, lambda buffer: np.copyto(buffer, tail))
+
+    def _columns(self, data: Memory, rows: int, cols: int) -> Memory:
+        """The input feature of each column, int32."""
+        return data.at(self._tail(rows, cols) + counter_bytes(rows), len(self.packing.order))
 
     def _fill(self, part: WeightPart, buffer: Bytes, begin: int, end: int) -> None:
         """Rows of tiles in their order, which the host makes."""
@@ -122,8 +129,7 @@ class W4:
         if not self.packing.order:
             return lambda m: None, operands
         kernel, x, cols = ops.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
-        begin = self._tail(segment.rows, cols) + counter_bytes(segment.rows)
-        columns = segment.data.at(begin)
+        columns = self._columns(segment.data, segment.rows, cols)
         ordered = ops.products.work.at(work_bytes(segment.rows, cols, self.dtype))
 
         def order(m: int) -> None:

@@ -198,18 +198,37 @@ def packed_rows(part: WeightPart, packing: Packing, begin: int, end: int) -> U8:
     """Some rows of a part that hands over integers, from a multiple of 16 on.
 
     Raises:
-        WeightFormatError: zeros that no such integer can have.
+        WeightFormatError: zeros that no such integer can have, scales that are not finite.
     """
     rows = part.coded_rows(begin, end)
     columns = packing.columns
     codes = rows.codes if columns is None else rows.codes[:, columns]
     zeros = np.zeros(rows.scales.shape, np.uint8) if rows.zeros is None else rows.zeros
-    middle = 1 << (packing.bits - 1)
-    low, high = (middle, middle) if packing.zero == ZERO_MIDDLE else (0, _MOST_ZERO[packing.bits])
-    if not low <= int(zeros.min()) <= int(zeros.max()) <= high:
-        raise WeightFormatError(
-            f"tensor {part.name!r} has zero points from {zeros.min()} to {zeros.max()}, of its"
-            f" {packing.bits}-bit integers they are expected within {low} and {high}: the"
-            " checkpoint is damaged or of another format"
-        )
+    low, high = _zeros_of(packing)
+    for zero in (int(zeros.min()), int(zeros.max())):
+        if not low <= zero <= high:
+            raise zero_refusal(part, packing, zero)
+    if not np.isfinite(rows.scales).all():
+        raise scale_refusal(part, float(rows.scales[~np.isfinite(rows.scales)][0]))
     return packed(codes, rows.scales, zeros, packing)
+
+
+def _zeros_of(packing: Packing) -> tuple[int, int]:
+    """The least and the greatest."""
+    middle = 1 << (packing.bits - 1)
+    return (middle, middle) if packing.zero == ZERO_MIDDLE else (0, _MOST_ZERO[packing.bits])
+
+
+def zero_refusal(part: WeightPart, packing: Packing, zero: int) -> WeightFormatError:
+    low, high = _zeros_of(packing)
+    return WeightFormatError(
+        f"tensor {part.name!r} has a zero point of {zero}, of its {packing.bits}-bit integers they"
+        f" are expected within {low} and {high}: the checkpoint is damaged or of another format"
+    )
+
+
+def scale_refusal(part: WeightPart, scale: float) -> WeightFormatError:
+    return WeightFormatError(
+        f"tensor {part.name!r} has a scale of {scale}, which is not finite: the checkpoint is"
+        " damaged"
+    )

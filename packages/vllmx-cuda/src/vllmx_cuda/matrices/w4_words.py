@@ -1,0 +1,160 @@
+"""Integers of 4 or 8 bits in 32-bit words, as GPTQ, AWQ ("gemm") and compressed-tensors store them:
+the device puts them into the order of `kernels/w4_codes.h` while weights are loaded.
+
+Their layouts are told by `vllmx_models.quantization`. What is not here (other numbers of bits,
+AWQ's "gemv", a scale for the whole tensor, formats of plugins) is put into order by the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.errors import WeightFormatError
+from vllmx_core.plan import AnyArray
+from vllmx_core.weights import RawTensor, WeightPart
+
+from vllmx_cuda.device import Bytes, Device, Memory
+from vllmx_cuda.kernel_specs import KERNELS, Variant
+from vllmx_cuda.kernel_specs.w4 import (
+    PACKED_COLUMNS,
+    PACKED_ROWS,
+    TILE_ROWS,
+    TRANSPOSED,
+    ZERO_CODES,
+)
+from vllmx_cuda.matrices.w4_packing import Packing, scale_refusal, zero_refusal
+
+_NOT_FINITE = 0x7F800000
+"""From here on a fault is the bits of a scale, below the last 16 bits are a zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What a checkpoint has for rows and columns, or for rows and groups."""
+
+    values: AnyArray  # (rows / per, n) or, `transposed`, (n, rows / per)
+    transposed: bool
+    per: int = 1
+    """Rows that share an entry."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of 16 rows."""
+        others: int = self.values.shape[0 if self.transposed else 1]
+        return TILE_ROWS // self.per * others * self.values.itemsize
+
+    def steps(self, rows: int) -> tuple[int, int]:
+        """Of so many rows: from one row's entry to the next, from one column's to the next."""
+        return (1, rows // self.per) if self.transposed else (self.values.shape[1], 1)
+
+    def fill(self, begin: int, end: int, buffer: Bytes) -> None:
+        some = slice(begin // self.per, end // self.per)
+        found = self.values[:, some] if self.transposed else self.values[some]
+        np.copyto(buffer.view(found.dtype).reshape(found.shape), found)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWords:
+    """`vllmx_cuda.matrices.w4_stored.StoredRows`: codes, scales, then zeros."""
+
+    part: WeightPart
+    packing: Packing
+    packed: int
+    """Value of VX_PACKED."""
+    codes: Field
+    scales: Field
+    zeros: Field | None
+    zero_add: int
+    columns: Memory | None
+    """`Packing.order` on the device."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return (self.codes, self.scales, *((self.zeros,) if self.zeros else ()))
+
+    @property
+    def tile_bytes(self) -> int:
+        return sum(field.tile_bytes for field in self.fields)
+
+    @property
+    def kernel(self) -> Variant:
+        in_bytes = int(self.zeros is not None and self.zeros.values.dtype == np.int8)
+        return KERNELS["w4_repack_words"].variant(
+            **self.packing.options, VX_PACKED=self.packed, VX_ZERO_BYTES=in_bytes
+        )
+
+    def fill(self, begin: int, end: int, buffer: Bytes) -> None:
+        at = 0
+        for field in self.fields:
+            size = (end - begin) // TILE_ROWS * field.tile_bytes
+            field.fill(begin, end, buffer[at : at + size])
+            at += size
+        self.part.drop_pages()
+
+    def launch(
+        self, tiles: Memory, rows: int, device: Device, stored: Memory, fault: Memory
+    ) -> None:
+        spans, at = [], 0
+        for field in self.fields:
+            size = rows // TILE_ROWS * field.tile_bytes
+            spans.append(stored.at(at, size))
+            at += size
+        zeros = spans[2] if self.zeros else None
+        pitch = max(self.codes.steps(rows))
+        zero_steps = self.zeros.steps(rows) if self.zeros else (0, 0)
+        cols = self.part.shape[1]
+        arguments = (
+            *spans[:2], zeros, self.columns, tiles, fault, cols, self.packing.group_shift, pitch,
+            *self.scales.steps(rows), *zero_steps, self.zero_add,
+        )  # fmt: skip
+        device.launch(self.kernel, {"outputs": rows, "width": cols}, arguments)
+
+    def refusal(self, fault: int) -> WeightFormatError:
+        if fault < _NOT_FINITE:
+            zero = int(np.uint16(fault & 0xFFFF).view(np.int16))
+            return zero_refusal(self.part, self.packing, zero)
+        return scale_refusal(self.part, float(np.uint32(fault).view(np.float32)))
+
+
+def stored_words(part: WeightPart, packing: Packing, columns: Memory | None) -> StoredWords | None:
+    """Of a part with this packing; None where the kernel does not know its layout."""
+    kind, options, raw = part.layout.kind, part.layout.options, part.buffers
+    if part.cut is not None or part.layout.bits != packing.bits:
+        return None
+    per = 32 // packing.bits
+    if kind == "gptq":
+        zeros = Field(_view(raw["qzeros"]), True, per) if "qzeros" in raw else None
+        return StoredWords(
+            part, packing, TRANSPOSED, Field(_view(raw["qweight"]), True),
+            Field(_view(raw["scales"]), True), zeros, int(options["zero_offset"]), columns,
+        )  # fmt: skip
+    if kind == "awq" and options["packing"] == "gemm":
+        return StoredWords(
+            part, packing, PACKED_ROWS, Field(_view(raw["qweight"]), True, per),
+            Field(_view(raw["scales"]), True), Field(_view(raw["qzeros"]), True, per), 0, columns,
+        )  # fmt: skip
+    if kind == "pack_int":
+        scales, zeros, add = _by_row(part, raw["scale"]), None, 0
+        if packing.zero == ZERO_CODES:
+            stored = raw["zero_point"]
+            if stored.dtype == "i32":
+                zeros = Field(_view(stored), False, per)
+            else:
+                zeros, add = _by_row(part, stored), 1 << (packing.bits - 1)
+        if scales is None or (packing.zero == ZERO_CODES and zeros is None):
+            return None
+        codes = Field(_view(raw["weight"]), False)
+        return StoredWords(part, packing, PACKED_COLUMNS, codes, scales, zeros, add, columns)
+    return None
+
+
+def _by_row(part: WeightPart, raw: RawTensor) -> Field | None:
+    """(rows, groups) or (rows,); None: one for all rows."""
+    if raw.shape[:1] != part.shape[:1]:
+        return None
+    return Field(_view(raw).reshape(part.shape[0], -1), False)
+
+
+def _view(raw: RawTensor) -> AnyArray:
+    return np.asarray(raw.view())
