@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,45 @@ PARTS = (
     Part("0.6b q4_k_m", 10), Part("0.6b fp8 blocks", 10), Part("0.6b fp8", 10),
     Part("0.6b bf16, fp8 KV", 10),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure of a part, and what it should be on an H200."""
+
+    what: str
+    part: str
+    case: str
+    """How the names of its cases begin."""
+    key: str
+    """Of a case's figures; "": the case is the figure."""
+    wanted: float
+    at_most: bool = False
+
+    def reached(self, found: Mapping[str, Any]) -> str:
+        """The worst of the cases beside the goal."""
+        values = {
+            name: float(case[self.key] if self.key else case)
+            for name, case in found.items()
+            if name.startswith(self.case)
+            and not (isinstance(case, dict) and case.get("blocks_shared"))
+        }
+        if not values:
+            return f"{self.what}: not measured"
+        name = (max if self.at_most else min)(values, key=values.__getitem__)
+        met = values[name] <= self.wanted if self.at_most else values[name] >= self.wanted
+        limit = f"{'at most' if self.at_most else 'at least'} {self.wanted:g}"
+        return f"{self.what}: {values[name]:.4g} ({name}), {limit}: {'MET' if met else 'MISSED'}"
+
+
+GOALS = (
+    Goal("8B BF16 decode, share of the bandwidth", "8b bf16", "decode ", "share_of_copy", 0.85),
+    Goal("0.6B batch 1, ms a step", "0.6b bf16", "decode 1 x 128", "wall_ms", 0.36, True),
+    Goal("0.6B x 256, tokens/s", "256 x 1024 on 0.6b", "tokens_s", "", 45_000),
+    Goal("0.6B prefill, share of the matmul rate", "0.6b bf16", "prefill ", "share_of_matmul", 0.7),
+    Goal("8B prefill, share of the matmul rate", "8b bf16", "prefill ", "share_of_matmul", 0.7),
+    Goal("warm start of the 0.6B, s", "start, warm", "first_token_s", "", 3.0, True),
+)
 Run = Callable[[list[str], float, dict[str, str], Path], str]
 """run(command, limit in seconds, environment, log) says "ok" or what went wrong."""
 
@@ -129,6 +168,8 @@ def table(report: dict[str, Any]) -> str:
                 lines.append(f"  {case}: {v}")
             elif isinstance(v, int | float) and case != "seconds":
                 lines.append(f"  {case}: {v:.4g}")
+    lines.append("goals on an H200 (of several cases the worst; without those that share blocks):")
+    lines += [f"  {goal.reached(report.get(goal.part, {}))}" for goal in GOALS]
     return "\n".join(lines)
 
 

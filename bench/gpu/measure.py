@@ -175,8 +175,10 @@ def _decode(
     ]
     device_s, wall_s, host_s = _step_s(loaded, make_plan(rows, PAGE), bench.scale.steps)
     values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    kv_bytes = 2 if loaded.info.kv_cache_dtype in ("bf16", "f16") else 1
-    read = source.linear_bytes(qwen3(config)) + batch * context * values * kv_bytes
+    token_bytes = 2 * values
+    if loaded.info.kv_cache_dtype not in ("bf16", "f16"):  # codes, and a scale for each vector
+        token_bytes = values + 4 * values // config["head_dim"]
+    read = source.linear_bytes(qwen3(config)) + batch * context * token_bytes
     return {
         "device_ms": device_s * 1e3, "wall_ms": wall_s * 1e3,
         "gap_us": (wall_s - device_s) * 1e6, "host_us": host_s * 1e6,

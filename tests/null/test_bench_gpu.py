@@ -234,6 +234,40 @@ def test_the_table_says_what_was_found(bench: Any) -> None:
     assert "decode 1 x 8 failed: Boom: no" in text
 
 
+def test_the_table_holds_what_was_found_to_the_goals(bench: Any) -> None:
+    figures = bench("figures")
+    step = {"share_of_copy": 0.9, "wall_ms": 0.3, "device_ms": 0.3, "blocks_shared": False}
+    report = {
+        "8b bf16": {
+            "status": "ok", "seconds": 1.0, "decode 1 x 128": step,
+            "decode 4 x 128": step | {"share_of_copy": 0.84},
+            "decode 256 x 32768": step | {"share_of_copy": 0.2, "blocks_shared": True},
+        },
+        "0.6b bf16": {"status": "ok", "seconds": 1.0, "decode 1 x 128": step},
+        "256 x 1024 on 0.6b": {"status": "ok", "seconds": 1.0, "tokens_s": 46_000.0},
+        "start, warm": {"status": "ok", "seconds": 1.0, "first_token_s": 3.5},
+    }  # fmt: skip
+    lines = figures.table(report).splitlines()[-len(figures.GOALS) :]
+    assert [line.strip() for line in lines] == [
+        "8B BF16 decode, share of the bandwidth: 0.84 (decode 4 x 128), at least 0.85: MISSED",
+        "0.6B batch 1, ms a step: 0.3 (decode 1 x 128), at most 0.36: MET",
+        "0.6B x 256, tokens/s: 4.6e+04 (tokens_s), at least 45000: MET",
+        "0.6B prefill, share of the matmul rate: not measured",
+        "8B prefill, share of the matmul rate: not measured",
+        "warm start of the 0.6B, s: 3.5 (first_token_s), at most 3: MISSED",
+    ]
+
+
+def test_goals_are_of_parts_and_figures_that_there_are(bench: Any, tmp_path: Path) -> None:
+    figures, measure = bench("figures"), bench("measure")
+    scale = measure.Scale()
+    cases = {f"decode {b} x {c}" for b in scale.batches for c in scale.contexts}
+    cases |= {f"prefill {length}" for length in scale.prefills} | {"tokens_s", "first_token_s"}
+    for goal in figures.GOALS:
+        assert goal.part in measure.PARTS
+        assert any(case.startswith(goal.case) for case in cases), goal.case
+
+
 def test_every_part_of_the_figures_exists(bench: Any) -> None:
     figures, measure = bench("figures"), bench("measure")
     ours = {part.name for part in figures.PARTS if part.script == "measure.py"}

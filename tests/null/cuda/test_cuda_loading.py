@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, WeightFormatError
+from vllmx_core.memory import format_bytes
 from vllmx_core.testing.step_checks import decoder
 from vllmx_core.testing.synthetic import ArraySource, Builder
 from vllmx_core.weights import (
@@ -158,6 +159,18 @@ def test_kv_blocks_are_what_the_memory_leaves(device: EmulatedDevice) -> None:
     used = plan.weights.num_bytes + plan.layout.num_bytes + plan.staging_bytes + plan.kv.num_bytes
     assert used < 0.5 * device.info.memory_bytes
     assert plan.kv.num_blocks < (1 << 14) * 256
+
+
+def test_the_log_says_what_is_counted(
+    device: EmulatedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, source = decoder()
+    caplog.set_level("INFO", "vllmx.cuda")
+    plan = plan_load(model, source, options(memory_fraction=0.75), "f32", "f32", device)
+    (line,) = (r.getMessage() for r in caplog.records if "--memory-fraction" in r.getMessage())
+    assert f"{format_bytes(device.free_bytes())} of" in line
+    assert "0.75 of it" in line
+    assert f"KV cache ({format_bytes(plan.kv.num_bytes)})" in line
 
 
 def test_refusals_name_value_limit_and_remedy() -> None:

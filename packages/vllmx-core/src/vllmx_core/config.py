@@ -43,7 +43,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     memory_fraction: float = 0.9
-    """Share of the free memory that weights and KV cache may take together."""
+    """Share of the memory that is free when loading begins, of the device or else of the host, for
+    weights, buffers and KV cache together. Not a share of all memory, as in vLLM and SGLang: what
+    others hold is never counted on, and a CPU's memory is nobody's alone."""
     num_threads: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

@@ -46,6 +46,11 @@ def compiled(
     workers = min(available_cores(), MAX_WORKERS, len(fresh) // WORKER_PAYS)
     if workers > 1:
         _compile_in_workers(fresh, target, cache, workers, progress)
+    else:
+        for done, unit in enumerate(fresh):
+            cache.get_or_compile(wanted[unit], unit, target, compiler)
+            if progress:
+                show_progress("compiling kernels", done + 1, len(fresh))
     cubins = {
         unit: cache.get_or_compile(key, unit, target, compiler) for unit, key in wanted.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.sampler import sampler_bytes
 from vllmx_cuda.staging import Layout, StepSizes
 from vllmx_cuda.work import WorkKinds
+
+logger = logging.getLogger("vllmx.cuda")
 
 LOGITS_BYTES = 256 << 20
 """Logit rows beyond one a sequence (prompt logprobs) grow to this size."""
@@ -93,6 +96,13 @@ def plan_load(
     used += 4 * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
     kv = plan_kv(model.shape.kv, options, kv_dtype, free, used)
+    logger.info(
+        "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
+        " (%s) and KV cache (%s)",
+        device.info.name, format_bytes(free), format_bytes(device.info.memory_bytes),
+        options.memory_fraction, format_bytes(weights.num_bytes),
+        format_bytes(used - weights.num_bytes), format_bytes(kv.num_bytes),
+    )  # fmt: skip
     return LoadPlan(
         nodes, logits, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
         layout, staging_bytes, kv,

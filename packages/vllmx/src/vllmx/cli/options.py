@@ -48,7 +48,8 @@ HELP: Mapping[str, str] = {
     "block_size": "Tokens in a page of the KV cache.",
     "num_kv_blocks": "Pages in the KV cache; default: from free memory.",
     "kv_cache_memory_bytes": "Bytes for the KV cache; default: from free memory.",
-    "memory_fraction": "Share of the free memory to use.",
+    "memory_fraction": "Share of the memory that is free at the start (not of all, as in vLLM) for"
+    " weights, buffers and KV cache.",
     "num_threads": "Compute threads; default: the cores that are really available.",
     "enable_prefix_caching": "Share equal prompt prefixes.",
     "enable_chunked_prefill": "Split long prompts over steps.",
