@@ -92,6 +92,8 @@ class Bench:
         begin = time.perf_counter()
         loaded = CudaBackend(self.open_device).load(model, source, options)
         self.note("load_s", time.perf_counter() - begin)
+        weights_s = float(loaded.info.details["seconds for weights"])  # of the load
+        self.note("weights_gb_s", loaded.info.weight_bytes / max(1e-3, weights_s) / 1e9)
         self.note("details", loaded.info.details)
         return loaded, source
 

@@ -117,9 +117,9 @@ def test_parts_run_to_their_end(
     assert found == shared.found
     wanted = {
         "ceilings": {"copy_gb_s", "bf16_tflop_s"},
-        "start, cold": {"first_token_s", "load_s"},
+        "start, cold": {"first_token_s", "load_s", "weights_gb_s"},
         "256 x 1024 on 0.6b": {"tokens_s", "step_ms"},
-    }.get(part, {"decode 3 x 40", "decode 1 x 20", "prefill 24", "load_s"})
+    }.get(part, {"decode 3 x 40", "decode 1 x 20", "prefill 24", "load_s", "weights_gb_s"})
     assert wanted <= set(found)
     assert "cut" not in found
     if part == "256 x 1024 on 0.6b":

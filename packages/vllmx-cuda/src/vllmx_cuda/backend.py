@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
@@ -121,10 +122,12 @@ def _load(
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
     plan = plan_load(model, source, options, dtype, kv, device, wgmma=wgmma)
     products = plan.layout.product_scratch(device)
+    begin = time.perf_counter()
     weights = load_weights(
         plan.specs, plan.constants, source, plan.weights, device, products.work,
         progress=options.progress,
     )  # fmt: skip
+    weights_s = time.perf_counter() - begin
     lowering = Lowering(
         device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
@@ -142,12 +145,12 @@ def _load(
         sampler, Graphs(device, enabled=not options.enforce_eager),
     )  # fmt: skip
     device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
-    info = _info(plan, options, device)
+    info = _info(plan, options, device, weights_s)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
     return CudaLoadedModel(info, program), lowering.take_tunables(plan.max_rows)
 
 
-def _info(plan: LoadPlan, options: LoadOptions, device: Device) -> LoadedInfo:
+def _info(plan: LoadPlan, options: LoadOptions, device: Device, weights_s: float) -> LoadedInfo:
     return LoadedInfo(
         backend=NAME,
         device=device.info.name,
@@ -163,6 +166,7 @@ def _info(plan: LoadPlan, options: LoadOptions, device: Device) -> LoadedInfo:
         details={
             "architecture": device.info.arch,
             "ops": len(plan.nodes),
+            "seconds for weights": round(weights_s, 3),
             "activation buffers": format_bytes(plan.layout.num_bytes),
         },
     )
