@@ -41,6 +41,8 @@ STORES = [
     Shape(size=256, heads=1, kv_heads=1, rotary_dim=64, norms=True, page_shift=3),
     Shape(size=128, rotary_dim=128, kv=KV_E4M3),
     Shape(size=96, rotary_dim=96, kv=KV_INT8, norms=True),
+    Shape(dtype="f16", size=112, rotary_dim=56, interleaved=True, kv=KV_E4M3, norms=True),
+    Shape(size=192, heads=3, kv_heads=1, rotary_dim=96, interleaved=True, kv=KV_INT8, page_shift=7),
 ]
 
 
