@@ -28,8 +28,7 @@ def collect() -> dict[str, dict[str, str]]:
     for spec in sorted(registry.all(BackendSpec), key=lambda spec: -spec.priority):
         reason = spec.unavailable_reason()
         backends[spec.name] = "available" if reason is None else reason
-        if reason is None:
-            sections[f"backend {spec.name}"] = spec.load()().environment()
+        sections[f"backend {spec.name}"] = _environment(spec, reason)
     try:
         chosen, why = registry.choose_backend()
         backends["auto"] = f"{chosen.name} ({why})"
@@ -46,6 +45,16 @@ def collect() -> dict[str, dict[str, str]]:
             if name.startswith(("VLLMX_", "HF_", "OMP_"))
         },
     }
+
+
+def _environment(spec: BackendSpec, reason: str | None) -> dict[str, str]:
+    """What a backend says of this machine, also where it cannot run: whoever installs a driver
+    wants to know what else is missing. One that cannot be asked shows no more than its reason."""
+    try:
+        found: dict[str, str] = spec.load()().environment()
+    except Exception as error:  # of a plugin, perhaps; a bug report needs the rest all the same
+        return {} if reason is not None else {"error": f"{type(error).__name__}: {error}"}
+    return found
 
 
 def _versions() -> dict[str, str]:
