@@ -188,6 +188,8 @@ BUGS = (
         ") continue;\n    float sum = add_tree", f"{ROWS}:mma"),
     Bug("outputs.h", "the first block to arrive adds", "*arrived + 1 < splits", "*arrived > 0",
         f"{ROWS}:mma"),
+    Bug("outputs.h", "splits are added from the last on", "for (int s = 1; s < splits; s++)",
+        "for (int s = splits - 1; s > 0; s--)", f"{ROWS}:splits"),
     Bug("outputs.h", "the last split is not added", "s < splits; s++", "s < splits - 1; s++",
         f"{ROWS}:mma"),
     Bug("sample_noise.h", "nine rounds of Philox", "round < 10", "round < 9", SAMPLER),

@@ -139,6 +139,22 @@ def test_bits_do_not_depend_on_the_batch(emulator: Emulator, parts: int) -> None
         np.testing.assert_array_equal(y, want[:tokens])
 
 
+def test_splits_are_added_in_their_order(emulator: Emulator) -> None:
+    """To the bit, whichever block comes last; each as if it were a product of its own columns."""
+    rng, dtype, parts, (tokens, outputs, inputs) = np.random.default_rng(4), "bf16", 4, (3, 9, 1024)
+    x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs, inputs), dtype)
+    bias, y = normal(rng, (outputs,), "f32"), empty((tokens, outputs), np.float32)
+    multiply_by_mma(emulator, x, w, bias, y, dtype, 1, 1, parts)
+    want = np.zeros((tokens, outputs), np.float32)
+    for part in range(parts):
+        columns = slice(part * inputs // parts, (part + 1) * inputs // parts)
+        own = empty((tokens, outputs), np.float32)
+        of_x, of_w = on_device(x[:, columns], x.dtype), on_device(w[:, columns], w.dtype)
+        multiply_by_mma(emulator, of_x, of_w, None, own, dtype, 1, 1, 1)
+        want += own
+    np.testing.assert_array_equal(y, want + bias)
+
+
 def test_splits_of_few_outputs() -> None:
     """Blocks of 8 outputs, a ring of columns for each warp; never by the number of tokens."""
     shapes = [(1024, 1024), (1024, 12288), (528, 12288), (520, 4096), (256, 4096), (256, 12288)]

@@ -51,6 +51,8 @@ def test_descriptors(lt: CublasLt, dtype: str, out_dtype: str) -> None:
 def test_descriptors_of_fp8(lt: CublasLt, blocks: bool) -> None:
     """Blocks of 128 x 128 of w and 128 columns of x have scales of their own: modes 5 and 4 of
     cublasLtMatmulMatrixScale_t. Their sums are not the fast ones."""
+    if blocks and lt.version < 120900:
+        pytest.skip("this library has no scales of blocks")
     matmul = Matmul(lt, Product(16, 32, 512, "f8e4m3", "bf16", blocks=blocks))
     assert (matmul.attribute(31), matmul.attribute(32)) == ((5, 4) if blocks else (0, 0))
     assert matmul.attribute(25, 1) == (not blocks)
