@@ -92,12 +92,12 @@ def _feed(next_job: Any, finished: Any, target: Target, cache: CubinCache) -> No
     """Runs one worker until there is no job left or it dies."""
     command = [sys.executable, "-P", "-m", "vllmx_cuda.compiling"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        try:
+    try:
+        with subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
             while (unit := next_job()) is not None:
                 job = {
                     "source": str(unit.source), "defines": unit.defines, "arch": target.arch,
@@ -108,9 +108,8 @@ def _feed(next_job: Any, finished: Any, target: Target, cache: CubinCache) -> No
                 if not worker.stdout.readline():
                     break
                 finished()
-            worker.stdin.close()
-        except BrokenPipeError:
-            logger.warning("a process that compiles kernels died; going on without it")
+    except BrokenPipeError:  # also where the pipe is closed, with what was not sent
+        logger.warning("a process that compiles kernels died; going on without it")
 
 
 def _serve(lines: Iterator[str]) -> None:
