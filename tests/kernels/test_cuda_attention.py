@@ -43,18 +43,24 @@ STORES = [
     Shape(size=96, rotary_dim=96, kv=KV_INT8, norms=True),
     Shape(dtype="f16", size=112, rotary_dim=56, interleaved=True, kv=KV_E4M3, norms=True),
     Shape(size=192, heads=3, kv_heads=1, rotary_dim=96, interleaved=True, kv=KV_INT8, page_shift=7),
+    Shape(dtype="f16", rotary_dim=64, kv=KV_INT8),
+    Shape(dtype="f32", rotary_dim=64, heads=1, kv_heads=1, kv=KV_E4M3),
+    Shape(dtype="f32", size=48, kv=KV_INT8, norms=True),
 ]
+STORED = [
+    *((shape, 5) for shape in STORES), *((STORES[i], 1) for i in (0, 9, 10)), (STORES[9], 33),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", STORES, ids=str)
-def test_kv_store(emulator: Emulator, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "tokens"), STORED, ids=str)
+def test_kv_store(emulator: Emulator, shape: Shape, tokens: int) -> None:
     rng = np.random.default_rng(shape.size)
-    tokens, blocks, page = 5, 4, 1 << shape.page_shift
+    blocks, page = 4, 1 << shape.page_shift
     total = shape.heads + 2 * shape.kv_heads
     qkv = normal(rng, (tokens, total * shape.size), shape.dtype, 2.0)
     positions = on_device(rng.integers(0, 50, tokens), np.int32)
     slots = rng.permutation(blocks * page)[:tokens]
-    slots[2] = -1  # padding
+    slots[2:3] = -1  # padding
     table = normal(rng, (50, shape.rotary_dim), "f32") if shape.rotary_dim else None
     norms = [normal(rng, (shape.size,), "f32") for _ in range(2)] if shape.norms else [None, None]
     pages = (blocks, shape.kv_heads, page, shape.size)
@@ -136,6 +142,9 @@ CASES = [
     Case(dtype="f32", size=8, heads=7, kv_heads=1),
     Case(size=128, kv=KV_E4M3),
     Case(size=96, kv=KV_INT8, sinks=True),
+    Case(dtype="f16", size=32, heads=12, kv=KV_INT8, window=30, sinks=True),
+    Case(dtype="f16", size=48, heads=1, kv_heads=1, kv=KV_E4M3, contexts=(1,)),
+    Case(dtype="f32", size=28, kv=KV_INT8, contexts=(65, 64, 2)),
 ]
 
 
@@ -179,6 +188,8 @@ PREFILLS = [
     Prefill(size=256, kv=KV_INT8, heads=14, queries=(5, 64), contexts=(40, 64)),
     Prefill(dtype="f16", size=192, kv=KV_INT8, arch=75, queries=(5, 64), contexts=(40, 64)),
     Prefill(dtype="f16", size=256, heads=8, window=40, softcap=20.0, sinks=True, arch=75),
+    Prefill(size=64, heads=8, kv_heads=1, queries=(1, 17), contexts=(1, 65)),
+    Prefill(dtype="f16", size=96, heads=9, kv_heads=1, causal=False, window=50, page_shift=3),
 ]
 
 
@@ -200,6 +211,7 @@ WGMMA_PREFILLS = [
     Prefill(size=192, heads=1, kv_heads=1, softcap=10.0, causal=False),
     Prefill(size=256, heads=2, kv_heads=2, queries=(150,), contexts=(190,)),
     Prefill(dtype="f16", size=128, heads=2, kv_heads=1, causal=False, window=50),
+    Prefill(size=64, heads=8, kv_heads=1, queries=(1, 17), contexts=(1, 65)),
 ]
 
 

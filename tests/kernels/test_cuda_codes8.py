@@ -51,11 +51,17 @@ def check_codes(codes: Array, scales: Array, exact: Array, code: str) -> None:
     assert (abs(values - exact / step) <= limit).all()
 
 
+WIDTHS = [
+    ("bf16", 1), ("bf16", 33), ("bf16", 264), ("f16", 1), ("f16", 35), ("f16", 36), ("f32", 1),
+    ("f32", 130), ("f32", 515), ("f32", 2056),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("f16", 36), ("f32", 515)])
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 def test_quantize_rows(emulator: Emulator, code: str, dtype: str, width: int) -> None:
     x = np.array(normal(np.random.default_rng(width), (5, width), dtype))
-    x[1], x[2, 3] = 0, np.nan
+    x[1], x[2, width // 2] = 0, np.nan
     x = on_device(x, x.dtype)
     codes, scales = empty(x.shape, TYPES[code]), empty(5, np.float32)
     vec = vector_width(width)
@@ -70,23 +76,23 @@ def test_quantize_rows(emulator: Emulator, code: str, dtype: str, width: int) ->
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 264), ("f16", 36), ("f32", 33)])
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_into_codes(
     emulator: Emulator, code: str, dtype: str, width: int, adds: bool
 ) -> None:
-    rng = np.random.default_rng(width)
-    x, weight = normal(rng, (3, width), dtype), normal(rng, (width,), "f32")
-    residual = inout(rng.standard_normal((3, width)), NUMPY_TYPES[dtype])
+    rng, rows = np.random.default_rng(width), 1 if width in (33, 35, 515) else 3
+    x, weight = normal(rng, (rows, width), dtype), normal(rng, (width,), "f32")
+    residual = inout(rng.standard_normal((rows, width)), NUMPY_TYPES[dtype])
     before = residual.copy()
-    codes, scales = empty(x.shape, TYPES[code]), empty(3, np.float32)
+    codes, scales = empty(x.shape, TYPES[code]), empty(rows, np.float32)
     entry = "add_rms_norm_codes" if adds else "rms_norm_codes"
     variant = KERNELS[entry].variant(
         **options(dtype, VX_VEC=vector_width(width), VX_CODE=CODES[code], VX_GROUPS=0)
     )
     inputs = [x, residual, weight] if adds else [x, weight]
     arguments = [*inputs, codes.view(np.uint8), scales, width, 1e-5, 0.0, 0]
-    emulator.launch(variant, {"rows": 3, "width": width}, arguments)
+    emulator.launch(variant, {"rows": rows, "width": width}, arguments)
     total = wide(x)
     if adds:
         rounded = (x.astype(np.float32) + before.astype(np.float32)).astype(x.dtype)
@@ -94,6 +100,17 @@ def test_norms_into_codes(
         total = wide(rounded)
     root = np.sqrt((total**2).mean(axis=1, keepdims=True) + 1e-5)
     check_codes(codes, scales, total / root * wide(weight), code)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 33), ("f16", 35), ("f32", 515)])
+def test_one_row_of_codes(emulator: Emulator, dtype: str, width: int) -> None:
+    x = normal(np.random.default_rng(width), (1, width), dtype)
+    codes, scales = empty(x.shape, np.int8), empty(1, np.float32)
+    chosen = options(dtype, VX_VEC=1, VX_CODE=CODES["i8"], VX_GROUPS=0)
+    arguments = [x, codes.view(np.uint8), scales, width, 0.0, 0]
+    sizes = {"rows": 1, "width": width}
+    emulator.launch(KERNELS["quantize_rows"].variant(**chosen), sizes, arguments)
+    check_codes(codes, scales, wide(x), "i8")
 
 
 def fixed_codes(values: Array, scale: float) -> Array:
@@ -151,9 +168,12 @@ BLOCKS = {"rows": (1, 10**6), "groups": (1, 32), "blocks": (4, 48)}
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_dequantize(emulator: Emulator, code: str, blocks: str, dtype: str) -> None:
+@pytest.mark.parametrize(("rows", "cols"), [(6, 16), (12, 80), (7, 4112)])
+def test_dequantize(
+    emulator: Emulator, code: str, blocks: str, dtype: str, rows: int, cols: int
+) -> None:
     """To the bit, from a row on that is no block's first."""
-    rng, (rows, cols), first = np.random.default_rng(3), (11, 80), 5
+    rng, first = np.random.default_rng(3), 5
     block = (BLOCKS[blocks][0], min(cols, BLOCKS[blocks][1]))
     codes = random_codes(rng, (rows, cols), code)
     scales = normal(rng, (-(-rows // block[0]), -(-cols // block[1])), "f32")
@@ -177,18 +197,20 @@ def test_dequantize(emulator: Emulator, code: str, blocks: str, dtype: str) -> N
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize(("dtype", "tokens", "tile", "out"), [
-    ("bf16", 1, 1, 0), ("f16", 5, 2, 0), ("f32", 7, 4, 1),
+    ("bf16", 1, 1, 0), ("f16", 5, 2, 0), ("f32", 7, 4, 1), ("bf16", 3, 1, 0), ("f16", 1, 2, 0),
+    ("f32", 1, 4, 1),
 ])  # fmt: skip
 def test_gemv(
     emulator: Emulator, code: str, blocks: str, dtype: str, tokens: int, tile: int, out: int
 ) -> None:
-    rng, (outputs, cols) = np.random.default_rng(7), (7, 2064)
+    small = tokens < tile or (tokens, tile) == (3, 1)
+    rng, (outputs, cols) = np.random.default_rng(7), (1, 16) if small else (7, 2064)
     block = (BLOCKS[blocks][0], min(cols, BLOCKS[blocks][1]))
     codes = random_codes(rng, (outputs, cols), code)
     scales = on_device(
         rng.standard_normal((-(-outputs // block[0]), -(-cols // block[1]))) / 100, np.float32
     )
-    x, bias = normal(rng, (tokens, cols), dtype), normal(rng, (outputs,), "f32")
+    x, bias = normal(rng, (tokens, cols), dtype), None if small else normal(rng, (7,), "f32")
     y = empty((tokens, outputs + 2), np.float32 if out else x.dtype)
     y[:, outputs:] = 7
     variant = KERNELS["codes8_gemv"].variant(
@@ -199,7 +221,7 @@ def test_gemv(
     emulator.launch(variant, {"tokens": tokens, "outputs": outputs}, arguments)
     assert (y[:, outputs:] == 7).all()
     values = wide(codes) * wide(scaled(np.ones_like(codes, np.float32), scales, block))
-    want = wide(x) @ values.T + wide(bias)
+    want = wide(x) @ values.T + (0 if bias is None else wide(bias))
     limit = "f32" if out else dtype
     assert_near(y[:, :outputs], want, limit, scale=abs(want).max() + 1 if out else 1)
 
@@ -208,8 +230,11 @@ def test_gemv(
 @pytest.mark.parametrize(
     ("dtype", "out", "biased"), [("bf16", 0, True), ("f16", 1, False), ("f32", 0, True)]
 )
-def test_rescale(emulator: Emulator, code: str, dtype: str, out: int, biased: bool) -> None:
-    rng, (tokens, outputs) = np.random.default_rng(5), (3, 300)
+@pytest.mark.parametrize(("tokens", "outputs"), [(1, 1), (2, 257), (3, 300)])
+def test_rescale(
+    emulator: Emulator, code: str, dtype: str, out: int, biased: bool, tokens: int, outputs: int
+) -> None:
+    rng = np.random.default_rng(5)
     sums = on_device(rng.integers(-(10**6), 10**6, (tokens, outputs)),
                      np.int32 if code == "i8" else np.float32)  # fmt: skip
     x_scales, w_scales = (on_device(rng.random(n) / 1000, np.float32) for n in (tokens, outputs))
@@ -239,6 +264,10 @@ MMA = [  # dtype, blocks, tokens, outputs, inputs, tiles, rows, splits, out
     ("bf16", "blocks", 2, 16, 5120, 1, 1, 4, 1),  # rings that are filled more than once
     ("bf16", "tensor", 33, 64, 4112, 8, 2, 2, 0),
     ("f16", "blocks", 1, 17, 16, 1, 1, 1, 0),
+    ("bf16", "blocks", 1, 1, 16, 1, 1, 1, 0),
+    ("f16", "blocks", 9, 1, 80, 2, 2, 1, 1),
+    ("f16", "halves", 65, 17, 64, 8, 2, 1, 0),
+    ("bf16", "rows", 31, 15, 48, 4, 2, 1, 0),
 ]  # fmt: skip
 MMA_BLOCKS = {"rows": (1, 10**6), "halves": (1, 64), "blocks": (24, 128), "tensor": (10**6, 10**6)}
 
@@ -259,6 +288,7 @@ def test_mma(
     grid = (-(-outputs // block[0]), -(-inputs // block[1]))
     scales = on_device(rng.uniform(0.5, 2, grid) * rng.choice([-1, 1], grid) / 300, np.float32)
     x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs,), "f32")
+    bias = None if tokens == 1 else bias
     pitch = outputs + 3
     y = inout(np.full((tokens, pitch), 7), np.float32 if out else x.dtype)
     partial = empty((parts, tokens, outputs), np.float32) if parts > 1 else None
@@ -277,13 +307,15 @@ def test_mma(
     np.testing.assert_array_equal(y[:, outputs:], 7)
     whole = wide(scaled(np.ones((outputs, inputs), np.float32), scales, block))  # type: ignore[arg-type]
     values = wide(codes.view(E4M3)) * whole
-    want = wide(x) @ values.T + wide(bias)
+    want = wide(x) @ values.T + (0 if bias is None else wide(bias))
     # sums of products that are as large as this
     magnitude = (abs(wide(x)) @ abs(values).T).max()
     assert_near(y[:, :outputs], want, "f32" if out else dtype, scale=magnitude if out else 2)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("f16", 400), ("bf16", 2064)])
+@pytest.mark.parametrize(("dtype", "width"), [
+    ("f16", 8), ("bf16", 128), ("bf16", 132), ("f16", 400), ("bf16", 2064),
+])  # fmt: skip
 @pytest.mark.parametrize("source", ["x", "norm", "sum and norm"])
 def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, source: str) -> None:
     """Each group as if it were a row, its scale beside other rows'; the last one smaller."""
@@ -298,7 +330,9 @@ def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, sourc
     groups = -(-width // 128)
     codes, scales = empty(x.shape, E4M3), inout(np.full((groups, pitch), 7), np.float32)
     entry = {"x": "quantize_rows", "norm": "rms_norm_codes", "sum and norm": "add_rms_norm_codes"}
-    chosen = options(dtype, VX_VEC=8, VX_CODE=CODES["f8e4m3"], VX_GROUPS=1)
+    chosen = options(
+        dtype, VX_VEC=vector_width(width), VX_CODE=CODES["f8e4m3"], VX_GROUPS=1
+    )  # fmt: skip
     inputs = {"x": [x], "norm": [x, weight], "sum and norm": [x, residual, weight]}[source]
     eps = [] if source == "x" else [1e-5]
     arguments = [*inputs, codes.view(np.uint8), scales, width, *eps, 0.0, pitch]
@@ -322,8 +356,8 @@ def test_scales_of_128_columns(emulator: Emulator, dtype: str, width: int, sourc
 
 
 @pytest.mark.parametrize(("dtype", "tokens", "outputs", "inputs", "out", "biased"), [
-    ("bf16", 1, 40, 16, 0, True), ("f16", 130, 129, 400, 1, False), ("bf16", 5, 200, 528, 1, True),
-    ("bf16", 77, 24, 1040, 0, False),
+    ("bf16", 1, 1, 16, 0, True), ("f16", 131, 129, 400, 1, False), ("bf16", 5, 201, 528, 1, True),
+    ("bf16", 77, 24, 1040, 0, False), ("f16", 1, 1, 16, 0, True),
 ])  # fmt: skip
 def test_blocks(
     emulator: Emulator, dtype: str, tokens: int, outputs: int, inputs: int, out: int, biased: bool

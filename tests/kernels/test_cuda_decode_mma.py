@@ -37,6 +37,7 @@ def matrix() -> list[Any]:
 
 
 SPECIAL = [
+    Case(dtype="f16", size=64, heads=3, kv_heads=1, window=30, softcap=20.0, contexts=(1, 65)),
     Case(dtype="f16", size=64, heads=16, kv_heads=1, sinks=True, partition=100),
     Case(size=64, heads=3, kv_heads=3, window=30, softcap=20.0, page_shift=3),
     Case(size=80, heads=10, window=70, sinks=True, softcap=20.0, page_shift=3),

@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
-from vllmx_cuda.kernel_specs.gguf import BLOCKS
+from vllmx_cuda.kernel_specs.gguf import BLOCKS, RUN, block_values
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, normal, on_device, options, wide
 
@@ -48,13 +48,32 @@ def test_dequantised_values_are_ggmls(emulator: Emulator, name: str) -> None:
     np.testing.assert_array_equal(picked, values[ids])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_dequantised_to_16_bits(emulator: Emulator, dtype: str) -> None:
-    blocks, values = random_blocks("q4_k", 2, 256, np.random.default_rng(0))
-    variant = KERNELS["gguf_dequantize"].variant(**options(dtype, VX_BLOCK=BLOCKS["q4_k"]))
-    y = empty((2, 256), NUMPY_TYPES[dtype])
-    emulator.launch(variant, {"rows": 2, "width": 256}, [blocks, None, y, 256])
-    np.testing.assert_array_equal(y, values.astype(y.dtype))
+WIDE = RUN * 256  # values that a block of threads takes
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_one_block_and_more_than_a_launch_takes(emulator: Emulator, name: str) -> None:
+    rng, unit = np.random.default_rng(BLOCKS[name]), block_values(BLOCKS[name])
+    variant = KERNELS["gguf_dequantize"].variant(**options("f32", VX_BLOCK=BLOCKS[name]))
+    for width in (unit, WIDE + unit):
+        blocks, values = random_blocks(name, 1, width, rng)
+        y = empty((1, width), np.float32)
+        emulator.launch(variant, {"rows": 1, "width": width}, [blocks, None, y, width])
+        np.testing.assert_array_equal(y, values)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [
+    *(("bf16", name) for name in ("q4_k", "q6_k", "q8_0", "q5_1", "mxfp4")),
+    *(("f16", name) for name in ("q4_k", "q2_k", "q3_k", "q5_0", "iq4_xs")),
+])  # fmt: skip
+def test_dequantised_to_16_bits(emulator: Emulator, dtype: str, name: str) -> None:
+    rng, unit = np.random.default_rng(0), block_values(BLOCKS[name])
+    variant = KERNELS["gguf_dequantize"].variant(**options(dtype, VX_BLOCK=BLOCKS[name]))
+    for rows, width in ((1, unit), (3, 3 * unit)):
+        blocks, values = random_blocks(name, rows, width, rng)
+        y = empty((rows, width), NUMPY_TYPES[dtype])
+        emulator.launch(variant, {"rows": rows, "width": width}, [blocks, None, y, width])
+        np.testing.assert_array_equal(y, values.astype(y.dtype))
 
 
 def test_extreme_exponents_of_mxfp4(emulator: Emulator) -> None:
@@ -69,20 +88,26 @@ def test_extreme_exponents_of_mxfp4(emulator: Emulator) -> None:
     np.testing.assert_array_equal(y, values)
 
 
-GEMV = [
-    *((name, *case) for name in BLOCKS for case in (("bf16", 1, 1, 0), ("f32", 5, 4, 1))),
-    ("q5_k", "f16", 9, 8, 0), ("q5_1", "f16", 3, 2, 0),
+GEMV = [  # block, dtype, tokens, tile, out, outputs, blocks of a row or 0: 4352 values
+    *((name, *case) for name in BLOCKS for case in (
+        ("bf16", 1, 1, 0, 5, 0), ("f32", 5, 4, 1, 5, 0),
+        ("bf16", 3, 1, 0, 3, 3), ("f32", 1, 4, 1, 1, 1),
+    )),
+    ("q5_k", "f16", 9, 8, 0, 5, 0), ("q5_1", "f16", 3, 2, 0, 5, 0), ("q5_1", "f16", 1, 2, 0, 1, 1),
+    ("q5_1", "f16", 3, 2, 0, 3, 3), ("q8_0", "bf16", 1, 1, 0, 1, 1), ("q8_0", "f32", 3, 4, 1, 3, 3),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype", "tokens", "tile", "out"), GEMV)
+@pytest.mark.parametrize(("name", "dtype", "tokens", "tile", "out", "outputs", "blocks"), GEMV)
 def test_gguf_gemv(
-    emulator: Emulator, name: str, dtype: str, tokens: int, tile: int, out: int
-) -> None:
+    emulator: Emulator, name: str, dtype: str, tokens: int, tile: int, out: int, outputs: int,
+    blocks: int,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(BLOCKS[name])
-    outputs, inputs = 5, 4352
+    inputs = blocks * block_values(BLOCKS[name]) or 4352
     w, values = random_blocks(name, outputs, inputs, rng)
     x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs,), "f32")
+    bias = None if blocks == 3 else bias
     chosen = options(dtype, VX_BLOCK=BLOCKS[name], VX_TOKENS=tile, VX_OUT=out)
     codes, scales = empty(x.shape, np.int8), empty((tokens, inputs // 32, 2), np.float32)
     size = {"rows": tokens, "width": inputs}
@@ -100,7 +125,7 @@ def test_gguf_gemv(
     arguments = [codes, scales, w, bias, y, tokens, outputs, inputs, outputs + 3]
     sizes = {"tokens": tokens, "outputs": outputs}
     emulator.launch(KERNELS["gguf_gemv"].variant(**chosen), sizes, arguments)
-    want = rounded @ wide(values).T + wide(bias)
+    want = rounded @ wide(values).T + (0 if bias is None else wide(bias))
     assert (y[:, outputs:] == 7).all()
     y = y[:, :outputs]
     assert_near(y, want, "f32" if out else dtype, scale=abs(want).max() + 1 if out else 1)

@@ -10,48 +10,48 @@ from vllmx_cuda.kernel_specs import KERNELS, vector_width
 
 from .cuda_arrays import NUMPY_TYPES, assert_near, inout, normal, on_device, options, wide
 
-WIDTHS = [1, 33, 130, 1024, 1032]
+SHAPES = [(3, 1), (3, 33), (1, 36), (3, 130), (3, 1024), (3, 1032)]
 EPS = 1e-5
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm(emulator: Emulator, dtype: str, width: int) -> None:
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_rms_norm(emulator: Emulator, dtype: str, rows: int, width: int) -> None:
     rng = np.random.default_rng(width)
-    x, weight = normal(rng, (3, width), dtype), normal(rng, (width,), "f32")
+    x, weight = normal(rng, (rows, width), dtype), normal(rng, (width,), "f32")
     y = empty(x.shape, x.dtype)
     variant = KERNELS["rms_norm"].variant(**options(dtype, VX_VEC=vector_width(width)))
-    emulator.launch(variant, {"rows": 3, "width": width}, [x, weight, y, width, EPS])
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, weight, y, width, EPS])
     assert_near(y, reference.rms_norm(wide(x), wide(weight), EPS), dtype)
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_add_rms_norm_normalises_the_rounded_sum(
-    emulator: Emulator, dtype: str, width: int
+    emulator: Emulator, dtype: str, rows: int, width: int
 ) -> None:
     rng = np.random.default_rng(width)
-    x, weight = normal(rng, (3, width), dtype), normal(rng, (width,), "f32")
-    before = normal(rng, (3, width), dtype)
+    x, weight = normal(rng, (rows, width), dtype), normal(rng, (width,), "f32")
+    before = normal(rng, (rows, width), dtype)
     residual, y = inout(before, before.dtype), empty(x.shape, x.dtype)
     variant = KERNELS["add_rms_norm"].variant(**options(dtype, VX_VEC=vector_width(width)))
-    emulator.launch(variant, {"rows": 3, "width": width}, [x, residual, weight, y, width, EPS])
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, residual, weight, y, width, EPS])
     total = (x.astype(np.float32) + before.astype(np.float32)).astype(x.dtype)
     np.testing.assert_array_equal(residual, total)
     assert_near(y, reference.rms_norm(wide(total), wide(weight), EPS), dtype)
 
 
 @pytest.mark.parametrize("dtype", NUMPY_TYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.mark.parametrize("biased", [True, False])
-def test_layer_norm(emulator: Emulator, dtype: str, width: int, biased: bool) -> None:
+def test_layer_norm(emulator: Emulator, dtype: str, rows: int, width: int, biased: bool) -> None:
     rng = np.random.default_rng(width)
-    x = on_device(rng.standard_normal((3, width)) + 5, NUMPY_TYPES[dtype])
+    x = on_device(rng.standard_normal((rows, width)) + 5, NUMPY_TYPES[dtype])
     weight, bias = normal(rng, (width,), "f32"), normal(rng, (width,), "f32")
     y = empty(x.shape, x.dtype)
     variant = KERNELS["layer_norm"].variant(**options(dtype, VX_VEC=vector_width(width)))
     arguments = [x, weight, bias if biased else None, y, width, EPS]
-    emulator.launch(variant, {"rows": 3, "width": width}, arguments)
+    emulator.launch(variant, {"rows": rows, "width": width}, arguments)
     want = reference.layer_norm(wide(x), wide(weight), wide(bias) if biased else None, EPS)
     assert_near(y, want, dtype, scale=3)
 

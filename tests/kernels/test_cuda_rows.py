@@ -16,15 +16,26 @@ from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
 
 from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
 
+# Vectors of all widths, one value, and a little more than a block takes
+WIDTHS = [
+    ("f32", 1), ("f32", 257), ("f32", 130), ("f32", 1028), ("f32", 2056),
+    ("f16", 1), ("f16", 33), ("f16", 514), ("f16", 2056),
+    ("bf16", 1), ("bf16", 257), ("bf16", 1028), ("bf16", 2056),
+]  # fmt: skip
+ACTIVATED = [
+    *(("silu", *case) for case in WIDTHS),
+    *((kind, *case) for kind in get_args(Activation) if kind != "silu"
+      for case in (("bf16", 2056), ("f16", 33), ("f32", 130))),
+]  # fmt: skip
 
-@pytest.mark.parametrize("kind", get_args(Activation))
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 2056), ("f16", 33), ("f32", 130)])
+
+@pytest.mark.parametrize(("kind", "dtype", "width"), ACTIVATED)
 def test_activations(emulator: Emulator, kind: Activation, dtype: str, width: int) -> None:
-    rng = np.random.default_rng(width)
-    x = normal(rng, (3, 2 * width), dtype, 4.0)
-    y = empty((3, width), x.dtype)
+    rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
+    x = normal(rng, (rows, 2 * width), dtype, 4.0)
+    y = empty((rows, width), x.dtype)
     chosen = options(dtype, VX_VEC=vector_width(width), VX_ACT=ACTIVATIONS[kind])
-    sizes = {"rows": 3, "width": width}
+    sizes = {"rows": rows, "width": width}
     emulator.launch(KERNELS["gated_act"].variant(**chosen), sizes, [x, y, width])
     assert_near(y, reference.gated_act(wide(x), kind), dtype)
 
@@ -33,7 +44,7 @@ def test_activations(emulator: Emulator, kind: Activation, dtype: str, width: in
     assert_near(y, reference.activation(wide(one), kind), dtype)
 
 
-@pytest.mark.parametrize(("dtype", "count"), [("bf16", 4104), ("f16", 21), ("f32", 514)])
+@pytest.mark.parametrize(("dtype", "count"), WIDTHS)
 def test_add_scale_softcap(emulator: Emulator, dtype: str, count: int) -> None:
     rng = np.random.default_rng(count)
     x, y = normal(rng, (count,), dtype), normal(rng, (count,), dtype)
@@ -49,23 +60,24 @@ def test_add_scale_softcap(emulator: Emulator, dtype: str, count: int) -> None:
     assert_near(logits, want, "f32")
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 2056), ("f16", 33), ("f32", 18)])
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
-    rng = np.random.default_rng(width)
-    table, ids = normal(rng, (7, width), dtype), on_device([6, 0, 3, 3], np.int32)
-    y = empty((4, width), table.dtype)
+    rng, picked = np.random.default_rng(width), [6] if width > 1000 else [6, 0, 3, 3, 1]
+    table, ids = normal(rng, (7, width), dtype), on_device(picked, np.int32)
+    y = empty((len(ids), width), table.dtype)
     variant = KERNELS["gather_rows"].variant(**options(dtype, VX_VEC=vector_width(width)))
-    emulator.launch(variant, {"rows": 4, "width": width}, [ids, table, y, width])
+    emulator.launch(variant, {"rows": len(ids), "width": width}, [ids, table, y, width])
     np.testing.assert_array_equal(y, table[ids])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_gather_columns(emulator: Emulator, dtype: str) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (2, 257), (3, 300)])
+def test_gather_columns(emulator: Emulator, dtype: str, rows: int, width: int) -> None:
     rng = np.random.default_rng(3)
-    x, columns = normal(rng, (3, 300), dtype), on_device(rng.permutation(300), np.int32)
-    y = empty((3, 300), x.dtype)
+    x, columns = normal(rng, (rows, width), dtype), on_device(rng.permutation(width), np.int32)
+    y = empty((rows, width), x.dtype)
     variant = KERNELS["gather_columns"].variant(**options(dtype, VX_VEC=1))
-    emulator.launch(variant, {"rows": 3, "width": 300}, [x, columns, y, 300])
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, columns, y, width])
     np.testing.assert_array_equal(y, x[:, columns])
 
 
@@ -87,7 +99,22 @@ def test_a_step_begins_with_its_tokens_and_table(emulator: Emulator) -> None:
     np.testing.assert_array_equal(table, want)
 
 
+@pytest.mark.parametrize(("count", "patches"), [(1, 0), (2, 1), (257, 3)])
+def test_steps_of_other_sizes(emulator: Emulator, count: int, patches: int) -> None:
+    tokens, table = inout(-1 - np.arange(count), np.int32), inout([3, 4], np.int32)
+    sampled = on_device(np.arange(count) + 5, np.int32)
+    sent = on_device([[1, 9], [-1, 0], [-1, 0]][:patches], np.int32)
+    variant = KERNELS["begin_step"].variant(**options("f32", VX_VEC=1))
+    sizes = {"count": count, "patches": patches}
+    emulator.launch(variant, sizes, [tokens, sampled, table, sent, count, patches])
+    np.testing.assert_array_equal(tokens, sampled)
+    assert table.tolist() == [3, 9 if patches else 4]
+
+
 GEMV = [
+    ("bf16", 1, 4, 1, 1, 0), ("bf16", 3, 4, 1, 7, 0), ("f16", 1, 4, 1, 1, 0),
+    ("bf16", 2, 2, 5, 36, 1), ("f16", 1, 4, 1, 33, 0),
+    ("f16", 9, 4, 3, 1032, 0), ("f32", 1, 8, 5, 2056, 0),
     ("bf16", 1, 1, 9, 1024, 0), ("bf16", 3, 2, 6, 2056, 1), ("f16", 4, 4, 5, 72, 0),
     ("f32", 5, 8, 17, 33, 0), ("f32", 2, 1, 3, 514, 1), ("f32", 1, 1, 1, 1, 0),
 ]  # fmt: skip
@@ -112,6 +139,8 @@ MMA = [  # dtype, tokens, tiles, rows, splits, outputs, inputs, out
     ("bf16", 17, 2, 2, 1, 33, 2080, 1), ("bf16", 5, 1, 2, 1, 40, 32, 0),
     ("bf16", 9, 2, 1, 2, 13, 4128, 1), ("f16", 7, 1, 1, 4, 24, 544, 0),
     ("bf16", 20, 2, 1, 8, 5, 96, 0),  # pieces without columns
+    ("bf16", 1, 1, 1, 1, 1, 32, 0), ("f16", 1, 1, 1, 1, 1, 32, 0),
+    ("f16", 9, 1, 1, 1, 17, 64, 0),
 ]  # fmt: skip
 
 

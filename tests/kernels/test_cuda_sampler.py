@@ -92,15 +92,17 @@ def run_sampler(
     ])  # fmt: skip
     if rows.max_logprobs < 0:
         return ids, {}
-    parts = [empty((count, chunks), np.float32) for _ in range(2)]
-    parts += [empty((count, chunks, width), kind) for kind in (np.float32, np.int32)]
+    parts: list[Array | None] = [empty((count, chunks), np.float32) for _ in range(2)]
+    tops = [empty((count, chunks, width), kind) for kind in (np.float32, np.int32)]
+    parts += tops if width else [None, None]
     launch("logprob_chunks", size, [raw, device["num_logprobs"], *parts, vocab, width])
     out = {
         "chosen": empty(count, np.float32), "rank": empty(count, np.int32),
         "top_ids": empty((count, width), np.int32), "top": empty((count, width), np.float32),
     }  # fmt: skip
     launch("logprob_rows", {"rows": count}, [
-        raw, device["num_logprobs"], ids, *parts, *out.values(), vocab, chunks, width,
+        raw, device["num_logprobs"], ids, *parts,
+        *(array if array.size else None for array in out.values()), vocab, chunks, width,
     ])  # fmt: skip
     return ids, out
 
@@ -121,7 +123,7 @@ def check(
     return want
 
 
-VOCABS = [5, 1000, CHUNK + 1, 2 * CHUNK + 777]
+VOCABS = [1, 5, 1000, CHUNK, CHUNK + 1, 2 * CHUNK + 777]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -192,6 +194,31 @@ def test_logprobs(emulator: Emulator, vocab: int) -> None:
     target = np.array([-1, 2, -1, -1, 0])
     rows = sampling_rows(5, num_logprobs=[5, 3, 2, -1, 0], target=target)
     check(emulator, logits, rows)
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(1, 1), (1, CHUNK), (4, 33)])
+def test_logprobs_of_the_chosen_alone(emulator: Emulator, count: int, vocab: int) -> None:
+    logits = np.random.default_rng(vocab).standard_normal((count, vocab)) * 3
+    check(emulator, logits, sampling_rows(count, num_logprobs=0, temperature=0.9))
+
+
+@pytest.mark.parametrize("vocab", [1, 33])
+def test_rows_without_a_wish_beside_one_that_has_some(emulator: Emulator, vocab: int) -> None:
+    """Edits and counts of the second row alone; the last word of a mask in part."""
+    logits = np.random.default_rng(vocab).standard_normal((3, vocab))
+    ids = np.arange(vocab, dtype=np.int32)
+    start = np.array([0, 0, vocab, vocab], np.int32)
+    edits = LogitEdits(start, ids, np.linspace(-2, 2, vocab, dtype=np.float32))
+    counts = TokenCounts(start, ids, np.ones(vocab, np.int32), np.array([False, True, False]))
+    masks = np.array([[1, 0]], np.uint32)[:, : -(-vocab // 32)]
+    rows = sampling_rows(
+        3, edits=edits, counts=counts, masks=masks, mask_index=np.array([-1, -1, 0], np.int32),
+        repetition_penalty=1.5, temperature=[0, 0.7, 1.3],
+    )  # fmt: skip
+    want = check(emulator, logits, rows)
+    assert want.ids[2] == 0
+    alone = LogitEdits(np.array([0, vocab], np.int32), ids, edits.values)
+    check(emulator, logits[:1], sampling_rows(1, edits=alone))
 
 
 def test_rows_that_cannot_be_sampled_are_refused(emulator: Emulator) -> None:

@@ -104,6 +104,8 @@ LINEAR = [  # dtype, bits, scale, zero, group, tokens, outputs, inputs, tiles, r
     ("bf16", 6, F16, ZERO_MIDDLE, 16, 1, 40, 1056, 1, 1, 1, 0),
     ("f16", 6, F16, ZERO_MIDDLE, 16, 19, 33, 1088, 4, 2, 2, 1),
     ("bf16", 6, F32, ZERO_CODES, 16, 9, 17, 544, 1, 2, 1, 1),
+    ("bf16", 4, F16, ZERO_CODES, 128, 1, 1, 32, 1, 1, 1, 0),
+    ("f16", 4, F32, ZERO_CODES, 4096, 33, 1, 32, 4, 2, 1, 1),
     # rings that are filled more than once
     ("bf16", 4, F16, ZERO_CODES, 128, 1, 16, 5120, 1, 1, 1, 1),
     ("bf16", 4, F16, MINIMA, 32, 3, 48, 3104, 1, 2, 1, 1),
@@ -144,7 +146,9 @@ DEQUANTIZE = [
     ("bf16", 4, F16, ZERO_CODES, 32, 17, 544), ("f16", 4, F32, ZERO_MIDDLE, 4096, 32, 1056),
     ("bf16", 4, F16, MINIMA, 64, 5, 608), ("bf16", 8, BF16, ZERO_CODES, 128, 33, 640),
     ("f16", 8, F16, ZERO_MIDDLE, 32, 16, 96), ("bf16", 6, F16, ZERO_MIDDLE, 16, 17, 544),
-    ("f32", 4, F16, ZERO_CODES, 32, 19, 160),
+    ("f32", 4, F16, ZERO_CODES, 32, 19, 160), ("f32", 4, F16, ZERO_CODES, 32, 1, 32),
+    ("f16", 8, F16, ZERO_MIDDLE, 32, 1, 32), ("f16", 8, F16, ZERO_MIDDLE, 32, 33, 96),
+    ("bf16", 4, F16, ZERO_CODES, 32, 1, 32),
 ]  # fmt: skip
 
 
@@ -167,11 +171,11 @@ def test_w4_dequantize(
     # rounded to f32 on the way, as the dequantised weights of every other path
     want = w.values.astype(np.float32).astype(y.dtype)
     np.testing.assert_array_equal(y, want)
-    ids = on_device([outputs - 1, 0, 3, outputs // 2, 3], np.int32)
-    picked = empty((5, inputs), NUMPY_TYPES[dtype])
+    few = [outputs - 1, 0, 3, outputs // 2, 3] if outputs > 3 else [0]
+    ids, picked = on_device(few, np.int32), empty((len(few), inputs), NUMPY_TYPES[dtype])
     emulator.launch(
         KERNELS["w4_gather"].variant(**options(dtype, **w.form.options)),
-        {"rows": 5, "width": inputs}, [w.data, ids, picked, inputs, w.form.group_shift],
+        {"rows": len(few), "width": inputs}, [w.data, ids, picked, inputs, w.form.group_shift],
     )  # fmt: skip
     np.testing.assert_array_equal(picked, want[ids])
 
