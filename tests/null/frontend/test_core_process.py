@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllmx_core.config import EngineConfig
@@ -24,6 +25,7 @@ from vllmx_engine import supervisor
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.frontend import ProcessFrontend
 from vllmx_engine.ipc import Outputs, encode_frame
+from vllmx_engine.supervisor import CoreProcess
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 
@@ -148,6 +150,31 @@ async def test_a_restart_that_goes_wrong_in_any_way_is_tried_again(
         os.kill(frontend_of(llm).pid, 37 if sys.platform == "linux" else 9)  # 37 has no name
         await until(lambda: len(calls) == 2 and llm.is_ready)
         assert await answer(llm)
+
+
+async def test_a_core_that_dies_as_soon_as_it_is_ready(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is lost before anybody holds it: the next attempt is made, and no request waits for it."""
+    monkeypatch.setattr(ProcessFrontend, "FIRST_DELAY_S", 0.01)
+    start, num_starts = CoreProcess.start, 0
+
+    async def dying_first(*arguments: Any) -> CoreProcess:
+        nonlocal num_starts
+        core, num_starts = await start(*arguments), num_starts + 1
+        if num_starts in (2, 4):
+            core._process.kill()
+            await until(lambda: core.lost)
+        return core
+
+    monkeypatch.setattr(CoreProcess, "start", dying_first)
+    async with make_engine(in_process=False) as llm:
+        os.kill(frontend_of(llm).pid, signal.SIGKILL)
+        await until(lambda: num_starts == 3 and llm.is_ready)
+        assert len(await asyncio.wait_for(answer(llm), 10)) == 20
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        async with make_engine(in_process=False):
+            pass
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4, 0.8])

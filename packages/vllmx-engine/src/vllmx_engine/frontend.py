@@ -298,11 +298,16 @@ class ProcessFrontend(_Core):
         super()._take(message)
 
     async def _spawn(self) -> None:
-        self._core = await CoreProcess.start(self._start, self._take, self._on_lost)
-        self.info = self._core.info
+        core = await CoreProcess.start(self._start, self._take, self._on_lost)
+        if core.lost:  # as soon as it was ready
+            await core.stop(0.0)
+            raise core.failure or EngineDeadError(core.describe_end())
+        self._core, self.info = core, core.info
         self._born_s = self._last_news_s = self._loop_s()
 
     def _on_lost(self, core: CoreProcess) -> None:
+        if core is not getattr(self, "_core", None):
+            return  # `_spawn` has not taken it yet, and sees it for itself
         self.status = "restarting"
         self._last_reason = "it failed"
         if core.failure is not None:

@@ -121,6 +121,11 @@ class CoreProcess(asyncio.Protocol):
         return self._process.pid
 
     @property
+    def lost(self) -> bool:
+        """Whether `on_lost` was called."""
+        return self._lost
+
+    @property
     def failure(self) -> VllmxError | None:
         """What the core said before it ended."""
         return self._failure
