@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_cuda.emulator import Emulator, KernelFault, empty
+from vllmx_cuda.emulator import Emulator, KernelFault, build, empty
 from vllmx_cuda.kernel_specs import KERNELS, Kernel, Launch
 from vllmx_cuda.kernel_specs.types import arguments
 
@@ -99,3 +100,16 @@ def test_modules_share_their_stacks(emulator: Emulator) -> None:
 
     before = mappings_after(1)
     assert max(mappings_after(2), mappings_after(4)) < before + 200
+
+
+def test_gpp_takes_the_parsed_headers(tmp_path: Path, emulators: dict[str, Emulator]) -> None:
+    """It says so; other options than they were parsed with would make it read them again."""
+    how = ("-O1",)
+    header = build._prelude(how)
+    source = tmp_path / "empty.cpp"
+    source.write_text("bool positive(__half x) { return __half2float(x) > 0; }\n")
+    command = ["g++", *build.COMPILE, *how, "-DVX_DTYPE=1", "-include", str(header), "-H", "-c",
+               str(source), "-o", str(tmp_path / "empty.o")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"! {header}.gch" in done.stderr
+    assert "cuda_fp16.h" not in done.stderr

@@ -22,7 +22,7 @@ NATIVE = Path(__file__).parent / "native"
 RUNTIME_SOURCES = ("runtime.cpp", "collectives.cpp", "warpgroup.cpp", "checker.cpp")
 COMPILE = (
     "-std=c++17", "-fPIC", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
-    "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function",
+    "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Winvalid-pch",
 )  # fmt: skip
 # Instrumentation that calls the hooks of checker.cpp
 CHECK = ("-fsanitize=thread,alignment,bounds", "-fsanitize-recover=alignment,bounds")
@@ -67,11 +67,10 @@ def build_module(
     check_available()
     folders = (source.parent, *include, KERNELS, NATIVE)
     headers = sorted(path for folder in set(folders) for path in folder.glob("*.h"))
+    how = ("-O1", *(CHECK if check else ()))
+    given = (f"-D{text}" for text in defines)
     kernel = _compile(
-        ["-O1", *(CHECK if check else ()), *(f"-D{text}" for text in defines), "-x", "c++", "-c"],
-        source,
-        headers,
-        folders,
+        [*how, "-include", str(_prelude(how)), *given, "-x", "c++", "-c"], source, headers, folders
     )
     runtime = [
         _compile(["-O2", *(["-DEMU_CHECK"] if check else []), "-c"], NATIVE / name,
@@ -81,13 +80,34 @@ def build_module(
     return _once(["g++", "-shared", "-Wl,-z,now"], [kernel, *runtime], ".so")
 
 
+def _prelude(how: Sequence[str]) -> Path:
+    """native/prelude.h as g++ has parsed it with these options. Returned is the header's own path:
+    g++ takes the parsed one beside it, or reads the header where that does not fit."""
+    names = [f"cuda_{kind}.{suffix}" for kind in ("bf16", "fp16", "fp8") for suffix in ("h", "hpp")]
+    system = [Path(folder) / name for folder in find_cuda_headers() for name in names]
+    command = ["-x", "c++-header", *how]
+    parsed = _compile(
+        command, NATIVE / "prelude.h", [p for p in system if p.exists()], (), ".h.gch"
+    )
+    header = parsed.with_suffix("")
+    if not header.exists():
+        unfinished = header.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(NATIVE / "prelude.h", unfinished)
+        unfinished.replace(header)
+    return header
+
+
 def _compile(
-    options: Sequence[str], source: Path, headers: Iterable[Path], folders: Iterable[Path]
+    options: Sequence[str],
+    source: Path,
+    headers: Iterable[Path],
+    folders: Iterable[Path],
+    suffix: str = ".o",
 ) -> Path:
     include = [f"-I{folder}" for folder in dict.fromkeys(folders)]
     system = [f"-isystem{folder}" for folder in find_cuda_headers()]
     command = ["g++", *COMPILE, *include, *system, *options]
-    return _once(command, [source], ".o", also_read=headers)
+    return _once(command, [source], suffix, also_read=headers)
 
 
 def _once(
