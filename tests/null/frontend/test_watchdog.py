@@ -290,17 +290,18 @@ class TestStepper:
         def give_up() -> None:
             raise AssertionError("nobody steps")
 
-        stepper = Stepper(step)
+        stepper = Stepper(step, lambda: False)
         for i in range(2000):
             wanted = steps + 1
             stepper.wait(lambda wanted=wanted: steps >= wanted, give_up, 10.0)
             time.sleep(i % 10 * 5e-5)
         assert steps == 2000
 
-    def test_its_thread_ends_with_the_work(self) -> None:
+    @pytest.mark.parametrize("more", [False, True])
+    def test_its_thread_ends_with_the_work(self, more: bool) -> None:
         done: list[int] = []
         before = set(threading.enumerate())
-        stepper = Stepper(lambda: done.append(1))
+        stepper = Stepper(lambda: done.append(1), lambda: more)
         stepper.wait(lambda: len(done) > 3, lambda: None, None)
         for _ in range(200):
             if set(threading.enumerate()) <= before:
@@ -308,12 +309,32 @@ class TestStepper:
             time.sleep(0.01)
         raise AssertionError("the thread is still there")
 
+    def test_the_next_step_does_not_wait_for_who_comes_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Stepper, "LINGER_S", 60.0)
+        steps, under_way, allowed = 0, threading.Event(), threading.Semaphore(1)
+
+        def step() -> None:
+            nonlocal steps
+            if steps == 1:
+                under_way.set()
+            allowed.acquire()
+            steps += 1
+
+        stepper = Stepper(step, lambda: steps < 2)
+        stepper.wait(lambda: steps == 1, lambda: None, None)
+        assert under_way.wait(10)  # though nobody waits
+        monkeypatch.setattr(Stepper, "LINGER_S", 1e-3)
+        allowed.release()
+        stepper.wait(lambda: steps == 2, lambda: None, None)
+
     def test_an_error_reaches_everybody_who_waits(self) -> None:
         def step() -> None:
             time.sleep(0.05)
             raise ValueError("as the test ordered")
 
-        stepper = Stepper(step)
+        stepper = Stepper(step, lambda: True)
         errors: list[BaseException] = []
 
         def wait() -> None:

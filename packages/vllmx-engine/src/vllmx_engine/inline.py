@@ -51,10 +51,10 @@ class InlineFrontend:
             self._core.close()
             raise
         self._table = RequestTable(self.tokenizer)
-        self._stepper = Stepper(self._step)
+        self._stepper = Stepper(self._step, lambda: len(self._table) > 0)
         self._turn = Turn()
         self._verdict = threading.Lock()
-        """Held while a step's results are taken in, and while the core is given up."""
+        """Held while results are taken in or handed out, and while the core is given up."""
         self._closed: EngineDeadError | None = None
         self._freed = False
 
@@ -94,7 +94,7 @@ class InlineFrontend:
             self._wait(state.has_news)
         if state.error is not None:
             raise state.error
-        with self._a_turn():
+        with self._verdict:  # and not a turn: the next step may be under way
             return state.output()
 
     def abort(self, state: RequestState) -> None:
