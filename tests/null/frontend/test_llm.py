@@ -255,8 +255,9 @@ def test_engine_cancel(engine: Engine) -> None:
     next(stream)
     assert engine.cancel(seq_id)
     assert not engine.cancel(seq_id)
-    assert list(stream) in ([], ["\ufffd"])
+    list(stream)  # what was computed before
     assert stream.finish_reason == "abort"
+    assert len(stream.token_ids) < 400
 
 
 def test_engine_refuses_several_choices_in_a_stream(engine: Engine) -> None:

@@ -162,7 +162,8 @@ class Engine(HasEngine):
         return seq_id, len(request.prompt_ids), TextStream(self._engine, state)
 
     def cancel(self, seq_id: int) -> bool:
-        """Ends a stream's sequence with finish reason "abort"; False when it has ended before."""
+        """Ends a stream's sequence with finish reason "abort", after what is computed already.
+        False when it has ended before."""
         state = self._streams.pop(seq_id, None)
         if state is None or state.finished:
             return False
