@@ -40,6 +40,15 @@ _RANDOM_BYTES = 1 << 25
 _ROLES = {"v_proj": "attn_v", "down_proj": "ffn_down", "o_proj": "attn_output"}
 
 
+def prefill_flop(config: Mapping[str, Any], length: int) -> int:
+    """Operations of a prompt's prefill, causal attention counted by half; the head sees one row."""
+    weights = sum(s.rows * s.cols for s in qwen3(dict(config)).weights() if s.kind == "linear")
+    weights -= config["vocab_size"] * config["hidden_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    found: int = 2 * weights * length + 2 * config["num_hidden_layers"] * heads * length**2
+    return found
+
+
 class RandomSource:
     """`vllmx_core.weights.WeightSource`: every tensor is the beginning of one random buffer of its
     kind, so that making an 8B model takes no memory of its size.

@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from vllmx_core.hooks import hookimpl
+from vllmx_core.specs import BackendSpec
+from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import Device
 
 REHEARSED = bool(os.environ.get("REHEARSE"))
@@ -49,3 +52,21 @@ class ExactPool:
         return 0
 
     def free_all_blocks(self) -> None: ...
+
+
+class EmulatedPlugin:
+    """For a registry: the backend "emulated", which is vllmx-cuda without a GPU."""
+
+    @staticmethod
+    @hookimpl
+    def vllmx_backends() -> tuple[BackendSpec, ...]:
+        return (BackendSpec("emulated", "devices:EmulatedBackend", "devices:can_run", priority=0),)
+
+
+class EmulatedBackend(CudaBackend):
+    def __init__(self) -> None:
+        super().__init__(opener(True))
+
+
+def can_run() -> None:
+    """Always."""

@@ -40,7 +40,8 @@ class Part:
 
 PARTS = (
     Part("ceilings", 6), Part("0.6b bf16", 18), Part("8b bf16", 26),
-    Part("256 x 1024 on 0.6b", 14), Part("start, cold", 16), Part("start, warm", 8),
+    Part("256 x 1024 on 0.6b", 14), Part("start, model", 8, "start.py"),
+    Part("start, cold", 16, "start.py"), Part("start, warm", 8, "start.py"),
     Part("8b q4_k_m", 20), Part("8b fp8 blocks", 20), Part("8b fp8", 20),
     Part("8b bf16, fp8 KV", 20),
     Part("torch 0.6b", 30, "torch_decode.py"), Part("torch 8b", 30, "torch_decode.py"),
@@ -140,6 +141,7 @@ def run_parts(
         report[part.name] = {"status": status, "seconds": round(clock() - begin, 1), **found}
         (out / "figures.json").write_text(json.dumps(report, indent=1))
         (out / "table.txt").write_text(table(report) + "\n")
+    shutil.rmtree(out / "start-model", ignore_errors=True)
     return report
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import SHAPES, RandomSource
+from checkpoints import SHAPES, RandomSource, prefill_flop
 from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import VllmxError
@@ -194,13 +193,10 @@ def _prefill(bench: Bench, loaded: LoadedModel, config: Any, length: int) -> dic
     tokens = [i % vocab for i in range(length)]
     plan = make_plan([Row(tokens, 0, list(range(-(-length // PAGE))))], PAGE)
     device_s, _, host_s = _step_s(loaded, plan, max(2, bench.scale.steps // 3))
-    weights = sum(s.rows * s.cols for s in qwen3(config).weights() if s.kind == "linear")
-    weights -= vocab * config["hidden_size"]  # the head sees one row
-    heads = config["num_attention_heads"] * config["head_dim"]
-    flop = 2 * weights * length + 2 * config["num_hidden_layers"] * heads * length**2
     return {
         "device_ms": device_s * 1e3, "tokens_s": length / device_s, "host_us": host_s * 1e6,
-        "share_of_matmul": flop / device_s / 1e12 / bench.ceilings["bf16_tflop_s"],
+        "share_of_matmul":
+            prefill_flop(config, length) / device_s / 1e12 / bench.ceilings["bf16_tflop_s"],
     }  # fmt: skip
 
 
@@ -256,29 +252,8 @@ def throughput(bench: Bench) -> None:
     core.close()
 
 
-def start(bench: Bench) -> None:
-    """From the start of this process, Python and imports included, to the first token; making the
-    random weights is taken off."""
-    begin = time.perf_counter()
-    RandomSource(SHAPES["tiny" if bench.rehearse else "0.6b"], "bf16")
-    making_s = time.perf_counter() - begin
-    loaded, _ = bench.load("0.6b", "bf16")
-    plan = make_plan([Row([1, 2, 3, 4, 5], 0, [0])], PAGE)
-    loaded.step(plan, sampling_rows(1)).result()
-    bench.note("first_token_s", _age_s() - 2 * making_s)
-    loaded.close()
-
-
-def _age_s() -> float:
-    """Of this process, by the kernel's clock."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-
-
 PARTS: dict[str, Callable[[Bench], None]] = {
     "ceilings": ceilings,
-    "start, cold": start,
-    "start, warm": start,
     "0.6b bf16": model("0.6b", "bf16"),
     "8b bf16": model("8b", "bf16"),
     "256 x 1024 on 0.6b": throughput,

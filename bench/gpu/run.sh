@@ -53,7 +53,7 @@ attempt() { # attempt NAME SECONDS COMMAND...
 }
 part() { attempt "$@" || failed=$((failed + 1)); }
 pack() {
-  cd "$out" && tar czf results.tar.gz --exclude=start-cache -- *.log *.txt *.npz figures 2>/dev/null
+  cd "$out" && tar czf results.tar.gz --exclude=start-cache --exclude=start-model -- *.log *.txt *.npz figures 2>/dev/null
 }
 trap pack EXIT
 : >"$out/summary.txt"
