@@ -260,6 +260,32 @@ def test_engine_cancel(engine: Engine) -> None:
     assert len(stream.token_ids) < 400
 
 
+def test_an_error_that_comes_while_a_stream_is_read_is_raised(engine: Engine) -> None:
+    """The step after the news that are read may fail before they are handed out."""
+    _, _, stream = engine.generate_stream(SamplingParams(max_tokens=400, ignore_eos=True), "hi")
+    next(stream)
+    frontend, state = engine._engine, stream._state
+    while not state.has_news():  # computed ahead
+        frontend._wait(state.has_news)
+    read: list[object] = []
+
+    def reader() -> None:
+        try:
+            read.append(frontend.next_output(state))
+        except NonFiniteLogitsError as error:
+            read.append(error)
+
+    with frontend._verdict:
+        thread = threading.Thread(target=reader)
+        thread.start()
+        thread.join(0.1)  # it has seen that there are news
+        state.error = NonFiniteLogitsError("as the test ordered")
+    thread.join(10)
+    assert read == [state.error]
+    state.error = None
+    frontend.abort(state)
+
+
 def test_engine_refuses_several_choices_in_a_stream(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="one sequence"):
         engine.generate_stream(SamplingParams(n=2), "hi")

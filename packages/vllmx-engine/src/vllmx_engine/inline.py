@@ -92,9 +92,9 @@ class InlineFrontend:
         """Steps until there are news of `state`, and hands them out. Raises the request's error."""
         if not state.has_news():
             self._wait(state.has_news)
-        if state.error is not None:
-            raise state.error
         with self._verdict:  # and not a turn: the next step may be under way
+            if state.error is not None:
+                raise state.error
             return state.output()
 
     def abort(self, state: RequestState) -> None:
@@ -102,7 +102,8 @@ class InlineFrontend:
         if state.finished:
             return
         with self._a_turn():
-            aborted = self._table.end(state, "abort")
+            with self._verdict:
+                aborted = self._table.end(state, "abort")
             if self._closed is None:
                 self._core.abort(aborted)
 
@@ -110,7 +111,8 @@ class InlineFrontend:
         """Ends all requests and frees the model, unless that hangs. May be called twice."""
         try:
             with self._a_turn():
-                self._table.end_all("abort")
+                with self._verdict:
+                    self._table.end_all("abort")
                 if self._closed is None:
                     self._closed = EngineDeadError("the engine is closed: load the model again")
                 if not self._freed:
