@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,18 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIAS_ENTRIES = 1024
+MAX_STOP_IDS = 1024
+MAX_ALLOWED_IDS = 1 << 19
+"""More than any vocabulary has."""
 MAX_BAD_WORDS = 256
 MAX_CHOICES = 128
 MAX_TOKENS_LIMIT = 1 << 24
+_MAX_ENTRIES = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_IDS,
+    "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
+                if isinstance(value, Sized):
+                    _size(name, len(value), _MAX_ENTRIES[name])  # before they are walked
                 object.__setattr__(self, name, tuple(value))
         if self.stop_token_ids is None:
             object.__setattr__(self, "stop_token_ids", ())
@@ -94,15 +105,10 @@ class SamplingParams:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
     def _check_lists(self) -> None:
-        _strings("stop", self.stop, MAX_STOPS)
-        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        _size("stop_token_ids", len(self.stop_token_ids), 1024)
-        for token in (*self.stop_token_ids, *(self.allowed_token_ids or ())):
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise InvalidRequestError(
-                    f"token ids must be integers of at least 0, got {token!r}",
-                    param="stop_token_ids" if token in self.stop_token_ids else "allowed_token_ids",
-                )
+        _strings("stop", self.stop)
+        _strings("bad_words", self.bad_words)
+        _token_ids("stop_token_ids", self.stop_token_ids)
+        _token_ids("allowed_token_ids", self.allowed_token_ids or ())
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids is empty, so nothing could be generated: leave it out or name"
@@ -161,8 +167,18 @@ def _size(name: str, size: int, limit: int) -> None:
         )
 
 
-def _strings(name: str, values: tuple[str, ...], limit: int) -> None:
-    _size(name, len(values), limit)
+def _token_ids(name: str, ids: tuple[int, ...]) -> None:
+    """A vocabulary's worth of ids is usual, so they are not walked by Python."""
+    _size(name, len(ids), _MAX_ENTRIES[name])
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
+        wrong = next(token for token in ids if type(token) is not int or token < 0)
+        raise InvalidRequestError(
+            f"{name} must hold integers of at least 0, got {wrong!r}", param=name
+        )
+
+
+def _strings(name: str, values: tuple[str, ...]) -> None:
+    _size(name, len(values), _MAX_ENTRIES[name])
     for text in values:
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} must hold strings, got {text!r}", param=name)

@@ -176,8 +176,12 @@ class EngineCore:
                     f"request id {request.request_id!r} is in use: choose another",
                     param="request_id",
                 )
-            check_request(request, self.limits)
-            sequence = Sequence(request, self._num_added, self.limits)
+            leader = self._scheduler.live.get(request.leader or "")
+            if leader is not None and not leader.request.shares_all_with(request):
+                leader = None
+            if leader is None:
+                check_request(request, self.limits)
+            sequence = Sequence(request, self._num_added, self.limits, leader)
             self._num_added += 1
             self._scheduler.add(sequence)
         except Exception as error:  # one request's fault must not stop the others

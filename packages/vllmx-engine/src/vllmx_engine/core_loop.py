@@ -27,6 +27,7 @@ from vllmx_engine.ipc import (
     Stats,
     ToCore,
 )
+from vllmx_engine.messages import choices_of
 from vllmx_engine.watchdog import Watchdog
 
 logger = logging.getLogger("vllmx.core")
@@ -83,8 +84,9 @@ class CoreLoop:
 
     def _take(self, message: ToCore) -> None:
         match message:
-            case AddRequest(request):
-                self._core.add(request)
+            case AddRequest(request, followers):
+                for choice in choices_of(request, followers):
+                    self._core.add(choice)
             case AbortRequests(request_ids):
                 self._core.abort(request_ids)
                 if not self._core.has_work:

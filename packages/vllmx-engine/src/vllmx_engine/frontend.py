@@ -34,7 +34,7 @@ from vllmx_engine.ipc import (
 )
 from vllmx_engine.known_specs import KnownSpecs
 from vllmx_engine.load import LoadPlan, load_planned
-from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats
+from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
 from vllmx_engine.supervisor import CoreProcess
 
 logger = logging.getLogger("vllmx.supervisor")
@@ -65,7 +65,8 @@ class Frontend(Protocol):
     listener: Listener | None
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
-        """Raises FrameTooLargeError, and EngineDeadError unless the status is "ready"."""
+        """Sends the choices of one call, as `choices_of` makes them. Raises FrameTooLargeError, and
+        EngineDeadError unless the status is "ready"."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -99,8 +100,9 @@ class _Core:
     def add(self, requests: Sequence[CoreRequest]) -> None:
         if self.status != "ready":
             raise self.unavailable()
-        for request in requests:
-            self._send(AddRequest(request))
+        leader, *others = requests
+        followers = [Follower(other.request_id, other.seed) for other in others]
+        self._send(AddRequest(leader, followers))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids and self.status == "ready":

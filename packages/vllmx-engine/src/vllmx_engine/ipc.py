@@ -17,7 +17,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
 
 from vllmx_engine.known_specs import KnownSpecs
-from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats
+from vllmx_engine.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
@@ -36,10 +36,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     log_level: int
 
 
-class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A sequence to continue."""
+class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
+    """A sequence to continue, and further choices with the same prompt and parameters."""
 
     request: CoreRequest
+    followers: list[Follower] = []
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

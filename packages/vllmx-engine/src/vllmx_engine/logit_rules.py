@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 
 import numpy as np
@@ -52,6 +53,12 @@ class LogitRules:
         _check_allowed(params.allowed_token_ids, dict(zip(*self.edits(array("i"), 0), strict=True)))
         bans_stops = self.min_tokens > 0 and bool(self.stop_ids)
         self.has_edits = bool(self._fixed) or bool(self.phrases) or bans_stops
+
+    def of_another_choice(self, request: CoreRequest) -> LogitRules:
+        """The rules of a request with the same parameters: only the counts are its own."""
+        other = copy.copy(self)
+        other.counts = None if self.counts is None else Counts(request.prompt_ids)
+        return other
 
     def edits(self, tokens: array[int], num_generated: int) -> tuple[array[int], array[float]]:
         """Ids, each once, and additions to their logits, for token number `num_generated` of the

@@ -6,6 +6,8 @@ a unix socket, see `vllmx_engine.ipc`). Nothing else crosses, and never a pickle
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -38,6 +40,42 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
+
+    def shares_all_with(self, other: CoreRequest) -> bool:
+        """Whether `choices_of` made both, so that what holds for one holds for the other."""
+        return (
+            self.prompt_ids is other.prompt_ids
+            and self.stop_ids is other.stop_ids
+            and self.bad_words_ids is other.bad_words_ids
+        )
+
+
+class Follower(msgspec.Struct, frozen=True, array_like=True):
+    """What the second and each further choice of one call has of its own."""
+
+    request_id: str
+    seed: int
+
+
+def choices_of(leader: CoreRequest, followers: Sequence[Follower]) -> list[CoreRequest]:
+    """The leader and its followers as requests. They share the prompt, the parameters and all other
+    objects: 128 choices of one call cost little more than one."""
+    params = leader.params
+    if followers and params.prompt_logprobs is not None:
+        params = dataclasses.replace(params, prompt_logprobs=None)  # the leader's alone
+    return [
+        leader,
+        *(
+            msgspec.structs.replace(
+                leader,
+                request_id=follower.request_id,
+                params=params,
+                seed=follower.seed,
+                leader=leader.request_id,
+            )
+            for follower in followers
+        ),
+    ]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

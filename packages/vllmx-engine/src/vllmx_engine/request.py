@@ -9,13 +9,14 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.messages import CoreInfo, CoreRequest
+from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer
 
@@ -197,16 +198,10 @@ class RequestBuilder:
             cache_salt=options.cache_salt,
         )
         followers = [
-            msgspec.structs.replace(
-                leader,
-                request_id=f"{number}.{index}",
-                params=dataclasses.replace(leader.params, prompt_logprobs=None),
-                seed=(seed + index) % _SEED_SPACE,
-                leader=leader.request_id,
-            )
+            Follower(f"{number}.{index}", (seed + index) % _SEED_SPACE)
             for index in range(1, params.best_of or params.n)
         ]
-        return [leader, *followers]
+        return choices_of(leader, followers)
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = self.info.max_model_len - prompt_tokens
@@ -216,14 +211,15 @@ class RequestBuilder:
         """Ids of each word at the start of a text and after a space, where they are others than
         behind a space that is a token of its own."""
         found: list[list[int]] = []
-        for word in words:
-            bare = self.tokenizer.encode(word.lstrip(" "), add_special_tokens=False)
+        bare_words = [word.lstrip(" ") for word in words]
+        encode = partial(self.tokenizer.encode_batch, add_special_tokens=False)
+        bare_ids, spaced_ids = encode(bare_words), encode([f" {word}" for word in bare_words])
+        for word, bare, spaced in zip(words, bare_ids, spaced_ids, strict=True):
             if not bare:
                 raise InvalidRequestError(
                     f"bad_words has {word!r}, which is no word", param="bad_words"
                 )
             found.append(bare)
-            spaced = self.tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False)
             if spaced[-len(bare) :] != bare:
                 found.append(spaced)
         return found

@@ -34,7 +34,11 @@ class Limits:
 
 
 class Sequence:
-    """A request with its tokens. `row` is its place in the `RowTable` while it runs, else -1."""
+    """A request with its tokens. `row` is its place in the `RowTable` while it runs, else -1.
+
+    Args:
+        leader: another choice of the same call, with which it can share what does not change.
+    """
 
     __slots__ = (
         "arrival",
@@ -57,7 +61,13 @@ class Sequence:
         "was_preempted",
     )
 
-    def __init__(self, request: CoreRequest, arrival: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        request: CoreRequest,
+        arrival: int,
+        limits: Limits,
+        leader: Sequence | None = None,
+    ) -> None:
         params = request.params
         self.request = request
         self.request_id = request.request_id
@@ -81,7 +91,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = (
             [] if params.prompt_logprobs is not None else None
         )
-        self.rules: LogitRules | None = make_rules(request, limits.vocab_size)
+        self.rules: LogitRules | None = (
+            make_rules(request, limits.vocab_size)
+            if leader is None or leader.rules is None
+            else leader.rules.of_another_choice(request)
+        )
         self.counts = None if self.rules is None else self.rules.counts
         self.is_plain = False
         """Committing a token needs no more than appending it; never so for the first one."""

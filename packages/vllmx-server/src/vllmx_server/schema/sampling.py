@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.sampling import SamplingParams
+from vllmx_core.sampling import MAX_BIAS_ENTRIES, SamplingParams
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default the model's generation_config.json may set."""
@@ -105,13 +105,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
-                values[name] = tuple(value) if isinstance(value, list) else value
+                values[name] = value
         if self.logit_bias:
             values["logit_bias"] = _logit_bias(self.logit_bias)
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
 
 
 def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
+    if len(entries) > MAX_BIAS_ENTRIES:
+        raise InvalidRequestError(
+            f"logit_bias has {len(entries)} entries, at most {MAX_BIAS_ENTRIES} are allowed",
+            param="logit_bias",
+        )
     bias = {}
     for token, value in entries.items():
         if not (token.isascii() and token.isdigit() and len(token) < 11):
