@@ -24,6 +24,7 @@ ALLOWED = {
         "msgspec",
         "starlette",
         "hypercorn",
+        "h11",
         "prometheus_client",
     },
     "vllmx_demo": {"vllmx_core"},

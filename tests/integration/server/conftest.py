@@ -59,10 +59,13 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> None:
 
 @contextmanager
 def running_server(
-    *flags: str, environment: dict[str, str] | None = None
+    *flags: str, environment: dict[str, str] | None = None, open_files: int | None = None
 ) -> Iterator[RunningServer]:
-    """`vllmx serve` on a free port; killed at the end if it does not stop by itself."""
+    """`vllmx serve` on a free port, with a lower limit of open files if one is given; killed at the
+    end if it does not stop by itself."""
     command = [sys.executable, "-m", "vllmx", "serve", "--port", "0", *flags]
+    if open_files is not None:
+        command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
     )
@@ -121,9 +124,9 @@ def fake_server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> M
     paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
 
-    def make(*flags: str) -> AbstractContextManager[RunningServer]:
+    def make(*flags: str, **options: Any) -> AbstractContextManager[RunningServer]:
         fixed = ("--model", str(fake_model), "--backend", "fake", "--served-model-name", "fake")
-        return running_server(*fixed, *flags, environment=environment)
+        return running_server(*fixed, *flags, environment=environment, **options)
 
     return make
 

@@ -95,7 +95,7 @@ def test_a_disconnect_frees_all_blocks(shared: RunningServer) -> None:
         with socket.create_connection(("127.0.0.1", int(shared.url.rpartition(":")[2]))) as client:
             payload = json.dumps(request).encode()
             client.sendall(
-                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n%b" % (PATH.encode(), len(payload), payload)
             )
             running(shared, 3)

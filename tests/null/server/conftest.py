@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -16,14 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
-from hypercorn.asyncio import serve
 from vllmx_core.config import EngineConfig
 from vllmx_core.registry import Registry
 from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
-from vllmx_server.run import bind, hypercorn_config, listen
+from vllmx_server.connections.serving import serve
+from vllmx_server.run import bind, connection_limits, hypercorn_config, listen
 from vllmx_server.state import ServerState
 
 JSON = {"content-type": "application/json"}
@@ -113,7 +112,7 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     """A whole HTTP/1.1 request, for tests that hold the socket themselves."""
     payload = json.dumps(body_for(path, body)).encode()
     return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n"
     ).encode() + payload
 
@@ -148,10 +147,17 @@ def make_server(tmp_path: Path) -> MakeServer:
             if send_bytes is not None:  # what the kernel holds for a client that does not read
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
             listen(listener, own)
-            settings = hypercorn_config(own)
-            settings.bind = [f"fd://{os.dup(listener.fileno())}"]
             stop = asyncio.Event()
-            serving = asyncio.ensure_future(serve(app, settings, shutdown_trigger=stop.wait))
+            serving = asyncio.ensure_future(
+                serve(
+                    app,
+                    hypercorn_config(own),
+                    listener,
+                    connection_limits(own),
+                    stop,
+                    header_timeout_s=own.header_timeout_s,
+                )
+            )
             try:
                 async with httpx.AsyncClient(base_url=url, timeout=20, verify=verify) as client:
                     served = Served(url, llm, app.state.server, client)

@@ -13,6 +13,7 @@ from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server import errors
 from vllmx_server.config import ServerConfig
+from vllmx_server.hosts import HostCheck, allowed_hosts
 from vllmx_server.metrics import Metrics
 from vllmx_server.middleware import Authorization, RequestContext
 from vllmx_server.routes import chat, completions, status, text
@@ -66,6 +67,9 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
             )
         )
     middleware.append(Middleware(RequestContext, log=not config.disable_access_log, count=count))
+    hosts = allowed_hosts(config)
+    if hosts is not None:
+        middleware.append(Middleware(HostCheck, allowed=hosts))
     middleware.append(Middleware(Authorization, keys=config.api_key))
     app = App(
         routes=[Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES],

@@ -17,8 +17,8 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     """The whole JSON body.
 
     Raises:
-        MediaTypeError: it is not declared as JSON. Browsers send only other types to foreign
-            servers unasked, so no web page can use a server on its visitor's machine.
+        MediaTypeError: it is compressed, or not declared as JSON. Browsers send only other types
+            to foreign servers unasked, so no web page can use a server on its visitor's machine.
         BodyTooLargeError: it is over `max_body_bytes`.
         BodyTimeoutError: it took over `body_timeout_s`.
     """
@@ -27,6 +27,11 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         raise MediaTypeError(
             f"the body has the content type {media_type[:100]!r}: send JSON with the header"
             " 'Content-Type: application/json'"
+        )
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise MediaTypeError(
+            f"the body has the content encoding {encoding[:100]!r}: send it uncompressed"
         )
     try:
         async with asyncio.timeout(config.body_timeout_s):
@@ -51,7 +56,8 @@ async def _read(request: Request, limit: int) -> bytes:
             chunks.append(chunk)
     if too_large:
         chunks.clear()
-        await _linger(request)
+        if request.scope["http_version"] == "2":
+            await _linger(request)
         raise BodyTooLargeError(
             f"the body is larger than {limit} bytes: shorten the request, or raise --max-body-bytes"
         )
@@ -59,8 +65,8 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 async def _linger(request: Request) -> None:
-    """Reads on for a moment, dropping everything: a client that still sends would see a broken
-    connection instead of the answer."""
+    """Reads on for a moment, dropping everything: hypercorn's HTTP/2 breaks a connection whose body
+    has not ended when its answer is sent."""
     rest = 0
     try:
         async with asyncio.timeout(_LINGER_S):

@@ -26,9 +26,18 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that a Host header may have beside the server's own while it listens on loopback; "*":
+    any."""
+    max_connections: int | None = None
+    """Open connections in all; None: what the limit of open files allows, 16384 at most."""
+    max_connections_per_address: int | None = None
+    """Of them from one address; None: half."""
     max_body_bytes: int = 8 << 20
     max_concurrent_requests: int = 4096
     """Generation requests in flight, queue included; more get 503."""
+    header_timeout_s: float = 15.0
+    """How long a client may take from its first byte to the end of the headers."""
     body_timeout_s: float = 60.0
     """How long a client may take to send a request body."""
     send_timeout_s: float = 300.0
@@ -40,6 +49,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         self._check_interval("port", 0, 65535)
+        for name in ("max_connections", "max_connections_per_address"):
+            if getattr(self, name) is not None:
+                self._check_interval(name, 1, 1 << 20)
+        self._check_interval("header_timeout_s", 0.001, 86400)
         self._check_interval("max_body_bytes", 1, 1 << 40)
         self._check_interval("max_concurrent_requests", 1, 1 << 20)
         self._check_interval("body_timeout_s", 0.001, 86400)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from asyncio import WriteTransport
 from typing import Self
 
-from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from starlette.types import Send
+
+from vllmx_server.connections.connection import Connection
 
 
 class DirectBody:
@@ -33,7 +34,7 @@ class DirectBody:
         if not isinstance(protocol, H11Protocol):
             return None
         server = getattr(protocol.send, "__self__", None)
-        return cls(server.writer.transport) if isinstance(server, TCPServer) else None
+        return cls(server.writer.transport) if isinstance(server, Connection) else None
 
     def write(self, data: bytes) -> bool:
         """Whether the chunk is written; False: send it, since that waits for the client."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,6 +19,7 @@ _TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -24,11 +27,39 @@ _MAX_MESSAGE, _MAX_PARAM = 1000, 200
 _encode = msgspec.json.Encoder().encode
 
 
+class BadHTTPError(VllmxError):
+    """What arrived is no request of HTTP/1.1 that can be answered."""
+
+    http_status = 400
+    code = "bad_http"
+
+    @classmethod
+    def of(cls, status: int, reason: str) -> Self:
+        """With another status, of those that HTTP has for it."""
+        error = cls(reason)
+        error.http_status = status
+        return error
+
+
+class HostError(VllmxError):
+    """The Host header names somebody else, as a web page's may that has its name point here."""
+
+    http_status = 403
+    code = "host_not_allowed"
+
+
 class BodyTooLargeError(VllmxError):
     """The request body is over `max_body_bytes`."""
 
     http_status = 413
     code = "body_too_large"
+
+
+class HeaderTimeoutError(VllmxError):
+    """A request began to arrive and did not go on."""
+
+    http_status = 408
+    code = "header_timeout"
 
 
 class BodyTimeoutError(VllmxError):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, EngineDeadError
@@ -21,6 +20,10 @@ from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.connections.descriptors import connection_limit, raise_descriptor_limit
+from vllmx_server.connections.listening import ConnectionLimits
+from vllmx_server.connections.serving import serve
+from vllmx_server.connections.versions import check_versions
 from vllmx_server.state import ServerState
 
 logger = logging.getLogger("vllmx.server")
@@ -49,7 +52,8 @@ async def _serve(
     server: ServerConfig,
     on_ready: Callable[[AsyncLLM, str], None] | None,
 ) -> None:
-    config = hypercorn_config(server)
+    check_versions()
+    config, limits = hypercorn_config(server), connection_limits(server)
     listener, url = bind(server)
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
@@ -59,12 +63,11 @@ async def _serve(
         async with await AsyncLLM.start(engine) as llm:
             app = build_app(llm, server)
             listen(listener, server)
-            config.bind = [f"fd://{os.dup(listener.fileno())}"]  # hypercorn closes its own
             stop = signals.begin_serving(app.state.server)
             if on_ready is not None:
                 on_ready(llm, url)
             serving = asyncio.ensure_future(
-                serve(app, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]
+                serve(app, config, listener, limits, stop, header_timeout_s=server.header_timeout_s)
             )
             dying = asyncio.ensure_future(llm.until_dead())
             await _until_stopped(serving, stop, dying)
@@ -89,7 +92,6 @@ async def _until_stopped(
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
     stop.set()
-    # From Python 3.12 on hypercorn waits for every connection, also for a client that never reads.
     await asyncio.wait((serving,), timeout=2 * _CLOSE_S)
     for task in (serving, stopping, dying):
         task.cancel()
@@ -153,6 +155,14 @@ def _bind_unix(listener: socket.socket, path: str) -> None:
         os.umask(previous)
 
 
+def connection_limits(server: ServerConfig) -> ConnectionLimits:
+    """Raises this process's limit of open files, and ConfigError for more connections than it
+    allows."""
+    in_all = connection_limit(server.max_connections, raise_descriptor_limit())
+    per_address = server.max_connections_per_address or max(1, in_all // 2)
+    return ConnectionLimits(in_all, min(per_address, in_all))
+
+
 def hypercorn_config(server: ServerConfig) -> Config:
     """All but the socket. Raises ConfigError for a certificate that cannot be used."""
     config = Config()
@@ -163,7 +173,6 @@ def hypercorn_config(server: ServerConfig) -> Config:
     config.keep_alive_timeout = 75.0
     config.include_server_header = False
     config.accesslog = None
-    config.backlog = _BACKLOG
     config.errorlog = logging.getLogger("vllmx.hypercorn")
     config.errorlog.setLevel(logging.WARNING)
     try:

@@ -26,8 +26,14 @@ HELP = {
     "allowed_methods": "CORS method; may be repeated.",
     "allowed_headers": "CORS header; may be repeated.",
     "allow_credentials": "CORS credentials.",
+    "allowed_hosts": "Host header to accept beside localhost on a loopback address; may be"
+    " repeated; * for any.",
+    "max_connections": "Open connections; default: what the limit of open files allows, up to"
+    " 16384.",
+    "max_connections_per_address": "Of them from one address; default: half.",
     "max_body_bytes": "Largest request body.",
     "max_concurrent_requests": "Requests in flight; more get 503.",
+    "header_timeout_s": "How long a client may take to send its headers.",
     "body_timeout_s": "How long a client may take to send its request.",
     "send_timeout_s": "How long a client may take nothing of an answer.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",

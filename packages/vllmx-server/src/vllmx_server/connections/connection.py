@@ -1,0 +1,248 @@
+"""One accepted socket: bytes to its protocol and back, its deadlines, and how it ends.
+
+A connection has a deadline whenever no request is being answered: for the handshake and the headers
+of a request that has begun, and a longer one between requests. When its client closes, the
+applications hear of it at once, and the descriptor is given back as soon as they have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.protocol.h11 import H2ProtocolAssumedError
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+from vllmx_server.connections.applications import Applications
+from vllmx_server.connections.http1 import Http1
+from vllmx_server.errors import HeaderTimeoutError
+
+logger = logging.getLogger("vllmx.server")
+
+_RECEIVE_BYTES = 1 << 16
+_LINGER_S, _LINGER_IDLE_S = 30.0, 5.0
+"""How long what a client still sends is read and dropped after the last answer, in all and without
+hearing of it; the rest of the answer has as long to go out."""
+_LINGER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all connections of a server have in common."""
+
+    app: Any
+    config: Config
+    context: WorkerContext
+    tls: ssl.SSLContext | None
+    header_timeout_s: float
+
+
+class Connection:
+    """A connection from its acceptance to its end, in `run`.
+
+    Args:
+        on_idle: told when it begins and ceases to wait for a request.
+    """
+
+    def __init__(self, shared: Shared, on_idle: Callable[[bool], None]) -> None:
+        self.writer: asyncio.StreamWriter
+        self.reader: asyncio.StreamReader
+        self._shared = shared
+        self._on_idle = on_idle
+        self._protocol: Http1 | H2Protocol
+        self._deadline = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._is_idle, self._awaits_rest = True, True
+        self._finished_s: float | None = None
+
+    async def run(self, accepted: socket.socket) -> None:
+        """Serves until the client has left or the server has closed it. Cancelling it cuts the
+        connection."""
+        try:
+            await self._open(accepted)
+        except (OSError, TimeoutError):  # a handshake that failed
+            return
+        try:
+            await self._serve()
+        except* OSError:
+            pass
+        except* asyncio.CancelledError:
+            self.writer.transport.abort()
+        except* Exception as group:
+            _log_without_values(group)
+        await self._close()
+
+    async def _open(self, accepted: socket.socket) -> None:
+        self.reader = asyncio.StreamReader(_RECEIVE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(self.reader)
+        tls = self._shared.tls
+        times = {
+            "ssl_handshake_timeout": self._shared.header_timeout_s,
+            "ssl_shutdown_timeout": _LINGER_IDLE_S,
+        }
+        transport, _ = await self._loop.connect_accepted_socket(
+            lambda: protocol, accepted, ssl=tls, **(times if tls is not None else {})
+        )
+        self.writer = asyncio.StreamWriter(transport, protocol, self.reader, self._loop)
+
+    async def _serve(self) -> None:
+        async with Applications(self._loop) as applications:
+            self._applications = applications
+            tls = self.writer.get_extra_info("ssl_object")
+            agreed = None if tls is None else tls.selected_alpn_protocol()
+            self._protocol = self._speak(H2Protocol if agreed == "h2" else Http1)
+            await self._protocol.initiate()
+            try:
+                async with self._deadline:
+                    self._expire_in(self._shared.header_timeout_s)
+                    await self._receive()
+            except TimeoutError:
+                await self._on_deadline()
+            except OSError:
+                pass
+            await self._protocol.handle(Closed())
+
+    def _speak(self, kind: type[Any]) -> Any:
+        family = self.writer.get_extra_info("socket").family
+        client, server = (
+            parse_socket_addr(family, name) if (name := self.writer.get_extra_info(key)) else None
+            for key in ("peername", "sockname")
+        )
+        return kind(
+            self._shared.app,
+            self._shared.config,
+            self._shared.context,
+            self._applications,
+            ConnectionState({}),
+            self._shared.tls is not None,
+            client,
+            server,
+            self.protocol_send,
+        )
+
+    # --- receiving --------------------------------------------------------------------------------
+    async def _receive(self) -> None:
+        """Until the client has sent its end, or has sent enough after ours."""
+        dropped = 0
+        while data := await self.reader.read(_RECEIVE_BYTES):
+            if self._finished_s is None:
+                await self._take(data)
+            else:
+                dropped += len(data)
+                self._expire_in(_LINGER_IDLE_S)
+                if dropped > _LINGER_BYTES:
+                    return
+
+    async def _take(self, data: bytes) -> None:
+        try:
+            await self._protocol.handle(RawData(data))
+        except H2ProtocolAssumedError as error:
+            self._protocol = self._speak(H2Protocol)
+            await self._protocol.initiate()
+            await self._protocol.handle(RawData(error.data))
+        if self._finished_s is not None:
+            await self._protocol.handle(Closed())  # nobody waits for an answer any more
+        elif self._is_idle:
+            self._await_request()
+
+    def _await_request(self) -> None:
+        """A request that has begun must arrive soon; before it, there is more time."""
+        awaits_rest = isinstance(self._protocol, Http1) and self._protocol.is_mid_request
+        if awaits_rest and not self._awaits_rest:
+            self._expire_in(self._shared.header_timeout_s)
+        self._awaits_rest = self._awaits_rest or awaits_rest
+
+    # --- what the protocol says -------------------------------------------------------------------
+    async def protocol_send(self, event: Event) -> None:
+        """Takes bytes for the client, and news: idle or not, and the connection's end."""
+        if isinstance(event, RawData):
+            try:
+                self.writer.write(event.data)
+                await self.writer.drain()
+            except (ConnectionError, RuntimeError):
+                await self._protocol.handle(Closed())
+        elif isinstance(event, Closed):
+            self._finish()
+        elif isinstance(event, Updated):
+            self._set_idle(event.idle)
+
+    def _set_idle(self, idle: bool) -> None:
+        if self._finished_s is not None:
+            return
+        if idle != self._is_idle:
+            self._is_idle = idle
+            self._on_idle(idle)
+        if idle:
+            self._awaits_rest = False
+            self._expire_in(self._shared.config.keep_alive_timeout)
+            self._await_request()
+        else:
+            self._expire_in(None)
+
+    def _expire_in(self, seconds: float | None) -> None:
+        if self._deadline.expired():
+            return
+        when = None if seconds is None else self._loop.time() + seconds
+        if self._finished_s is not None and when is not None:
+            when = min(when, self._finished_s + _LINGER_S)
+        with contextlib.suppress(RuntimeError):  # nobody reads any more
+            self._deadline.reschedule(when)
+
+    async def _on_deadline(self) -> None:
+        if self._finished_s is not None or not isinstance(self._protocol, Http1):
+            return
+        if self._protocol.is_mid_request:
+            await self._protocol.refuse(
+                HeaderTimeoutError(
+                    f"the request's headers did not arrive within {self._shared.header_timeout_s:g}"
+                    " s: send them faster, or raise --header-timeout-s"
+                )
+            )
+
+    # --- the end ----------------------------------------------------------------------------------
+    def _finish(self) -> None:
+        """The last answer is written. A client that still sends must be read, or closing would
+        destroy what it has not read yet."""
+        if self._finished_s is not None:
+            return
+        self._finished_s = self._loop.time()
+        if isinstance(self._protocol, Http1) and not self._protocol.may_have_unread:
+            self.writer.close()
+            self._expire_in(_LINGER_S)
+            return
+        with contextlib.suppress(OSError, RuntimeError):
+            if self.writer.can_write_eof():
+                self.writer.write_eof()
+        self._expire_in(_LINGER_IDLE_S)
+
+    async def _close(self) -> None:
+        """Gives the descriptor back, after what is left of an answer if the client takes it."""
+        transport = self.writer.transport
+        since_s = self._finished_s or self._loop.time()
+        cut = self._loop.call_at(since_s + _LINGER_S, transport.abort)
+        try:
+            self.writer.close()
+            await self.writer.wait_closed()
+        except (OSError, RuntimeError):
+            pass
+        finally:
+            cut.cancel()
+
+
+def _log_without_values(group: BaseExceptionGroup[Exception]) -> None:
+    """Where an error came from; not its text, in which there may be bytes of a request."""
+    for error in group.exceptions:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        logger.error("a connection ended by %s\n%s", type(error).__name__, frames)
