@@ -181,6 +181,9 @@ class Harness:
         for row, blocks in zip(rows, owned, strict=True):
             assert blocks.size * pool_size(self) >= table.computed[row], "tokens without a block"
         assert len(scheduler.running) + table.num_free == self.core.limits.max_rows
+        assert len(scheduler.live) == len(scheduler.running) + scheduler.num_waiting
+        for sequence in scheduler.live.values():
+            assert sequence.num_passed <= self.core.limits.max_rows, "passed by too often"
 
     def check_idle(self) -> None:
         """Nothing is left of any request."""

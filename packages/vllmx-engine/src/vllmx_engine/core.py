@@ -190,10 +190,12 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests at once and without an output; their blocks are free for the next step.
         Ids that are unknown or ended are ignored."""
-        ids = set(request_ids)
-        for request_id in ids & self._scheduler.live.keys():
-            self._scheduler.finish(self._scheduler.live[request_id])
-        self._outputs = [output for output in self._outputs if output.request_id not in ids]
+        ids = dict.fromkeys(request_ids)  # not a set: in order they lie side by side in memory
+        live = self._scheduler.live
+        for sequence in [live[request_id] for request_id in ids if request_id in live]:
+            self._scheduler.finish(sequence)
+        if self._outputs:
+            self._outputs = [output for output in self._outputs if output.request_id not in ids]
 
     @property
     def has_work(self) -> bool:

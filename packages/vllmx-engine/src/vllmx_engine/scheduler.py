@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,8 @@ from vllmx_engine.waiting import FairShare, WaitingQueue
 
 logger = logging.getLogger("vllmx.scheduler")
 
-_PATIENCE_STEPS = 16
-"""Who did not fit is looked at again after so many steps, unless blocks come free before: to look a
-long prompt up in the prefix cache takes milliseconds."""
+_MAX_MISFITS = 4
+"""After so many of the queue that do not fit a step looks for no other that would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +47,18 @@ class Batch:
     load: StepLoad
 
 
-@dataclass(slots=True)
-class _Refusal:
-    """The head of the queue does not fit."""
-
-    sequence: Sequence
-    room: int
-    patience: int = _PATIENCE_STEPS
-
-    def holds(self, sequence: Sequence, room: int) -> bool:
-        """Whether it need not be looked at again."""
-        return sequence is self.sequence and room <= self.room and self.patience > 0
-
-
 class Scheduler:
     """Owns sequences from `add` to `finish`, their rows and their KV blocks.
 
     One token budget a step: running decodes first, then unfinished prefills, then the waiting
-    queue. A sequence's prompt gets all its blocks on admission, and one block at a time is added
-    while it decodes; when there is none, the newest sequence of the lowest priority gives up all of
-    its own and waits again (recompute). It does so too when a sequence of strictly higher priority
-    waits for a row or for blocks. Blocks that are given up or freed while a step that reads or
-    writes them is still in flight are safe to hand out at once: the device runs steps in order, so
-    their next owner's writes, of a later step, come after.
+    queue. Who is next and does not fit may be passed by others of its priority, as many times as
+    sequences run at once at most; then they wait until it has had its turn. A sequence's prompt
+    gets all its blocks on admission, and one block at a time is added while it decodes; when there
+    is none, the newest sequence of the lowest priority gives up all of its own and waits again
+    (recompute). It does so too when a sequence of strictly higher priority waits for a row or for
+    blocks. Blocks that are given up or freed while a step that reads or writes them is still in
+    flight are safe to hand out at once: the device runs steps in order, so their next owner's
+    writes, of a later step, come after.
     """
 
     def __init__(
@@ -102,12 +90,12 @@ class Scheduler:
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
         """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
         prefill only a prompt that is too long for its step is ever cut."""
-        self._refused: _Refusal | None = None
         self._ranks: Counter[int] = Counter()
         """Live sequences of each priority."""
         self._leaders: dict[str, Sequence] = {}
         """Live sequences that others may name as their leader, while their prompt is computed."""
-        self._followers: dict[str, list[Sequence]] = {}
+        self._followers: dict[str, dict[str, Sequence]] = {}
+        """By their leader's id, then by their own."""
 
     # --- the life of a sequence -------------------------------------------------------------------
     @property
@@ -123,7 +111,8 @@ class Scheduler:
         self._ranks[self.queue.priority(sequence)] += 1
         leader = self._leaders.get(request.leader or "")
         if leader is not None and self._can_share(sequence):
-            self._followers.setdefault(leader.request_id, []).append(sequence)
+            followers = self._followers.setdefault(leader.request_id, {})
+            followers[sequence.request_id] = sequence
         else:
             self.queue.push(sequence)
         self._leaders[sequence.request_id] = sequence
@@ -135,9 +124,7 @@ class Scheduler:
         del self.live[sequence.request_id]
         if sequence.row >= 0:
             self._leave_row(sequence, forget=forget)
-        elif sequence in (waiting := self._followers.get(sequence.request.leader or "", [])):
-            waiting.remove(sequence)
-        else:
+        elif not self._leave_leader(sequence):
             self.queue.remove(sequence)
         self._release_followers(sequence)
         self.share.leave(sequence.request.client)
@@ -156,10 +143,16 @@ class Scheduler:
             self._release_followers(sequence)
 
     def _release_followers(self, sequence: Sequence) -> None:
-        if self._leaders.get(sequence.request_id) is sequence:
-            del self._leaders[sequence.request_id]
-            for follower in self._followers.pop(sequence.request_id, ()):
+        if self._leaders.pop(sequence.request_id, None) is not None:
+            for follower in self._followers.pop(sequence.request_id, {}).values():
                 self.queue.push(follower)
+
+    def _leave_leader(self, sequence: Sequence) -> bool:
+        """False when it does not wait for another's prompt."""
+        leader = sequence.request.leader
+        if leader is None or leader not in self._followers:
+            return False
+        return self._followers[leader].pop(sequence.request_id, None) is not None
 
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
@@ -170,7 +163,8 @@ class Scheduler:
         logits_left = self.limits.max_logit_rows - decodes.size
         seconds_left: float | None = None
         chunks: list[Chunk] = []
-        for sequence in self._prefilling(victim):
+        prefilling = self._prefilling(victim)
+        for sequence in prefilling:
             start = int(self.table.computed[sequence.row])
             wanted = len(sequence.tokens) - start
             if seconds_left is None:
@@ -188,6 +182,7 @@ class Scheduler:
             seconds_left -= self.cost.chunk_cost(size, start)
             if not tokens_left or not logits_left:
                 break
+        prefilling.close()
         if not decodes.size and not chunks:
             return None
         batch = Batch(decodes, tuple(chunks), _load(decodes.size, context, chunks))
@@ -220,8 +215,6 @@ class Scheduler:
         lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
         if not lower or not self.table.num_free:
             return bool(lower)
-        if self._refused is not None and self._refused.holds(head, self._room):
-            return False
         try:
             missing = self._missing_blocks(head, self.prefixes.cached_blocks(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
@@ -229,36 +222,53 @@ class Scheduler:
         held = int(self.table.num_blocks[lower].sum())
         return 0 < missing <= held + len(lower)
 
-    def _prefilling(self, victim: Sequence | None) -> Iterator[Sequence]:
+    def _prefilling(self, victim: Sequence | None) -> Generator[Sequence]:
         """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but who waits
         with a higher priority than an unfinished prefill goes before it. In a step that preempts,
         only who outranks the victims is admitted."""
         prefills = deque(self.prefills)
-        may_admit = True
-        while True:
-            head = self.queue.first() if may_admit and self.table.num_free else None
-            if victim is not None and head is not None and not self.queue.outranks(head, victim):
-                head = None
-            if prefills and (head is None or not self.queue.outranks(head, prefills[0])):
-                yield prefills.popleft()
-            elif head is None:
-                return
-            elif self._try_admit(head):
-                yield head
-            else:
-                may_admit = False
+        aside: list[Sequence] = []
+        """Who does not fit, out of the queue until this is closed."""
+        try:
+            while True:
+                head = self._next_to_admit(victim, aside)
+                if prefills and (head is None or not self.queue.outranks(head, prefills[0])):
+                    yield prefills.popleft()
+                elif head is None:
+                    return
+                elif self._try_admit(head):
+                    for sequence in aside:
+                        sequence.num_passed += 1
+                    yield head
+                elif not self.failed:
+                    self.queue.remove(head)
+                    aside.append(head)
+        finally:
+            for sequence in aside:
+                self.queue.push(sequence)
+
+    def _next_to_admit(self, victim: Sequence | None, aside: list[Sequence]) -> Sequence | None:
+        """The next one of the queue, unless it would pass by one of `aside` that must not be."""
+        if not self.table.num_free or self.failed or len(aside) == _MAX_MISFITS:
+            return None
+        head = self.queue.first()
+        if head is None or (victim is not None and not self.queue.outranks(head, victim)):
+            return None
+        return None if any(self._holds_back(misfit, head) for misfit in aside) else head
+
+    def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
+        """Whether who does not fit must not be passed by another. Who was preempted gave its blocks
+        up to older ones already."""
+        if misfit.was_preempted or self.queue.outranks(misfit, other):
+            return True
+        return misfit.num_passed >= self.limits.max_rows
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        if self._refused is not None and self._refused.holds(sequence, self._room):
-            self._refused.patience -= 1
-            return False
         try:
-            admitted = self._admit(sequence)
+            return self._admit(sequence)
         except Exception as error:  # one request's fault must not stop the others
             self.failed.append((sequence, error))
             return False
-        self._refused = None if admitted else _Refusal(sequence, self._room)
-        return admitted
 
     @property
     def _room(self) -> int:
@@ -290,7 +300,7 @@ class Scheduler:
             rows = [chunk.sequence.row for chunk in batch.chunks]
             slots = np.concatenate([clients[batch.decodes], clients[rows]])
             tokens = np.ones(slots.size)
-            tokens[batch.decodes.size :] = [chunk.num_tokens for chunk in batch.chunks]
+            tokens[batch.decodes.size :] = [_num_new(chunk) for chunk in batch.chunks]
             self.share.charge(slots, tokens)
 
     # --- rows and blocks --------------------------------------------------------------------------
@@ -327,6 +337,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, and a result on its way still counts."""
         logger.debug("preempting %s at %d tokens", sequence.request_id, len(sequence.tokens))
+        computed = int(self.table.computed[sequence.row])
+        sequence.num_charged = max(sequence.num_charged, computed)
         self._leave_row(sequence)
         sequence.was_preempted = True
         self.num_preemptions += 1
@@ -347,6 +359,13 @@ class Scheduler:
             return False
         self.pool.clear_idle()
         return True
+
+
+def _num_new(chunk: Chunk) -> int:
+    """Its tokens without those that were computed before a preemption: to make room for others is
+    no service, and is not paid for twice."""
+    start = max(chunk.start, chunk.sequence.num_charged)
+    return max(0, chunk.start + chunk.num_tokens - start)
 
 
 def _load(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:

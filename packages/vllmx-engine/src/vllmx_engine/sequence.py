@@ -48,6 +48,8 @@ class Sequence:
         "is_plain",
         "limit",
         "num_cached_tokens",
+        "num_charged",
+        "num_passed",
         "num_prompt",
         "num_scored",
         "prompt_logprobs",
@@ -86,6 +88,10 @@ class Sequence:
         self.digests: list[bytes] = []
         """Of its full blocks, as far as they were asked for."""
         self.num_cached_tokens = 0
+        self.num_charged = 0
+        """The first so many tokens were charged to its client before it was preempted."""
+        self.num_passed = 0
+        """How many went before it, later in the queue, because it did not fit."""
         self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt
         """Prompt tokens whose logits were scheduled, for prompt_logprobs."""
         self.prompt_logprobs: list[TokenLogprobs] | None = (

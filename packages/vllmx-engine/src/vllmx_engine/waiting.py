@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from dataclasses import dataclass, field
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 from vllmx_core.plan import AnyArray
 
+from vllmx_engine.ordered import Ordered
 from vllmx_engine.sequence import Sequence
 
 _MAX_REMEMBERED = 4096
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+_Head = tuple[float, int, str]
+"""What a client was served, its first request's arrival, and the client."""
 
 
 class FairShare:
@@ -26,9 +26,10 @@ class FairShare:
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._live: dict[str, int] = {}
-        self._service = np.zeros(16)
+        self._service = np.full(16, np.inf)
+        """Of each slot; infinite where no client lives."""
         self._free = list(range(15, -1, -1))
-        self._left: dict[str, float] = {}
+        self._left: OrderedDict[str, float] = OrderedDict()
 
     def __len__(self) -> int:
         """Clients with live requests."""
@@ -41,9 +42,9 @@ class FairShare:
             return
         if not self._free:
             size = self._service.size
-            self._service = np.concatenate([self._service, np.zeros(size)])
+            self._service = np.concatenate([self._service, np.full(size, np.inf)])
             self._free = list(range(2 * size - 1, size - 1, -1))
-        least = min((self._service[slot] for slot in self._slots.values()), default=0.0)
+        least = float(self._service.min()) if self._slots else 0.0
         slot = self._free.pop()
         self._service[slot] = max(self._left.pop(client, 0.0), least)
         self._slots[client] = slot
@@ -57,9 +58,10 @@ class FairShare:
         del self._live[client]
         slot = self._slots.pop(client)
         self._left[client] = float(self._service[slot])
+        self._service[slot] = np.inf
         self._free.append(slot)
         if len(self._left) > _MAX_REMEMBERED:
-            del self._left[next(iter(self._left))]
+            self._left.popitem(last=False)
         if not self._slots:
             self._left.clear()
 
@@ -76,25 +78,73 @@ class FairShare:
         self._service += np.bincount(slots, tokens, self._service.size)
 
 
-@dataclass(slots=True)
 class _Class:
     """Requests of one priority."""
 
-    preempted: list[Sequence] = field(default_factory=list)
-    """They ran before and go first, so that new ones do not take their place again and again."""
-    clients: dict[str, list[Sequence]] = field(default_factory=dict)
+    __slots__ = ("_clients", "_heads", "_service", "preempted")
+
+    def __init__(self, service: Callable[[str], float]) -> None:
+        self._service = service
+        self.preempted: Ordered[Sequence] = Ordered()
+        """They ran before and go first, so that new ones do not take their place time and again."""
+        self._clients: dict[str, Ordered[Sequence]] = {}
+        """New requests of each client, by arrival."""
+        self._heads: list[_Head] = []
+        """A heap with an entry for each client, of its first request or of an earlier one. What a
+        client was served only grows while it has requests, so an entry never stands too far back:
+        the one in front is put where it belongs by now before it is believed."""
 
     def __bool__(self) -> bool:
-        return bool(self.preempted or self.clients)
+        return bool(self._clients or self.preempted)
+
+    def push(self, client: str, sequence: Sequence) -> None:
+        line = self._clients.get(client)
+        if line is None:
+            line = self._clients[client] = Ordered()
+        line.add(sequence.arrival, sequence)
+        if line.least() == sequence.arrival:
+            heapq.heappush(self._heads, self._head(client, line))
+            self._drop_old_heads()
+
+    def remove(self, client: str, sequence: Sequence) -> None:
+        line = self._clients[client]
+        line.pop(sequence.arrival)
+        if not line:
+            del self._clients[client]
+
+    def first(self) -> Sequence:
+        """Of the client that was served least; there must be one."""
+        if self.preempted:
+            return self.preempted.first()
+        while True:
+            head = self._heads[0]
+            line = self._clients.get(head[2])
+            if line is None:
+                heapq.heappop(self._heads)
+            elif (now := self._head(head[2], line)) != head:
+                heapq.heapreplace(self._heads, now)
+            else:
+                return line.first()
+
+    def _head(self, client: str, line: Ordered[Sequence]) -> _Head:
+        return self._service(client), line.least(), client
+
+    def _drop_old_heads(self) -> None:
+        if len(self._heads) > 2 * len(self._clients) + 16:
+            self._heads = [self._head(*item) for item in self._clients.items()]
+            heapq.heapify(self._heads)
 
 
 class WaitingQueue:
-    """Sequences that wait for a row. `fcfs`: arrival alone decides."""
+    """Sequences that wait for a row. `fcfs`: arrival alone decides.
+
+    To find who is next, and to take anyone out, costs the same whoever else waits.
+    """
 
     def __init__(self, share: FairShare, *, fcfs: bool) -> None:
-        self._share = share
+        self._service: Callable[[str], float] = _equal if fcfs else share.service
         self._fcfs = fcfs
-        self._classes: dict[int, _Class] = {}
+        self._classes: Ordered[_Class] = Ordered()
         self._length = 0
 
     def __len__(self) -> int:
@@ -102,39 +152,32 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Takes a new or a preempted sequence in."""
-        group = self._classes.setdefault(self.priority(sequence), _Class())
+        priority = self.priority(sequence)
+        group = self._classes.get(priority)
+        if group is None:
+            group = _Class(self._service)
+            self._classes.add(priority, group)
         if sequence.was_preempted:
-            insort(group.preempted, sequence, key=_arrival)
+            group.preempted.add(sequence.arrival, sequence)
         else:
-            lane = group.clients.setdefault(self._lane(sequence), [])
-            insort(lane, sequence, key=_arrival)
+            group.push(self._client(sequence), sequence)
         self._length += 1
 
     def first(self) -> Sequence | None:
         """Who is next; stays in the queue."""
-        if not self._classes:
-            return None
-        group = self._classes[min(self._classes)]
-        if group.preempted:
-            return group.preempted[0]
-        heads = [lane[0] for lane in group.clients.values()]
-        if len(heads) == 1:
-            return heads[0]
-        return min(heads, key=lambda head: (self._share.service(head.request.client), head.arrival))
+        return self._classes.first().first() if self._length else None
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a waiting sequence out."""
         priority = self.priority(sequence)
-        group = self._classes[priority]
+        group = self._classes.get(priority)
+        assert group is not None, sequence.request_id
         if sequence.was_preempted:
-            group.preempted.remove(sequence)
+            group.preempted.pop(sequence.arrival)
         else:
-            lane = group.clients[self._lane(sequence)]
-            lane.remove(sequence)
-            if not lane:
-                del group.clients[self._lane(sequence)]
+            group.remove(self._client(sequence), sequence)
         if not group:
-            del self._classes[priority]
+            self._classes.pop(priority)
         self._length -= 1
 
     def priority(self, sequence: Sequence) -> int:
@@ -149,5 +192,10 @@ class WaitingQueue:
         """Of running sequences: the greatest is preempted first."""
         return self.priority(sequence), sequence.arrival
 
-    def _lane(self, sequence: Sequence) -> str:
+    def _client(self, sequence: Sequence) -> str:
         return "" if self._fcfs else sequence.request.client
+
+
+def _equal(client: str) -> float:
+    """Where arrival alone decides, nobody was served more than another."""
+    return 0.0
