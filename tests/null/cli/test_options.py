@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import HELP, engine_options, options_of, resolve
 from vllmx.cli.serve import HELP as SERVER_HELP
 from vllmx_core.config import EngineConfig
@@ -20,13 +21,13 @@ def configs(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
     """What a command with these arguments would be configured with."""
     found: list[Any] = []
 
-    @click.command()
+    @click.command(cls=ModelCommand)
     @engine_options
     @options_of(ServerConfig, SERVER_HELP)
     def command(**flags: Any) -> None:
         found.extend(resolve((EngineConfig, ServerConfig), flags))
 
-    result = CliRunner().invoke(command, arguments)
+    result = CliRunner().invoke(command, arguments, standalone_mode=False)
     if result.exception is not None:
         raise result.exception
     return found[0], found[1]

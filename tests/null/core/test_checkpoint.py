@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint, resolve_path
-from vllmx_core.errors import ModelNotFoundError, PluginError, UnsupportedModelError
+from vllmx_core.checkpoint import (
+    Checkpoint,
+    build_model,
+    check_quantization,
+    open_checkpoint,
+    resolve_path,
+)
+from vllmx_core.errors import ConfigError, ModelNotFoundError, PluginError, UnsupportedModelError
 from vllmx_core.hooks import hookimpl
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ModelSourceSpec, QuantizationSpec, WeightFormatSpec
@@ -125,3 +131,23 @@ def test_unknown_quantisations_are_refused(
 def test_the_architecture_is_built(registry: Registry, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(registry, make_fake_checkpoint(tmp_path / "m", vocab_size=300))
     assert build_model(registry, checkpoint).shape.vocab_size == 300
+
+
+def test_a_stated_quantisation_must_agree(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "gptq"}}
+    for path, config, wanted in (
+        (tmp_path, {}, None),
+        (tmp_path, quantised, "gptq"),
+        (tmp_path, quantised, "gptq_marlin"),
+        (tmp_path / "x.gguf", {}, "GGUF"),
+    ):
+        check_quantization(Checkpoint(path, dict(config), NoWeights()), wanted)
+    for config, wanted, found in (({}, "fp8", "not quantised"), (quantised, "awq", "with 'gptq'")):
+        with pytest.raises(ConfigError, match=rf"--quantization '{wanted}' .*{found}.*--isq"):
+            check_quantization(Checkpoint(tmp_path, dict(config), NoWeights()), wanted)
+
+
+def test_a_mistyped_path_names_its_neighbour(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    with pytest.raises(ModelNotFoundError, match=r"did you mean '.*my-model'\?"):
+        open_checkpoint(registry, tmp_path / "my-modle")

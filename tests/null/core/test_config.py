@@ -147,3 +147,9 @@ def test_engine_config_from_the_environment() -> None:
     assert config.async_scheduling is False
     assert config.name == "m"
     assert EngineConfig(served_model_name="shown").name == "shown"
+
+
+def test_short_names_of_dtypes_are_taken_everywhere() -> None:
+    assert EngineConfig(dtype="bf16").dtype == "bfloat16"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--dtype must be one of auto"):
+        EngineConfig(dtype="int3")  # type: ignore[arg-type]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from vllmx_core.registry import Registry
 from vllmx_core.specs import (
@@ -46,11 +48,22 @@ def resolve_path(
             return path
     looked = ", ".join(spec.name for spec in sources) or "no model source is installed"
     raise ModelNotFoundError(
-        f"model {model!r} was not found (looked at: {looked}); give a folder with config.json and"
-        " *.safetensors, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B or"
-        " org/repo:file.gguf",
+        f"model {model!r} was not found (looked at: {looked}){_near_path(model)}; give"
+        " a folder with config.json and *.safetensors, a GGUF file, or a Hugging Face id such as"
+        " Qwen/Qwen3-0.6B or org/repo:file.gguf",
         param="model",
     )
+
+
+def _near_path(model: str) -> str:
+    """What may have been meant by a path that is not there, beside it in its folder."""
+    path = Path(model)
+    try:
+        there = [each.name for each in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    near = difflib.get_close_matches(path.name, there, 1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
 
 
 def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -> Checkpoint:
@@ -77,13 +90,37 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     return replace(checkpoint, weights=known[method].load()(checkpoint.weights, quantization))
 
 
+_METHODS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
+"""Names that vLLM has for one way of storing weights and its own kernels for it."""
+
+
+def check_quantization(checkpoint: Checkpoint, wanted: str | None) -> None:
+    """Raises ConfigError where `--quantization` does not name what the checkpoint is quantised
+    with: vllmx reads that from the checkpoint, so the flag can only agree."""
+    if wanted is None:
+        return
+    declared = checkpoint.config.get("quantization_config")
+    found = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if found is None and checkpoint.path.suffix == ".gguf":
+        found = "gguf"
+    if _METHODS.get(wanted.lower(), wanted.lower()) == found:
+        return
+    stored = "not quantised" if found is None else f"quantised with {found!r}"
+    raise ConfigError(
+        f"--quantization {wanted!r} does not agree with the checkpoint, which is {stored}: leave"
+        " the flag out; --isq quantises while loading",
+        param="quantization",
+    )
+
+
 def quantizer(registry: Registry, isq: str) -> QuantizerSpec:
     """What `--isq` names, in any case of letters. Raises ConfigError."""
     known = {spec.name: spec for spec in registry.all(QuantizerSpec)}
     spec = known.get(isq.lower())
     if spec is None:
         raise ConfigError(
-            f"--isq {isq!r} is not known; known: {', '.join(known) or 'none is installed'}",
+            f"--isq {isq!r} is not known{nearest(isq.lower(), known)}; known:"
+            f" {', '.join(known) or 'none is installed'}",
             param="isq",
         )
     return spec
@@ -100,7 +137,9 @@ def quantise_in_situ(
 
 def _format_of(registry: Registry, path: Path, load_format: str) -> WeightFormatSpec:
     if not path.exists():
-        raise ModelNotFoundError(f"{path} does not exist: check the path", param="model")
+        raise ModelNotFoundError(
+            f"{path} does not exist: check the path{_near_path(str(path))}", param="model"
+        )
     if load_format != "auto":
         return registry.get(WeightFormatSpec, load_format)
     formats = sorted(registry.all(WeightFormatSpec), key=lambda spec: -spec.priority)

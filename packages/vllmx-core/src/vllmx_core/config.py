@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vllmx_core.config_values import DTYPES, convert, nearest
 from vllmx_core.errors import ConfigError
 
 DEMO_MODEL = "demo"
+Dtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,13 @@ class EngineConfig:
     """A template file that replaces the model's own."""
     backend: str = "auto"
     load_format: str = "auto"
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = "auto"
+    quantization: str | None = None
+    """How the checkpoint must be quantised, in vLLM's names; None: as it is."""
+    generation_config: str = "auto"
+    """Where sampling defaults come from: auto: the model; vllm: nowhere; or a folder."""
+    override_generation_config: str | None = None
+    """Sampling defaults as a JSON object, over those of `generation_config`."""
+    dtype: Dtype = "auto"
     isq: str | None = None
     """Quantise the checkpoint to this type while it loads: q4_k_m, q8_0, int8, ..."""
     kv_cache_dtype: str = "auto"
@@ -66,6 +72,7 @@ class EngineConfig:
     served_model_name: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_dtype()
         for name, low, high in (
             ("max_model_len", 1, 1 << 31),
             ("max_num_seqs", 1, 4096),
@@ -101,6 +108,10 @@ class EngineConfig:
                 f"--target-step-ms must be above 0 or none, got {target}", param="target_step_ms"
             )
 
+    def _check_dtype(self) -> None:
+        dtype = DTYPES.get(self.dtype, self.dtype)
+        object.__setattr__(self, "dtype", convert(dtype, Dtype, "dtype", "--dtype"))
+
     @property
     def name(self) -> str:
         """What clients call the model."""
@@ -127,14 +138,15 @@ def resolve_config(
             raise ConfigError(
                 f"config file key {key!r} is there twice, with - and with _: keep one"
             )
-        values[name] = _convert(value, hints[name], f"config file key {key!r}")
+        values[name] = convert(value, hints[name], name, f"config file key {key!r}")
     for name in fields:
-        text = environment.get(f"VLLMX_{name.upper()}")
-        if text is not None:
-            values[name] = _convert(text, hints[name], f"environment variable VLLMX_{name.upper()}")
+        variable = f"VLLMX_{name.upper()}"
+        if variable in environment:
+            source = f"environment variable {variable}"
+            values[name] = convert(environment[variable], hints[name], name, source)
     for name, value in flags.items():
         if name in fields and value is not None:
-            values[name] = _convert(value, hints[name], _flag(name))
+            values[name] = convert(value, hints[name], name, _flag(name))
     return cls(**values)
 
 
@@ -142,56 +154,10 @@ def _file_key(key: Any, fields: Collection[str]) -> str:
     """The field that a key of the config file means."""
     name = str(key).replace("-", "_")
     if name not in fields:
-        near = difflib.get_close_matches(name, fields, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(fields))}"
-        raise ConfigError(f"unknown config file key {key!r}; {hint}")
+        hint = nearest(name, fields) or f"; known: {', '.join(sorted(fields))}"
+        raise ConfigError(f"unknown config file key {key!r}{hint}")
     return name
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _convert(value: Any, hint: Any, source: str) -> Any:
-    """A value of the hinted type from text or YAML."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            return None
-        return _convert(value, inner[0], source)
-    if origin is Literal:
-        if value not in typing.get_args(hint):
-            choices = ", ".join(map(str, typing.get_args(hint)))
-            raise ConfigError(f"{source} must be one of {choices}, got {value!r}")
-        return value
-    if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{source} must be a list, got {value!r}")
-        return tuple(_convert(item, typing.get_args(hint)[0], source) for item in items)
-    return _scalar(value, hint, source)
-
-
-def _scalar(value: Any, hint: Any, source: str) -> Any:
-    if hint is bool:
-        words = {"1": True, "true": True, "yes": True, "on": True}
-        words |= {"0": False, "false": False, "no": False, "off": False}
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in words:
-            return words[str(value).lower()]
-        raise ConfigError(f"{source} must be true or false, got {value!r}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _wrong_type(value, hint, source)
-    try:
-        if hint is int and isinstance(value, float) and not value.is_integer():
-            raise ValueError
-        return hint(value)
-    except ValueError:
-        raise _wrong_type(value, hint, source) from None
-
-
-def _wrong_type(value: Any, hint: Any, source: str) -> ConfigError:
-    wanted = {int: "an integer", float: "a number", str: "a text"}[hint]
-    return ConfigError(f"{source} must be {wanted}, got {value!r}")

@@ -30,8 +30,8 @@ KV_DTYPES = ("bf16", "f16", "f32", "int8", "fp8")
 LIMITS = {"int8": 127.0, "fp8": 448.0}
 """The largest code of each 8-bit dtype."""
 _ALIASES = {
-    "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32",
-    "fp8_e4m3": "fp8",
+    "bfloat16": "bf16", "float16": "f16", "fp16": "f16", "half": "f16", "float32": "f32",
+    "fp32": "f32", "float": "f32", "fp8_e4m3": "fp8",
 }  # fmt: skip
 _NOTHING = np.float32(1e-30)
 _E4M3 = float8_to_f32(np.arange(127, dtype=np.uint8), "f8e4m3")

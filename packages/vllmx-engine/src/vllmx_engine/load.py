@@ -13,6 +13,7 @@ from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
 from vllmx_core.checkpoint import (
     Checkpoint,
     build_model,
+    check_quantization,
     open_checkpoint,
     quantise_in_situ,
     quantizer,
@@ -25,6 +26,7 @@ from vllmx_core.model import Model
 from vllmx_core.registry import Registry, load_registry
 
 from vllmx_engine.core import EngineCore
+from vllmx_engine.generation_config import generation_config
 from vllmx_engine.messages import CoreInfo
 from vllmx_engine.sequence import Limits
 
@@ -74,6 +76,7 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     """
     started = time.monotonic()
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
+    check_quantization(checkpoint, plan.config.quantization)
     model = build_model(plan.registry, checkpoint)
     if plan.config.isq is not None:
         checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
@@ -213,7 +216,7 @@ def _core_info(
         weight_bytes=info.weight_bytes,
         kv_cache_bytes=info.kv_cache_bytes,
         load_seconds=seconds,
-        generation_config=dict(checkpoint.generation_config),
+        generation_config=generation_config(plan.config, checkpoint.generation_config),
         details={key: str(value) for key, value in info.details.items()}
         | ({} if plan.config.isq is None else {"quantised in situ": plan.config.isq}),
     )

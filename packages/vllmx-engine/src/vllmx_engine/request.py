@@ -16,6 +16,7 @@ import msgspec
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.generation_config import SAMPLING
 from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
 
 _SEED_SPACE = 1 << 64
-_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
     `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
     request could have is left out with a warning: it is not the users' mistake."""
-    found = {name: generation_config.get(name) for name in _DEFAULTS}
+    found = {name: generation_config.get(name) for name in SAMPLING}
     found["max_tokens"] = generation_config.get("max_new_tokens")
     params: dict[str, Any] = {}
     for name, value in found.items():

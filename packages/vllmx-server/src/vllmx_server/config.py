@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
-
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+from vllmx_core.logs import check_log_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,7 @@ class ServerConfig:
                 f"--root-path must begin and not end with a slash, got {self.root_path!r}",
                 param="root_path",
             )
-        if self.log_level.lower() not in LOG_LEVELS:
-            raise ConfigError(
-                f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}",
-                param="log_level",
-            )
+        check_log_level(self.log_level)
 
     def _check_interval(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -16,6 +16,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.logs import configure_logging
 
 from vllmx.bench.figures import show
+from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,7 +74,7 @@ def _offline(name: str, batches: str, as_json: bool, flags: dict[str, Any], **si
         click.echo(show(list(getattr(offline, name)(llm, counts, **sizes)), as_json))
 
 
-@bench.command()
+@bench.command(cls=ModelCommand)
 @engine_options
 @_load_options(input_len=128, output_len=64)
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True)
@@ -85,7 +86,7 @@ def throughput(
     _offline("throughput", batches, as_json, flags, **sizes)
 
 
-@bench.command()
+@bench.command(cls=ModelCommand)
 @engine_options
 @_load_options(input_len=32, output_len=32)
 @click.option("--repeat", type=click.IntRange(1), default=10, show_default=True)
@@ -97,7 +98,7 @@ def latency(
     _offline("latency", batches, as_json, flags, **sizes)
 
 
-@bench.command()
+@bench.command(cls=ModelCommand)
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A running server.")
 @click.option("--api-key", help="Bearer token.")
 @_load_options(input_len=64, output_len=64)

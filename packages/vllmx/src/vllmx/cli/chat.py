@@ -12,17 +12,18 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
 from vllmx_core.logs import configure_logging
 
-from vllmx.cli.options import engine_options, resolve
+from vllmx.cli.command import ModelCommand
+from vllmx.cli.options import engine_options, log_level_option, resolve
 from vllmx.cli.sampling import sampling_options, take_sampling
 
 
-@click.command()
+@click.command(cls=ModelCommand)
 @engine_options
 @sampling_options
 @click.option("--system", help="System message.")
 @click.option("--i", "interactive", is_flag=True, help="Accepted; chat is always interactive.")
 @click.option("--no-thinking", is_flag=True, help="Ask the template to switch thinking off.")
-@click.option("--log-level", default="warning", help="debug, info, warning or error.")
+@log_level_option("warning")
 def chat(
     system: str | None, interactive: bool, no_thinking: bool, log_level: str, **flags: Any
 ) -> None:

@@ -13,7 +13,8 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
 from vllmx_core.logs import configure_logging
 
-from vllmx.cli.options import engine_options, resolve
+from vllmx.cli.command import ModelCommand
+from vllmx.cli.options import engine_options, log_level_option, resolve
 from vllmx.cli.sampling import sampling_options, take_sampling
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 DEMO_PROMPT = "Once upon a time"
 
 
-@click.command()
+@click.command(cls=ModelCommand)
 @engine_options
 @sampling_options
 @click.option("--prompts", "-p", help='Prompts separated by " | ".')
@@ -35,7 +36,7 @@ DEMO_PROMPT = "Once upon a time"
 @click.option("--chat", "as_chat", is_flag=True, help="Send each prompt as a user's message.")
 @click.option("--batch", type=int, default=1, help="Complete each prompt this many times.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines for scripts.")
-@click.option("--log-level", default="warning", help="debug, info, warning or error.")
+@log_level_option("warning")
 def complete(
     prompts: str | None,
     prompts_file: Path | None,

@@ -10,26 +10,38 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
 from vllmx_core.config import EngineConfig, resolve_config
 from vllmx_core.errors import ConfigError
+from vllmx_core.logs import LOG_LEVELS
+
+from vllmx.cli.command import FOREIGN, ModelCommand
+from vllmx.cli.config_file import known_keys, read_yaml
+from vllmx.cli.foreign_flags import apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "model": ("-m", "--m", "--w", "--f", "--file"),
-    "max_num_seqs": ("--batch-size",),
+    "model": ("-m", "--m", "--w"),
+    "max_num_batched_tokens": ("--batch-size", "-b"),
     "num_threads": ("--threads", "-t"),
     "memory_fraction": ("--gpu-memory-utilization",),
     "num_kv_blocks": ("--num-gpu-blocks-override",),
     "kv_cache_memory_bytes": ("--kv-cache-memory",),
     "enable_prefix_caching": ("--context-cache/--no-context-cache",),
-    "backend": ("--device", "--d"),
+    "backend": ("--device", "--d", "-dev"),
     "step_timeout_s": ("--step-timeout", "--watchdog-timeout"),
+    "quantization": ("-q",),
+    "chat_template": ("--chat-template-file",),
+    "served_model_name": ("--alias", "-a"),
+    "seed": ("-s",),
+    "root_path": ("--api-prefix",),
+    "ssl_certfile": ("--ssl-cert-file",),
+    "ssl_keyfile": ("--ssl-key-file",),
 }
+"""Other names of our flags, of vLLM, vLLM.rs and llama.cpp."""
 HELP: Mapping[str, str] = {
     "model": "Folder, file or Hugging Face id; the same as the argument MODEL.",
     "revision": "Branch, tag or commit on the hub.",
@@ -37,7 +49,10 @@ HELP: Mapping[str, str] = {
     "chat_template": "File with another chat template.",
     "backend": "Backend by name, or auto: the best that can run here.",
     "load_format": "Weight format by name, or auto.",
-    "dtype": "Weights and activations; auto: the checkpoint's.",
+    "quantization": "What the checkpoint must be quantised with; vllmx reads it from there.",
+    "generation_config": "Sampling defaults: auto (the model's), vllm (none) or a folder.",
+    "override_generation_config": "Sampling defaults as a JSON object, over the model's.",
+    "dtype": "Weights and activations: bf16, f16, f32 or their long names; auto: the checkpoint's.",
     "isq": "Quantise while loading: q8_0, q6_k, q5_k, q4_k, q3_k, q2_k, q4_0, q4_1, q5_0, q5_1,"
     " int8, fp8, or a mix such as q4_k_m.",
     "kv_cache_dtype": "KV cache: auto, bf16, f16, f32, int8 or fp8.",
@@ -88,8 +103,10 @@ def _option(
         names = [f"{flag}/--no-{flag[2:]}", *aliases]
         text += f"  [default: {'yes' if field.default else 'no'}]"
         return click.option(*names, field.name, default=None, help=text)
-    if field.default is not None and field.default != ():
-        text += f"  [default: {field.default}]"
+    if field.default not in (None, (), ""):
+        default: Any = field.default
+        shown = ", ".join(default) if isinstance(default, tuple) else default
+        text += f"  [default: {shown}]"
     names = [flag, *ALIASES.get(field.name, ())]
     multiple = typing.get_origin(hint) is tuple
     return click.option(
@@ -97,33 +114,70 @@ def _option(
     )
 
 
-def _click_type(hint: Any) -> Any:
+class Shown(click.ParamType[Any]):
+    """A type of which click shows the name alone: values are converted with those of the
+    environment and the config file, by `vllmx_core.config_values`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
+        return f"[{self.name}]" if "|" in self.name else None
+
+
+def _click_type(hint: Any) -> Shown:
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-        # "none" is a value of optional numbers, so their text is converted later.
-        return str if inner in (int, float) else _click_type(inner)
+        return _click_type(next(arg for arg in typing.get_args(hint) if arg is not type(None)))
     if origin is Literal:
-        return click.Choice(list(typing.get_args(hint)))
+        return Shown("|".join(typing.get_args(hint)))
     if origin is tuple:
         return _click_type(typing.get_args(hint)[0])
-    return hint
+    return Shown({int: "integer", float: "number"}.get(hint, "text"))
 
 
 def engine_options(command: F) -> F:
-    """Every field of EngineConfig as a flag, the argument MODEL, and --config."""
+    """Every field of EngineConfig as a flag, the argument MODEL, --file and --config."""
     decorated = options_of(EngineConfig, HELP)(command)
-    decorated = click.option(
-        "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with flags."
-    )(decorated)
+    for names, text in ((("--config", "config_file"), "YAML file with flags."), FILE):
+        decorated = click.option(*names, type=Shown("path"), help=text)(decorated)
     wrapped: F = click.argument("model_argument", metavar="[MODEL]", required=False)(decorated)
     return wrapped
+
+
+FILE = (("--file", "-f", "--f", "file"), "A GGUF file: of MODEL, or by its path alone.")
+
+
+def log_level_option(default: str) -> Callable[[F], F]:
+    """--log-level, for commands that have no configuration record with one."""
+    return click.option(
+        "--log-level", type=Shown("|".join(LOG_LEVELS)), default=default, show_default=True,
+        help="How much is logged.",
+    )  # fmt: skip
 
 
 def resolve(classes: tuple[type[Any], ...], flags: dict[str, Any]) -> tuple[Any, ...]:
     """The config records from flags, environment and `--config` file. Raises ConfigError for a key
     of the file that no record has."""
-    flags = dict(flags)
+    flags = {name: value for name, value in flags.items() if value not in (None, ())}
+    command = click.get_current_context().command
+    foreign = command.foreign if isinstance(command, ModelCommand) else {}
+    path = flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG")
+    _one_model(flags)
+    for name in [name for name in flags if name.startswith(FOREIGN)]:
+        apply(foreign[name], flags.pop(name), flags)
+    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    file = known_keys(read_yaml(path), names, foreign.values(), ALIASES)
+    _file_of_model(flags)
+    if "backend" in flags:
+        flags["backend"] = device(flags["backend"])
+    return tuple(
+        resolve_config(cls, flags=flags, environment=os.environ, file=_of(cls, file))
+        for cls in classes
+    )
+
+
+def _one_model(flags: dict[str, Any]) -> None:
     positional = flags.pop("model_argument", None)
     if positional is not None and flags.get("model") is not None:
         raise ConfigError(
@@ -131,39 +185,46 @@ def resolve(classes: tuple[type[Any], ...], flags: dict[str, Any]) -> tuple[Any,
         )
     if positional is not None:
         flags["model"] = positional
-    flags = {name: value for name, value in flags.items() if value not in (None, ())}
-    file = _read_yaml(flags.pop("config_file", None) or os.environ.get("VLLMX_CONFIG"))
-    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    unknown = [key for key in file if key.replace("-", "_") not in names]
-    if unknown:
+
+
+def _file_of_model(flags: dict[str, Any]) -> None:
+    """`--m REPO --f FILE` is a file of the repository, or of a folder."""
+    file, model = flags.pop("file", None), flags.get("model")
+    if file is None:
+        return
+    if model is None:
+        flags["model"] = file
+    elif os.path.isdir(os.path.expanduser(model)):
+        flags["model"] = os.path.join(model, file)
+    elif os.path.exists(model) or ":" in model:
         raise ConfigError(
-            f"the config file has the unknown key {unknown[0]!r}; known are the flags of this"
-            " command without their dashes"
+            f"--file {file!r} names a file of a model, but {model!r} is a file itself: give one"
         )
-    return tuple(
-        resolve_config(cls, flags=flags, environment=os.environ, file=_of(cls, file))
-        for cls in classes
-    )
+    else:
+        flags["model"] = f"{model}:{file}"
+
+
+def device(text: str) -> str:
+    """The backend that a device of PyTorch, or a number of one, means. Raises ConfigError for other
+    devices than the first: which GPU is a variable."""
+    name, _, number = text.partition(":")
+    if name.isdigit() and not number:
+        name, number = "auto", name
+    if not number.isdigit():
+        if "," in text:
+            raise ConfigError(
+                f"--backend {text!r}: vllmx runs a model on one device", param="backend"
+            )
+        return {"none": "cpu", "gpu": "auto", "mps": "metal"}.get(text, text)
+    if int(number):
+        raise ConfigError(
+            f"--backend {text!r}: the number of the GPU is given by a variable: set"
+            f" VLLMX_CUDA_DEVICE={number}",
+            param="backend",
+        )
+    return device(name)
 
 
 def _of(cls: type[Any], file: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(cls)}
     return {key: value for key, value in file.items() if key.replace("-", "_") in names}
-
-
-def _read_yaml(path: str | Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"the config file {path} must hold keys and values, such as port: 8000")
-    return content

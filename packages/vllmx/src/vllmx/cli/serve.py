@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.logs import configure_logging
 from vllmx_server.config import ServerConfig
 
+from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, options_of, resolve
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ HELP = {
 }
 
 
-@click.command(context_settings={"show_default": False})
+@click.command(cls=ModelCommand)
 @engine_options
 @options_of(ServerConfig, HELP)
 def serve(**flags: Any) -> None:
@@ -52,6 +54,7 @@ def serve(**flags: Any) -> None:
     (org/repo, or org/repo:file.gguf); without it the demo model is served. Every option can also be
     set as VLLMX_<NAME> or in a YAML file (--config).
     """
+    configure_logging(flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info")
     engine, server = resolve((EngineConfig, ServerConfig), flags)
     configure_logging(server.log_level)
     from vllmx_server.run import run_server

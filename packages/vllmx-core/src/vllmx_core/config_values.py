@@ -1,0 +1,121 @@
+"""Values of a configuration as people write them: texts of flags and variables, YAML's own types.
+
+Integers may have a suffix as vLLM reads them (2k = 2000, 2K = 2048, 1.5m), bytes also a unit (4GB,
+4GiB); dtypes may have their short names; `auto` stands for what vllmx chooses by itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from vllmx_core.errors import ConfigError
+
+AUTOMATIC = frozenset(
+    {
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks",
+        "kv_cache_memory_bytes", "num_threads", "step_timeout_s",
+    }
+)  # fmt: skip
+"""Fields whose None means that vllmx chooses; `auto` and -1 say the same."""
+
+DTYPES = {
+    "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32",
+}  # fmt: skip
+
+_SUFFIXES = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+_BYTE_UNITS = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_NUMBER = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,9})?) ?([A-Za-z]{0,3})")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" where one of the known names is near, else nothing."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def convert(value: Any, hint: Any, name: str, source: str) -> Any:
+    """A value of the hinted type for the field `name`; `source` is what the user calls it. Raises
+    ConfigError."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            return None
+        if name in AUTOMATIC and str(value).lower() in ("auto", "-1"):
+            return None
+        return convert(value, inner[0], name, source)
+    if origin is Literal:
+        return _choice(value, typing.get_args(hint), name, source)
+    if origin is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{source} must be a list, got {value!r}")
+        return tuple(convert(item, typing.get_args(hint)[0], name, source) for item in items)
+    return _scalar(value, hint, name, source)
+
+
+def _choice(value: Any, choices: tuple[Any, ...], name: str, source: str) -> Any:
+    if name == "dtype" and isinstance(value, str):
+        value = DTYPES.get(value, value)
+    if value in choices:
+        return value
+    listed = ", ".join(map(str, choices))
+    hint = nearest(str(value), map(str, choices))
+    raise ConfigError(f"{source} must be one of {listed}, got {value!r}{hint}")
+
+
+def _scalar(value: Any, hint: Any, name: str, source: str) -> Any:
+    if hint is bool:
+        words = {"1": True, "true": True, "yes": True, "on": True}
+        words |= {"0": False, "false": False, "no": False, "off": False}
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        raise ConfigError(f"{source} must be true or false, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _wrong_type(value, hint, name, source)
+    try:
+        if hint is int:
+            return _integer(value, name)
+        return hint(value)
+    except (ValueError, OverflowError):
+        raise _wrong_type(value, hint, name, source) from None
+
+
+def _integer(value: str | int | float, name: str) -> int:
+    """Raises ValueError for what is no whole number."""
+    if isinstance(value, str):
+        found = _NUMBER.fullmatch(value.strip())
+        if found is None:
+            raise ValueError
+        digits, unit = found.groups()
+        factor = _SUFFIXES.get(unit)
+        if factor is None and name.endswith("_bytes"):
+            factor = _BYTE_UNITS.get(unit.lower())
+        if factor is None:
+            raise ValueError
+        if "." not in digits:
+            return int(digits) * factor
+        value = float(digits) * factor
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
+def _wrong_type(value: Any, hint: Any, name: str, source: str) -> ConfigError:
+    wanted = {int: "an integer", float: "a number", str: "a text"}[hint]
+    if name.endswith("_bytes"):
+        wanted = "a number of bytes, such as 4GiB"
+    return ConfigError(f"{source} must be {wanted}, got {value!r}")

@@ -1,0 +1,71 @@
+"""The YAML file of `--config`: its keys are the names of flags without their dashes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.config_values import nearest
+from vllmx_core.errors import ConfigError
+
+from vllmx.cli.foreign_flags import ForeignFlag, apply
+
+
+def read_yaml(path: str | Path | None) -> dict[str, Any]:
+    """Its content; empty without a path. Raises ConfigError."""
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"the config file {path} must hold keys and values, such as port: 8000")
+    return content
+
+
+def known_keys(
+    file: Mapping[str, Any],
+    fields: Collection[str],
+    foreign: Iterable[ForeignFlag],
+    aliases: Mapping[str, tuple[str, ...]],
+) -> dict[str, Any]:
+    """The file with keys of fields alone: other names of our flags are replaced, flags of other
+    servers are taken as on the command line. Raises ConfigError for an unknown key."""
+    names = {
+        name.lstrip("-"): field
+        for field, texts in aliases.items()
+        for text in texts
+        for name in text.split("/")[:1]
+    }
+    others = {name.lstrip("-"): flag for flag in foreign for name in flag.names}
+    found: dict[str, Any] = {}
+    for key, value in file.items():
+        dashed = key.replace("_", "-")
+        if key.replace("-", "_") in fields:
+            _put(found, key, value)
+        elif names.get(dashed) in fields:
+            _put(found, names[dashed], value)
+        elif dashed in others:
+            if not (others[dashed].bare and value is False):
+                apply(others[dashed], value, found)
+        else:
+            known = [name.replace("_", "-") for name in fields]
+            raise ConfigError(
+                f"the config file has the unknown key {key!r}{nearest(dashed, [*known, *names])};"
+                " known are the flags of this command without their dashes"
+            )
+    return found
+
+
+def _put(found: dict[str, Any], key: str, value: Any) -> None:
+    if any(key.replace("-", "_") == other.replace("-", "_") for other in found):
+        raise ConfigError(f"the config file has the key {key!r} twice, under two names: keep one")
+    found[key] = value

@@ -1,0 +1,91 @@
+"""vLLM's flags that vllmx does not have itself; see `vllmx.cli.foreign_flags`."""
+
+from __future__ import annotations
+
+from vllmx.cli.foreign_flags import ignored, means, refused, switch, switches, variable
+
+ONE_DEVICE = "vllmx runs a model on one device: leave it out or say 1"
+NO_SWAP = "vllmx recomputes preempted sequences and swaps nothing: leave it out or say 0"
+NO_PARSER = "tool calls and reasoning come back as text for now: leave it out"
+NO_LORA = "vllmx serves no adapters: merge them into the model"
+NO_DRAFT = "vllmx does not speculate: leave it out"
+NO_TEXT = "the text of requests is never logged"
+TEXT_ONLY = "vllmx reads no media, only text"
+GRAPHS = "steps are recorded by the backend itself; --enforce-eager runs op by op"
+
+VLLM = (
+    switch("--trust-remote-code", "it is never needed, nothing of a model's folder is executed"),
+    ignored("--code-revision", "nothing of a model's folder is executed"),
+    ignored("--tensor-parallel-size -tp", ONE_DEVICE, "1"),
+    ignored("--pipeline-parallel-size -pp", ONE_DEVICE, "1"),
+    ignored("--data-parallel-size -dp", ONE_DEVICE, "1"),
+    ignored("--decode-context-parallel-size -dcp", ONE_DEVICE, "1"),
+    ignored("--nnodes", ONE_DEVICE, "1"),
+    ignored("--distributed-executor-backend", "there is one device: leave it out", "mp", "uni"),
+    switch("--enable-expert-parallel", "there is one device"),
+    switch("--disable-custom-all-reduce", "there is one device"),
+    ignored("--max-parallel-loading-workers", "loading uses the cores at hand"),
+    switch("--disable-log-requests --enable-log-requests --no-enable-log-requests", NO_TEXT),
+    ignored("--max-log-len", NO_TEXT),
+    switch("--disable-log-stats", "statistics are at /metrics, not in the log"),
+    switches(
+        "--disable-uvicorn-access-log", "disable_access_log", True, "no line for each request"
+    ),
+    means("--uvicorn-log-level", "log_level", "one level for the whole log", str),
+    switch("--disable-fastapi-docs", "there are no such pages"),
+    switch("--disable-frontend-multiprocessing", "the engine core always has its own process"),
+    ignored("--api-server-count", "there is one API process: leave it out or say 1", "1"),
+    switch("--enable-server-load-tracking", "/metrics has the load"),
+    switch("--enable-request-id-headers", "every answer has X-Request-Id"),
+    ignored("--h11-max-incomplete-event-size --h11-max-header-count", "limits are vllmx's own"),
+    variable("--download-dir", "HF_HUB_CACHE", "where files of the hub are kept"),
+    variable("--hf-token -hft", "HF_TOKEN", "token for the Hugging Face hub; ps shows a flag"),
+    ignored("--config-format", "vllmx reads config.json and GGUF: leave it out", "auto", "hf"),
+    ignored("--hf-overrides", "edit config.json instead", "{}"),
+    refused("--hf-config-path", "put config.json beside the weights"),
+    ignored("--tokenizer-mode", "vllmx has one tokenizer for each model: say auto", "auto", "hf"),
+    refused("--tokenizer-revision", "name a folder with --tokenizer"),
+    refused("--skip-tokenizer-init", "a tokenizer is always loaded: leave it out", bare=True),
+    ignored("--task", "vllmx generates text: leave it out", "auto", "generate"),
+    ignored("--runner", "vllmx generates text: leave it out", "auto", "generate"),
+    ignored("--convert", "vllmx generates text: leave it out", "auto", "none"),
+    ignored("--model-impl", "models are vllmx's own: say auto", "auto", "vllm"),
+    ignored("--attention-backend", "each backend has its own attention"),
+    ignored("--swap-space", NO_SWAP, "0"),
+    ignored("--cpu-offload-gb", "weights stay on one device: leave it out or say 0", "0"),
+    ignored("--kv-offloading-size", NO_SWAP, "0"),
+    switch("--calculate-kv-scales", "8-bit KV caches always have a scale for each vector"),
+    ignored("--prefix-caching-hash-algo", "blocks are known by digests and compared"),
+    ignored("--max-num-partial-prefills --max-long-partial-prefills", "chunks follow "
+        "--target-step-ms: leave it out or say 1", "1"),
+    ignored("--long-prefill-token-threshold", "chunks follow --target-step-ms: say 0", "0"),
+    ignored("--scheduler-delay-factor", "nothing is delayed: leave it out or say 0", "0", "0.0"),
+    ignored("--num-scheduler-steps", "a step is one token: leave it out or say 1", "1"),
+    ignored("--num-lookahead-slots", NO_DRAFT, "0"),
+    ignored("--stream-interval", "each step is streamed: leave it out or say 1", "1"),
+    switch("--use-v2-block-manager", "there is one block manager"),
+    switch("--disable-async-output-proc", "see --async-scheduling"),
+    switch("--disable-cascade-attn", "there is none"),
+    switch("--disable-sliding-window --no-disable-sliding-window", "windows follow the model"),
+    ignored("--max-seq-len-to-capture", GRAPHS),
+    ignored("--cuda-graph-sizes --cudagraph-capture-sizes", GRAPHS),
+    ignored("--compilation-config -O", GRAPHS),
+    ignored("--max-logprobs", "a request may ask for 20: leave it out or say 20", "20"),
+    ignored("--response-role", "answers have the role assistant", "assistant"),
+    ignored("--chat-template-content-format", "content is given as the template reads it"),
+    ignored("--guided-decoding-backend", "there is no structured output yet", "auto"),
+    ignored("--limit-mm-per-prompt --mm-processor-kwargs", TEXT_ONLY),
+    ignored("--allowed-local-media-path --allowed-media-domains", TEXT_ONLY),
+    ignored("--ssl-cert-reqs", "clients' certificates are not asked for: say 0", "0"),
+    refused("--ssl-ca-certs", "clients' certificates are not asked for: put a proxy in front"),
+    refused("--enable-auto-tool-choice", NO_PARSER, bare=True),
+    refused("--tool-call-parser --tool-parser-plugin", NO_PARSER),
+    refused("--reasoning-parser", NO_PARSER),
+    refused("--enable-lora", NO_LORA, bare=True),
+    refused("--lora-modules", NO_LORA),
+    refused("--speculative-config", NO_DRAFT),
+    refused("--rope-theta", "set it in the model's config.json"),
+    refused("--middleware", "put a proxy in front"),
+    refused("--otlp-traces-endpoint", "there are no traces; /metrics has the times"),
+    refused("--enable-sleep-mode", "stop and start the server, it takes a second", bare=True),
+)  # fmt: skip

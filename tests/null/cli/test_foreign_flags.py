@@ -1,0 +1,163 @@
+"""Flags that deployments of other servers carry: taken with a note, translated, or refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from vllmx.cli.command import FAMILIES
+from vllmx.cli.serve import serve
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
+
+from tests.null.cli.test_options import configs
+
+EVERY = [flag for family in FAMILIES.values() for flag in family]
+
+
+def engine(*arguments: str) -> EngineConfig:
+    return configs(*arguments)[0]
+
+
+def test_a_command_line_of_each_family_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllmx.flags")
+    line = (
+        "serve-me --trust-remote-code --tensor-parallel-size 1 --disable-log-requests"
+        " --swap-space 0 --tokenizer-mode auto --generation-config auto --max-model-len 2k"
+        " --dtype bf16 --device cuda:0 --gpu_memory_utilization 0.8"
+    )
+    config = engine(*line.split())
+    assert (config.model, config.max_model_len, config.dtype) == ("serve-me", 2000, "bfloat16")
+    assert (config.backend, config.memory_fraction) == ("cuda", 0.8)
+    assert "--trust-remote-code is taken without effect: it is never needed" in caplog.text
+    config = engine(
+        *["--m", "org/repo", "--f", "some.gguf", "--d", "0", "--fp8-kvcache", "--server", "--log"]
+    )
+    assert (config.model, config.kv_cache_dtype) == ("org/repo:some.gguf", "fp8")
+    line = (
+        "-hf org/repo -hff x.gguf -c 0 -np 4 -ngl 99 -fa -ctk q8_0 -ctv q8_0 --jinja --mlock -t -1"
+    )
+    config = engine(*line.split())
+    assert (config.model, config.max_model_len, config.max_num_seqs) == ("org/repo:x.gguf", None, 4)
+    assert (config.backend, config.kv_cache_dtype) == ("auto", "int8")
+    assert engine("--cpu").backend == engine("-ngl", "0").backend == "cpu"
+
+
+@pytest.mark.parametrize("value", [["-fa", "on"], ["--flash-attn=auto"], ["-fa", "--port", "1"]])
+def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None:
+    engine(*value)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--tensor-parallel-size 2", "--tensor-parallel-size 2 is refused: .* one device"),
+        ("--swap-space 4", "recomputes"),
+        ("--enable-lora", "--enable-lora is refused: .*merge"),
+        ("--device cuda:1", "VLLMX_CUDA_DEVICE=1"),
+        ("--d 0,1", "one device"),
+        ("--d 2", "VLLMX_CUDA_DEVICE=2"),
+        ("-ngl 20", "whole model"),
+        ("-ctk q4_0", "f32, f16, bf16, q8_0 are taken"),
+        ("-ctk q8_0 -ctv f16", "asks for --kv-cache-dtype f16, which is given as 'int8' too"),
+        ("--fp8-kvcache --kv-cache-dtype int8", "given as 'int8' too"),
+        ("--temp 0.7", "override-generation-config"),
+        ("--max-model-len 5 --max-model-len 6", "--max-model-len is given twice"),
+        ("--gpu-memory-utilization .5 --memory-fraction .5", "--memory-fraction is given twice"),
+        ("--m a --w b", "--model is given twice"),
+        ("a --m b", "named twice"),
+        ("a -hf b", "given as 'a' too"),
+        ("--m a.gguf:b --f c", "is a file itself"),
+        ("--dtype bfloat17", r"got 'bfloat17'; did you mean 'bfloat16'\?"),
+        ("--log-level warn", r"did you mean 'warning'\?"),
+    ],
+)
+def test_other_values_are_refused_with_the_remedy(line: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        configs(*line.split())
+
+
+def test_a_mistyped_flag_names_the_nearest() -> None:
+    with pytest.raises(click.NoSuchOption) as caught:
+        configs("--max-model-length", "5")
+    assert "--max-model-len" in caught.value.format_message()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2k", 2000), ("2K", 2048), ("1.5k", 1500), ("auto", None), ("-1", None), ("0x10", "integer"),
+     ("1.5", "integer"), ("2KB", "integer"), ("9" * 40, "integer")],
+)  # fmt: skip
+def test_integers_as_people_write_them(text: str, value: Any) -> None:
+    if isinstance(value, str):
+        with pytest.raises(ConfigError, match=value):
+            engine("--max-model-len", text)
+    else:
+        assert engine("--max-model-len", text).max_model_len == value
+
+
+def test_bytes_have_units() -> None:
+    assert engine("--kv-cache-memory-bytes", "4GB").kv_cache_memory_bytes == 4 * 10**9
+    assert engine("--kv-cache-memory", "4GiB").kv_cache_memory_bytes == 4 << 30
+    assert configs("--max-body-bytes", "1m")[1].max_body_bytes == 10**6
+    with pytest.raises(ConfigError, match="such as 4GiB, got '4 gulps'"):
+        engine("--kv-cache-memory", "4 gulps")
+
+
+def test_the_config_file_takes_them_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "tensor-parallel-size: 1\ntrust_remote_code: true\ngpu-memory-utilization: 0.5\n"
+        "enable-lora: false\nfp8-kvcache: true\n"
+    )
+    config = engine("--config", str(file))
+    assert (config.memory_fraction, config.kv_cache_dtype) == (0.5, "fp8")
+    for text, error in (
+        ("tensor-parallel-size: 2", "one device"),
+        ("enable-lora: true", "merge"),
+        ("gpu-memory-utilization: 0.5\nmemory-fraction: 0.5", "twice"),
+        ("max-model-length: 5", "did you mean 'max-model-len'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=error):
+            engine("--config", str(file))
+
+
+def test_a_token_sets_the_variable_and_stays_out_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllmx.flags")
+    monkeypatch.setenv("HF_TOKEN", "")
+    engine("--hf-token", "hf_secret")
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+    assert "--hf-token is taken" in caplog.text
+    assert "hf_secret" not in caplog.text
+
+
+def test_no_flag_is_in_two_tables_or_unreachable() -> None:
+    names = Counter(name for flag in EVERY for name in flag.names)
+    assert not [name for name, count in names.items() if count > 1]
+    own = {
+        name
+        for param in serve.params
+        if not (param.name or "").startswith("foreign_")
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    assert not own & names.keys(), "vllmx has these itself"
+    assert len(serve.params) - len([p for p in serve.params if not getattr(p, "hidden", 0)]) == len(
+        EVERY
+    )
+
+
+def test_the_page_is_in_step_with_the_code() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    lister = runpy.run_path(str(docs / "list_flags.py"))
+    assert (docs / "flags.md").read_text(encoding="utf-8") == lister["page"](), (
+        "run: python docs/list_flags.py"
+    )
