@@ -135,6 +135,11 @@ class SamplingParams:
                 )
 
     @property
+    def num_choices(self) -> int:
+        """Generated: n, or best_of."""
+        return self.best_of or self.n
+
+    @property
     def needs_counts(self) -> bool:
         return (
             self.presence_penalty != 0.0

@@ -16,8 +16,7 @@ thread, but for `render_chat`, which may run anywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,17 +28,19 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
 from vllmx_engine.frontend import Frontend, Listener, ProcessFrontend, ThreadFrontend
-from vllmx_engine.load import LoadPlan, plan_load
+from vllmx_engine.load import plan_load
 from vllmx_engine.messages import CoreInfo, CoreOutput, CoreStats
 from vllmx_engine.outputs import RequestOutput
 from vllmx_engine.request import Prompt, Request, RequestBuilder, RequestOptions
+from vllmx_engine.request_size import chat_size, prompt_size, texts_size
 from vllmx_engine.request_state import OutputKind, RequestState
 from vllmx_engine.request_stream import RequestStream
 from vllmx_engine.request_table import RequestTable
+from vllmx_engine.text_threads import Stopped, TextThreads
 
 T = TypeVar("T")
 
-_INLINE_LENGTH = 4096
+_INLINE_BYTES = 4096
 """Longer texts and lists of ids are converted on a thread; the event loop goes on meanwhile."""
 
 
@@ -50,20 +51,17 @@ class AsyncLLM:
         config: what it was started with.
         tokenizer: of the model.
         stats: the core's counters, at most a second old while it is busy.
+        text: threads for texts that are too long for the event loop.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        frontend: Frontend,
-        renderer: ChatRenderer,
-        builder: RequestBuilder,
+        self, config: EngineConfig, frontend: Frontend, chat: ChatRenderer, builder: RequestBuilder
     ) -> None:
         self.config = config
         self.tokenizer = builder.tokenizer
         self.stats = CoreStats()
         self._frontend = frontend
-        self._renderer = renderer
+        self._renderer = chat
         self._builder = builder
         self._table = RequestTable(builder.tokenizer)
         self._streams: dict[str, RequestStream] = {}
@@ -71,7 +69,7 @@ class AsyncLLM:
         self._idle.set()
         self._draining = False
         self._dead = asyncio.Event()
-        self._threads = ThreadPoolExecutor(2, "vllmx-text")
+        self.text = TextThreads()
         frontend.listener = Listener(
             self._take_outputs,
             self._take_stats,
@@ -95,7 +93,8 @@ class AsyncLLM:
             VllmxError: the typed reason why it cannot be loaded, whichever process met it.
         """
         plan = await asyncio.to_thread(plan_load, config, registry)
-        starting = asyncio.ensure_future(_start_frontend(plan, in_process))
+        kind = ThreadFrontend if in_process else ProcessFrontend
+        starting: asyncio.Future[Frontend] = asyncio.ensure_future(kind.start(plan))
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, plan)
             renderer = ChatRenderer.of(config, tokenizer)
@@ -182,6 +181,7 @@ class AsyncLLM:
             QueueFullError: too many wait already.
             EngineDeadError: the core is being restarted or gone, or the engine drains.
         """
+        params = params or self.sampling_params()
         build = partial(
             self._builder.build,
             prompt,
@@ -190,9 +190,9 @@ class AsyncLLM:
             options=RequestOptions(priority, client, cache_salt),
             add_special_tokens=add_special_tokens,
         )
-        self._check_open(1)
-        request = await self._on_thread(build) if _is_long(prompt) else build()
-        return self._launch(request, kind)
+        self.check_open(params.num_choices)
+        size = prompt_size(prompt) + texts_size(params)
+        return self._launch(await self._run(client, size, build), kind)
 
     async def submit_chat(
         self,
@@ -209,19 +209,22 @@ class AsyncLLM:
         """Renders a conversation with the model's chat template and goes on as `submit`.
 
         Without `params` the answer may be as long as the context holds. Raises TemplateError too.
+        Cancelling stops the rendering.
         """
+        found = params or self.sampling_params(max_tokens=None)
 
-        def build() -> Request:
+        def build(stopped: Stopped) -> Request:
             return self._builder.build(
-                self.render_chat(messages, chat),
-                params or self.sampling_params(max_tokens=None),
+                self.render_chat(messages, chat, stopped),
+                found,
                 request_id=request_id,
                 options=RequestOptions(priority, client, cache_salt),
                 add_special_tokens=False,
             )
 
-        self._check_open(1)
-        return self._launch(await self._on_thread(build), kind)
+        self.check_open(found.num_choices)
+        size = chat_size(messages) + texts_size(found)
+        return self._launch(await self.text.run(client, size, build), kind)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -237,8 +240,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """`submit_chat` as an async generator, with the same options and errors; closing it
-        aborts."""
+        """`submit_chat` as an async generator, just so."""
         async with await self.submit_chat(messages, params, **options) as stream:
             async for output in stream:
                 yield output
@@ -252,21 +254,44 @@ class AsyncLLM:
 
     # --- text -------------------------------------------------------------------------------------
     def render_chat(
-        self, messages: Sequence[ChatMessage | Message], chat: ChatOptions | None = None
+        self,
+        messages: Sequence[ChatMessage | Message],
+        chat: ChatOptions | None = None,
+        stopped: Stopped | None = None,
     ) -> str:
         """The text that the chat template makes of a conversation. May take a while: call it on a
-        thread. Raises TemplateError, InvalidRequestError."""
-        return self._renderer.render(messages, chat)
+        thread. Raises TemplateError, InvalidRequestError; the former too once `stopped` is true."""
+        return self._renderer.render(messages, chat, stopped)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, client: str = ""
+    ) -> list[int]:
+        """Token ids of a text. Raises InvalidRequestError, QueueFullError."""
         encode = partial(self.tokenizer.encode, text, add_special_tokens)
-        return await self._on_thread(encode) if len(text) > _INLINE_LENGTH else encode()
+        return await self._run(client, len(text), encode)
 
-    async def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage | Message],
+        chat: ChatOptions | None = None,
+        add_special_tokens: bool = False,
+        client: str = "",
+    ) -> list[int]:
+        """Token ids of a conversation. Raises TemplateError and what `encode` raises."""
+
+        def encode(stopped: Stopped) -> list[int]:
+            return self.tokenizer.encode(
+                self.render_chat(messages, chat, stopped), add_special_tokens
+            )
+
+        return await self.text.run(client, chat_size(messages), encode)
+
+    async def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = False, *, client: str = ""
+    ) -> str:
+        """The text of token ids. Raises InvalidRequestError, QueueFullError."""
         decode = partial(self.tokenizer.decode, ids, skip_special_tokens)
-        return await self._on_thread(decode) if len(ids) > _INLINE_LENGTH else decode()
+        return await self._run(client, prompt_size(ids), decode)
 
     # --- life -------------------------------------------------------------------------------------
     async def reset_prefix_cache(self) -> bool:
@@ -287,7 +312,7 @@ class AsyncLLM:
         self._draining = True
         self._frontend.abort(self._table.end_all("abort"))
         await self._frontend.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -301,12 +326,25 @@ class AsyncLLM:
         await self.shutdown()
 
     # --- inside -----------------------------------------------------------------------------------
-    def _check_open(self, num_choices: int) -> None:
+    def check_open(self, num_choices: int = 1) -> None:
+        """Whether a call with so many choices could be taken in now.
+
+        Raises:
+            InvalidRequestError: it could never be, because they are more than may run and wait.
+            QueueFullError: too many wait already.
+            EngineDeadError: the core is being restarted or gone, or the engine drains.
+        """
         if self._draining:
             raise EngineDeadError("the engine is shutting down: send the request to another one")
         if self._frontend.status != "ready":
             raise self._frontend.unavailable()
         running, waiting = self.info.max_num_seqs, self.config.max_queue
+        if num_choices > running + waiting:
+            raise InvalidRequestError(
+                f"the call has {num_choices} choices in all, but at most {running} run and"
+                f" {waiting} wait: lower n or best_of, split the call, or raise --max-queue",
+                param="n",
+            )
         if len(self._table) + num_choices > running + waiting:
             raise QueueFullError(
                 f"{len(self._table)} sequences are in flight and this request has {num_choices};"
@@ -315,7 +353,7 @@ class AsyncLLM:
 
     def _launch(self, request: Request, kind: OutputKind) -> RequestStream:
         """Hands a checked request to the core."""
-        self._check_open(len(request.core))
+        self.check_open(len(request.core))
         if request.request_id in self._streams:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in flight already: use another one",
@@ -355,17 +393,8 @@ class AsyncLLM:
     def _take_restart(self, info: CoreInfo) -> None:
         self._builder.info = info
 
-    async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-
-def _is_long(prompt: Prompt) -> bool:
-    """Whether checking it would hold up the event loop noticeably."""
-    parts = prompt.values() if isinstance(prompt, Mapping) else (prompt,)
-    return any(isinstance(part, Sized) and len(part) > _INLINE_LENGTH for part in parts)
-
-
-async def _start_frontend(plan: LoadPlan, in_process: bool) -> Frontend:
-    if in_process:
-        return await ThreadFrontend.start(plan)
-    return await ProcessFrontend.start(plan)
+    async def _run(self, client: str, size: int, function: Callable[[], T]) -> T:
+        """On a thread where the event loop would be held up noticeably."""
+        if size <= _INLINE_BYTES:
+            return function()
+        return await self.text.run(client, size, lambda _: function())

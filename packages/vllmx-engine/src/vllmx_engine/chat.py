@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -79,7 +79,10 @@ class ChatRenderer:
         return ChatTemplate.from_tokenizer(self._tokenizer)
 
     def render(
-        self, messages: Sequence[ChatMessage | Message], options: ChatOptions | None = None
+        self,
+        messages: Sequence[ChatMessage | Message],
+        options: ChatOptions | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> str:
         """The prompt's text, with every special token that belongs to it. May take a while: not for
         an event loop. Raises TemplateError, InvalidRequestError."""
@@ -95,6 +98,7 @@ class ChatRenderer:
             continue_final_message=options.continue_final_message,
             template=options.template,
             chat_template_kwargs=options.template_kwargs,
+            stopped=stopped,
         )
 
 

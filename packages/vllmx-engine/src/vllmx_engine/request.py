@@ -19,7 +19,7 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.generation_config import SAMPLING
 from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of
 from vllmx_engine.text.stop import StopSet
-from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
 logger = logging.getLogger("vllmx.requests")
 
@@ -159,7 +159,12 @@ class RequestBuilder:
                 )
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens)
+            limit = self.info.max_model_len - 1
+            try:
+                return prompt, self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
+            except TooManyTokensError as error:
+                at_least = "" if error.exact else "at least "
+                raise self._too_long(f"{at_least}{error.num_tokens}") from None
         return None, _checked_ids(prompt)
 
     def _check_prompt(self, ids: list[int]) -> None:
@@ -172,13 +177,16 @@ class RequestBuilder:
                 f" {self.info.vocab_size - 1}",
                 param="prompt",
             )
+        if len(ids) >= self.info.max_model_len:
+            raise self._too_long(str(len(ids)))
+
+    def _too_long(self, num_tokens: str) -> ContextLengthError:
         limit = self.info.max_model_len
-        if len(ids) >= limit:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens, but the context of {limit} must hold it and at"
-                f" least one token of output: shorten it to {limit - 1} tokens",
-                param="prompt",
-            )
+        return ContextLengthError(
+            f"the prompt has {num_tokens} tokens, but the context of {limit} must hold it and at"
+            f" least one token of output: shorten it to {limit - 1} tokens",
+            param="prompt",
+        )
 
     def _core_requests(
         self, number: int, ids: list[int], params: SamplingParams, options: RequestOptions

@@ -21,7 +21,7 @@ from vllmx_engine.text.messages import (
     plain_data,
     without_rich_values,
 )
-from vllmx_engine.text.template_budget import BoundsError, TemplateLimits
+from vllmx_engine.text.template_budget import BoundsError, Stopped, TemplateLimits
 from vllmx_engine.text.template_sandbox import (
     BoundedContext,
     RaisedByTemplate,
@@ -90,6 +90,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        stopped: Stopped | None = None,
     ) -> str:
         """The prompt.
 
@@ -103,6 +104,7 @@ class ChatTemplate:
             template: name of the template; by default `tool_use` where tools are given and there
                 is one, else `default`.
             chat_template_kwargs: variables of the template, such as `enable_thinking`.
+            stopped: asked now and then; once true, the rendering ends with a TemplateError.
 
         Raises:
             TemplateError: the template refuses the conversation (with its own message), fails on
@@ -135,8 +137,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         if not continue_final_message:
-            return compiled.render(plain, variables)
-        return _cut_at_mark(compiled.render(_mark_end(plain), variables))
+            return compiled.render(plain, variables, stopped)
+        return _cut_at_mark(compiled.render(_mark_end(plain), variables, stopped))
 
     def _select(self, name: str | None, has_tools: bool) -> _CompiledTemplate:
         if name is None:
@@ -169,20 +171,25 @@ class _CompiledTemplate:
         self.takes_text = not self.takes_parts or _tests_for_text(tree)
         self.takes_none = _tests_for_none(tree)
 
-    def render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None
+    ) -> str:
         """The prompt; a template that only adds strings gets a second try with strings."""
         try:
-            return self._run(messages, variables)
+            return self._run(messages, variables, stopped)
         except TemplateError as error:
             simpler = without_rich_values(messages)
             failed = isinstance(error.__cause__, (TypeError, jinja2.UndefinedError))
             if simpler is None or not failed:
                 raise
-            return self._run(simpler, variables)
+            return self._run(simpler, variables, stopped)
 
-    def _run(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+    def _run(
+        self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None
+    ) -> str:
         context = self._template.new_context({**variables, "messages": messages})
         assert isinstance(context, BoundedContext)
+        context.budget.stopped = stopped
         limit = self._environment.limits.max_chars
         parts: list[str] = []
         num_chars = 0

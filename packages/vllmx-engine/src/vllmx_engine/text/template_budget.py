@@ -9,12 +9,15 @@ and the clock, read at each step, catches what is made of many of them.
 from __future__ import annotations
 
 import time
-from collections.abc import ItemsView, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 4096
+_LOOK_S = 0.05
+"""Between two looks at the CPU time and at `Budget.stopped`."""
+Stopped = Callable[[], bool]
 _ELEMENT_CHARS = 16
 """An element of a new container is charged like so many characters."""
 
@@ -40,15 +43,16 @@ class TemplateLimits:
 class Budget:
     """The running account of one rendering."""
 
-    __slots__ = ("_clock_check", "_cpu_start", "_made", "_sizes", "_steps", "limits")
+    __slots__ = ("_clock_check", "_cpu_start", "_made", "_sizes", "_steps", "limits", "stopped")
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
+        self.stopped: Stopped | None = None
         self._steps = 0
         self._made = 0
         self._sizes: dict[int, tuple[int, int, Any]] = {}
         self._cpu_start = time.thread_time()
-        self._clock_check = time.monotonic() + limits.max_cpu_s
+        self._clock_check = time.monotonic()
 
     def step(self) -> None:
         """Count one step; at wall-clock intervals look at the CPU time."""
@@ -60,7 +64,9 @@ class Budget:
             left = self.limits.max_cpu_s - (time.thread_time() - self._cpu_start)
             if left <= 0:
                 raise BoundsError(f"takes more than {self.limits.max_cpu_s:g} s of CPU time")
-            self._clock_check = now + left
+            if self.stopped is not None and self.stopped():
+                raise BoundsError("was stopped, because nobody waits for it")
+            self._clock_check = now + min(left, _LOOK_S)
 
     def check_chars(self, num_chars: int) -> None:
         """Refuse a value of this size before it is made."""

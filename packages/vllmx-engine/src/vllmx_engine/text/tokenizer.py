@@ -23,9 +23,23 @@ from vllmx_engine.text.model_files import (
     read_json_object,
 )
 from vllmx_engine.text.pieces import PiecePlan, PieceTable, TextTable, plan_pieces
+from vllmx_engine.text.token_bound import TokenBound, token_bound
 
 TOKENIZER_NAME = "tokenizer.json"
+_LONG_CHARS = 1 << 18
+"""Longer texts are refused by a bound on their tokens where that is enough; of others the message
+tells the exact number."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were wanted: `num_tokens`, or where that is not `exact` at least
+    so many."""
+
+    def __init__(self, num_tokens: int, *, exact: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.exact = exact
 
 
 class Tokenizer:
@@ -93,22 +107,44 @@ class Tokenizer:
             chat_templates=read_chat_templates(folder, config),
         )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, limit: int | None = None
+    ) -> list[int]:
         """Token ids of `text`; special tokens spelt in the text become their ids.
 
+        Args:
+            limit: more tokens are counted, but not made into a list.
+
         Raises:
+            TooManyTokensError: there are more than `limit`.
             InvalidRequestError: the text is not valid Unicode (a lone surrogate), or the model's
                 tokenizer has no token for a part of it.
         """
-        return self.encode_batch((text,), add_special_tokens)[0]
+        if limit is None:
+            return self.encode_batch((text,), add_special_tokens)[0]
+        if len(text) > _LONG_CHARS and self._bound is not None:
+            fewest = self._bound.fewest_tokens(text)
+            if fewest > limit:
+                raise TooManyTokensError(fewest, exact=False)
+        (encoding,) = self._encodings((text,), add_special_tokens)
+        marks = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
+        if len(encoding) + marks > limit:
+            raise TooManyTokensError(len(encoding) + marks, exact=True)
+        return self._ids(encoding, add_special_tokens)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """`encode` of each text; runs outside the interpreter lock."""
+        encodings = self._encodings(texts, add_special_tokens)
+        return [self._ids(encoding, add_special_tokens) for encoding in encodings]
+
+    def _encodings(
+        self, texts: Sequence[str], add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
         try:
             with library_errors(_cannot_encode):
-                encodings = self.backend.encode_batch_fast(
+                return self.backend.encode_batch_fast(
                     list(texts), add_special_tokens=add_special_tokens
                 )
         except InvalidRequestError as error:
@@ -117,9 +153,12 @@ class Tokenizer:
             raise InvalidRequestError(
                 "the text holds a lone surrogate, which is no Unicode character; remove it"
             ) from error.__cause__
+
+    def _ids(self, encoding: tokenizers.Encoding, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = encoding.ids
         if not add_special_tokens or not (self._prefix or self._suffix):
-            return [encoding.ids for encoding in encodings]
-        return [[*self._prefix, *encoding.ids, *self._suffix] for encoding in encodings]
+            return ids
+        return [*self._prefix, *ids, *self._suffix]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of `ids`, exactly as the `tokenizers` library gives it.
@@ -155,6 +194,10 @@ class Tokenizer:
     def plan(self) -> PiecePlan | None:
         """How bytes per token make a text (`pieces.PiecePlan`), None if they do not."""
         return self._plan
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return token_bound(self.backend)
 
     @cached_property
     def all_pieces(self) -> PieceTable | None:

@@ -1,0 +1,216 @@
+"""Threads for text: clients take turns, and what waits or is worked on has a budget.
+
+Rendering and tokenising a long text takes seconds and hundreds of megabytes, and a library call
+cannot be interrupted. So one thread is kept for small texts, which a long one then never holds up,
+and what may wait is counted, for each client and in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vllmx_core.errors import QueueFullError
+
+T = TypeVar("T")
+Stopped = Callable[[], bool]
+"""Whether nobody waits for the work any more."""
+
+_TRIM_BYTES = 1 << 20
+"""Work on a text of this size leaves the allocator with memory worth giving back."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """Bytes of text that may wait or be worked on at a time. A client with nothing else in flight
+    is never refused for its own limit, and a quarter of each is kept for small texts."""
+
+    client_bytes: int = 64 << 20
+    all_bytes: int = 256 << 20
+    small_bytes: int = 64 << 10
+    """Texts up to this size take a few milliseconds."""
+
+
+class TextThreads:
+    """Runs functions on two threads, one of them for small texts alone.
+
+    The client with the fewest bytes served comes next, and of its texts a small one before a large
+    one, until the small ones that passed it come to the size of the large one.
+    """
+
+    def __init__(self, limits: TextLimits = TextLimits()) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._clients: dict[str, _Client] = {}
+        self._bytes = 0
+        self._served = 0
+        """Bytes that the client of the last turn was served: where a new client begins."""
+        self._any = ThreadPoolExecutor(1, "vllmx-text")
+        self._small = ThreadPoolExecutor(1, "vllmx-small-text")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of texts that wait or are worked on."""
+        return self._bytes
+
+    async def run(self, client: str, size: int, function: Callable[[Stopped], T]) -> T:
+        """What `function` returns or raises, called on a thread when it is the client's turn.
+
+        Cancelling takes it back where it has not begun; else what it is given becomes true, and
+        its result is dropped.
+
+        Args:
+            size: of the text, in bytes.
+
+        Raises:
+            QueueFullError: too much text is in flight, of this client or of all.
+        """
+        job = _Job(client, size, function)
+        self._enter(job)
+        self._any.submit(self._work, self._any)
+        if self._is_small(size):
+            self._small.submit(self._work, self._small)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            job.stopped = True
+            if job.future.cancel():
+                self._leave(job)
+            raise
+
+    def close(self) -> None:
+        """Drops what waits; what runs is told that nobody does."""
+        with self._lock:
+            jobs = [job for client in self._clients.values() for job in client.jobs()]
+        for job in jobs:
+            job.stopped = True
+            if job.future.cancel():
+                self._leave(job)
+        for pool in (self._any, self._small):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- inside -----------------------------------------------------------------------------------
+    def _is_small(self, size: int) -> bool:
+        return size <= self._limits.small_bytes
+
+    def _enter(self, job: _Job) -> None:
+        with self._lock:
+            client = self._clients.get(job.client) or _Client(self._served)
+            if client.num_bytes:
+                self._check(job, client.num_bytes, self._limits.client_bytes, "of this client")
+            if self._bytes:
+                self._check(job, self._bytes, self._limits.all_bytes, "of all clients")
+            if not client.waits:
+                client.served = max(client.served, self._served)
+            job.due = client.served + job.size
+            client.num_bytes += job.size
+            self._bytes += job.size
+            (client.small if self._is_small(job.size) else client.large).append(job)
+            self._clients[job.client] = client
+
+    def _check(self, job: _Job, taken: int, limit: int, whose: str) -> None:
+        usable = limit if self._is_small(job.size) else limit - limit // 4
+        if taken + job.size > usable:
+            raise QueueFullError(
+                f"{taken} bytes of text {whose} wait for the tokenizer and this request has"
+                f" {job.size}, at most {usable} are taken: send it again in a moment"
+            )
+
+    def _leave(self, job: _Job) -> None:
+        """The job is done or taken back: its bytes are free again, and its text too."""
+        job.function = None
+        with self._lock:
+            if job.left:
+                return
+            job.left = True
+            client = self._clients[job.client]
+            client.drop(job)
+            client.num_bytes -= job.size
+            self._bytes -= job.size
+            if not client.num_bytes and not client.waits:
+                del self._clients[job.client]
+
+    def _work(self, thread: ThreadPoolExecutor) -> None:
+        """One turn, if somebody still waits for one."""
+        job = self._next(small_only=thread is self._small)
+        if job is None or job.function is None:
+            return
+        function, result, error = job.function, None, None
+        try:
+            result = function(lambda: job.stopped)
+        except BaseException as raised:  # the library's panics among them
+            error = raised
+        del function
+        self._leave(job)
+        if job.size >= _TRIM_BYTES:
+            _give_back_memory()
+        if error is not None:
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
+
+    def _next(self, *, small_only: bool) -> _Job | None:
+        """Takes the job whose turn it is."""
+        with self._lock:
+            while waiting := [c for c in self._clients.values() if c.first(small_only)]:
+                client = min(waiting, key=lambda c: c.served)
+                job = client.first(small_only)
+                assert job is not None
+                client.drop(job)
+                if job.future.set_running_or_notify_cancel():
+                    self._served = client.served
+                    client.served += job.size
+                    return job
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    client: str
+    size: int
+    function: Callable[[Stopped], Any] | None
+    future: Future[Any] = field(default_factory=Future)
+    due: int = 0
+    """Of a large one: no small one passes it once its client was served so many bytes."""
+    stopped: bool = False
+    left: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    served: int
+    num_bytes: int = 0
+    """In flight."""
+    small: deque[_Job] = field(default_factory=deque)
+    large: deque[_Job] = field(default_factory=deque)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.small or self.large)
+
+    def jobs(self) -> list[_Job]:
+        return [*self.small, *self.large]
+
+    def first(self, small_only: bool) -> _Job | None:
+        if small_only or not self.large:
+            return self.small[0] if self.small else None
+        large = self.large[0]
+        return self.small[0] if self.small and self.served < large.due else large
+
+    def drop(self, job: _Job) -> None:
+        for jobs in (self.small, self.large):
+            if job in jobs:
+                jobs.remove(job)
+
+
+def _give_back_memory() -> None:
+    """glibc keeps what threads have freed, gigabytes of it, until it is asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
