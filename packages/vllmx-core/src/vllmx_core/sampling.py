@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -128,8 +129,9 @@ class SamplingParams:
             ("logit_bias", tuple(self.logit_bias)),
         ):
             if ids and max(ids) >= vocab_size:
+                bad = [token for token in ids if token >= vocab_size]
                 raise InvalidRequestError(
-                    f"{name} names token id {max(ids)}, but the vocabulary ends at"
+                    f"{name} names {listing(bad)}, but the vocabulary has token ids 0 to"
                     f" {vocab_size - 1}",
                     param=name,
                 )
@@ -146,6 +148,13 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+def listing(items: Collection[object], limit: int = 20) -> str:
+    """The first `limit` items for an error message, and how many more there are."""
+    shown = ", ".join(repr(item)[:100] for item in islice(items, limit))
+    rest = len(items) - limit
+    return shown if rest <= 0 else f"{shown} and {rest} more"
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

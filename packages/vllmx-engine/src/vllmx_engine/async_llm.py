@@ -205,11 +205,13 @@ class AsyncLLM:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
+        add_special_tokens: bool = False,
     ) -> RequestStream:
         """Renders a conversation with the model's chat template and goes on as `submit`.
 
-        Without `params` the answer may be as long as the context holds. Raises TemplateError too.
-        Cancelling stops the rendering.
+        Without `params` the answer may be as long as the context holds. Templates write their own
+        special tokens; `add_special_tokens` adds more. Raises TemplateError too. Cancelling stops
+        the rendering.
         """
         found = params or self.sampling_params(max_tokens=None)
 
@@ -219,7 +221,7 @@ class AsyncLLM:
                 found,
                 request_id=request_id,
                 options=RequestOptions(priority, client, cache_salt),
-                add_special_tokens=False,
+                add_special_tokens=add_special_tokens,
             )
 
         self.check_open(found.num_choices)

@@ -17,15 +17,30 @@ class Chunks:
 
     With `include_usage` a last chunk has the usage and no choices, and the others say
     `"usage": null`, as OpenAI's do; with `continuous_usage_stats` each has the usage so far.
+
+    Args:
+        fingerprint: of what serves (`ServerState.fingerprint`).
     """
 
     def __init__(
-        self, kind: str, answer_id: str, created: int, model: str, options: StreamOptions | None
+        self,
+        kind: str,
+        answer_id: str,
+        created: int,
+        model: str,
+        options: StreamOptions | None,
+        fingerprint: str,
     ) -> None:
-        fixed = {"id": answer_id, "object": kind, "created": created, "model": model}
+        fixed = {
+            "id": answer_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self.head = b"data: " + encode(fixed)[:-1] + b',"choices":['
-        self.has_last_usage = options is not None and options.include_usage
-        self.has_usage = options is not None and options.continuous_usage_stats
+        self.has_last_usage = options is not None and options.has_usage
+        self.has_usage = self.has_last_usage and bool(options and options.continuous_usage_stats)
         self.tail = b'],"usage":null}\n\n' if self.has_last_usage else b"]}\n\n"
 
     def chunk(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:

@@ -76,7 +76,7 @@ class RequestContext:
 
 
 class Authorization:
-    """Bearer tokens on every route but /health, compared in constant time. The digest of the key
+    """API keys on every route but /health, compared in constant time. The digest of the key
     names the client: fair share and prefix-cache salt go by it."""
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
@@ -87,12 +87,16 @@ class Authorization:
         if scope["type"] != "http" or not self.digests or route_path(scope) in PUBLIC_PATHS:
             await self.app(scope, receive, send)
             return
-        digest = _token_digest(header(scope, b"authorization"))
+        if _is_preflight(scope):  # browsers send it without the key, to ask whether they may
+            await self.app(scope, receive, send)
+            return
+        digest = _key_digest(scope)
         # Every key is compared, so that the time tells nothing about which one was close.
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         if not any(matches):
             error = AuthenticationError(
-                "missing or wrong API key: send it as 'Authorization: Bearer KEY'"
+                "missing or wrong API key: send it as 'Authorization: Bearer KEY' or as"
+                " 'X-API-Key: KEY'"
             )
             await error_response(error)(scope, receive, send)
             return
@@ -112,6 +116,15 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-def _token_digest(value: bytes) -> bytes:
-    scheme, _, token = value.partition(b" ")
-    return hashlib.sha256(token.strip() if scheme.lower() == b"bearer" else b"").digest()
+def _is_preflight(scope: Scope) -> bool:
+    asks = header(scope, b"access-control-request-method")
+    return scope["method"] == "OPTIONS" and bool(asks and header(scope, b"origin"))
+
+
+def _key_digest(scope: Scope) -> bytes:
+    """Of the bearer token, or where there is none of `X-API-Key`, the name that Anthropic's clients
+    and gateways use."""
+    scheme, _, token = header(scope, b"authorization").partition(b" ")
+    if scheme.lower() != b"bearer":
+        token = header(scope, b"x-api-key")
+    return hashlib.sha256(token.strip()).digest()

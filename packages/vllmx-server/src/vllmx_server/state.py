@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any, cast
 from starlette.requests import Request
 from vllmx_core.errors import ModelNotFoundError
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.messages import CoreInfo
 
+from vllmx_server import __version__
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import OverloadedError
 from vllmx_server.metrics import Metrics
@@ -28,7 +31,12 @@ class ServerState:
     draining: bool = False
     in_flight: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    fingerprint: str = field(init=False)
+    """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.fingerprint = fingerprint(self.llm.info)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
@@ -69,6 +77,13 @@ class ServerState:
             self._idle.set()
 
 
+def fingerprint(info: CoreInfo) -> str:
+    """Of the version, and of what computes the logits."""
+    parts = (info.path, info.backend, info.device, info.dtype, info.kv_cache_dtype, info.details)
+    digest = hashlib.sha256(repr((__version__, info.weight_bytes, *parts)).encode())
+    return f"vllmx-{__version__}-{digest.hexdigest()[:8]}"
+
+
 def state_of(request: Request) -> ServerState:
     return cast(ServerState, request.app.state.server)
 
@@ -85,4 +100,4 @@ def caller_of(request: Request, body: SamplingFields) -> dict[str, Any]:
     narrows it further."""
     client: str = request.scope["state"].get("client", "")
     salt = f"{client}\n{body.cache_salt}" if body.cache_salt else client
-    return {"priority": body.priority, "client": client, "cache_salt": salt}
+    return {"priority": body.priority or 0, "client": client, "cache_salt": salt}

@@ -119,11 +119,16 @@ def make_fake_checkpoint(
     vocab_size: int = 320,
     max_model_len: int = 4096,
     eos_id: int | None = 256,
+    adds_special_tokens: bool = False,
     **fake: Any,
 ) -> Path:
     """Writes a folder that loads as a model: config.json, a byte-level tokenizer.json (ids 0-255
     are the bytes, then <|end|>, <|user|>, <|assistant|>), a chat template and an empty weight file.
-    `fake`: see `FakeModel`."""
+
+    Args:
+        adds_special_tokens: the tokenizer puts <|end|> before each text.
+        fake: see `FakeModel`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["FakeForCausalLM"],
@@ -141,7 +146,7 @@ def make_fake_checkpoint(
     tokenizer_config = {"eos_token": specials[0], "chat_template": template}
     for name, content in (
         ("config.json", config),
-        ("tokenizer.json", _byte_tokenizer(specials)),
+        ("tokenizer.json", _byte_tokenizer(specials, adds_special_tokens)),
         ("tokenizer_config.json", tokenizer_config),
     ):
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
@@ -161,7 +166,7 @@ def install_fake_plugin(folder: Path) -> Path:
     return folder
 
 
-def _byte_tokenizer(specials: list[str]) -> dict[str, Any]:
+def _byte_tokenizer(specials: list[str], adds_special_tokens: bool) -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE without merges; printable stand-ins as GPT-2 has them."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -173,6 +178,13 @@ def _byte_tokenizer(specials: list[str]) -> dict[str, Any]:
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         for i, text in enumerate(specials)
     ]
+    first = {"SpecialToken": {"id": specials[0], "type_id": 0}}
+    prefixing = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {specials[0]: {"id": specials[0], "ids": [256], "tokens": specials[:1]}},
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -180,7 +192,7 @@ def _byte_tokenizer(specials: list[str]) -> dict[str, Any]:
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": {**level, "use_regex": True},
-        "post_processor": None,
+        "post_processor": prefixing if adds_special_tokens else None,
         "decoder": {**level, "use_regex": True},
         "model": {
             "type": "BPE",

@@ -128,6 +128,7 @@ class ChatTemplate:
             takes_parts=compiled.takes_parts,
             takes_text=compiled.takes_text,
             takes_none=compiled.takes_none,
+            strings=compiled.strings,
         )
         variables = {
             **self._special_tokens,
@@ -170,6 +171,7 @@ class _CompiledTemplate:
         self.takes_parts = _reads_content_parts(tree)
         self.takes_text = not self.takes_parts or _tests_for_text(tree)
         self.takes_none = _tests_for_none(tree)
+        self.strings = {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)}
 
     def render(
         self, messages: list[Message], variables: Mapping[str, Any], stopped: Stopped | None = None

@@ -7,12 +7,14 @@ ours, and what it is given is not changed for the caller.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vllmx_core.errors import InvalidRequestError
 
 MAX_DEPTH = 64
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""OpenAI's; a template may know others."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -48,6 +50,7 @@ def normalize_messages(
     takes_parts: bool = False,
     takes_text: bool = True,
     takes_none: bool = False,
+    strings: Collection[str] = ROLES,
 ) -> list[Message]:
     """Copy messages into the shape that this template reads.
 
@@ -56,10 +59,15 @@ def normalize_messages(
       template does not read parts, and a text one part where it reads nothing else;
     * no content (an assistant that only calls tools) is None where the template asks for that,
       else an empty text: some templates would print "None";
-    * reasoning is given under both names that templates use, `reasoning_content` and `thinking`.
+    * reasoning is given under both names that templates use, `reasoning_content` and `thinking`;
+    * the role `developer` is `system` where the template does not name it.
+
+    Args:
+        strings: what the template names in quotes, roles among them.
 
     Raises:
-        InvalidRequestError: no messages, or one that is not an object with a role.
+        InvalidRequestError: no messages, one that is not an object with a role, a role that is
+            neither one of `ROLES` nor named by the template, or a user's turn without content.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages must be a list of at least one", param="messages")
@@ -70,6 +78,7 @@ def normalize_messages(
                 f"messages[{index}] must be an object with a role", param="messages"
             )
         plain: Message = plain_data(message, "messages")
+        _check_role(plain, index, strings)
         _parse_arguments(plain)
         _name_reasoning(plain)
         content = plain.get("content")
@@ -81,6 +90,23 @@ def normalize_messages(
             plain["content"] = [{"type": "text", "text": content}]
         result.append(plain)
     return result
+
+
+def _check_role(message: Message, index: int, strings: Collection[str]) -> None:
+    role = message["role"]
+    if role not in ROLES and role not in strings:
+        raise InvalidRequestError(
+            f"messages[{index}].role is {role[:100]!r}, which neither the API nor this model's chat"
+            f" template knows: use one of {', '.join(ROLES)}",
+            param=f"messages[{index}].role",
+        )
+    if role == "developer" and role not in strings:
+        message["role"] = "system"  # OpenAI's newer name of it
+    if role == "user" and message.get("content") in (None, []):
+        raise InvalidRequestError(
+            f"messages[{index}] is a user's turn without content: give it a text, or leave it out",
+            param=f"messages[{index}].content",
+        )
 
 
 def without_rich_values(messages: list[Message]) -> list[Message] | None:

@@ -47,6 +47,7 @@ async def _submit(
         params,
         chat=body.chat_options(),
         kind="delta" if body.stream else "final",
+        add_special_tokens=bool(body.add_special_tokens),
         **caller_of(request, body),
     )
     return [stream]
@@ -77,12 +78,11 @@ class ChatAnswer:
             "created": self._created,
             "model": self._state.llm.config.name,
             "choices": [self._choice(choice) for choice in final.outputs],
+            "system_fingerprint": self._state.fingerprint,
             "usage": self._generation.usage.as_dict(),
+            "prompt_logprobs": prompt_logprobs(final.prompt_logprobs),
+            "prompt_token_ids": final.prompt_token_ids if self._body.return_token_ids else None,
         }
-        if final.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs)
-        if self._body.return_token_ids:
-            body["prompt_token_ids"] = final.prompt_token_ids
         return encode(body)
 
     def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
@@ -93,9 +93,8 @@ class ChatAnswer:
             "logprobs": self._logprobs(choice),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
-        if self._body.return_token_ids:
-            found["token_ids"] = choice.token_ids
         return found
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -103,7 +102,14 @@ class ChatAnswer:
         output."""
         body, usage = self._body, self._generation.usage
         name = self._state.llm.config.name
-        chunks = Chunks("chat.completion.chunk", self._id, self._created, name, body.stream_options)
+        chunks = Chunks(
+            "chat.completion.chunk",
+            self._id,
+            self._created,
+            name,
+            body.stream_options,
+            self._state.fingerprint,
+        )
         is_plain = not (body.num_logprobs is not None or body.return_token_ids or chunks.has_usage)
         begun = False
         async with aclosing(self._generation.outputs()) as outputs:
@@ -155,7 +161,8 @@ class ChatAnswer:
         if choice.logprobs is None or top is None:
             return None
         tokenizer = self._state.llm.tokenizer
-        return chat_logprobs(choice.logprobs, choice.token_ids, top, tokenizer)
+        as_ids = self._body.return_tokens_as_token_ids
+        return chat_logprobs(choice.logprobs, choice.token_ids, top, tokenizer, as_ids)
 
     def _echoed(self) -> str:
         """With echo: the final message, which the answer goes on with."""

@@ -40,7 +40,7 @@ async def _submit(
                 prompt,
                 params,
                 kind="delta" if body.stream else "final",
-                add_special_tokens=body.add_special_tokens,
+                add_special_tokens=body.add_special_tokens is not False,
                 **caller_of(request, body),
             )
             streams.append(stream)
@@ -94,6 +94,7 @@ class CompletionAnswer:
                     for index, final in enumerate(finals)
                     for choice in final.outputs
                 ],
+                "system_fingerprint": self._state.fingerprint,
                 "usage": usage.as_dict(),
             }
         )
@@ -107,8 +108,9 @@ class CompletionAnswer:
             "finish_reason": "length" if self._body.scores_only else choice.finish_reason,
             "stop_reason": None if self._body.scores_only else choice.stop_reason,
         }
-        if self._body.prompt_logprobs is not None and final.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs)
+        asked = self._body.prompt_logprobs is not None  # echo scores the prompt for itself
+        found["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs if asked else None)
+        found["token_ids"] = found["prompt_token_ids"] = None
         if self._body.return_token_ids:
             found["token_ids"] = [] if self._body.scores_only else choice.token_ids
             found["prompt_token_ids"] = final.prompt_token_ids
@@ -121,7 +123,7 @@ class CompletionAnswer:
         the choice's text."""
         if self._body.logprobs is None or choice.logprobs is None:
             return None
-        rows = CompletionLogprobs()
+        rows = CompletionLogprobs(self._body.return_tokens_as_token_ids)
         if self._body.echo and final is not None and final.prompt_logprobs is not None:
             self._add_prompt(rows, final)
         if not self._body.scores_only:
@@ -134,7 +136,7 @@ class CompletionAnswer:
         tokenizer, offset = self._state.llm.tokenizer, 0
         for token, row in zip(final.prompt_token_ids, final.prompt_logprobs or [], strict=True):
             if row is None:
-                rows.add_first_prompt_token(tokenizer.token_text(token))
+                rows.add_first_prompt_token(token, tokenizer.token_text(token))
             else:
                 rows.add(token, row, offset)
             offset += len(tokenizer.token_text(token))
@@ -149,7 +151,14 @@ class CompletionAnswer:
         output."""
         body, usage = self._body, self._generation.usage
         name = self._state.llm.config.name
-        chunks = Chunks("text_completion", self._id, self._created, name, body.stream_options)
+        chunks = Chunks(
+            "text_completion",
+            self._id,
+            self._created,
+            name,
+            body.stream_options,
+            self._state.fingerprint,
+        )
         is_plain = not (body.logprobs is not None or body.return_token_ids or chunks.has_usage)
         begun: set[int] = set()
         async with aclosing(self._generation.outputs()) as outputs:

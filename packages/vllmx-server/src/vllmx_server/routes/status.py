@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError
 
 from vllmx_server import __version__
@@ -20,14 +21,15 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 def _card(state: ServerState) -> dict[str, object]:
+    model, info = state.llm.config.model, state.llm.info
     return {
         "id": state.llm.config.name,
         "object": "model",
         "created": state.created,
         "owned_by": "vllmx",
-        "root": state.llm.config.model,
+        "root": info.path if model == DEMO_MODEL else model,
         "parent": None,
-        "max_model_len": state.llm.info.max_model_len,
+        "max_model_len": info.max_model_len,
         "permission": [],
     }
 

@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     text, special = await _text_of(state, body)
     tokens = await state.llm.encode(text, special)
     # On a thread: a body may hold millions of tokens.
-    answer = await asyncio.to_thread(_tokenized, state, tokens, body.return_token_strs)
+    answer = await asyncio.to_thread(_tokenized, state, tokens, bool(body.return_token_strs))
     return Response(answer, media_type="application/json")
 
 
@@ -63,5 +63,5 @@ async def detokenize(request: Request) -> Response:
         raise InvalidRequestError(
             f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
         )
-    text = await state.llm.decode(body.tokens, body.skip_special_tokens)
+    text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens))
     return Response(_encode({"prompt": text}), media_type="application/json")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.chat import ChatOptions
 
-from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.decode import check_free_form, check_shape
 from vllmx_server.schema.sampling import SamplingFields
 
 MAX_MESSAGES = 4096
@@ -48,11 +47,21 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    # Accepted and ignored: clients send our answers back with these.
     refusal: str | None = None
-    # Accepted and ignored: clients send their own answers back with these.
-    audio: Any = None
     annotations: Any = None
+    # Ours have none.
+    audio: Any = None
     function_call: Any = None
+
+    def check(self, index: int) -> None:
+        """Raises InvalidRequestError for a part of the turn that no template would show."""
+        for name, remedy in (("audio", "send its text"), ("function_call", "use tool_calls")):
+            if getattr(self, name):
+                param = f"messages[{index}].{name}"
+                raise InvalidRequestError(
+                    f"{param} is not served and would be left out: {remedy}", param=param
+                )
 
     def for_template(self, index: int) -> dict[str, Any]:
         """The message as the chat template takes it. Raises InvalidRequestError."""
@@ -112,13 +121,9 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     type: str = "function"
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: str = "text"
-    json_schema: Any = None
-
-
 def check_messages(messages: list[ChatMessage]) -> None:
-    """Raises InvalidRequestError for none, and for more than `MAX_MESSAGES`."""
+    """Raises InvalidRequestError for none, for more than `MAX_MESSAGES`, and for one that is not
+    served."""
     if not messages:
         raise InvalidRequestError("messages is empty: give at least one", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -126,6 +131,8 @@ def check_messages(messages: list[ChatMessage]) -> None:
             f"messages has {len(messages)} entries, at most {MAX_MESSAGES} are taken",
             param="messages",
         )
+    for index, message in enumerate(messages):
+        message.check(index)
 
 
 RESERVED_ARGUMENTS = (
@@ -144,20 +151,29 @@ def template_arguments(given: dict[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def tool_list(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Tools as the template takes them."""
-    return msgspec.to_builtins(tools) if tools else None
+def tool_list(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools as the template takes them: with their keys in the client's order, in which templates
+    print them, so that the model reads what the client wrote."""
+    return [
+        tool if "type" in tool else {"type": "function", **tool} for tool in tools or ()
+    ] or None
 
 
-_UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "modalities": ((["text"],), 'answers are text: use ["text"] or leave it out'),
-    "audio": ((), "answers are text: leave it out"),
-    "verbosity": (("medium",), 'say in the prompt how long the answer may be; use "medium"'),
-    "web_search_options": ((), "nothing is searched: leave it out"),
-    "functions": (([],), "give tools instead"),
-    "function_call": (("none", "auto"), "its functions are not served: leave it out"),
-}
-"""Of fields that name what is not built: the values that change nothing, and what to do instead."""
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    """Raises InvalidRequestError for what is no definition of a tool, or nested too deeply."""
+    check_free_form(tools, "tools")
+    check_shape(tools or [], list[Tool], "tools")
+
+
+def generation_prompt(add: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
+    if add and continue_final_message:
+        raise InvalidRequestError(
+            "continue_final_message goes on with the last message, and add_generation_prompt begins"
+            " a new one: set one of them",
+            param="add_generation_prompt",
+        )
+    return not continue_final_message if add is None else add
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -168,24 +184,29 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
 
-    # Taken where they ask for what is done anyway: `_UNBUILT` says which values those are.
+    # Taken where they ask for what is done anyway: see `unserved`.
     modalities: list[str] | None = None
     audio: Any = None
     verbosity: str | None = None
     web_search_options: Any = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
+    include_reasoning: Any = None
+    chat_template: Any = None
+    media_io_kwargs: Any = None
     prediction: Any = None  # would save time and change no token
 
-    echo: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    """None: unless `continue_final_message`."""
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    """None: false, for templates write their own."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
@@ -205,30 +226,21 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
         self._check_tool_choice()
-        for name, (harmless, remedy) in _UNBUILT.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                raise InvalidRequestError(f"{name} = {value!r} is not served: {remedy}", param=name)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidRequestError(
-                f"response_format type {self.response_format.type!r} is not served: use"
-                ' {"type": "text"} or leave it out',
-                param="response_format",
-            )
         if self.echo and not self.continue_final_message:
             raise InvalidRequestError(
                 "echo repeats the final message and so needs continue_final_message = true",
                 param="echo",
             )
-        for name in ("tools", "chat_template_kwargs", "documents"):
+        check_tools(self.tools)
+        for name in ("chat_template_kwargs", "documents"):
             check_free_form(getattr(self, name), name)
 
     def _check_tool_choice(self) -> None:
-        harmless = (None, "none") if self.tools else (None, "none", "auto")
-        if self.tool_choice not in harmless:
+        if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequestError(
-                f"tool_choice = {self.tool_choice!r} is not served: tools are shown to the model,"
-                ' but its calls are returned as text; leave tool_choice out or set "none"',
+                f"tool_choice = {repr(self.tool_choice)[:200]} is not served: tools are shown to"
+                " the model, but nothing makes it call one, and its calls are returned as text;"
+                ' leave tool_choice out or set "auto"',
                 param="tool_choice",
             )
 
@@ -244,8 +256,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         return ChatOptions(
             tools=tool_list(self.tools),
             documents=self.documents,
-            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
-            continue_final_message=self.continue_final_message,
+            add_generation_prompt=generation_prompt(
+                self.add_generation_prompt, self.continue_final_message
+            ),
+            continue_final_message=bool(self.continue_final_message),
             template_kwargs=arguments,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from vllmx_core.errors import InvalidRequestError
 
@@ -18,9 +20,13 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """A text, a list of token ids, or a list of either."""
     max_tokens: int | None = 16
     logprobs: int | None = None
-    echo: bool = False
-    suffix: str | None = None
-    add_special_tokens: bool = True
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """None: true."""
+
+    # Taken where they ask for what is done anyway: see `unserved`.
+    suffix: Any = None
+    prompt_embeds: Any = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises InvalidRequestError."""
@@ -48,17 +54,13 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     @property
     def scores_only(self) -> bool:
         """Nothing is generated: the prompt comes back, with its logprobs where they are wanted."""
-        return self.echo and self.max_tokens == 0
+        return bool(self.echo) and self.max_tokens == 0
 
     def check(self) -> None:
         SamplingFields.check(self)
         if self.stream and self.echo and self.logprobs is not None:
             raise InvalidRequestError(
                 "echo with logprobs cannot be streamed: leave out stream", param="echo"
-            )
-        if self.suffix:
-            raise InvalidRequestError(
-                "suffix (fill in the middle) is not served: leave it out", param="suffix"
             )
 
 

@@ -32,9 +32,18 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         ) from None
 
 
-def _explain(text: str) -> InvalidRequestError:
+def check_shape(value: Any, kind: Any, name: str) -> None:
+    """Raises InvalidRequestError when the field `name` is not of this type, with the path of what
+    is at fault."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), name) from None
+
+
+def _explain(text: str, root: str = "") -> InvalidRequestError:
     path = _PATH.search(text)
-    field = path[1] if path else ""
+    field = root + (path[1] if path else "")
     plain = _PATH.sub("", text)
     unknown = _UNKNOWN.search(plain)
     if unknown:

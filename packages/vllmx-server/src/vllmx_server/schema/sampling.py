@@ -7,22 +7,35 @@ from typing import Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.sampling import MAX_BIAS_ENTRIES, SamplingParams
+from vllmx_core.sampling import MAX_BIAS_ENTRIES, SamplingParams, listing
+
+from vllmx_server.schema.unserved import (
+    ResponseFormat,
+    UnservedFields,
+    check_response_format,
+    check_unserved,
+)
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default the model's generation_config.json may set."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    """Send a last chunk with the usage and no choices."""
-    continuous_usage_stats: bool = False
-    """Send the usage so far with every chunk."""
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    """Send a last chunk with the usage and no choices. Not said: as `continuous_usage_stats`."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with every chunk, unless `include_usage` is false."""
+    include_obfuscation: bool | None = None
     """Accepted and ignored: nothing is padded."""
 
+    @property
+    def has_usage(self) -> bool:
+        """The stream tells the usage, at its end or with each chunk."""
+        asked = self.include_usage
+        return bool(self.continuous_usage_stats if asked is None else asked)
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+
+class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
 
     model: str | None = None
@@ -50,10 +63,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    priority: int = 0
+    priority: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
 
     # Accepted and ignored, because clients send them by default and they change no token.
     user: str | None = None
@@ -63,6 +78,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    session_id: str | None = None
+    stream_interval: int | None = None
 
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
@@ -81,7 +98,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError(
                 "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
             )
-        if not -(1 << 31) <= self.priority < 1 << 31:
+        if not -(1 << 31) <= (self.priority or 0) < 1 << 31:
             raise InvalidRequestError(
                 f"priority must fit into 32 bits, got {self.priority}", param="priority"
             )
@@ -91,6 +108,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise InvalidRequestError(
                     f"{name} must have 1 to 128 characters, got {len(value)}", param=name
                 )
+        check_response_format(self.response_format)
+        check_unserved(self)
 
     def sampling_params(
         self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
@@ -117,11 +136,9 @@ def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
             f"logit_bias has {len(entries)} entries, at most {MAX_BIAS_ENTRIES} are allowed",
             param="logit_bias",
         )
-    bias = {}
-    for token, value in entries.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 11):
-            raise InvalidRequestError(
-                f"logit_bias keys must be token ids, got {token!r}", param="logit_bias"
-            )
-        bias[int(token)] = value
-    return bias
+    bad = [key for key in entries if not (key.isascii() and key.isdigit() and len(key) < 11)]
+    if bad:
+        raise InvalidRequestError(
+            f"logit_bias keys must be token ids, got {listing(bad)}", param="logit_bias"
+        )
+    return {int(token): value for token, value in entries.items()}

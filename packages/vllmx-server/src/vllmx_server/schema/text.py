@@ -10,8 +10,9 @@ from vllmx_engine.chat import ChatOptions
 
 from vllmx_server.schema.chat import (
     ChatMessage,
-    Tool,
     check_messages,
+    check_tools,
+    generation_prompt,
     template_arguments,
     tool_list,
 )
@@ -26,10 +27,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     """None: true for a prompt, false for messages, whose template writes its own."""
-    return_token_strs: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    tools: list[Tool] | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    """None: unless `continue_final_message`."""
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
@@ -38,15 +40,17 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if self.messages is not None:
             check_messages(self.messages)
-        for name in ("tools", "chat_template_kwargs"):
-            check_free_form(getattr(self, name), name)
+        check_tools(self.tools)
+        check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
 
     def chat_options(self) -> ChatOptions:
         """How to render `messages`. Raises InvalidRequestError."""
         return ChatOptions(
             tools=tool_list(self.tools),
-            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
-            continue_final_message=self.continue_final_message,
+            add_generation_prompt=generation_prompt(
+                self.add_generation_prompt, self.continue_final_message
+            ),
+            continue_final_message=bool(self.continue_final_message),
             template_kwargs=template_arguments(self.chat_template_kwargs),
         )
 
@@ -54,7 +58,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     tokens: list[int]
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool | None = None
 
 
 TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
