@@ -279,6 +279,12 @@ def test_parts_of_models_are_refused(registry: Registry, tmp_path: Path) -> None
     )  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="'adapter'"):
         open_checkpoint(registry, path)
+    path = write_model(
+        tmp_path / "array.gguf", BASE, tensors, of_type(TYPES.F32),
+        extra=lambda writer: writer.add_array("general.type", [1, 2]),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=r"general.type array\(\[1, 2\]"):
+        open_checkpoint(registry, path)
     vocabulary = write_model(tmp_path / "vocab.gguf", BASE, {}, of_type(TYPES.F32))
     with pytest.raises(WeightFormatError, match="vocabulary and no weights"):
         open_checkpoint(registry, vocabulary)

@@ -7,6 +7,7 @@ import json
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.errors import UnsupportedModelError, VllmxError, WeightFormatError
 from vllmx_demo.source import MODEL_FOLDER
+from vllmx_engine.text import gguf_backends
 from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -265,7 +267,7 @@ def test_without_a_space_prefix() -> None:
         ({"tokenizer.ggml.token_type": np.zeros(4, np.int32)}, "4 entries for 259 tokens"),
         ({"tokenizer.ggml.token_type": "x"}, "array of numbers"),
         ({"tokenizer.ggml.merges": ["ab"]}, "is not a pair"),
-        ({"tokenizer.ggml.merges": ["a zz"]}, "do not belong together"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, "does not make a tokenizer"),
         ({"tokenizer.ggml.merges": None}, r"merges .* array of strings"),
         ({"tokenizer.ggml.add_bos_token": 1}, "truth value"),
         ({"tokenizer.ggml.bos_token_id": "0"}, "token id"),
@@ -277,6 +279,40 @@ def test_damaged_tables_are_named(change: dict[str, Any], message: str) -> None:
     metadata = {key: value for key, value in (small() | change).items() if value is not None}
     with pytest.raises(WeightFormatError, match=message):
         gguf_tokenizer(metadata)
+
+
+class PanicException(BaseException):
+    """As the library's, by its name."""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_panic_of_the_library_is_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def panic(*arguments: Any, **options: Any) -> Any:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(gguf_backends, "models", SimpleNamespace(BPE=panic, WordPiece=panic))
+    with pytest.raises(WeightFormatError, match="index out of bounds"):
+        gguf_tokenizer(small(model=kind))
+
+
+@pytest.mark.parametrize("mark", ["[C LS]", "x:y"])
+def test_marks_that_a_template_cannot_hold(mark: str) -> None:
+    tokens = ["[UNK]", mark, "[SEP]", "a"]
+    ids = {"unknown_token_id": 0, "cls_token_id": 1, "seperator_token_id": 2}
+    metadata = {"model": "bert", "tokens": tokens, **ids}
+    with pytest.raises(WeightFormatError, match="does not make a tokenizer"):
+        gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("merges", ["a b", 5]), ("tokens", ["a", 5]), ("token_type", np.zeros((300, 2), np.int32))],
+)
+def test_arrays_of_other_things(key: str, value: Any) -> None:
+    with pytest.raises(WeightFormatError, match=key):
+        gguf_tokenizer(small(**{key: value}))
 
 
 def test_scores_must_be_finite() -> None:

@@ -154,6 +154,12 @@ def test_malformed_companions_are_typed_errors(
         ("tokenizer_config", {"chat_template": "x" * (1 << 20) + "x"}),
         ("tokenizer_config", {"added_tokens_decoder": {"x": {}}}),
         ("tokenizer_config", {"added_tokens_decoder": [1]}),
+        ("tokenizer_config", {"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"\u00b2": {"content": "x"}}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"7": {"content": 5}}}),
+        ("tokenizer_config", {"bos_token": [["x"] * 5000] * 5000}),
+        ("generation_config", {"eos_token_id": 1 << 31}),
+        ("generation_config", {"eos_token_id": 10**4200}),
         ("generation_config", {"eos_token_id": ["x"]}),
         ("generation_config", {"eos_token_id": -1}),
     ],
@@ -162,8 +168,51 @@ def test_wrong_types_are_typed_errors(
     byte_level: Tokenizer, tmp_path: Path, file: str, value: dict[str, Any]
 ) -> None:
     save(byte_level, tmp_path, **{file: value})
-    with pytest.raises(ConfigError, match=file):
+    with pytest.raises(ConfigError, match=file) as raised:
         Tokenizer.from_folder(tmp_path)
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [
+        ("tokenizer_config", {"bos_token": "\ud800"}),
+        ("tokenizer_config", {"added_tokens_decoder": {"7": {"content": "\ud800"}}}),
+        ("special_tokens_map", {"pad_token": "a\ud800"}),
+        ("added_tokens", {"\ud800": 300}),
+        ("added_tokens", {"x": [1]}),
+    ],
+)
+def test_names_that_are_no_text_are_typed_errors(
+    byte_level: Tokenizer, tmp_path: Path, file: str, value: dict[str, Any]
+) -> None:
+    save(byte_level, tmp_path, **{file: value})
+    with pytest.raises(ConfigError):
+        Tokenizer.from_folder(tmp_path)
+
+
+class PanicException(BaseException):
+    """As the library's, by its name."""
+
+
+def test_a_panic_at_request_time_is_the_requests_error(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Backend:
+        def panic(self, *arguments: Any, **options: Any) -> Any:
+            raise PanicException("index out of bounds")
+
+        decode = id_to_token = token_to_id = encode_batch_fast = panic
+
+    monkeypatch.setattr(byte_level, "backend", Backend())
+    calls = (
+        lambda: byte_level.encode("x"), lambda: byte_level.decode([1]),
+        lambda: byte_level.id_to_token(1), lambda: byte_level.token_to_id("x"),
+        lambda: byte_level.token_bytes(1 << 20),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(InvalidRequestError, match="index out of bounds"):
+            call()
 
 
 def test_size_limit(tmp_path: Path) -> None:

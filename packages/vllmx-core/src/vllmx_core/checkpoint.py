@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config_values import nearest
-from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, shown
 from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     ModelSourceSpec,
@@ -75,6 +75,16 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     quantization = checkpoint.config.get("quantization_config")
     if not quantization:
         return checkpoint
+    try:
+        return _quantised(registry, checkpoint, quantization)
+    except BaseException:
+        checkpoint.weights.close()
+        raise
+
+
+def _quantised(registry: Registry, checkpoint: Checkpoint, quantization: Any) -> Checkpoint:
+    """The checkpoint with the weights that `quantization_config` describes."""
+    path = checkpoint.path
     if not isinstance(quantization, Mapping):
         raise UnsupportedModelError(
             f"{path}: quantization_config must be an object, got {type(quantization).__name__}:"
@@ -84,7 +94,7 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     known = {spec.name: spec for spec in registry.all(QuantizationSpec)}
     if method not in known:
         raise UnsupportedModelError(
-            f"{path} is quantised with {method!r}, which no installed plugin reads; known:"
+            f"{path} is quantised with {shown(method)}, which no installed plugin reads; known:"
             f" {', '.join(known) or 'none'}"
         )
     return replace(checkpoint, weights=known[method].load()(checkpoint.weights, quantization))

@@ -7,6 +7,18 @@ is not a `VllmxError` is a bug of ours; its text never leaves the process.
 
 from __future__ import annotations
 
+import reprlib
+
+SHOWN_CHARACTERS = 80
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = SHOWN_CHARACTERS
+
+
+def shown(value: object) -> str:
+    """A value out of somebody else's file for a message: as Python writes it, so that what cannot
+    be printed is escaped, with the middle left out where it is long."""
+    return _SHORT.repr(value)[: 2 * SHOWN_CHARACTERS]
+
 
 class VllmxError(Exception):
     """Base of all errors with a message that a user may read.
@@ -20,6 +32,8 @@ class VllmxError(Exception):
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        if not message.isascii():  # half a character of a file's name can be neither sent nor shown
+            message = message.encode("utf-8", "backslashreplace").decode()
         super().__init__(message)
         self.message = message
         self.param = param

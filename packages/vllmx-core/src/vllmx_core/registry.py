@@ -22,6 +22,7 @@ from vllmx_core.errors import (
     PluginClashError,
     PluginError,
     UnsupportedModelError,
+    shown,
 )
 from vllmx_core.hooks import GROUP, Hooks
 from vllmx_core.specs import (
@@ -71,6 +72,12 @@ class PluginInfo:
     error: str | None
     provides: tuple[str, ...]
     """"backend cpu", "model llama", ..."""
+
+
+def architecture_names(config: dict[str, Any]) -> list[str]:
+    """What config.json lists under `architectures`; nothing where that is no list of names."""
+    listed = config.get("architectures")
+    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
 
 
 class Registry:
@@ -194,8 +201,7 @@ class Registry:
 
     def model_for(self, config: dict[str, Any]) -> ModelSpec:
         """The architecture of a parsed config.json. Raises UnsupportedModelError."""
-        listed = config.get("architectures")
-        names = [name for name in listed if isinstance(name, str)] if type(listed) is list else []
+        names = architecture_names(config)
         model_type = config.get("model_type")
         specs = self.all(ModelSpec)
         for name in names:
@@ -207,7 +213,7 @@ class Registry:
                 if model_type in spec.model_types:
                     return spec
         known = ", ".join(sorted(name for spec in specs for name in spec.architectures))
-        wanted = ", ".join(names) or f"model_type {model_type!r}"
+        wanted = ", ".join(map(shown, names[:5])) or f"model_type {shown(model_type)}"
         raise UnsupportedModelError(
             f"no installed plugin serves the architecture {wanted}; known: {known or 'none'}."
             " A plugin can add it (docs/plugins.md)"

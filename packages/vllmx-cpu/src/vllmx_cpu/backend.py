@@ -83,10 +83,9 @@ class CpuBackend:
         logger.info("loaded on %s with %s, %d threads", info.device, isa.name, threads)
         vocab_size = model.shape.vocab_size
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
-        return CpuLoadedModel(
-            info, native.Team(threads), lowering, vocab_size, allocate(sampler_bytes), recorded,
-            plan.forward,
-        )  # fmt: skip
+        workspace = allocate(sampler_bytes)
+        team = native.Team(threads)  # last: from here on there are threads to be ended
+        return CpuLoadedModel(info, team, lowering, vocab_size, workspace, recorded, plan.forward)
 
 
 def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:

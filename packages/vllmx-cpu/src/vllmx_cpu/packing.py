@@ -281,7 +281,11 @@ def _log_decoded(decoded: Sequence[tuple[WeightPart, str]]) -> None:
 def _run(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -> None:
     with ThreadPoolExecutor(num_threads) as pool:
         futures = [pool.submit(job) for job in jobs]
-        for index, future in enumerate(futures):
-            future.result()
-            if progress and (index + 1 == len(futures) or index % 16 == 0):
-                show_progress("loading weights", index + 1, len(futures))
+        try:
+            for index, future in enumerate(futures):
+                future.result()
+                if progress and (index + 1 == len(futures) or index % 16 == 0):
+                    show_progress("loading weights", index + 1, len(futures))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

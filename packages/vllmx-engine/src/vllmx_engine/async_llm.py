@@ -100,13 +100,13 @@ class AsyncLLM:
             renderer = ChatRenderer.of(config, tokenizer)
             frontend = await starting
             builder = RequestBuilder(tokenizer, frontend.info, config.seed)
+            return cls(config, frontend, renderer, builder)
         except BaseException:
             starting.cancel()
             await asyncio.wait([starting])
             if not starting.cancelled() and starting.exception() is None:
                 await starting.result().close()
             raise
-        return cls(config, frontend, renderer, builder)
 
     # --- state ------------------------------------------------------------------------------------
     @property

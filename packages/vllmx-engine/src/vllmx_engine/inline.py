@@ -47,10 +47,10 @@ class InlineFrontend:
             self.tokenizer = tokenizer.result()
             self.renderer = ChatRenderer.of(config, self.tokenizer)
             self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
+            self._table = RequestTable(self.tokenizer)
         except BaseException:
             self._core.close()
             raise
-        self._table = RequestTable(self.tokenizer)
         self._stepper = Stepper(self._step, lambda: len(self._table) > 0)
         self._turn = Turn()
         self._verdict = threading.Lock()

@@ -6,9 +6,12 @@ import logging
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
 from vllmx_core.checkpoint import (
     Checkpoint,
@@ -20,10 +23,10 @@ from vllmx_core.checkpoint import (
     resolve_path,
 )
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.errors import CapacityError, ConfigError, shown
 from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model
-from vllmx_core.registry import Registry, load_registry
+from vllmx_core.registry import Registry, architecture_names, load_registry
 
 from vllmx_engine.core import EngineCore
 from vllmx_engine.generation_config import generation_config
@@ -76,14 +79,14 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     """
     started = time.monotonic()
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
-    check_quantization(checkpoint, plan.config.quantization)
-    model = build_model(plan.registry, checkpoint)
-    if plan.config.isq is not None:
-        checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
-    spec, reason = plan.registry.choose_backend(plan.config.backend)
-    logger.info("backend=%s reason=%r", spec.name, reason)
-    options = load_options(plan.config, model, progress=plan.progress)
     try:
+        check_quantization(checkpoint, plan.config.quantization)
+        model = build_model(plan.registry, checkpoint)
+        if plan.config.isq is not None:
+            checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
+        spec, reason = plan.registry.choose_backend(plan.config.backend)
+        logger.info("backend=%s reason=%r", spec.name, reason)
+        options = load_options(plan.config, model, progress=plan.progress)
         loaded = spec.load()().load(model, checkpoint.weights, options)
     finally:
         checkpoint.weights.close()
@@ -96,12 +99,12 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
             max_model_len=max_model_len,
             vocab_size=model.shape.vocab_size,
         )
+        seconds = time.monotonic() - started
+        info = _core_info(plan, checkpoint, loaded, core.limits, seconds)
+        _log(info)
     except BaseException:
         loaded.close()
         raise
-    seconds = time.monotonic() - started
-    info = _core_info(plan, checkpoint, loaded, core.limits, seconds)
-    _log(info)
     return core, info
 
 
@@ -198,11 +201,11 @@ def _core_info(
     seconds: float,
 ) -> CoreInfo:
     info = loaded.info
-    names = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "")]
+    names = [*architecture_names(checkpoint.config), str(checkpoint.config.get("model_type", ""))]
     return CoreInfo(
         model=plan.config.name,
         path=str(plan.path),
-        architecture=str(names[0]),
+        architecture=names[0].encode("utf-8", "backslashreplace").decode(),
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         backend=info.backend,
@@ -216,10 +219,25 @@ def _core_info(
         weight_bytes=info.weight_bytes,
         kv_cache_bytes=info.kv_cache_bytes,
         load_seconds=seconds,
-        generation_config=generation_config(plan.config, checkpoint.generation_config),
+        generation_config=_sendable(generation_config(plan.config, checkpoint.generation_config)),
         details={key: str(value) for key, value in info.details.items()}
         | ({} if plan.config.isq is None else {"quantised in situ": plan.config.isq}),
     )
+
+
+def _sendable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of it goes through a socket: JSON has integers and strings that messages do not."""
+    found = {}
+    for key, value in config.items():
+        try:
+            msgspec.msgpack.encode((key, value))
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            logger.warning(
+                "generation_config.json: %s = %s is passed over", shown(key), shown(value)
+            )
+        else:
+            found[key] = value
+    return found
 
 
 def _log(info: CoreInfo) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
+from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.generation_config import SAMPLING
@@ -87,7 +87,8 @@ def _eos_ids(generation_config: Mapping[str, Any]) -> list[int]:
     ids = own if isinstance(own, list) else [] if own is None else [own]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ConfigError(
-            f"eos_token_id in generation_config.json must be one id or a list of ids, got {own!r}"
+            "eos_token_id in generation_config.json must be one id or a list of ids, got"
+            f" {shown(own)}"
         )
     return ids
 

@@ -46,6 +46,22 @@ def read_json_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[st
         WeightFormatError: as `parse_json_object`, or the file is larger than `limit_bytes`.
         ModelNotFoundError: it is there but cannot be read.
     """
+    text = _read(path, limit_bytes)
+    return None if text is None else parse_json_object(text, str(path))
+
+
+def read_text(path: Path, limit_bytes: int) -> str | None:
+    """A file of UTF-8, None where there is no such file. Raises as `read_json_object`."""
+    data = _read(path, limit_bytes)
+    try:
+        return None if data is None else data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WeightFormatError(
+            f"{path} is not UTF-8 (byte {error.start}): the file is damaged, download it again"
+        ) from error
+
+
+def _read(path: Path, limit_bytes: int) -> bytes | None:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # read() allocates all that it is asked for
@@ -62,7 +78,7 @@ def read_json_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[st
             f"{path} is larger than the {limit_bytes // MIB} MiB allowed for it: use the file of"
             " the original model"
         )
-    return parse_json_object(text, str(path))
+    return text
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

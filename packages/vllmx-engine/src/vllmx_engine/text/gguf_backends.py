@@ -9,6 +9,15 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from vllmx_core.errors import WeightFormatError
 
 from vllmx_engine.text.gguf_pretokenizers import PreTokenizerKind
+from vllmx_engine.text.library_errors import library_errors
+
+
+def unusable(reason: str) -> WeightFormatError:
+    """The error for a file whose tables the library does not take, to be raised."""
+    return WeightFormatError(
+        f"the GGUF file's vocabulary does not make a tokenizer ({reason}): convert the model again"
+    )
+
 
 SPACE = "\u2581"
 """SentencePiece's sign for a space; in a WordPiece vocabulary it begins a word."""
@@ -19,14 +28,12 @@ def byte_tokens() -> frozenset[str]:
     return frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
+@library_errors(unusable)
 def byte_level_bpe(
     ids: Mapping[str, int], merges: Sequence[tuple[str, str]], kind: PreTokenizerKind
 ) -> tokenizers.Tokenizer:
     """GPT-2's BPE over bytes. Raises WeightFormatError for merges of tokens that do not exist."""
-    try:
-        model = models.BPE(dict(ids), list(merges), ignore_merges=kind.ignore_merges)
-    except Exception as error:  # the library raises plain Exception
-        raise _unusable(error) from error
+    model = models.BPE(dict(ids), list(merges), ignore_merges=kind.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
@@ -37,6 +44,7 @@ def byte_level_bpe(
     return backend
 
 
+@library_errors(unusable)
 def score_bpe(
     ids: Mapping[str, int],
     scores: Sequence[float],
@@ -53,12 +61,9 @@ def score_bpe(
         made: tokens that may come about in this way; control and byte tokens may not.
     """
     merges = _merges_of_scores(ids, scores, made)
-    try:
-        model = models.BPE(
-            dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback
-        )
-    except Exception as error:
-        raise _unusable(error) from error
+    model = models.BPE(
+        dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback
+    )
     backend = tokenizers.Tokenizer(model)
     to_marks = normalizers.Replace(" ", SPACE)
     to_spaces = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -88,6 +93,7 @@ def _merges_of_scores(
     return [(left, right) for *_, left, right in ranked]
 
 
+@library_errors(unusable)
 def word_piece(
     tokens: Sequence[str],
     *,
@@ -116,10 +122,3 @@ def word_piece(
 
 def _continuing(token: str) -> str:
     return token[1:] if token.startswith(SPACE) else f"##{token}"
-
-
-def _unusable(error: Exception) -> WeightFormatError:
-    return WeightFormatError(
-        f"the GGUF file's vocabulary and merges do not belong together ({str(error)[:200]}):"
-        " convert the model again"
-    )

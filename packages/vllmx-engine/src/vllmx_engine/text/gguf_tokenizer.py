@@ -20,10 +20,12 @@ from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
     byte_tokens,
     score_bpe,
+    unusable,
     word_piece,
 )
 from vllmx_engine.text.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizerKind
 from vllmx_engine.text.gguf_vocabulary import PREFIX, GGUFVocabulary, TokenType, wrong_value
+from vllmx_engine.text.library_errors import library_errors
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES
 from vllmx_engine.text.tokenizer import Tokenizer
 
@@ -173,9 +175,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GGUFVocabulary) -> No
         return AddedToken(content, special=special, normalized=False, rstrip=strips)
 
     special = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
-    backend.add_special_tokens([added(index, True) for index in special])
     plain = vocabulary.of_type(TokenType.USER_DEFINED)
-    backend.add_tokens([added(index, False) for index in plain])
+    with library_errors(unusable):
+        backend.add_special_tokens([added(index, True) for index in special])
+        backend.add_tokens([added(index, False) for index in plain])
 
 
 def _end_ids(vocabulary: GGUFVocabulary, eos: int | None) -> list[int]:

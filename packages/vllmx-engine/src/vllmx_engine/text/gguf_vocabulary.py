@@ -108,7 +108,7 @@ class GGUFVocabulary:
         if value is None or isinstance(value, str) or not isinstance(value, Sequence):
             raise wrong_value(key, value, "an array of strings")
         found = list(value)
-        if found and not isinstance(found[0], str):
+        if any(type(item) is not str for item in found):
             raise wrong_value(key, value, "an array of strings")
         return found
 
@@ -129,7 +129,7 @@ class GGUFVocabulary:
         value = self.value(key)
         if value is None:
             return np.full(len(self.tokens), default)
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+        if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds:
             raise wrong_value(key, value, "an array of numbers")
         if len(value) < len(self.tokens):
             raise WeightFormatError(

@@ -11,9 +11,12 @@ from vllmx_core.errors import VllmxError
 
 @contextmanager
 def library_errors(make: Callable[[str], VllmxError]) -> Iterator[None]:
-    """Around calls of the library and nothing else. `make` gets the reason, one short line."""
+    """Around calls of the library and nothing else. `make` gets the reason, one short line. Errors
+    of ours pass."""
     try:
         yield
+    except VllmxError:
+        raise
     except Exception as error:
         raise make(_reason(error)) from error
     except BaseException as error:

@@ -135,15 +135,15 @@ class PieceTable(dict[int, bytes]):
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, plan: PiecePlan, skipped: frozenset[int]
+        self, names: Callable[[int], str | None], plan: PiecePlan, skipped: frozenset[int]
     ) -> None:
         super().__init__()
-        self._backend = backend
+        self._name_of = names
         self._plan = plan
         self._skipped = skipped
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self._name_of(token_id)
         piece = b"" if token is None or token_id in self._skipped else self._plan.to_bytes(token)
         self[token_id] = piece
         return piece

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError, shown
 
 from vllmx_engine.text.library_errors import library_errors
 from vllmx_engine.text.model_files import (
@@ -29,6 +29,7 @@ TOKENIZER_NAME = "tokenizer.json"
 _LONG_CHARS = 1 << 18
 """Longer texts are refused by a bound on their tokens where that is enough; of others the message
 tells the exact number."""
+MAX_ID = (1 << 31) - 1
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -65,16 +66,19 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()
-        backend.no_padding()
         self.backend = backend
         self.config: Mapping[str, Any] = dict(config or {})
         self.chat_templates: Mapping[str, str] = dict(chat_templates or {})
         self.named_tokens = _named_tokens(self.config)
-        _add_missing_tokens(backend, self.config, self.named_tokens)
-        added = backend.get_added_tokens_decoder()
+        declared = _declared_tokens(self.config)
+        with library_errors(_unusable):
+            backend.no_truncation()
+            backend.no_padding()
+            _add_missing_tokens(backend, declared, self.named_tokens)
+            added = backend.get_added_tokens_decoder()
+            last_id = backend.get_vocab_size(with_added_tokens=True) - 1
+            self._plan = plan_pieces(backend)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        last_id = backend.get_vocab_size(with_added_tokens=True) - 1
         self.vocab_size = 1 + max(last_id, *added) if added else 1 + last_id
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
@@ -82,7 +86,6 @@ class Tokenizer:
         own_eos = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = frozenset((*own_eos, *eos_token_ids))
         self._prefix, self._suffix = self._missing_sequence_marks()
-        self._plan = plan_pieces(backend)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -171,11 +174,13 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (`Ġthe`, `▁the`, `<0x0A>`), None if unknown."""
-        return self.backend.id_to_token(token_id)
+        with library_errors(self._cannot_decode):
+            return self.backend.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a vocabulary entry, None if there is none."""
-        return self.backend.token_to_id(token)
+        with library_errors(_cannot_encode):
+            return self.backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token stands for, leading space and special tokens included.
@@ -202,14 +207,14 @@ class Tokenizer:
     @cached_property
     def all_pieces(self) -> PieceTable | None:
         """Bytes per token, special tokens as their text."""
-        return None if self._plan is None else PieceTable(self.backend, self._plan, frozenset())
+        return None if self._plan is None else PieceTable(self.id_to_token, self._plan, frozenset())
 
     @cached_property
     def visible_pieces(self) -> PieceTable | None:
         """Bytes per token, special tokens as nothing."""
         if self._plan is None:
             return None
-        return PieceTable(self.backend, self._plan, self.special_ids)
+        return PieceTable(self.id_to_token, self._plan, self.special_ids)
 
     @cached_property
     def all_texts(self) -> TextTable | None:
@@ -230,7 +235,8 @@ class Tokenizer:
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
+        with library_errors(_unusable):
+            return None if token is None else self.backend.token_to_id(token)
 
     def _missing_sequence_marks(self) -> tuple[list[int], list[int]]:
         """BOS and EOS that the config asks for and tokenizer.json's post-processor does not add."""
@@ -283,20 +289,24 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise ConfigError(f"{name} in tokenizer_config.json must be a string, not {value!r}")
+            raise ConfigError(
+                f"{name} in tokenizer_config.json must be a string, not {shown(value)}"
+            )
         named[name] = value
     return named
 
 
 def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+    backend: tokenizers.Tokenizer,
+    declared: Sequence[tuple[int, tokenizers.AddedToken]],
+    named: Mapping[str, str],
 ) -> None:
     """Add what the config declares and tokenizer.json lacks, where the ids agree.
 
     A token whose declared id is not the next free one cannot be added faithfully: it is left out,
     since a wrong id would be worse than none.
     """
-    for token_id, token in _declared_tokens(config):
+    for token_id, token in declared:
         known = backend.token_to_id(token.content)
         free = backend.get_vocab_size(with_added_tokens=True)
         if known == token_id or (known is None and token_id == free):
@@ -313,16 +323,24 @@ def _declared_tokens(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.Ad
         raise ConfigError("added_tokens_decoder in tokenizer_config.json must be an object")
     tokens = []
     for key, entry in declared.items():
-        if not str(key).isdecimal() or not isinstance(entry, dict) or "content" not in entry:
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not _is_id(str(key)) or not isinstance(content, str):
             raise ConfigError(
-                f"added_tokens_decoder in tokenizer_config.json has the malformed entry {key!r}"
+                f"added_tokens_decoder in tokenizer_config.json has the malformed entry"
+                f" {shown(key)}: {shown(entry)}"
             )
         flags = {
             name: bool(entry.get(name, False))
             for name in ("special", "lstrip", "rstrip", "single_word", "normalized")
         }
-        tokens.append((int(key), tokenizers.AddedToken(str(entry["content"]), **flags)))
+        with library_errors(_unusable):
+            tokens.append((int(key), tokenizers.AddedToken(content, **flags)))
     return sorted(tokens, key=lambda item: item[0])
+
+
+def _is_id(text: str) -> bool:
+    """Whether it is a token id in decimal digits."""
+    return len(text) <= len(str(MAX_ID)) and text.isascii() and text.isdecimal()
 
 
 def _added_tokens_file(path: Path) -> dict[str, Any]:
@@ -338,7 +356,10 @@ def _generation_eos_ids(folder: Path) -> tuple[int, ...]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise ConfigError(f"eos_token_id in {folder / name} must be one id or a list of ids")
+        if not all(type(i) is int and 0 <= i <= MAX_ID for i in ids):
+            raise ConfigError(
+                f"eos_token_id in {folder / name} must be one id or a list of ids up to {MAX_ID},"
+                f" it is {shown(value)}"
+            )
         return tuple(ids)
     return ()

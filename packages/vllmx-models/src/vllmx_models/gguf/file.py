@@ -190,6 +190,8 @@ def _read_entry(cursor: Cursor) -> tuple[str, TensorType, tuple[int, ...], int]:
     if 0 in shape or math.prod(shape) > MAX_ELEMENTS:
         raise cursor.damaged(f"{label} has the impossible shape {list(shape)}")
     kind = _tensor_type(cursor, cursor.u32(f"the type of {label}"), label)
+    if rank == 1 and kind.values > 1:
+        raise cursor.damaged(f"{label} has one dimension, which {kind.name} is not made for")
     if shape[-1] % kind.values:
         raise cursor.damaged(
             f"{label} has rows of {shape[-1]} values, {kind.name} needs a multiple of {kind.values}"

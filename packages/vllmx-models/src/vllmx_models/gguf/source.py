@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.checkpoint import Checkpoint
-from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatError
+from vllmx_core.errors import PluginError, UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.plan import F32
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ModelSpec
@@ -207,9 +207,9 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
     if not isinstance(name, str):
         raise WeightFormatError(f"{path} does not name its general.architecture: convert it again")
     kind = metadata.get("general.type", "model")
-    if kind != "model":
+    if not isinstance(kind, str) or kind != "model":
         raise UnsupportedModelError(
-            f"{path} holds no whole model but one of general.type {str(kind)[:40]!r}: give the"
+            f"{path} holds no whole model but one of general.type {shown(kind)}: give the"
             " model's file"
         )
     table = _table(path, name, registry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,7 +126,7 @@ class _Conversion:
             tokenizer = tokenizer_metadata(checkpoint.path, spec.vocab_size, pre)
         self._metadata: dict[str, Any] = {
             "general.architecture": target.name,
-            "general.name": checkpoint.path.resolve().stem,
+            "general.name": os.fsencode(checkpoint.path.resolve().stem).decode("utf-8", "replace"),
             "general.file_type": MIXES[mix].file_type,
             "general.quantization_version": QUANTIZATION_VERSION,
             **target.metadata,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from vllmx_core.checkpoint import Checkpoint, build_model
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.plan import F32
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ModelSpec
@@ -57,11 +57,23 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{architecture} cannot be written to a GGUF file by vllmx yet")
     metadata, extra = _decoder(model.spec, name)
+    return Target(name, table, model.spec, metadata | _sampling(checkpoint), extra)
+
+
+def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The author's sampling defaults, where they are numbers."""
+    found: dict[str, Any] = {}
     for ours, theirs in _SAMPLING.items():
         value = checkpoint.generation_config.get(ours)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            metadata[f"general.sampling.{theirs}"] = int(value) if ours == "top_k" else float(value)
-    return Target(name, table, model.spec, metadata, extra)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not abs(value) < 1 << 31:
+            raise UnsupportedModelError(
+                f"generation_config.json of {checkpoint.path}: {ours} = {shown(value)} is no number"
+                " that a GGUF file states: repair the file"
+            )
+        found[f"general.sampling.{theirs}"] = int(value) if ours == "top_k" else float(value)
+    return found
 
 
 def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path: Path) -> None:
@@ -140,6 +152,11 @@ def _decoder(spec: DecoderSpec, name: str) -> tuple[dict[str, Any], dict[str, F3
     if windows != {None}:
         values["attention.sliding_window"] = max(window or 0 for window in windows)
     rotating = [layer.rope for layer in spec.layers if layer.rope is not None]
+    if not rotating:
+        raise UnsupportedModelError(
+            f"no layer of the model has a rotary embedding, which the GGUF architecture {name!r}"
+            " cannot state"
+        )
     rope = rotating[0]
     values["context_length"] = rope.max_positions
     values["rope.dimension_count"] = rope.rotary_dim

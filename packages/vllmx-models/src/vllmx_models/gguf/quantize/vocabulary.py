@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFormatError
+from vllmx_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFormatError, shown
 
-from vllmx_models.json_files import MIB, read_json_object
+from vllmx_models.json_files import MIB, read_json_object, read_text
 
 MAX_TOKENIZER_BYTES = 256 * MIB
+MAX_TEMPLATE_BYTES = MIB
+"""Longer ones are refused when a model is loaded."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 _NAMED = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -39,10 +41,13 @@ def tokenizer_metadata(folder: Path, vocab_size: int, pre: str | None) -> dict[s
     if tokenizer is None:
         raise ModelNotFoundError(f"{path} is needed to write a GGUF file", param="model")
     config = read_json_object(folder / "tokenizer_config.json", 64 * MIB) or {}
+    alone = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
     try:
-        return _metadata(tokenizer, config, vocab_size, pre) | _template(folder, config)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise WeightFormatError(f"{path} is not as it should be ({error!r})") from error
+        return _metadata(tokenizer, config, vocab_size, pre) | _template(alone, config)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise WeightFormatError(
+            f"{path} or a file beside it is not as it should be ({shown(error)}): download it again"
+        ) from error
 
 
 def _metadata(
@@ -55,7 +60,7 @@ def _metadata(
         )
     sentencepiece = bool(model.get("byte_fallback"))
     tokens, types = _tokens(tokenizer, vocab_size, sentencepiece)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    merges = [_merge(pair) for pair in model["merges"]]
     found: dict[str, Any] = {"model": "llama" if sentencepiece else "gpt2"}
     found["pre"] = "default" if sentencepiece else pre or _pre_tokenizer(tokenizer)
     found |= {"tokens": tokens, "token_type": np.array(types, np.int32)}
@@ -75,11 +80,14 @@ def _tokens(
     added = tokenizer.get("added_tokens") or []
     ids = dict(tokenizer["model"]["vocab"])
     ids |= {token["content"]: token["id"] for token in added}
-    if max(ids.values()) >= vocab_size:
-        raise WeightFormatError(
-            f"the tokenizer has the id {max(ids.values())}, the model {vocab_size} tokens: they are"
-            " not of one model"
-        )
+    for token, index in ids.items():
+        if not isinstance(token, str) or type(index) is not int or not 0 <= index < vocab_size:
+            raise WeightFormatError(
+                f"the tokenizer has the id {shown(index)} for {shown(token)}, the model's go from 0"
+                f" to {vocab_size - 1}: they are not of one model"
+            )
+    if not ids:
+        raise WeightFormatError("tokenizer.json has no tokens: download it again")
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, index in ids.items():
@@ -88,6 +96,12 @@ def _tokens(
     for token in added:
         types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     return tokens, types
+
+
+def _merge(pair: Any) -> str:
+    """Both tokens with a space between them, as older files write it."""
+    left, right = pair.split(" ") if isinstance(pair, str) else pair
+    return " ".join((left, right))
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -158,12 +172,18 @@ def _special(
     return found
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    file = folder / "chat_template.jinja"
-    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+def _template(alone: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    template = config.get("chat_template") if alone is None else alone
     if isinstance(template, str):
-        return {"tokenizer.chat_template": template}
+        template = [{"name": "default", "template": template}]
     named = {entry["name"]: entry["template"] for entry in template or []}
+    for name, text in named.items():
+        words = isinstance(name, str) and isinstance(text, str)
+        if not words or len(text.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
+            raise WeightFormatError(
+                f"the chat template {shown(name)} is no text of at most {MAX_TEMPLATE_BYTES} bytes:"
+                " use the files of the original model"
+            )
     found: dict[str, Any] = {
         f"tokenizer.chat_template.{name}": text for name, text in named.items() if name != "default"
     }

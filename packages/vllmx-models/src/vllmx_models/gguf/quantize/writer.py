@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from vllmx_core.errors import UnsupportedModelError, shown
 
 from vllmx_models.gguf.blocks import TENSOR_TYPES, TYPES_BY_NAME
 from vllmx_models.gguf.file import DEFAULT_ALIGNMENT, MAGIC, TensorInfo
@@ -96,18 +97,33 @@ def _header(metadata: Mapping[str, Any], tensors: Sequence[NewTensor]) -> bytes:
 
 
 def _string(text: str) -> bytes:
-    encoded = text.encode("utf-8")
+    try:
+        encoded = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnsupportedModelError(
+            f"{shown(text)} holds half a character (a lone surrogate), which a GGUF file cannot"
+            " state: repair the model's files"
+        ) from error
     return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _number(key: str, value: float) -> bytes:
+    form, code = ("<II", _U32) if isinstance(value, int) else ("<If", _F32)
+    try:
+        return struct.pack(form, code, value)
+    except (struct.error, OverflowError) as error:
+        raise UnsupportedModelError(
+            f"{key} = {shown(value)} is beyond what vllmx writes to a GGUF file, integers of 32"
+            " bits and float32: repair the model's files"
+        ) from error
 
 
 def _value(key: str, value: Any) -> list[bytes]:
     """The type's code and the value."""
     if isinstance(value, bool):
         return [struct.pack("<IB", _BOOL, value)]
-    if isinstance(value, int):
-        return [struct.pack("<II", _U32, value)]
-    if isinstance(value, float):
-        return [struct.pack("<If", _F32, value)]
+    if isinstance(value, int | float):
+        return [_number(key, value)]
     if isinstance(value, str):
         return [struct.pack("<I", _STRING), _string(value)]
     if isinstance(value, np.ndarray):
