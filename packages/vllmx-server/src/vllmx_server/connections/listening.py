@@ -109,7 +109,7 @@ class Listener:
                     raise
                 self._pause(error)
                 return
-            self._admit(accepted, _network_of(self._listening.family, address))
+            self._admit(accepted, network_of(self._listening.family, address))
 
     def _admit(self, accepted: socket.socket, address: str) -> None:
         accepted.setblocking(False)
@@ -180,7 +180,7 @@ def refusal() -> bytes:
     )
 
 
-def _network_of(family: int, address: object) -> str:
+def network_of(family: int, address: object) -> str:
     """Whose connection it is: an IPv4 address, or the /64 of IPv6 that one customer has; "" on a
     unix socket."""
     if family not in (socket.AF_INET, socket.AF_INET6) or not isinstance(address, tuple):

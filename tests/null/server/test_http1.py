@@ -1,0 +1,257 @@
+"""HTTP/1.1 from raw sockets: what a client may send, when it may send it, and when it may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import MakeServer, Served, request_bytes
+
+PATH = "/v1/completions"
+LONG = {"prompt": "hello", "max_tokens": 400}
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+MEGABYTE = 1 << 20
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an answer with a content-length."""
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:-2])
+        body = await reader.readexactly(int(headers["content-length"]))
+    return int(head[0].split()[1]), headers, body
+
+
+async def ask(served: Served, request: bytes) -> tuple[int, dict[str, str], Any]:
+    """The answer to a request on a connection of its own, decoded."""
+    reader, writer = await served.connect()
+    writer.write(request)
+    status, headers, body = await read_answer(reader)
+    return status, headers, json.loads(body)
+
+
+async def is_closed(reader: asyncio.StreamReader, within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ("Content-Length: 5\r\nTransfer-Encoding: chunked", 400),
+        ("Content-Length: 5\r\nContent-Length: 6", 400),
+        ("Transfer-Encoding: gzip, chunked", 501),
+        ("No colon", 400),
+        ("X : 1", 400),
+        ("X: " + "x" * 100_000, 431),
+    ],
+)
+async def test_requests_that_can_be_read_in_two_ways(
+    served: Served, lines: str, status: int
+) -> None:
+    reader, writer = await served.connect()
+    writer.write(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n\r\n".encode())
+    found, headers, body = await read_answer(reader)
+    assert (found, headers["connection"]) == (status, "close")
+    error = json.loads(body)["error"]
+    assert error["code"] == "bad_http"
+    assert "x" * 100 not in error["message"]
+    writer.write(GET)
+    await is_closed(reader)
+
+
+async def test_versions_that_are_not_spoken(served: Served) -> None:
+    for version in ("2.0", "3.7"):
+        status, _, body = await ask(served, f"GET / HTTP/{version}\r\nHost: x\r\n\r\n".encode())
+        assert (status, body["error"]["code"]) == (505, "bad_http")
+
+
+@pytest.mark.parametrize(
+    "upgrade",
+    [
+        "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__",
+        "Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    ],
+)
+async def test_an_upgrade_is_ignored(served: Served, upgrade: str) -> None:
+    """A proxy that lets one pass would see nothing of what follows."""
+    reader, writer = await served.connect()
+    for _ in range(2):
+        writer.write(GET[:-2] + upgrade.encode() + b"\r\n\r\n")
+        status, headers, _ = await read_answer(reader)
+        assert status == 200
+        assert "upgrade" not in headers
+    writer.write(GET)
+    assert (await read_answer(reader))[0] == 200
+
+
+async def test_headers_must_arrive_in_time(make_server: MakeServer) -> None:
+    async with make_server({"header_timeout_s": 0.2}) as served:
+        silent, _ = await served.connect()
+        slow, writer = await served.connect()
+        writer.write(GET[:20])
+        second, writer = await served.connect()
+        writer.write(GET + GET[:20])
+        assert (await read_answer(second))[0] == 200
+        idle, writer = await served.connect()
+        writer.write(GET)
+        assert (await read_answer(idle))[0] == 200
+        for reader in (slow, second):
+            status, headers, body = await read_answer(reader)
+            assert (status, headers["connection"]) == (408, "close")
+            assert json.loads(body)["error"]["code"] == "header_timeout"
+            await is_closed(reader)
+        await is_closed(silent)
+        writer.write(GET)  # between requests there is more time
+        assert (await read_answer(idle))[0] == 200
+
+
+async def test_a_byte_now_and_then_gives_no_more_time(make_server: MakeServer) -> None:
+    async with make_server({"header_timeout_s": 0.3}) as served:
+        reader, writer = await served.connect()
+
+        async def drip() -> None:
+            for byte in GET * 50:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.ensure_future(drip())
+        assert (await read_answer(reader))[0] == 408
+        dripping.cancel()
+
+
+@pytest.mark.parametrize("num_ahead_bytes", [0, 1000, MEGABYTE])
+async def test_a_client_that_sent_more_requests_and_left(
+    make_server: MakeServer, num_ahead_bytes: int
+) -> None:
+    async with make_server(step_s=0.01) as served:
+        _, writer = await served.connect()
+        writer.write(request_bytes(PATH, LONG) + GET)
+        await served.in_flight_become(1)
+        writer.write(GET * (num_ahead_bytes // len(GET)))
+        await writer.drain()
+        writer.transport.abort()
+        await served.becomes_idle(2)
+        assert served.llm.stats.num_steps < 200, "its generation went on"
+
+
+async def test_too_many_requests_ahead_end_the_connection_after_the_answer(
+    make_server: MakeServer,
+) -> None:
+    async with make_server(step_s=0.01) as served:
+        reader, writer = await served.connect()
+        writer.write(request_bytes(PATH, {"prompt": "a", "max_tokens": 30}))
+        await served.in_flight_become(1)
+        writer.write(GET * (MEGABYTE // len(GET)))
+        status, headers, body = await read_answer(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert json.loads(body)["usage"]["completion_tokens"] == 30
+        await is_closed(reader)
+
+
+async def test_requests_ahead_within_the_limit_are_answered(make_server: MakeServer) -> None:
+    async with make_server(step_s=0.01) as served:
+        reader, writer = await served.connect()
+        writer.write(request_bytes(PATH, {"prompt": "a", "max_tokens": 10}))
+        await served.in_flight_become(1)
+        for _ in range(100):
+            writer.write(GET)
+        for _ in range(101):
+            assert (await read_answer(reader))[0] == 200
+
+
+# --- answers before the end of a body -------------------------------------------------------------
+def send_whole_then_read(port: int, request: bytes) -> bytes:
+    """As clients without an event loop do; raises when the connection breaks before the answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(request)
+        return client.recv(65536)
+
+
+@pytest.mark.parametrize(
+    ("fields", "head", "status"),
+    [
+        ({"api_key": ("k",)}, "Content-Type: application/json", 401),
+        ({}, "Content-Type: text/plain", 415),
+        ({"max_body_bytes": 1000}, "Content-Type: application/json", 413),
+        ({"allowed_hosts": ("a",)}, "Content-Type: application/json\r\nHost: evil.example", 403),
+    ],
+)
+async def test_large_bodies_that_are_refused_unread(
+    make_server: MakeServer, fields: dict[str, Any], head: str, status: int
+) -> None:
+    host = "" if "Host: " in head else "Host: localhost\r\n"
+    start = f"POST {PATH} HTTP/1.1\r\n{host}{head}\r\n"
+    body = b"x" * (8 * MEGABYTE)
+    declared = f"{start}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    chunked = f"{start}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body
+    async with make_server(fields) as served:
+        port = int(served.url.rpartition(":")[2])
+        sending = [
+            asyncio.to_thread(send_whole_then_read, port, request)
+            for request in (declared, chunked + b"\r\n0\r\n\r\n") * 4
+        ]
+        for answer in await asyncio.gather(*sending):
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+            assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+async def test_a_small_body_that_is_refused_unread_keeps_the_connection(
+    make_server: MakeServer,
+) -> None:
+    async with make_server({"api_key": ("k",)}) as served:
+        reader, writer = await served.connect()
+        for size in (10, 300_000):
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
+            writer.write(head.encode())
+            status, headers, _ = await read_answer(reader)
+            assert status == 401
+            assert "connection" not in headers
+            writer.write(b"x" * size)
+        writer.write(GET)
+        assert (await read_answer(reader))[0] == 401
+
+
+async def test_a_body_that_nobody_waits_for_must_end_in_time(make_server: MakeServer) -> None:
+    async with make_server({"api_key": ("k",), "header_timeout_s": 0.2}) as served:
+        reader, writer = await served.connect()
+        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        assert (await read_answer(reader))[0] == 401
+        await is_closed(reader)
+
+
+# --- descriptors ----------------------------------------------------------------------------------
+def num_descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="counts in /dev/fd")
+@pytest.mark.parametrize(
+    "request_",
+    [b"", GET[:10], GET, b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\n", GET + GET[:9]],
+    ids=["nothing", "part", "whole", "404", "more"],
+)
+async def test_a_client_that_leaves_gives_its_descriptor_back(
+    make_server: MakeServer, request_: bytes
+) -> None:
+    async with make_server({"api_key": ("k",)}) as served:
+        before = num_descriptors()
+        connections = [await served.connect() for _ in range(10)]
+        for reader, writer in connections:
+            writer.write(request_)
+            if request_.endswith(b"\r\n\r\n"):
+                await read_answer(reader)
+        async with asyncio.timeout(5):
+            while num_descriptors() < before + 20:  # accepted
+                await asyncio.sleep(0.005)
+        await served.disconnect()
+        async with asyncio.timeout(2):
+            while num_descriptors() > before:
+                await asyncio.sleep(0.005)
