@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_ch
 class RunningServer:
     url: str
     process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
+    lines: list[str]
     """Standard error so far."""
+    reader: threading.Thread
+    """Ends when standard error does."""
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
@@ -81,7 +83,7 @@ def running_server(
         # A full pipe would stop the server.
         reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
         reader.start()
-        yield RunningServer(line.strip().removesuffix("/v1"), process, lines)
+        yield RunningServer(line.strip().removesuffix("/v1"), process, lines, reader)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from vllmx_server import errors
 from vllmx_server.config import ServerConfig
 from vllmx_server.hosts import HostCheck, allowed_hosts
 from vllmx_server.metrics import Metrics
-from vllmx_server.middleware import Authorization, RequestContext
+from vllmx_server.middleware import Authorization, RequestContext, route_path
 from vllmx_server.routes import chat, completions, status, text
 from vllmx_server.state import ServerState
 
@@ -33,6 +33,7 @@ ROUTES = (
     ("GET", "/version", status.version),
 )
 _METHODS = ("GET", "POST", "HEAD", "OPTIONS")
+_PATHS = {path.replace(":path}", "}") for _, path, _ in ROUTES}
 
 
 class App(Starlette):
@@ -47,13 +48,6 @@ class App(Starlette):
 def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     """The application over a started engine; it does not own the engine."""
     metrics = Metrics(llm.config.name, lambda: llm.stats, _cache_labels(llm))
-    paths = {path for _, path, _ in ROUTES}
-
-    def count(path: str, method: str, status: int) -> None:
-        # A label for each path that somebody makes up would fill the memory.
-        handler = path if path in paths else "other"
-        metrics.count_http(handler, method if method in _METHODS else "other", status)
-
     middleware = []
     if config.allowed_origins:
         middleware.append(
@@ -66,7 +60,14 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
                 expose_headers=["X-Request-Id"],
             )
         )
-    middleware.append(Middleware(RequestContext, log=not config.disable_access_log, count=count))
+    middleware.append(
+        Middleware(
+            RequestContext,
+            log=not config.disable_access_log,
+            name_route=name_route,
+            count=metrics.count_http,
+        )
+    )
     hosts = allowed_hosts(config)
     if hosts is not None:
         middleware.append(Middleware(HostCheck, allowed=hosts))
@@ -82,6 +83,14 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
     app.router.redirect_slashes = False  # it redirects to whatever host the client named
     app.state.server = ServerState(llm, config, metrics)
     return app
+
+
+def name_route(scope: Scope) -> tuple[str, str]:
+    """The path and the method of a request where they are ones of ours, else "other"."""
+    path, method = route_path(scope), scope["method"]
+    if path.startswith("/v1/models/"):
+        path = "/v1/models/{name}"
+    return path if path in _PATHS else "other", method if method in _METHODS else "other"
 
 
 def _cache_labels(llm: AsyncLLM) -> dict[str, object]:

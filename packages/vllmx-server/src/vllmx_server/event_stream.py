@@ -19,6 +19,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_server.direct_body import DirectBody
 from vllmx_server.errors import error_body, internal_error
 from vllmx_server.generation import Generation
+from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 DONE = b"data: [DONE]\n\n"
@@ -140,9 +141,9 @@ class EventStream(HeldResponse):
                     self._num_sent += 1
             except VllmxError as error:
                 await send(_error_event(error))
-            except Exception:
-                request_id = scope["state"]["request_id"]
-                logger.exception("unhandled error in the event stream of request %s", request_id)
+            except Exception as error:
+                name, where = scope["state"]["request_id"], private_traceback(error)
+                logger.error("unhandled error in the event stream of request %s\n%s", name, where)
                 await send(_error_event(internal_error()))
             self._sending = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllmx_server.errors import AuthenticationError, error_response, internal_error
+from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
@@ -28,11 +29,21 @@ class RequestContext:
     turns a bug of ours into an answer that tells nothing of it.
 
     Args:
+        name_route: the path and the method of a request, as logs and metrics may show them: what a
+            client makes up could be a secret, forge lines of the log or fill the memory.
         count: told (path, method, status) of every request.
     """
 
-    def __init__(self, app: ASGIApp, *, log: bool, count: Callable[[str, str, int], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        log: bool,
+        name_route: Callable[[Scope], tuple[str, str]],
+        count: Callable[[str, str, int], None],
+    ) -> None:
         self.app = app
+        self.name_route = name_route
         self.log = log
         self.count = count
 
@@ -56,22 +67,21 @@ class RequestContext:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
             pass
-        except Exception:
-            logger.exception("unhandled error in request %s", request_id.decode("ascii"))
+        except Exception as error:
+            name = request_id.decode("ascii")
+            logger.error("unhandled error in request %s\n%s", name, private_traceback(error))
             if not status:
                 await error_response(internal_error())(scope, receive, send_with_id)
         finally:
             self._note(scope, status or CLIENT_GONE, time.perf_counter() - started)
 
     def _note(self, scope: Scope, status: int, elapsed_s: float) -> None:
-        path = route_path(scope)
-        self.count(path, scope["method"], status)
+        path, method = self.name_route(scope)
+        self.count(path, method, status)
         if self.log and path not in PUBLIC_PATHS:
-            # Decoded paths may hold line breaks, which would forge lines of the log.
             access.info(
                 "%s %s %s %.1f ms %s",
-                scope["method"], scope["path"].encode("unicode_escape").decode("ascii"), status,
-                elapsed_s * 1e3, scope["state"]["request_id"],
+                method, path, status, elapsed_s * 1e3, scope["state"]["request_id"],
             )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hypercorn.config import Config
 from vllmx_core.config import EngineConfig
@@ -24,6 +23,7 @@ from vllmx_server.connections.descriptors import connection_limit, raise_descrip
 from vllmx_server.connections.listening import ConnectionLimits
 from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
+from vllmx_server.private_traceback import on_loop_error
 from vllmx_server.state import ServerState
 
 logger = logging.getLogger("vllmx.server")
@@ -57,7 +57,7 @@ async def _serve(
     listener, url = bind(server)
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
-    asyncio.get_running_loop().set_exception_handler(_on_loop_error)
+    asyncio.get_running_loop().set_exception_handler(on_loop_error)
     try:
         signals = _Signals()
         async with await AsyncLLM.start(engine) as llm:
@@ -77,12 +77,6 @@ async def _serve(
         listener.close()
         if server.uds is not None:
             Path(server.uds).unlink(missing_ok=True)
-
-
-def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A connection that is cut when the server stops is no error; Python 3.11 logs each as one."""
-    if not isinstance(context.get("exception"), asyncio.CancelledError):
-        loop.default_exception_handler(context)
 
 
 async def _until_stopped(
@@ -105,7 +99,12 @@ def bind(server: ServerConfig) -> tuple[socket.socket, str]:
     """A bound socket, not listening yet, and its base URL. Raises ConfigError that says what to
     do."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(socket.AF_UNIX if server.uds is not None else family)
+    # By its protocol asyncio knows that TCP must not wait for a client's ACK before it sends more.
+    listener = (
+        socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        if server.uds is None
+        else socket.socket(socket.AF_UNIX)
+    )
     try:
         if server.uds is not None:
             _bind_unix(listener, server.uds)

@@ -10,6 +10,8 @@ from typing import Any
 from hypercorn.asyncio.task_group import TaskGroup
 from hypercorn.config import Config
 
+from vllmx_server.private_traceback import private_traceback
+
 logger = logging.getLogger("vllmx.server")
 
 _ROOM = 8
@@ -67,8 +69,8 @@ class Applications(TaskGroup):
 async def _run(app: Any, scope: Any, inbox: Inbox, send: Callable[[Any], Awaitable[None]]) -> None:
     try:
         await app(scope, inbox.receive, send)
-    except Exception:
-        logger.exception("unhandled error in the application")
+    except Exception as error:
+        logger.error("unhandled error in the application\n%s", private_traceback(error))
     finally:
         inbox.end()
         await send(None)

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import socket
 import ssl
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +19,15 @@ from typing import Any
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H2ProtocolAssumedError
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
 
 from vllmx_server.connections.applications import Applications
 from vllmx_server.connections.http1 import Http1
+from vllmx_server.connections.http2 import Http2
 from vllmx_server.errors import HeaderTimeoutError
+from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 
@@ -61,7 +61,7 @@ class Connection:
         self.reader: asyncio.StreamReader
         self._shared = shared
         self._on_idle = on_idle
-        self._protocol: Http1 | H2Protocol
+        self._protocol: Http1 | Http2
         self._deadline = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
         self._is_idle, self._awaits_rest = True, True
@@ -81,7 +81,7 @@ class Connection:
         except* asyncio.CancelledError:
             self.writer.transport.abort()
         except* Exception as group:
-            _log_without_values(group)
+            logger.error("a connection failed\n%s", private_traceback(group))
         await self._close()
 
     async def _open(self, accepted: socket.socket) -> None:
@@ -102,7 +102,7 @@ class Connection:
             self._applications = applications
             tls = self.writer.get_extra_info("ssl_object")
             agreed = None if tls is None else tls.selected_alpn_protocol()
-            self._protocol = self._speak(H2Protocol if agreed == "h2" else Http1)
+            self._protocol = self._speak(Http2 if agreed == "h2" else Http1)
             await self._protocol.initiate()
             try:
                 async with self._deadline:
@@ -149,7 +149,7 @@ class Connection:
         try:
             await self._protocol.handle(RawData(data))
         except H2ProtocolAssumedError as error:
-            self._protocol = self._speak(H2Protocol)
+            self._protocol = self._speak(Http2)
             await self._protocol.initiate()
             await self._protocol.handle(RawData(error.data))
         if self._finished_s is not None:
@@ -239,10 +239,3 @@ class Connection:
             pass
         finally:
             cut.cancel()
-
-
-def _log_without_values(group: BaseExceptionGroup[Exception]) -> None:
-    """Where an error came from; not its text, in which there may be bytes of a request."""
-    for error in group.exceptions:
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        logger.error("a connection ended by %s\n%s", type(error).__name__, frames)
