@@ -25,6 +25,7 @@ ALLOWED = {
         "starlette",
         "hypercorn",
         "h11",
+        "h2",
         "prometheus_client",
     },
     "vllmx_demo": {"vllmx_core"},
