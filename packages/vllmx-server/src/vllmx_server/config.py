@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from vllmx_core.errors import ConfigError
 from vllmx_core.logs import check_log_level
 
+from vllmx_server.priorities import priority_ranges
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -19,6 +21,9 @@ class ServerConfig:
     root_path: str = ""
     api_key: tuple[str, ...] = ()
     """Accepted bearer tokens; empty: no authorisation."""
+    priority_range: tuple[str, ...] = ()
+    """What `priority` of a request may be: `LEAST:GREATEST` for everybody ("0:" by default), and
+    `KEY=LEAST:GREATEST` for the holder of an API key."""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -66,6 +71,7 @@ class ServerConfig:
                 f"--root-path must begin and not end with a slash, got {self.root_path!r}",
                 param="root_path",
             )
+        priority_ranges(self.priority_range, self.api_key)
         check_log_level(self.log_level)
 
     def _check_interval(self, name: str, low: float, high: float) -> None:

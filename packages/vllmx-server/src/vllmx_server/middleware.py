@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllmx_server.errors import AuthenticationError, error_response, internal_error
+from vllmx_server.priorities import client_name
 from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
@@ -110,7 +111,7 @@ class Authorization:
             )
             await error_response(error)(scope, receive, send)
             return
-        scope.setdefault("state", {})["client"] = digest.hex()[:16]
+        scope.setdefault("state", {})["client"] = client_name(digest)
         await self.app(scope, receive, send)
 
 

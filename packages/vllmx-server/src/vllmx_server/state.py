@@ -18,6 +18,7 @@ from vllmx_server import __version__
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import OverloadedError
 from vllmx_server.metrics import Metrics
+from vllmx_server.priorities import PriorityRange, priority_ranges
 from vllmx_server.schema.sampling import SamplingFields
 
 
@@ -33,9 +34,12 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = field(init=False)
     """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
+    priorities: dict[str, PriorityRange] = field(init=False)
+    """See `priority_ranges`."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.priorities = priority_ranges(self.config.priority_range, self.config.api_key)
         self.fingerprint = fingerprint(self.llm.info)
 
     def check_model(self, name: str | None) -> None:
@@ -97,7 +101,10 @@ def request_id_of(request: Request, body: SamplingFields) -> str:
 def caller_of(request: Request, body: SamplingFields) -> dict[str, Any]:
     """Who asks, as keyword arguments of `AsyncLLM.submit`: fair share and prefix-cache salt go by
     the API key, so that no client can probe another's prompts; a `cache_salt` of the request
-    narrows it further."""
+    narrows it further. Raises InvalidRequestError for a priority that the key does not allow."""
     client: str = request.scope["state"].get("client", "")
+    priority = body.priority or 0
+    ranges = state_of(request).priorities
+    ranges.get(client, ranges[""]).check(priority)
     salt = f"{client}\n{body.cache_salt}" if body.cache_salt else client
-    return {"priority": body.priority or 0, "client": client, "cache_salt": salt}
+    return {"priority": priority, "client": client, "cache_salt": salt}

@@ -22,6 +22,8 @@ HELP = {
     "uds": "Path of a unix socket to listen on instead.",
     "root_path": "Path prefix when behind a proxy.",
     "api_key": "Bearer token that clients must send; may be repeated.",
+    "priority_range": "What `priority` of a request may be: LEAST:GREATEST, or KEY=LEAST:GREATEST"
+    " for one API key; may be repeated  [default: 0:].",
     "ssl_certfile": "TLS certificate.",
     "ssl_keyfile": "TLS key.",
     "allowed_origins": "CORS origin; may be repeated.",

@@ -1,0 +1,65 @@
+"""Which priorities the holder of a key may give its requests: smaller is served first, and a
+request may take the place of one that runs at a greater priority."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllmx_core.errors import ConfigError, InvalidRequestError
+
+_LEAST, _GREATEST = -(1 << 31), (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityRange:
+    """What is allowed, both ends included."""
+
+    least: int = 0
+    greatest: int = _GREATEST
+
+    def check(self, priority: int) -> None:
+        """Raises InvalidRequestError."""
+        if not self.least <= priority <= self.greatest:
+            raise InvalidRequestError(
+                f"priority must be between {self.least} and {self.greatest} here, got {priority}:"
+                " smaller is served first, and the server's --priority-range says who may",
+                param="priority",
+            )
+
+
+def client_name(key_digest: bytes) -> str:
+    """What the holder of a key is called in fair share, salts and ranges."""
+    return key_digest.hex()[:16]
+
+
+def priority_ranges(texts: Sequence[str], keys: Sequence[str]) -> dict[str, PriorityRange]:
+    """By client name, with "" for everybody else, from `LEAST:GREATEST` and `KEY=LEAST:GREATEST`;
+    an end that is left out is open. Raises ConfigError, in which no key stands."""
+    ranges = {"": PriorityRange()}
+    for text in texts:
+        key, named, ends = text.rpartition("=")
+        if named and key not in keys:
+            raise ConfigError(
+                "--priority-range names a key that is none of --api-key: add it there",
+                param="priority_range",
+            )
+        name = client_name(hashlib.sha256(key.encode()).digest()) if named else ""
+        ranges[name] = _parse(ends)
+    return ranges
+
+
+def _parse(ends: str) -> PriorityRange:
+    least, colon, greatest = ends.partition(":")
+    try:
+        found = PriorityRange(int(least or _LEAST), int(greatest or _GREATEST))
+        if colon and _LEAST <= found.least <= found.greatest <= _GREATEST:
+            return found
+    except ValueError:
+        pass
+    raise ConfigError(
+        "--priority-range must be LEAST:GREATEST or KEY=LEAST:GREATEST with integers of 32 bits,"
+        " such as 0:100 or -10:",
+        param="priority_range",
+    )
