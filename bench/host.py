@@ -24,7 +24,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest
+from vllmx_engine.messages import CoreRequest, pack_ids
 
 VOCAB_SIZE = 32_000
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
         core.add(
             CoreRequest(
                 request_id=f"request-{row}",
-                prompt_ids=prompt.tolist(),
+                prompt=pack_ids(prompt),
                 params=params,
                 stop_ids=[VOCAB_SIZE - 1, VOCAB_SIZE - 2],
                 max_tokens=length,

@@ -21,7 +21,7 @@ from vllmx.bench.figures import show
 from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest
+from vllmx_engine.messages import CoreRequest, pack_ids
 
 Case = Callable[[argparse.Namespace], float]
 ADMITTED = 34
@@ -37,7 +37,7 @@ def make_core(num_rows: int, length: int, num_blocks: int) -> EngineCore:
 def request(name: str, ids: np.ndarray[Any, Any], **fields: Any) -> CoreRequest:
     params = SamplingParams(max_tokens=None, temperature=0.0, **fields.pop("params", {}))
     return CoreRequest(
-        request_id=name, prompt_ids=ids.tolist(), params=params, max_tokens=64, seed=0, **fields
+        request_id=name, prompt=pack_ids(ids), params=params, max_tokens=64, seed=0, **fields
     )
 
 

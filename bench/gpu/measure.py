@@ -223,7 +223,7 @@ def throughput(bench: Bench) -> None:
     from vllmx_core.config import EngineConfig
     from vllmx_core.sampling import SamplingParams
     from vllmx_engine.core import EngineCore
-    from vllmx_engine.messages import CoreRequest
+    from vllmx_engine.messages import CoreRequest, pack_ids
 
     scale = bench.scale
     loaded, _ = bench.load("0.6b", "bf16", max_model_len=max(128, 2 * scale.new_tokens))
@@ -236,7 +236,7 @@ def throughput(bench: Bench) -> None:
         params = SamplingParams(max_tokens=scale.new_tokens, temperature=0.0, ignore_eos=True)
         core.add(
             CoreRequest(
-                request_id=str(index), prompt_ids=prompt, params=params,
+                request_id=str(index), prompt=pack_ids(prompt), params=params,
                 max_tokens=scale.new_tokens, seed=index,
             )
         )  # fmt: skip

@@ -27,7 +27,7 @@ from vllmx_cuda.emulated_device import EmulatedDevice, EmulatedGraph, array
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest
+from vllmx_engine.messages import CoreRequest, pack_ids
 
 PAGE, MAX_LEN, ROWS = 16, 512, 20
 
@@ -263,7 +263,9 @@ def test_a_gpu_that_is_lost_while_serving_ends_the_engine(refuses: str) -> None:
     core = EngineCore(load(device), EngineConfig(), max_model_len=MAX_LEN, vocab_size=96)
     params = SamplingParams(max_tokens=50, temperature=0.0)
     core.add(
-        CoreRequest(request_id="a", prompt_ids=[1, 2, 3], params=params, max_tokens=50, seed=0)
+        CoreRequest(
+            request_id="a", prompt=pack_ids([1, 2, 3]), params=params, max_tokens=50, seed=0
+        )
     )
     for _ in range(4):
         core.step()

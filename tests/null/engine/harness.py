@@ -21,7 +21,7 @@ from vllmx_core.testing.fake import (
     expected_tokens,
 )
 from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs
+from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs, pack_ids
 
 VOCAB_SIZE = 48
 EOS = 7
@@ -102,15 +102,22 @@ class Harness:
         self._last_fault = -4
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int = 8, *, name: str | None = None, **fields: Any
+        self,
+        prompt: Sequence[int] | bytes,
+        max_tokens: int = 8,
+        *,
+        name: str | None = None,
+        **fields: Any,
     ) -> str:
-        """Sends a request, greedy unless `params` says otherwise; returns its id."""
+        """Sends a request, greedy unless `params` says otherwise; returns its id. A prompt of bytes
+        goes as it is."""
         name = name or f"r{len(self.requests)}"
         params = SamplingParams(max_tokens=max_tokens, **GREEDY | fields.pop("params", {}))
+        packed = prompt if isinstance(prompt, bytes) else pack_ids(prompt)
         stop_ids = [] if self.rules.eos_id is None else [self.rules.eos_id]
         fields = {"stop_ids": stop_ids, "seed": len(self.requests), **fields}
         request = CoreRequest(
-            request_id=name, prompt_ids=list(prompt), params=params, max_tokens=max_tokens, **fields
+            request_id=name, prompt=packed, params=params, max_tokens=max_tokens, **fields
         )
         self.requests[name] = request
         self.ids[name] = []
@@ -211,7 +218,7 @@ class Harness:
         """Ids of a request, by the fake model's definition."""
         request = self.requests[name]
         return expected_tokens(
-            request.prompt_ids,
+            request.prompt_ids.tolist(),
             min(request.max_tokens, self.core.limits.max_tokens - len(request.prompt_ids)),
             rules=self.rules,
             params=request.params,
@@ -223,7 +230,7 @@ class Harness:
     def check_output(self, name: str) -> None:
         """Ids, finish reason and log-probabilities of an ended request."""
         request, last = self.requests[name], self.last[name]
-        expected, prompt = self.expected(name), request.prompt_ids
+        expected, prompt = self.expected(name), request.prompt_ids.tolist()
         if request.params.prompt_logprobs is not None and self.rules.nan_token in prompt:
             assert (last.finish_reason, last.error_code) == ("error", "non_finite_logits")
             return

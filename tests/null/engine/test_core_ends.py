@@ -26,11 +26,9 @@ def test_context_end_is_length() -> None:
         ([], {}, "invalid_request", "at least one"),
         ([1, VOCAB_SIZE], {}, "invalid_request", f"0 to {VOCAB_SIZE - 1}"),
         ([1, -1], {}, "invalid_request", "got -1"),
-        ([1 << 40], {}, "invalid_request", "got"),
+        (b"123", {}, "invalid_request", "3 bytes"),
         ([1] * MAX_MODEL_LEN, {}, "context_length_exceeded", f"holds {MAX_MODEL_LEN - 1}"),
         ([1], {"params": {"stop_token_ids": (99,)}}, "invalid_request", "99"),
-        ([1, 2.5], {}, "invalid_request", "got 2.5"),
-        (["1"], {}, "invalid_request", "got '1'"),
         ([1], {"seed": -1}, "invalid_request", "-1"),
         (
             [1],
@@ -45,7 +43,7 @@ def test_context_end_is_length() -> None:
     ],
 )
 def test_bad_requests_end_alone(
-    prompt: list[Any], fields: dict[str, Any], code: str, words: str
+    prompt: list[int] | bytes, fields: dict[str, Any], code: str, words: str
 ) -> None:
     harness = Harness()
     good = harness.add([1, 2, 3])

@@ -104,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt = rest[:2]
         if follow and names:
             leader = self.harness.requests[names[-1]]
-            prompt, fields = leader.prompt_ids, {**fields, "leader": leader.request_id}
+            prompt, fields = leader.prompt_ids.tolist(), {**fields, "leader": leader.request_id}
         self.harness.add(prompt, max_tokens, params=params, **fields)
 
     @rule(index=st.integers(0, 50))

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.messages import CoreRequest
+from vllmx_engine.messages import CoreRequest, pack_ids
 from vllmx_engine.sequence import Limits, Sequence
 from vllmx_engine.waiting import FairShare, WaitingQueue
 
@@ -21,9 +21,13 @@ CLIENTS = ("a", "b", "c", "d")
 
 def waiting(arrival: int, **fields: Any) -> Sequence:
     request = CoreRequest(
-        request_id=f"r{arrival}", prompt_ids=[1], params=SamplingParams(), max_tokens=1, seed=0,
+        request_id=f"r{arrival}",
+        prompt=pack_ids([1]),
+        params=SamplingParams(),
+        max_tokens=1,
+        seed=0,
         **fields,
-    )  # fmt: skip
+    )
     return Sequence(request, arrival, LIMITS)
 
 

@@ -9,7 +9,7 @@ from vllmx_core.testing.fake import FakeRules
 from vllmx_engine import core as core_module
 from vllmx_engine.frontend import ThreadFrontend
 from vllmx_engine.ipc import AddRequest, FrameReader, ToCore, encode_frame, to_core_decoder
-from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of
+from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
 from vllmx_engine.request import Request, RequestBuilder
 from vllmx_engine.sequence import Limits
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def test_the_core_checks_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> N
     params = SamplingParams(presence_penalty=1.0, allowed_token_ids=(1, 2, 3), logit_bias={2: 9.0})
     leader = CoreRequest(
         request_id="0",
-        prompt_ids=[1, 2],
+        prompt=pack_ids([1, 2]),
         params=params,
         bad_words_ids=[[4, 5]],
         max_tokens=2,

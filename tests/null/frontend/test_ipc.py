@@ -16,11 +16,11 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_core.specs import BackendSpec
 from vllmx_engine import ipc
 from vllmx_engine.known_specs import KnownSpecs
-from vllmx_engine.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs
+from vllmx_engine.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids
 
 REQUEST = CoreRequest(
     request_id="7.0",
-    prompt_ids=[1, 2, 300_000],
+    prompt=pack_ids([1, 2, 300_000]),
     params=SamplingParams(
         n=3,
         seed=(1 << 64) - 1,
@@ -120,7 +120,7 @@ def test_a_length_over_the_limit_is_refused_before_the_bytes_come() -> None:
     "fields",
     [
         {"max_tokens": "9"},
-        {"prompt_ids": [1.5]},
+        {"prompt": [1, 2]},
         {"params": {"temperature": float("nan")}},
         {"params": {"top_p": 3.0}},
         {"params": {"n": True}},

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from array import array
+from bisect import bisect_left
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.plan import U32
+from vllmx_core.plan import I32, U32
 
 from vllmx_engine.messages import CoreRequest
 
 _BANNED = float("-inf")
+_PIECE = 1 << 14
 
 
 class LogitRules:
@@ -23,6 +25,7 @@ class LogitRules:
     __slots__ = (
         "_fixed",
         "_fixed_arrays",
+        "_in_prompt",
         "counts",
         "has_edits",
         "mask",
@@ -49,15 +52,20 @@ class LogitRules:
         self.min_tokens = params.min_tokens
         self.stop_ids = [token for token in request.stop_ids if 0 <= token < vocab_size]
         self.mask = _bitset(params.allowed_token_ids, vocab_size)
-        self.counts = Counts(request.prompt_ids) if params.needs_counts else None
+        self._in_prompt = array("i")
+        """Ids of the prompt, each once, where they are needed."""
+        if params.needs_counts:
+            self._in_prompt = _distinct(request.prompt_ids, vocab_size)
+        self.counts = Counts(self._in_prompt) if params.needs_counts else None
         _check_allowed(params.allowed_token_ids, dict(zip(*self.edits(array("i"), 0), strict=True)))
         bans_stops = self.min_tokens > 0 and bool(self.stop_ids)
         self.has_edits = bool(self._fixed) or bool(self.phrases) or bans_stops
 
-    def of_another_choice(self, request: CoreRequest) -> LogitRules:
-        """The rules of a request with the same parameters: only the counts are its own."""
+    def of_another_choice(self) -> LogitRules:
+        """The rules of a request with the same prompt and parameters: only the counts are its
+        own."""
         other = copy.copy(self)
-        other.counts = None if self.counts is None else Counts(request.prompt_ids)
+        other.counts = None if self.counts is None else Counts(self._in_prompt)
         return other
 
     def edits(self, tokens: array[int], num_generated: int) -> tuple[array[int], array[float]]:
@@ -75,25 +83,47 @@ class LogitRules:
 
 
 class Counts:
-    """How often each id occurred, for the penalties; grows by one token at a time."""
+    """How often each id occurred, for the penalties; grows by one token at a time.
 
-    __slots__ = ("_index", "ids", "output_counts")
+    Args:
+        in_prompt: ids of the prompt, ascending, each once; copied.
+    """
 
-    def __init__(self, prompt_ids: list[int]) -> None:
-        self._index = {token: i for i, token in enumerate(dict.fromkeys(prompt_ids))}
-        self.ids = array("i", self._index)
-        self.output_counts = array("i", bytes(4 * len(self._index)))
+    __slots__ = ("_index", "_num_in_prompt", "ids", "output_counts")
+
+    def __init__(self, in_prompt: array[int]) -> None:
+        self._num_in_prompt = len(in_prompt)
+        self._index: dict[int, int] = {}
+        """Where generated ids stand in `ids`."""
+        self.ids = in_prompt[:]
+        self.output_counts = array("i", bytes(4 * len(in_prompt)))
         """How often each of `ids` was generated (0: in the prompt alone)."""
 
     def add(self, token: int) -> None:
         """Counts a generated token."""
         index = self._index.get(token)
         if index is None:
-            self._index[token] = len(self.ids)
-            self.ids.append(token)
-            self.output_counts.append(1)
-        else:
-            self.output_counts[index] += 1
+            index = self._index[token] = self._place(token)
+        self.output_counts[index] += 1
+
+    def _place(self, token: int) -> int:
+        """Of an id that was not generated before."""
+        place = bisect_left(self.ids, token, 0, self._num_in_prompt)
+        if place < self._num_in_prompt and self.ids[place] == token:
+            return place
+        self.ids.append(token)
+        self.output_counts.append(0)
+        return len(self.ids) - 1
+
+
+def _distinct(ids: I32, vocab_size: int) -> array[int]:
+    """Each of the ids once, ascending."""
+    seen = np.zeros(vocab_size, np.bool_)
+    for start in range(
+        0, ids.size, _PIECE
+    ):  # a copy of all as indices would cost more than the rest
+        seen[ids[start : start + _PIECE].astype(np.intp)] = True
+    return array("i", np.flatnonzero(seen).astype(np.int32).tobytes())
 
 
 def make_rules(request: CoreRequest, vocab_size: int) -> LogitRules | None:

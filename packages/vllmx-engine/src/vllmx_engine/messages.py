@@ -7,13 +7,22 @@ a unix socket, see `vllmx_engine.ipc`). Nothing else crosses, and never a pickle
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
+from vllmx_core.plan import I32
 from vllmx_core.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as they travel: 32 bits each, in this machine's order. Raises OverflowError for
+    what does not fit and TypeError for what is no integer."""
+    return array("i", ids).tobytes()
 
 
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -21,7 +30,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     as a request of its own."""
 
     request_id: str
-    prompt_ids: list[int]
+    prompt: bytes
+    """Token ids, see `pack_ids`. A list of 128k of them would hold up the step loop for 10 ms."""
     params: SamplingParams
     """Without its texts: `stop` is the frontend's, `bad_words_ids` below replaces `bad_words`."""
     stop_ids: list[int] = []
@@ -41,10 +51,15 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
 
+    @property
+    def prompt_ids(self) -> I32:
+        """(prompt tokens,) a view. Raises ValueError for bytes that are no whole ids."""
+        return np.frombuffer(self.prompt, np.int32)
+
     def shares_all_with(self, other: CoreRequest) -> bool:
         """Whether `choices_of` made both, so that what holds for one holds for the other."""
         return (
-            self.prompt_ids is other.prompt_ids
+            self.prompt is other.prompt
             and self.stop_ids is other.stop_ids
             and self.bad_words_ids is other.bad_words_ids
         )

@@ -17,7 +17,7 @@ from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestErr
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.generation_config import SAMPLING
-from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of
+from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 
@@ -196,7 +196,7 @@ class RequestBuilder:
         stop_ids = [] if params.ignore_eos else self._eos_ids
         leader = CoreRequest(
             request_id=f"{number}.0",
-            prompt_ids=ids,
+            prompt=pack_ids(ids),
             params=_core_params(params),
             stop_ids=[*stop_ids, *params.stop_token_ids],
             bad_words_ids=self._bad_words(params.bad_words),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-import numpy as np
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 
 from vllmx_engine.logit_rules import LogitRules, make_rules
 from vllmx_engine.messages import CoreRequest, FinishReason, TokenLogprobs
+
+_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.arrival = arrival
-        self.tokens = array("i", request.prompt_ids)
+        self.tokens = array("i", request.prompt)
         """Prompt and generated ids that the host has seen."""
         self.num_prompt = len(self.tokens)
         self.limit = min(self.num_prompt + request.max_tokens, limits.max_tokens)
@@ -100,7 +101,7 @@ class Sequence:
         self.rules: LogitRules | None = (
             make_rules(request, limits.vocab_size)
             if leader is None or leader.rules is None
-            else leader.rules.of_another_choice(request)
+            else leader.rules.of_another_choice()
         )
         self.counts = None if self.rules is None else self.rules.counts
         self.is_plain = False
@@ -132,18 +133,19 @@ class Sequence:
 
 def check_request(request: CoreRequest, limits: Limits) -> None:
     """Raises InvalidRequestError, ContextLengthError or CapacityError for what can never run."""
-    length = len(request.prompt_ids)
+    if len(request.prompt) % _ID_BYTES:
+        raise InvalidRequestError(
+            f"{len(request.prompt)} bytes are no token ids of {_ID_BYTES}: send pack_ids(ids)",
+            param="prompt",
+        )
+    ids = request.prompt_ids
+    length = ids.size
     if length == 0:
         raise InvalidRequestError("the prompt has no tokens: send at least one", param="prompt")
-    ids = np.asarray(request.prompt_ids)
-    if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= limits.vocab_size:
-        wrong = next(
-            token
-            for token in request.prompt_ids
-            if not isinstance(token, int) or not 0 <= token < limits.vocab_size
-        )
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        wrong = ids[(ids < 0) | (ids >= limits.vocab_size)][0]
         raise InvalidRequestError(
-            f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got {wrong!r}",
+            f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got {wrong}",
             param="prompt",
         )
     if request.max_tokens < 1:

@@ -1,0 +1,57 @@
+"""A long prompt is bytes from the frontend to the table of rows: no list of it is ever made between
+two steps."""
+
+from __future__ import annotations
+
+import tracemalloc
+from array import array
+
+import pytest
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.ipc import AddRequest, encode_frame
+from vllmx_engine.logit_rules import Counts
+from vllmx_engine.messages import CoreRequest, pack_ids
+
+from .harness import VOCAB_SIZE, Harness
+
+LENGTH = 400_000
+
+
+def long_request(**params: float) -> CoreRequest:
+    return CoreRequest(
+        request_id="long",
+        prompt=pack_ids([token % VOCAB_SIZE for token in range(LENGTH)]),
+        params=SamplingParams(max_tokens=4, **params),  # type: ignore[arg-type]
+        max_tokens=4,
+        seed=0,
+    )
+
+
+def test_a_frame_holds_four_bytes_for_each_token() -> None:
+    assert len(encode_frame(AddRequest(long_request()))) < 4 * LENGTH + 1000
+
+
+@pytest.mark.parametrize("params", [{}, {"frequency_penalty": 0.5}])
+def test_the_core_copies_it_once(params: dict[str, float]) -> None:
+    """Its tokens as 32 bits; a list or an array of 64 bits would be twice that."""
+    harness = Harness(max_model_len=LENGTH + 10, model={"num_blocks": LENGTH // 8 + 2})
+    request = long_request(**params)
+    tracemalloc.start()
+    try:
+        harness.core.add(request)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "long" in harness.core._scheduler.live
+    assert peak < 6 * LENGTH
+
+
+def test_counts_of_a_prompt_and_an_answer() -> None:
+    in_prompt = array("i", [2, 5, 9])
+    counts, other = Counts(in_prompt), Counts(in_prompt)
+    for token in (5, 7, 5, 1, 7, 2, 30, 5):
+        counts.add(token)
+    found = dict(zip(counts.ids, counts.output_counts, strict=True))
+    assert found == {2: 1, 5: 3, 9: 0, 7: 2, 1: 1, 30: 1}
+    assert other.ids == in_prompt == array("i", [2, 5, 9])
+    assert other.output_counts == array("i", [0, 0, 0])
