@@ -49,6 +49,11 @@ def prefill_flop(config: Mapping[str, Any], length: int) -> int:
     return found
 
 
+def share(found: float, ceiling: float | None) -> float | None:
+    """Of a ceiling; None where it was not measured."""
+    return found / ceiling if ceiling else None
+
+
 class RandomSource:
     """`vllmx_core.weights.WeightSource`: every tensor is the beginning of one random buffer of its
     kind, so that making an 8B model takes no memory of its size.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from vllmx_core.hooks import hookimpl
 from vllmx_core.specs import BackendSpec
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Device
+from vllmx_cuda.device import Device, Memory, Product
+from vllmx_cuda.emulated_device import EmulatedDevice
+from vllmx_cuda.emulator import Emulator
+from vllmx_cuda.kernel_specs import Variant
 
 REHEARSED = bool(os.environ.get("REHEARSE"))
 """Whether run.sh runs without a GPU."""
@@ -20,8 +23,6 @@ SANITIZED = bool(os.environ.get("SANITIZED"))
 def opener(rehearse: bool = REHEARSED, sanitized: bool = SANITIZED) -> Callable[[], Device]:
     """What opens the GPU, or the emulator in its place."""
     if rehearse:
-        from vllmx_cuda.emulated_device import EmulatedDevice
-
         return EmulatedDevice
     from vllmx_cuda.cupy_device import CupyDevice
 
@@ -36,6 +37,28 @@ def exact_device() -> Device:
     device = CupyDevice.open()
     device._pool = ExactPool(cupy)
     return device
+
+
+class IdleDevice(EmulatedDevice):
+    """Launches and multiplies nothing, and keeps a list of the kernels that it was told to prepare:
+    tells without a GPU what a model would compile."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emulator=cast(Emulator, None), **options)
+        self.prepared: list[Variant] = []
+
+    def prepare(self, variants: Sequence[Variant], *, progress: bool = False) -> None:
+        self.prepared += variants
+
+    def launch(
+        self,
+        variant: Variant,
+        sizes: dict[str, int],
+        arguments: Sequence[Memory | int | float | None],
+    ) -> None:
+        self.prepared.append(variant)
+
+    def multiply(self, product: Product, *operands: Any, **more: Any) -> None: ...
 
 
 class ExactPool:

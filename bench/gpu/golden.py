@@ -31,7 +31,8 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import Device
 from vllmx_cuda.kernel_specs import KERNELS
 
-DTYPES = ("f32", "bf16", "f16")
+DTYPES = ("bf16", "f16", "f32")
+"""What matters most first, for a run may be cut."""
 NAMES = ("qk norm and rope", "head size 64", "head size 128", "window 23", "softcap", "everything")
 TOLERANCE = {"f32": 1e-4, "bf16": 0.05, "f16": 0.01}
 """Of log-probabilities: what other last bits of exp2, rsqrt and tensor-core sums come to after two

@@ -1,4 +1,4 @@
-"""One part of the figures, in a process of its own; `figures.py` runs them all.
+"""One part of the figures, in a process of its own; `call.py` runs them all.
 
     python bench/gpu/measure.py PART OUT.json --seconds 30 [--ceilings FILE] [--rehearse]
 
@@ -13,13 +13,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import SHAPES, RandomSource, prefill_flop
+from checkpoints import SHAPES, RandomSource, prefill_flop, share
 from devices import opener
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.errors import VllmxError
@@ -27,6 +28,7 @@ from vllmx_core.plan import StepPlan
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.device import Device, Memory, Product
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_models.qwen3 import qwen3
 
 STARTED_S = time.perf_counter()
@@ -38,21 +40,24 @@ WARM_S = 0.4
 class Scale:
     """How large everything is."""
 
+    first: tuple[tuple[int, int], ...] = ((1, 128), (1, 1024), (16, 1024), (64, 1024), (256, 1024))
+    """Batches and contexts of decode steps that are measured before all else."""
     batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256)
     contexts: tuple[int, ...] = (128, 1024, 8192, 32768)
-    prefills: tuple[int, ...] = (512, 2048, 8192)
+    prefills: tuple[int, ...] = (2048, 8192, 512)
     steps: int = 12
     copy_bytes: int = 1 << 30
     square: int = 8192
     requests: int = 256
     new_tokens: int = 1024
+    nodes: tuple[int, int] = (100, 300)
     options: dict[str, Any] = field(default_factory=lambda: {
         "max_model_len": 40960, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     })  # fmt: skip
 
 
 REHEARSAL = Scale(
-    (1, 3), (20, 40), (24,), 2, 1 << 12, 16, 3, 4,
+    ((3, 40),), (1, 3), (20, 40), (24,), 2, 1 << 12, 16, 3, 4, (2, 4),
     {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 24},
 )  # fmt: skip
 
@@ -74,8 +79,11 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def note(self, name: str, value: Any) -> None:
+        """Written at once, and never by half: a process may be killed at any time."""
         self.found[name] = value
-        self.out.write_text(json.dumps(self.found, indent=1))
+        partial = self.out.with_suffix(".part")
+        partial.write_text(json.dumps(self.found, indent=1))
+        partial.replace(self.out)
 
     def late(self, before: str) -> bool:
         """Whether the time is over, which is noted."""
@@ -98,7 +106,8 @@ class Bench:
 
 
 def ceilings(bench: Bench) -> None:
-    """GB/s of a copy on the device, read and written; TFLOP/s of a bf16 product."""
+    """GB/s of a copy on the device, read and written; TFLOP/s of a bf16 product; microseconds of a
+    node of a graph that does next to nothing."""
     device, size, n = bench.open_device(), bench.scale.copy_bytes, bench.scale.square
     source, target = device.zeros(size), device.zeros(size)
     _fill(device, source)
@@ -109,7 +118,23 @@ def ceilings(bench: Bench) -> None:
     multiplied = _device_s(device, lambda: device.multiply(product, source, source, target))
     bench.note("copy_gb_s", 2 * size / copied / 1e9)
     bench.note("bf16_tflop_s", 2 * n**3 / multiplied / 1e12)
+    bench.note("node_us", _node_s(device, source, target, bench.scale.nodes) * 1e6)
     device.close()
+
+
+def _node_s(device: Device, source: Memory, target: Memory, nodes: tuple[int, int]) -> float:
+    """By two graphs of kernels that scale 16 elements: what launching a graph costs cancels."""
+    variant = KERNELS["scale"].variant(VX_DTYPE=DTYPES["bf16"], VX_VEC=1)
+    device.prepare([variant])
+
+    def enqueue(count: int) -> None:
+        for _ in range(count):
+            device.launch(variant, {"count": 16}, [source, target, 16, 1.0])
+
+    enqueue(1)
+    device.synchronize()
+    few, many = (device.capture(partial(enqueue, count)) for count in nodes)
+    return (_device_s(device, many.launch) - _device_s(device, few.launch)) / (nodes[1] - nodes[0])
 
 
 def _fill(device: Device, memory: Memory) -> None:
@@ -146,21 +171,34 @@ def model(shape: str, form: str, kv: str = "auto") -> Callable[[Bench], None]:
     def measure(bench: Bench) -> None:
         loaded, source = bench.load(shape, form, kv_cache_dtype=kv)
         config = SHAPES["tiny" if bench.rehearse else shape]
-        for context in bench.scale.contexts:
-            for batch in bench.scale.batches:
-                if bench.late(f"decode {batch} x {context}"):
-                    return
-                bench.note(
-                    f"decode {batch} x {context}",
-                    _decode(bench, loaded, source, config, (batch, context)),
-                )
-        for length in bench.scale.prefills:
-            if bench.late(f"prefill {length}"):
+        scale = bench.scale
+        others = [(batch, context) for context in scale.contexts for batch in scale.batches]
+        cases: list[tuple[str, Callable[[], Any]]] = [
+            *_decodes(bench, loaded, source, config, scale.first),
+            *(
+                (f"prefill {n}", partial(_prefill, bench, loaded, config, n))
+                for n in scale.prefills
+            ),
+            *_decodes(bench, loaded, source, config, others),
+        ]
+        for name, case in cases:
+            if name in bench.found:
+                continue
+            if bench.late(name):
                 return
-            bench.note(f"prefill {length}", _prefill(bench, loaded, config, length))
+            bench.note(name, case())
         loaded.close()
 
     return measure
+
+
+def _decodes(
+    bench: Bench, loaded: LoadedModel, source: RandomSource, config: Any,
+    cases: Sequence[tuple[int, int]],
+) -> Iterator[tuple[str, Callable[[], Any]]]:  # fmt: skip
+    for case in cases:
+        name = f"decode {case[0]} x {case[1]}"
+        yield name, partial(_decode, bench, loaded, source, config, case)
 
 
 def _decode(
@@ -183,12 +221,14 @@ def _decode(
     return {
         "device_ms": device_s * 1e3, "wall_ms": wall_s * 1e3,
         "gap_us": (wall_s - device_s) * 1e6, "host_us": host_s * 1e6,
-        "share_of_copy": read / device_s / 1e9 / bench.ceilings["copy_gb_s"],
+        "share_of_copy": share(read / device_s / 1e9, bench.ceilings.get("copy_gb_s")),
         "tokens_s": batch / wall_s, "blocks_shared": batch * needed > blocks,
     }  # fmt: skip
 
 
-def _prefill(bench: Bench, loaded: LoadedModel, config: Any, length: int) -> dict[str, float]:
+def _prefill(
+    bench: Bench, loaded: LoadedModel, config: Any, length: int
+) -> dict[str, float | None]:
     vocab = config["vocab_size"]
     tokens = [i % vocab for i in range(length)]
     plan = make_plan([Row(tokens, 0, list(range(-(-length // PAGE))))], PAGE)
@@ -196,7 +236,9 @@ def _prefill(bench: Bench, loaded: LoadedModel, config: Any, length: int) -> dic
     return {
         "device_ms": device_s * 1e3, "tokens_s": length / device_s, "host_us": host_s * 1e6,
         "share_of_matmul":
-            prefill_flop(config, length) / device_s / 1e12 / bench.ceilings["bf16_tflop_s"],
+            share(
+                prefill_flop(config, length) / device_s / 1e12, bench.ceilings.get("bf16_tflop_s")
+            ),
     }  # fmt: skip
 
 

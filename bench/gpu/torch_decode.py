@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoints import COMMON, SHAPES, prefill_flop
+from checkpoints import COMMON, SHAPES, prefill_flop, share
 
 STARTED_S = time.perf_counter()
 CASES = ((1, 1024), (64, 1024), (16, 1024), (256, 1024))
@@ -87,7 +87,7 @@ def measure(
     return found
 
 
-def _note(found: dict[str, Any], name: str, case: Callable[[], dict[str, float]]) -> None:
+def _note(found: dict[str, Any], name: str, case: Callable[[], dict[str, float | None]]) -> None:
     """What a case finds, or how it fails."""
     try:
         found[name] = case()
@@ -99,18 +99,18 @@ def _note(found: dict[str, Any], name: str, case: Callable[[], dict[str, float]]
 def _decode(
     model: Any, forward: Any, case: tuple[int, int], read: int, device: str,
     ceilings: dict[str, float],
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float | None]:  # fmt: skip
     """read: bytes of a step."""
     seconds = _decode_s(model, forward, *case, device)
     return {
         "device_ms": seconds * 1e3, "tokens_s": case[0] / seconds,
-        "share_of_copy": read / seconds / 1e9 / ceilings.get("copy_gb_s", float("inf")),
+        "share_of_copy": share(read / seconds / 1e9, ceilings.get("copy_gb_s")),
     }  # fmt: skip
 
 
 def _prefill(
     model: Any, config: Any, length: int, device: str, ceilings: dict[str, float]
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """One prompt into a cache that grows, and the logits of its last token."""
     import torch
 
@@ -120,7 +120,7 @@ def _prefill(
     flop_s = prefill_flop(config, length) / seconds
     return {
         "device_ms": seconds * 1e3, "tokens_s": length / seconds,
-        "share_of_matmul": flop_s / 1e12 / ceilings.get("bf16_tflop_s", float("inf")),
+        "share_of_matmul": share(flop_s / 1e12, ceilings.get("bf16_tflop_s")),
     }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Whether the wgmma variant of prefill is right on this GPU, and its speed beside the mma kernel.
 
-    python bench/gpu/wgmma.py [--emulated] [--untimed]
+    python bench/gpu/wgmma.py [--rehearse] [--untimed]
 
-In a process of its own, and the last of all: a product that never ends, or an instruction that the
+In a process of its own: a product that never ends, or an instruction that the
 GPU refuses, costs nothing else. Exit status 1 when something differs. With "right" on all lines,
 VLLMX_CUDA_WGMMA=1 may become the default.
 """
@@ -207,13 +207,13 @@ def report(device: Device, checked: Sequence[Case], timed: Sequence[Case], times
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--emulated", action="store_true", help="a small case, without a GPU")
+    parser.add_argument("--rehearse", action="store_true", help="a small case, without a GPU")
     parser.add_argument("--untimed", action="store_true", help="for compute-sanitizer")
     chosen = parser.parse_args()
     from devices import opener
 
-    device = opener(chosen.emulated)()
-    if chosen.emulated:
+    device = opener(chosen.rehearse)()
+    if chosen.rehearse:
         small = Case(((40, 20),), heads=2, kv_heads=1, size=64)
         return 0 if report(device, [small], [] if chosen.untimed else [small], 1) else 1
     if device.info.arch != ARCH:

@@ -4,7 +4,6 @@ device whose kernels do nothing."""
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,8 @@ from vllmx_cuda.kernel_specs import Variant
 from vllmx_models.qwen3 import qwen3
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
-MODULES = ("checkpoints", "devices", "measure", "figures", "start", "synthetic_vocab")
+MODULES = ("checkpoints", "devices", "measure", "parts", "table", "call", "golden", "warm", "start",
+           "synthetic_vocab")  # fmt: skip
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_parts_run_to_their_end(
     found = json.loads((tmp_path / "part.json").read_text())
     assert found == shared.found
     wanted = {
-        "ceilings": {"copy_gb_s", "bf16_tflop_s"},
+        "ceilings": {"copy_gb_s", "bf16_tflop_s", "node_us"},
         "256 x 1024 on 0.6b": {"tokens_s", "step_ms"},
     }.get(part, {"decode 3 x 40", "decode 1 x 20", "prefill 24", "load_s", "weights_gb_s"})
     assert wanted <= set(found)
@@ -139,70 +139,12 @@ def test_a_part_that_is_late_keeps_what_it_has(bench: Any, tmp_path: Path) -> No
     )  # fmt: skip
     measure.PARTS["0.6b bf16"](shared)
     found = json.loads((tmp_path / "part.json").read_text())
-    assert found["cut"] == "out of time before decode 1 x 20"
+    assert found["cut"] == "out of time before decode 3 x 40"
     assert found["load_s"] > 0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_time_is_shared_and_what_is_left_goes_on(bench: Any, tmp_path: Path) -> None:
-    figures, clock = bench("figures"), Clock()
-    parts = [figures.Part("ceilings", 10), figures.Part("slow", 20), figures.Part("fast", 10),
-             figures.Part("starved", 10)]  # fmt: skip
-    limits = []
-
-    def run(command: list[str], limit: float, more: dict[str, str], log: Path) -> str:
-        limits.append(round(limit, 6))
-        given = float(command[command.index("--seconds") + 1])
-        assert math.isclose(given, limit - figures.MARGIN_S, abs_tol=0.06)
-        name, path = command[2], Path(command[3])
-        path.write_text(json.dumps({"of": name}))
-        assert ("--ceilings" in command) == (name != "ceilings")
-        clock.now += {"ceilings": 1, "slow": limit, "fast": 46.0}[name]
-        return "killed" if name == "slow" else "ok"
-
-    report = figures.run_parts(parts, tmp_path, 101.0, run=run, clock=clock)
-    assert limits == [round(101 / 5, 6), 50.0, 25.0]
-    assert report["slow"] == {"status": "killed", "seconds": 50.0, "of": "slow"}
-    assert report["starved"]["status"] == "not started: no time left"
-    assert json.loads((tmp_path / "figures.json").read_text()) == report
-    assert clock.now <= 101
-
-
-def test_a_cold_start_finds_no_compiled_kernels(bench: Any, tmp_path: Path) -> None:
-    figures, seen = bench("figures"), []
-
-    def run(command: list[str], limit: float, more: dict[str, str], log: Path) -> str:
-        folder = Path(more["VLLMX_CACHE_DIR"])
-        seen.append(folder.exists())
-        folder.mkdir(exist_ok=True)
-        return "ok"
-
-    for _ in range(2):
-        parts = [figures.Part("start, cold", 1), figures.Part("start, warm", 1)]
-        figures.run_parts(parts, tmp_path, 100.0, run=run)
-    assert seen == [False, True] * 2
-
-
-def test_a_hanging_and_a_failing_part_cost_themselves(bench: Any, tmp_path: Path) -> None:
-    run = bench("figures").run_process
-    begin = time.perf_counter()
-    hang = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
-    assert run(hang, 1.5, {}, tmp_path / "a.log") == "killed after 2 s"
-    assert time.perf_counter() - begin < 30
-    assert (tmp_path / "a.log").read_text() == "begun\n"
-    fail = [sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['CODE']))"]
-    assert run(fail, 60, {"CODE": "3"}, tmp_path / "b.log") == "failed, status 3: see b.log"
-
-
 def test_the_table_says_what_was_found(bench: Any) -> None:
-    figures = bench("figures")
+    figures = bench("table")
 
     def decode(ms: float, share: float, shared: bool) -> dict[str, Any]:
         return {"device_ms": ms, "share_of_copy": share, "blocks_shared": shared, "gap_us": 12.0}
@@ -236,7 +178,7 @@ def test_the_table_says_what_was_found(bench: Any) -> None:
 
 
 def test_the_table_holds_what_was_found_to_the_goals(bench: Any) -> None:
-    figures = bench("figures")
+    figures = bench("table")
     step = {"share_of_copy": 0.9, "wall_ms": 0.3, "device_ms": 0.3, "blocks_shared": False}
     report = {
         "8b bf16": {
@@ -259,23 +201,40 @@ def test_the_table_holds_what_was_found_to_the_goals(bench: Any) -> None:
     ]
 
 
-def test_goals_are_of_parts_and_figures_that_there_are(bench: Any, tmp_path: Path) -> None:
-    figures, measure = bench("figures"), bench("measure")
-    scale = measure.Scale()
-    cases = {f"decode {b} x {c}" for b in scale.batches for c in scale.contexts}
-    cases |= {f"prefill {length}" for length in scale.prefills} | {"tokens_s", "first_token_s"}
-    for goal in figures.GOALS:
-        assert goal.part in {part.name for part in figures.PARTS}
-        assert any(case.startswith(goal.case) for case in cases), goal.case
+def test_a_share_of_a_ceiling_that_is_missing_is_told_and_no_goal(bench: Any) -> None:
+    step = {"device_ms": 4.0, "share_of_copy": None, "gap_us": 3.0, "wall_ms": 0.3}
+    prefill = {"device_ms": 2.0, "tokens_s": 10.0, "share_of_matmul": None}
+    found = {"status": "ok", "seconds": 1.0, "decode 1 x 128": step, "prefill 512": prefill}
+    text = bench("table").table({"8b bf16": found})
+    assert "4.000 ms ?" in text
+    assert "prefill 512: 2.00 ms, 10 tokens/s, ? of the matmul rate" in text
+    assert "8B BF16 decode, share of the bandwidth: not measured" in text
 
 
-def test_every_part_of_the_figures_exists(bench: Any) -> None:
-    figures, measure = bench("figures"), bench("measure")
-    ours = {part.name for part in figures.PARTS if part.script == "measure.py"}
-    assert ours == set(measure.PARTS)
-    names = [part.name for part in figures.PARTS]
-    assert names[0] == "ceilings"
-    assert names.index("start, cold") < names.index("start, warm")
+def test_parts_without_ceilings_keep_their_figures(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = bench("measure")
+    monkeypatch.setattr(measure, "WARM_S", 0.0)
+    shared = measure.Bench(
+        measure.REHEARSAL, time.perf_counter() + 60, tmp_path / "part.json", {}, IdleDevice,
+        rehearse=True,
+    )  # fmt: skip
+    measure.PARTS["0.6b bf16"](shared)
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert next(name for name in found if name.startswith("decode")) == "decode 3 x 40", "first"
+    assert found["decode 1 x 20"]["share_of_copy"] is None
+    assert found["prefill 24"]["share_of_matmul"] is None
+    assert found["prefill 24"]["tokens_s"] > 0
+
+
+def test_warming_knows_what_a_load_compiles(bench: Any) -> None:
+    """Of the models of the first call, on their real widths and with their forms of weights."""
+    warm, found = bench("warm"), {}
+    for variant in warm.variants("sm_90a"):
+        found.setdefault(variant.kernel.entry, []).append(variant)
+    assert {"linear_mma", "w4_linear", "codes8_mma", "paged_decode_mma", "wrappers"} <= set(found)
+    assert len({variant.module_key for of in found.values() for variant in of}) > 50
 
 
 def test_the_sanitizer_sees_the_bounds_of_each_allocation(bench: Any) -> None:
