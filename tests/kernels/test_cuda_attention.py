@@ -31,7 +31,7 @@ from .cuda_arrays import (
     options,
     wide,
 )
-from .cuda_attention import Case, Shape, kv_type, random_pages, run_decode
+from .cuda_attention import GONE, Case, Shape, kv_type, random_pages, run_decode
 
 STORES = [
     Shape(),
@@ -145,6 +145,7 @@ CASES = [
     Case(dtype="f16", size=32, heads=12, kv=KV_INT8, window=30, sinks=True),
     Case(dtype="f16", size=48, heads=1, kv_heads=1, kv=KV_E4M3, contexts=(1,)),
     Case(dtype="f32", size=28, kv=KV_INT8, contexts=(65, 64, 2)),
+    Case(size=64, window=33, contexts=(81, 97, 20)),
 ]
 
 
@@ -190,6 +191,8 @@ PREFILLS = [
     Prefill(dtype="f16", size=256, heads=8, window=40, softcap=20.0, sinks=True, arch=75),
     Prefill(size=64, heads=8, kv_heads=1, queries=(1, 17), contexts=(1, 65)),
     Prefill(dtype="f16", size=96, heads=9, kv_heads=1, causal=False, window=50, page_shift=3),
+    # windows that begin with a page, of which the one before is gone
+    Prefill(size=64, window=40, contexts=(70, 152, 136)),
 ]
 
 
@@ -212,6 +215,7 @@ WGMMA_PREFILLS = [
     Prefill(size=256, heads=2, kv_heads=2, queries=(150,), contexts=(190,)),
     Prefill(dtype="f16", size=128, heads=2, kv_heads=1, causal=False, window=50),
     Prefill(size=64, heads=8, kv_heads=1, queries=(1, 17), contexts=(1, 65)),
+    Prefill(size=64, window=40, contexts=(70, 152, 136)),
 ]
 
 
@@ -232,7 +236,7 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
     block_rows = rng.permutation(blocks)[: rows * width].reshape(rows, width)
     if case.window and case.causal:  # pages that no query of the row sees are gone
         for row, (context, count) in enumerate(zip(case.contexts, case.queries, strict=True)):
-            block_rows[row, : max(0, context - count - case.window + 1) // page] = 1 << 30
+            block_rows[row, : max(0, context - count - case.window + 1) // page] = GONE
     q = normal(rng, (tokens, case.heads, case.size), case.dtype)
     pages = (blocks, case.kv_heads, page, case.size)
     keys, values = (random_pages(rng, pages, case) for _ in range(2))

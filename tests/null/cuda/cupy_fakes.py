@@ -129,7 +129,8 @@ def fake_cupy(log: list[Any]) -> Any:
             CUDADriverError=CUDADriverError,
         ),
     )
-    return SimpleNamespace(cuda=cuda)
+    pinned_pool = SimpleNamespace(free_all_blocks=lambda: log.append("free pinned"))
+    return SimpleNamespace(cuda=cuda, get_default_pinned_memory_pool=lambda: pinned_pool)
 
 
 @dataclass

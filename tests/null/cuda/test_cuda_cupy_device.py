@@ -109,6 +109,12 @@ def test_pinned_memory_that_is_refused(device: CupyDevice, monkeypatch: pytest.M
         device.pinned(3 << 20)
 
 
+def test_pinned_memory_of_loading_is_given_back(device: CupyDevice, log: list[Any]) -> None:
+    del log[:]
+    device.trim_pinned()
+    assert log == ["free pinned"]
+
+
 FACTS = DriverFacts((13, 1), (DeviceFacts(0, "NVIDIA H200", (9, 0), 1 << 37),))
 
 

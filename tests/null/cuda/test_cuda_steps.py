@@ -155,6 +155,25 @@ def test_the_next_step_is_submitted_before_the_last_is_read() -> None:
     assert device.tokens == [80, 70]
 
 
+def test_a_step_holds_its_pinned_memory_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread waits for the first of two steps, another cannot enqueue a third."""
+    loaded = load(IdleDevice(deferred=True))
+    plan = make_plan(decode_rows(2, 9), PAGE)
+    first, second = (loaded.step(plan, sampling_rows(2)) for _ in range(2))
+    read = first._sampled.read
+
+    def read_late() -> Any:
+        with pytest.raises(AssertionError, match="a third step in flight"):
+            loaded.step(plan, sampling_rows(2))
+        return read()
+
+    monkeypatch.setattr(first._sampled, "read", read_late)
+    first.result()
+    third = loaded.step(plan, sampling_rows(2))
+    second.result()
+    third.result()
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_the_table_on_the_device_is_that_of_the_plan(deferred: bool) -> None:
     """Rows come and go, blocks change places: few entries by patches, many as a whole."""

@@ -127,6 +127,7 @@ def _load(
         plan.specs, plan.constants, source, plan.weights, device, products.work,
         progress=options.progress,
     )  # fmt: skip
+    device.trim_pinned()
     weights_s = time.perf_counter() - begin
     lowering = Lowering(
         device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,

@@ -156,6 +156,10 @@ class CupyDevice:
             ) from error
         return np.frombuffer(held, np.uint8, num_bytes)
 
+    def trim_pinned(self) -> None:
+        # CuPy's pool keeps all that it ever had: after a load, the ring of whole pieces
+        self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+
     # ---- copies
 
     def upload(self, target: Memory, source: Bytes) -> None:

@@ -113,6 +113,10 @@ class Device(Protocol):
         """Host memory that copies can go through without the host waiting."""
         ...
 
+    def trim_pinned(self) -> None:
+        """Gives page-locked memory that nobody holds any more back to the system."""
+        ...
+
     def upload(self, target: Memory, source: Bytes) -> None:
         """Enqueues a copy of `source`, which must be pinned and stay as it is until it has run."""
         ...

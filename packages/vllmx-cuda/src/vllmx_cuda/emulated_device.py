@@ -139,6 +139,9 @@ class EmulatedDevice:
     def pinned(self, num_bytes: int) -> Bytes:
         return np.zeros(num_bytes, np.uint8)
 
+    def trim_pinned(self) -> None:
+        """Nothing: there is no pool."""
+
     def upload(self, target: Memory, source: Bytes) -> None:
         def run() -> None:
             array(target, np.uint8)[: source.nbytes] = source

@@ -77,10 +77,12 @@ class CudaStep:
         """See `vllmx_core.backend.StepHandle.result`."""
         assert self._queue, "result() was called twice"
         assert self._queue[0] is self, "result() out of the order of the steps"
-        self._queue.popleft()
-        with self._device.faults():
-            self._end.wait()
-            elapsed_s = self._end.seconds_since(self._begin)
-        result = self._sampled.read()
+        try:
+            with self._device.faults():
+                self._end.wait()
+                elapsed_s = self._end.seconds_since(self._begin)
+            result = self._sampled.read()
+        finally:  # until here the step owns its pinned memory, whatever thread enqueues the next
+            self._queue.popleft()
         result.elapsed_s = elapsed_s
         return result

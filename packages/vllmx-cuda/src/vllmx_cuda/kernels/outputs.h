@@ -46,6 +46,21 @@ template <int WARPS> VX_DEV float add_tree(const float* part, int stride) {
   return v[0];
 }
 
+// Whether this block is the last of `count` to come here; then its threads may read what the other blocks wrote
+// before they came. One thread announces what all threads of the block wrote: the barrier orders their writes
+// before its fence, the fence before the counter; on the way back the other fence and barrier do the same.
+// counter: 0 before, and after the last; arrived: one word of shared memory.
+VX_DEV bool arrives_last(u32* counter, int count, int* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    *arrived = (int)atomicInc(counter, count - 1);
+    __threadfence();
+  }
+  __syncthreads();
+  return *arrived + 1 == count;
+}
+
 // The sums of a block's warps, WARPS x TOKENS x (ROWS + PADDING) of shared memory, become elements of y from
 // (token0, row0) on; so do those of gridDim.z blocks. All are added in an order that neither m nor the grid
 // changes: of a block in a tree, then the last block of an output to arrive adds the blocks', out of `partial`
@@ -70,13 +85,7 @@ VX_DEV void store_parts(out_elem* y, const float* part, const float* bias, float
     }
   }
   if (splits == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0)  // back to 0 with the last
-    *arrived = (int)atomicInc(arrivals + blockIdx.y * gridDim.x + blockIdx.x, splits - 1);
-  __syncthreads();
-  if (*arrived + 1 < splits) return;
-  __threadfence();  // no stale line of what the others wrote
+  if (!arrives_last(arrivals + blockIdx.y * gridDim.x + blockIdx.x, splits, arrived)) return;
   for (int i = threadIdx.x; i < ROWS * TOKENS; i += 32 * WARPS) {
     int row = i % ROWS, token = i / ROWS;
     if (row0 + row >= n || token0 + token >= m) continue;

@@ -29,6 +29,8 @@ EMU_API void emu_add_buffer(size_t p, size_t bytes, int read_only) {
 #ifndef EMU_CHECK
 namespace emu {
 void check(const void*, size_t, size_t, bool, bool) {}
+void checker_arrival(const unsigned*) {}
+void checker_fence() {}
 void checker_launch(size_t) {}
 void checker_block() {}
 void checker_in_flight(void*, size_t, bool) {}
@@ -80,8 +82,10 @@ void checker_launch(size_t dynamic_bytes) {
 }
 // From which barrier on all threads of the block have seen an atomic of one of them
 static unsigned acquired_epoch;
+// The first epoch of the block behind its last write to global memory; 0: none
+static unsigned written_epoch;
 void checker_block() {
-  acquired_epoch = ~0u;
+  acquired_epoch = ~0u, written_epoch = 0;
   dynamic_cells.assign(dynamic_cells.size(), Cell());
   static_cells.assign(static_cells.size(), Cell());
 }
@@ -133,6 +137,7 @@ static void touch(Cell* cells, size_t bytes, bool write, bool atomic, bool share
       fail("race on %s memory %p: write after thread %d of block #%d read it, no barrier between pc=%p",
            space, p, cell.reader, cell.read_block, pc);
     if (write) {
+      if (!shared && !atomic) written_epoch = max(written_epoch, current->block_epoch + 1);
       record_write(cell, atomic);
     } else {
       record_read(cell);
@@ -190,6 +195,24 @@ void check(const void* p, size_t bytes, size_t align, bool write, bool atomic) {
   if (atomic) current->atomics++, acquired_epoch = min(acquired_epoch, current->block_epoch + 1);
   if (Cell* cells = shared_cells(address, bytes)) return touch(cells, bytes, write, atomic, true, p);
   check_global(p, bytes, write, atomic);
+}
+
+// A thread announces what its block wrote: all threads by a barrier and one fence behind it. What other blocks
+// wrote is theirs to read once that thread has fenced again, and the others have met it at a barrier.
+void checker_arrival(const unsigned* p) {
+  pc = __builtin_return_address(0);
+  if (current->fence_epoch < written_epoch)
+    fail("a block announces global memory that its threads may still write: no barrier and __threadfence before "
+         "the counter %p pc=%p", p, pc);
+  check_global(p, sizeof *p, true, true);
+  current->arrived = true;
+}
+void checker_fence() {
+  if (!current) return;
+  current->fence_epoch = current->block_epoch;
+  if (!current->arrived) return;
+  current->arrived = false;
+  current->atomics++, acquired_epoch = min(acquired_epoch, current->block_epoch + 1);
 }
 
 void checker_in_flight(void* p, size_t bytes, bool on) {

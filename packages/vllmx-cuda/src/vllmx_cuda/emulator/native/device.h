@@ -53,6 +53,8 @@ void cp_commit();
 void cp_wait(int keep);
 // Bounds, alignment, races; nothing in the fast build
 void check(const void* p, size_t bytes, size_t align, bool write, bool atomic);
+void checker_arrival(const unsigned* p);
+void checker_fence();
 
 template <class... A, size_t... I>
 EMU_RAW void call_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
@@ -69,7 +71,7 @@ inline void __syncthreads() { emu::block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
   emu::exchange(mask, &mask, 4, emu::SYNCWARP);
 }
-inline void __threadfence() {}
+inline void __threadfence() { emu::checker_fence(); }
 inline void __threadfence_block() {}
 
 template <class T> EMU_RAW T __shfl_sync(unsigned mask, T v, int source, int width = 32) {
@@ -150,8 +152,12 @@ template <class T> T atomicExch(T* p, T v) {
 template <class T> T atomicCAS(T* p, T expected, T v) {
   return emu_atomic(p, [expected, v](T old) { return old == expected ? v : old; });
 }
-inline unsigned atomicInc(unsigned* p, unsigned limit) {
-  return emu_atomic(p, [limit](unsigned old) { return old >= limit ? 0u : old + 1; });
+// What a block announces its results by, and learns of other blocks': the checker wants fences around it
+EMU_RAW inline unsigned atomicInc(unsigned* p, unsigned limit) {
+  emu::checker_arrival(p);
+  unsigned old = *p;
+  *p = old >= limit ? 0u : old + 1;
+  return old;
 }
 
 // ---- arithmetic

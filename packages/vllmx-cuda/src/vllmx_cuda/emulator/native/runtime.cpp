@@ -139,7 +139,8 @@ static void prepare_block(unsigned num_threads) {
     fiber.index = make_uint3(i % x, i / x % y, i / (x * y));
     fiber.id = i, fiber.warp = i / 32, fiber.lane = i % 32, fiber.done = false;
     fiber.awaited = nullptr;
-    fiber.warp_epoch = fiber.block_epoch = fiber.atomics = 0;
+    fiber.warp_epoch = fiber.block_epoch = fiber.atomics = fiber.fence_epoch = 0;
+    fiber.arrived = false;
     fiber.copies.assign(1, {});
     fiber.async_fences.clear(), fiber.in_flight.clear();
     void** top = (void**)(stacks + (i + 1) * STACK_BYTES - 72);  // 16n + 8, as just after a call

@@ -28,6 +28,8 @@ struct Fiber {
   const char* reason;
   void* pc;
   unsigned warp_epoch, block_epoch, atomics;  // the checker's logical clocks
+  unsigned fence_epoch;                       // the block's epoch at the last __threadfence
+  bool arrived;                               // at a counter of blocks, and no fence since
   std::vector<std::vector<Copy>> copies;      // cp.async groups, oldest first; the last one is open
   std::vector<unsigned> async_fences;         // the block's epoch at each fence.proxy.async
   std::vector<Registers> in_flight;
