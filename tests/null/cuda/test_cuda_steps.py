@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,7 @@ def test_a_step_holds_its_pinned_memory_until_it_was_read(monkeypatch: pytest.Mo
             loaded.step(plan, sampling_rows(2))
         return read()
 
-    monkeypatch.setattr(first._sampled, "read", read_late)
+    monkeypatch.setattr(first, "_sampled", SimpleNamespace(read=read_late))
     first.result()
     third = loaded.step(plan, sampling_rows(2))
     second.result()
