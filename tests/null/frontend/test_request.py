@@ -79,13 +79,23 @@ def test_choices_follow_a_leader(builder: RequestBuilder) -> None:
     options = RequestOptions(priority=3, client="me", cache_salt="salt")
     core = builder.build("hi", params, options=options).core
     assert [request.leader for request in core] == [None, core[0].request_id, core[0].request_id]
-    assert [request.seed for request in core] == [(1 << 64) - 2, (1 << 64) - 1, 0]
+    assert core[0].seed == (1 << 64) - 2
     assert [request.params.prompt_logprobs for request in core] == [1, None, None]
     assert [request.params.logprobs for request in core] == [0, 0, 0]  # to rank them
     assert {(request.priority, request.client, request.cache_salt) for request in core} == {
         (3, "me", "salt")
     }
     assert len({request.request_id for request in core}) == 3
+
+
+def test_neighbouring_seeds_share_no_choice(builder: RequestBuilder) -> None:
+    seeds = [
+        core.seed
+        for seed in (*range(-40, 40), (1 << 64) - 1 - 50)
+        for core in builder.build("hi", SamplingParams(n=16, seed=seed)).core
+    ]
+    assert len(set(seeds)) == len(seeds) == 81 * 16
+    assert all(0 <= seed < 1 << 64 for seed in seeds)
 
 
 def test_texts_of_the_parameters_stay_here(builder: RequestBuilder) -> None:

@@ -100,6 +100,49 @@ async def test_special_tokens_around_a_chat(make_server: MakeServer) -> None:
         assert more == [256, *plain]
 
 
+async def test_a_text_that_the_context_cannot_hold(served: Served) -> None:
+    error = await refused(served, TEXT, prompt="x" * 500, max_tokens=13)
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    assert all(word in error["message"] for word in ("13", "500", "512", "to 12"))
+    assert (await served.complete("x" * 500, max_tokens=12))["usage"]["completion_tokens"] == 12
+    for fields in ({}, {"max_tokens": None}):  # not asked for: what there is room for
+        assert (await served.complete("x" * 500, **fields))["usage"]["completion_tokens"] == 12
+    scored = await served.complete("x" * 511, max_tokens=0, echo=True)
+    assert scored["usage"]["prompt_tokens"] == 511
+
+
+async def test_prompts_that_lose_their_beginning(served: Served) -> None:
+    text = "ab" * 400 + "c"
+    fixed: dict[str, Any] = {"max_tokens": 10, "return_token_ids": True, "echo": True}
+    for keep, kept in ((3, 3), (-1, 502), (500, 500)):
+        answer = await served.complete(text, truncate_prompt_tokens=keep, **fixed)
+        assert answer["choices"][0]["prompt_token_ids"] == [*text[-kept:].encode()]
+        assert answer["choices"][0]["text"].startswith(text[-kept:])
+        assert answer["usage"]["prompt_tokens"] == kept
+    answer = await served.complete([*b"abc"], truncate_prompt_tokens=2, **fixed)
+    assert answer["choices"][0]["prompt_token_ids"] == [*b"bc"]
+    answer = await served.complete("ab", truncate_prompt_tokens=2, **fixed)
+    assert answer["choices"][0]["prompt_token_ids"] == [*b"ab"]
+    chat = await served.post(CHAT, messages=MESSAGES, truncate_prompt_tokens=4, max_tokens=1)
+    assert chat.json()["usage"]["prompt_tokens"] == 4
+    error = await refused(served, TEXT, prompt="a", truncate_prompt_tokens=513)
+    assert error["param"] == "truncate_prompt_tokens"
+
+
+async def test_offsets_of_an_echo_count_its_own_text(make_server: MakeServer) -> None:
+    async with make_server(adds_special_tokens=True) as served:
+        choice = (await served.complete("h\u00e9<|user|>y", max_tokens=1, echo=True, logprobs=0))[
+            "choices"
+        ][0]
+        assert choice["text"].startswith("h\u00e9<|user|>y")
+        assert choice["logprobs"]["tokens"][0] == "<|end|>"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 10, 11]
+        ids = {"prompt": [256, 104, 257, 121], "max_tokens": 0, "echo": True, "logprobs": 0}
+        choice = (await served.complete(**ids))["choices"][0]
+        assert choice["text"] == "hy"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1]
+
+
 # --- answers --------------------------------------------------------------------------------------
 async def test_an_answer_can_be_sent_back(served: Served) -> None:
     answer = (await served.post(CHAT, messages=MESSAGES, max_tokens=3)).json()

@@ -148,12 +148,14 @@ def test_deep_free_form_json_is_refused() -> None:
         ({"seed": 1 << 64}, "seed"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
 def test_values_outside_their_interval_are_refused(fields: dict[str, Any], param: str) -> None:
     request = completion_request(**fields)
     with pytest.raises(InvalidRequestError) as info:
-        request.sampling_params({}, max_tokens=request.max_tokens, logprobs=request.logprobs)
+        request.sampling_params({}, max_tokens=request.token_limit, logprobs=request.logprobs)
     assert info.value.param == param
 
 

@@ -62,6 +62,9 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. k: of the sampled token and the k likeliest."""
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt, read this many of its last tokens; -1: as many as leave room for
+    `max_tokens`."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -102,6 +105,8 @@ class SamplingParams:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens not in (None, -1):
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS_LIMIT)
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 

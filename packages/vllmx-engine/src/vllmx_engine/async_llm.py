@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from vllmx_core.config import EngineConfig
@@ -162,6 +161,7 @@ class AsyncLLM:
         client: str = "",
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        fit_max_tokens: bool = True,
     ) -> RequestStream:
         """Starts a request and returns its stream.
 
@@ -175,6 +175,7 @@ class AsyncLLM:
             client: whom it belongs to, for fair share.
             cache_salt: only requests of one salt share cached prefixes.
             add_special_tokens: BOS and the like around a text.
+            fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
 
         Raises:
             InvalidRequestError: it can never be served (ContextLengthError among them).
@@ -189,6 +190,7 @@ class AsyncLLM:
             request_id=request_id,
             options=RequestOptions(priority, client, cache_salt),
             add_special_tokens=add_special_tokens,
+            fit_max_tokens=fit_max_tokens,
         )
         self.check_open(params.num_choices)
         size = prompt_size(prompt) + texts_size(params)
@@ -231,7 +233,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`submit` as an async generator, with the same options and errors; closing it aborts."""
+        """`submit` as an async generator; closing it aborts."""
         async with await self.submit(prompt, params, **options) as stream:
             async for output in stream:
                 yield output
@@ -319,12 +321,7 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
 
     # --- inside -----------------------------------------------------------------------------------

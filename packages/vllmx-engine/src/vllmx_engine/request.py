@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
 import random
@@ -123,6 +124,7 @@ class RequestBuilder:
         request_id: str | None = None,
         options: RequestOptions = RequestOptions(),
         add_special_tokens: bool = True,
+        fit_max_tokens: bool = True,
     ) -> Request:
         """Everything that can be refused is refused here.
 
@@ -130,14 +132,20 @@ class RequestBuilder:
             params: None: what the model recommends.
             add_special_tokens: BOS and the like around a text; False after a chat template, which
                 brings its own.
+            fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
 
         Raises:
-            ContextLengthError: no room for one token after the prompt.
+            ContextLengthError: no room after the prompt for one token, or for `max_tokens`.
             InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
         """
         params = params or self.sampling_params()
-        text, ids = self._tokens(prompt, add_special_tokens)
+        if params.truncate_prompt_tokens is None:
+            text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)
+        else:
+            text, ids = self._truncated(prompt, add_special_tokens, params)
         self._check_prompt(ids)
+        if not fit_max_tokens:
+            self._check_room(len(ids), params.max_tokens)
         params.check_vocab(self.info.vocab_size)
         number = next(self._numbers)
         return Request(
@@ -149,7 +157,25 @@ class RequestBuilder:
             StopSet(params.stop) if params.stop else None,
         )
 
-    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
+    def _truncated(
+        self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
+    ) -> tuple[str | None, list[int]]:
+        """As `_tokens`, but without what `truncate_prompt_tokens` leaves out."""
+        limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
+        if keep > limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
+                " it, or set -1 for as many as fit",
+                param="truncate_prompt_tokens",
+            )
+        if keep < 0:
+            keep = max(1, limit - (params.max_tokens or 1))
+        text, ids = self._tokens(prompt, add_special_tokens, None)
+        return (text, ids) if len(ids) <= keep else (None, ids[-keep:])
+
+    def _tokens(
+        self, prompt: Prompt, add_special_tokens: bool, limit: int | None
+    ) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
@@ -160,7 +186,6 @@ class RequestBuilder:
                 )
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
-            limit = self.info.max_model_len - 1
             try:
                 return prompt, self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
             except TooManyTokensError as error:
@@ -180,6 +205,16 @@ class RequestBuilder:
             )
         if len(ids) >= self.info.max_model_len:
             raise self._too_long(str(len(ids)))
+
+    def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
+        room = self.info.max_model_len - prompt_tokens
+        if max_tokens is not None and max_tokens > room:
+            raise ContextLengthError(
+                f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens, which the"
+                f" context of {self.info.max_model_len} cannot hold together: lower max_tokens to"
+                f" {room}, or shorten the prompt",
+                param="max_tokens",
+            )
 
     def _too_long(self, num_tokens: str) -> ContextLengthError:
         limit = self.info.max_model_len
@@ -201,13 +236,13 @@ class RequestBuilder:
             stop_ids=[*stop_ids, *params.stop_token_ids],
             bad_words_ids=self._bad_words(params.bad_words),
             max_tokens=self._max_tokens(len(ids), params),
-            seed=seed % _SEED_SPACE,
+            seed=choice_seed(seed, 0),
             priority=options.priority,
             client=options.client,
             cache_salt=options.cache_salt,
         )
         followers = [
-            Follower(f"{number}.{index}", (seed + index) % _SEED_SPACE)
+            Follower(f"{number}.{index}", choice_seed(seed, index))
             for index in range(1, params.best_of or params.n)
         ]
         return choices_of(leader, followers)
@@ -234,13 +269,25 @@ class RequestBuilder:
         return found
 
 
+def choice_seed(seed: int, index: int) -> int:
+    """Of a choice, by a request's seed: the seed itself for the first, and for the others a hash,
+    so that requests with neighbouring seeds have no answers in common."""
+    seed %= _SEED_SPACE
+    if index == 0:
+        return seed
+    text = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
 def _core_params(params: SamplingParams) -> SamplingParams:
     """Without the texts, which are the frontend's business. With best_of the choices are ranked by
     log-probability, so the core must report it."""
     logprobs = params.logprobs
     if logprobs is None and (params.best_of or params.n) > params.n:
         logprobs = 0
-    return dataclasses.replace(params, logprobs=logprobs, stop=(), bad_words=())
+    return dataclasses.replace(
+        params, logprobs=logprobs, stop=(), bad_words=(), truncate_prompt_tokens=None
+    )
 
 
 def _checked_ids(ids: Any) -> list[int]:

@@ -129,3 +129,16 @@ class SequenceText:
     def _end_at(self, stop: str) -> None:
         self.finish_reason = "stop"
         self.stop_reason = stop
+
+
+def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Where the text of each of a prompt's tokens begins in the prompt's text, in characters. A
+    special token that the text leaves out, as the tokenizer added it, is as long as nothing."""
+    detokenizer = make_detokenizer(tokenizer, (), skip_special_tokens=False)
+    offsets, offset = [], 0
+    for token in ids:
+        offsets.append(offset)
+        piece = detokenizer.push((token,))
+        if token not in tokenizer.special_ids or text.startswith(piece, offset):
+            offset = min(offset + len(piece), len(text))
+    return offsets

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.text.output import prompt_offsets
 
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse
@@ -41,6 +42,7 @@ async def _submit(
                 params,
                 kind="delta" if body.stream else "final",
                 add_special_tokens=body.add_special_tokens is not False,
+                fit_max_tokens=not isinstance(body.max_tokens, int),
                 **caller_of(request, body),
             )
             streams.append(stream)
@@ -55,8 +57,7 @@ async def _submit(
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     params = body.sampling_params(
         state.llm.default_sampling_params,
-        # One token is drawn and dropped: the model must run to score the prompt.
-        max_tokens=1 if body.scores_only else body.max_tokens,
+        max_tokens=body.token_limit,
         logprobs=body.logprobs,
     )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
@@ -133,13 +134,13 @@ class CompletionAnswer:
         return rows.as_dict()
 
     def _add_prompt(self, rows: CompletionLogprobs, final: RequestOutput) -> None:
-        tokenizer, offset = self._state.llm.tokenizer, 0
-        for token, row in zip(final.prompt_token_ids, final.prompt_logprobs or [], strict=True):
+        tokenizer, ids = self._state.llm.tokenizer, final.prompt_token_ids
+        offsets = prompt_offsets(tokenizer, ids, self._prompt_text(final))
+        for token, row, offset in zip(ids, final.prompt_logprobs or [], offsets, strict=True):
             if row is None:
                 rows.add_first_prompt_token(token, tokenizer.token_text(token))
             else:
                 rows.add(token, row, offset)
-            offset += len(tokenizer.token_text(token))
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

@@ -18,7 +18,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: str | list[str | int | list[int]]
     """A text, a list of token ids, or a list of either."""
-    max_tokens: int | None = 16
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    """None: as many as the context holds. Not given: 16, or what the context has room for."""
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -50,6 +51,13 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
                 param="prompt",
             )
         return [item for item in prompt if not isinstance(item, int)]
+
+    @property
+    def token_limit(self) -> int | None:
+        """None: as many as the context holds."""
+        if self.scores_only:
+            return 1  # drawn and dropped: the model must run to score the prompt
+        return 16 if isinstance(self.max_tokens, msgspec.UnsetType) else self.max_tokens
 
     @property
     def scores_only(self) -> bool:

@@ -61,6 +61,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     priority: int | None = None
@@ -120,7 +121,7 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             *DEFAULTED, "frequency_penalty", "presence_penalty", "n", "best_of", "seed", "stop",
             "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
             "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-            "allowed_token_ids", "bad_words",
+            "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
