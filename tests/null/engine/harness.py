@@ -22,6 +22,7 @@ from vllmx_core.testing.fake import (
 )
 from vllmx_engine.core import EngineCore
 from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs, pack_ids
+from vllmx_engine.sequence import Sequence as LiveSequence
 
 VOCAB_SIZE = 48
 EOS = 7
@@ -190,7 +191,17 @@ class Harness:
         assert len(scheduler.running) + table.num_free == self.core.limits.max_rows
         assert len(scheduler.live) == len(scheduler.running) + scheduler.num_waiting
         for sequence in scheduler.live.values():
+            self._check_found(sequence)
             assert sequence.num_passed <= self.core.limits.max_rows, "passed by too often"
+
+    def _check_found(self, sequence: LiveSequence) -> None:
+        """What a waiting sequence remembers of its last look is what a new one finds."""
+        look, remembered = self.core._scheduler.prefixes.cached_blocks, sequence.found
+        if remembered is not None:
+            sequence.found = None
+            anew = look(sequence).tolist()
+            sequence.found = remembered
+            assert look(sequence).tolist() == anew
 
     def check_idle(self) -> None:
         """Nothing is left of any request."""

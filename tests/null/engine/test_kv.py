@@ -42,12 +42,12 @@ def test_shared_blocks_live_until_the_last_owner_goes() -> None:
     pool = BlockPool(3, cache)
     blocks = pool.allocate(2)
     file_chain(cache, blocks.tolist(), [tokens(1), tokens(2)])
-    pool.acquire(blocks.tolist())
+    pool.acquire(blocks)
     pool.release(blocks)
     assert (pool.num_available, pool.num_idle) == (1, 0)
     pool.release(blocks)
     assert (pool.num_available, pool.num_idle) == (3, 2)
-    assert pool.num_idle_of(blocks.tolist()) == 2
+    assert pool.num_idle_of(blocks) == 2
     pool.check(np.zeros(0, np.int32))
 
 
@@ -72,7 +72,7 @@ def test_a_hit_moves_a_prefix_to_the_back() -> None:
     file_chain(cache, second.tolist(), [tokens(3), tokens(4)])
     pool.release(first)
     pool.release(second)
-    pool.acquire(first.tolist())
+    pool.acquire(first)
     pool.release(first)
     assert pool.allocate(2).tolist() == [second[1], second[0]]
 
@@ -85,7 +85,7 @@ def test_distrust_keeps_what_others_own_or_continue() -> None:
     digests = file_chain(cache, chain, [tokens(1), tokens(2), tokens(3)])
     part = tokens(9)
     cache.insert(int(other[0]), cache.digest(digests[1], part), digests[1], part)
-    pool.acquire(shared.tolist())
+    pool.acquire(shared)
     pool.distrust(np.array(chain, np.int32))
     kept = [block in cache for block in (*chain, int(other[0]))]
     assert kept == [True, True, False, True]

@@ -12,7 +12,7 @@ from vllmx_engine.ipc import AddRequest, encode_frame
 from vllmx_engine.logit_rules import Counts
 from vllmx_engine.messages import CoreRequest, pack_ids
 
-from .harness import VOCAB_SIZE, Harness
+from .harness import QUIET, VOCAB_SIZE, Harness
 
 LENGTH = 400_000
 
@@ -55,3 +55,30 @@ def test_counts_of_a_prompt_and_an_answer() -> None:
     assert found == {2: 1, 5: 3, 9: 0, 7: 2, 1: 1, 30: 1}
     assert other.ids == in_prompt == array("i", [2, 5, 9])
     assert other.output_counts == array("i", [0, 0, 0])
+
+
+def test_a_further_look_at_a_cached_prefix_begins_where_the_last_one_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(rules=QUIET, max_model_len=1000, model={"num_blocks": 200})
+    harness.add([3] * 800, 2)
+    harness.run()
+    harness.add([3] * 810, 2)
+    scheduler = harness.core._scheduler
+    (sequence,) = scheduler.live.values()
+    looked_up: list[bytes] = []
+    find = scheduler.cache.find
+
+    def counted(digest: bytes, parent: bytes, tokens: bytes) -> int | None:
+        looked_up.append(tokens)
+        return find(digest, parent, tokens)
+
+    monkeypatch.setattr(scheduler.cache, "find", counted)
+    for count in (101, 1, 1):  # a hundred blocks, and the one that is not there
+        first = scheduler.prefixes.cached_blocks(sequence)
+        assert (first.size, len(looked_up)) == (100, count)
+        looked_up.clear()
+    scheduler.pool.allocate(scheduler.pool.num_available - 40)  # forgets the tail of the chain
+    left = scheduler.prefixes.cached_blocks(sequence)
+    assert left.tolist() == first[: left.size].tolist()
+    assert (left.size, len(looked_up)) == (40, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from vllmx_core.plan import I32
 from vllmx_engine.sequence import Sequence
 
 from .harness import QUIET, Harness
@@ -89,12 +90,12 @@ def test_a_step_looks_at_few_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) ->
     prefixes = harness.core._scheduler.prefixes
     look = prefixes.cached_blocks
 
-    def counted(sequence: Sequence) -> list[int]:
+    def counted(sequence: Sequence) -> I32:
         looked_at.append(sequence.request_id)
         return look(sequence)
 
     monkeypatch.setattr(prefixes, "cached_blocks", counted)
-    harness.step()
+    harness.core.step()
     assert looked_at == [large, "r2", "r3", "r4"]
 
 

@@ -52,15 +52,15 @@ class BlockPool:
         self._refs[blocks] = 1
         return blocks
 
-    def acquire(self, blocks: list[int]) -> None:
-        """Adds a reference to each of these cached blocks."""
-        for block in blocks:
-            self._idle.pop(block, None)
-            self._refs[block] += 1
+    def acquire(self, blocks: I32) -> None:
+        """Adds a reference to each of these cached blocks, each of which is given once."""
+        for block in blocks[self._refs[blocks] == 0].tolist():
+            del self._idle[block]
+        self._refs[blocks] += 1
 
-    def num_idle_of(self, blocks: list[int]) -> int:
-        """How many of these `acquire` would take out of the available ones."""
-        return sum(block in self._idle for block in blocks)
+    def num_idle_of(self, blocks: I32) -> int:
+        """How many of these cached blocks `acquire` would take out of the available ones."""
+        return blocks.size - int(np.count_nonzero(self._refs[blocks]))
 
     def release(self, blocks: I32) -> None:
         """Drops one reference of each block of a table, given in its order."""

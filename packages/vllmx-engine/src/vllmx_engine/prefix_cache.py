@@ -14,6 +14,8 @@ from collections import Counter
 from hashlib import blake2b
 
 _DIGEST_BYTES = 16
+Entry = tuple[bytes, bytes, bytes]
+"""Digest, parent and tokens of a cached block. A new one is made whenever a block is filed."""
 
 
 class PrefixCache:
@@ -22,8 +24,7 @@ class PrefixCache:
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key
         self._blocks: dict[bytes, int] = {}
-        self._entries: dict[int, tuple[bytes, bytes, bytes]] = {}
-        """digest, parent and tokens of each cached block."""
+        self._entries: dict[int, Entry] = {}
         self._children: Counter[bytes] = Counter()
         """How many cached blocks follow a digest; those of none are left out."""
 
@@ -41,6 +42,11 @@ class PrefixCache:
     def digest(self, parent: bytes, tokens: bytes) -> bytes:
         """Of a block that follows `parent`."""
         return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+
+    def entry(self, block: int) -> Entry | None:
+        """Of a block that is cached. While it is the same object, the block was not forgotten, and
+        neither was any block before it in its chain."""
+        return self._entries.get(block)
 
     def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
         """The block that holds these tokens behind this parent."""

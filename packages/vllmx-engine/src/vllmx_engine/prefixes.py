@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
+import numpy as np
+from vllmx_core.plan import I32
+
 from vllmx_engine.kv import BlockPool
 from vllmx_engine.prefix_cache import PrefixCache
 from vllmx_engine.rows import RowTable
-from vllmx_engine.sequence import Sequence
+from vllmx_engine.sequence import Found, Sequence
 
 
 class Prefixes:
@@ -20,26 +25,42 @@ class Prefixes:
         self._pool = pool
         self._cache = cache
 
-    def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Of its longest cached prefix. The last known token is always computed, because its logits
-        are needed; so are tokens that are to be scored."""
-        blocks: list[int] = []
+    def cached_blocks(self, sequence: Sequence) -> I32:
+        """(blocks,) of its longest cached prefix. The last known token is always computed, because
+        its logits are needed; so are tokens that are to be scored. A further look begins where the
+        last one ended, or where blocks were forgotten since."""
         if not self.enabled:
-            return blocks
+            return np.zeros(0, np.int32)
         size = self._table.block_size
         end = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
-        most = end // size
-        tokens = sequence.tokens[: most * size].tobytes()
-        parent = sequence.root
-        for index in range(most):
-            part = tokens[4 * size * index : 4 * size * (index + 1)]
-            digest = self._digest(sequence, index, parent, part)
-            block = self._cache.find(digest, parent, part)
-            if block is None:
-                break
-            blocks.append(block)
-            parent = digest
-        return blocks
+        if sequence.found is None:
+            sequence.found = Found()
+        found = sequence.found
+        self._drop_forgotten(found)
+        first = len(found.blocks)
+        parent = sequence.digests[first - 1] if first else sequence.root
+        with memoryview(sequence.tokens) as tokens, tokens.cast("B") as data:
+            for index in range(first, end // size):
+                part = bytes(data[4 * size * index : 4 * size * (index + 1)])
+                digest = self._digest(sequence, index, parent, part)
+                block = self._cache.find(digest, parent, part)
+                entry = None if block is None else self._cache.entry(block)
+                if block is None or entry is None:
+                    break
+                found.blocks.append(block)
+                found.entries.append(entry)
+                parent = digest
+        return np.array(found.blocks, np.int32)
+
+    def _drop_forgotten(self, found: Found) -> None:
+        """A block is forgotten before those that it continues: so it suffices to look at a few."""
+
+        def is_forgotten(index: int) -> bool:
+            return self._cache.entry(found.blocks[index]) is not found.entries[index]
+
+        if found.blocks and is_forgotten(len(found.blocks) - 1):
+            kept = bisect_left(range(len(found.blocks)), True, key=is_forgotten)
+            del found.blocks[kept:], found.entries[kept:]
 
     def _digest(self, sequence: Sequence, index: int, parent: bytes, tokens: bytes) -> bytes:
         if index == len(sequence.digests):
@@ -63,7 +84,7 @@ class Prefixes:
                 table.never_file(row)
                 return
             if holder != block:
-                self._pool.acquire([holder])
+                self._pool.acquire(np.array([holder], np.int32))
                 self._pool.release(blocks[index : index + 1].copy())
                 blocks[index] = holder
             parent = digest

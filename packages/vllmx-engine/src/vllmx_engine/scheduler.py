@@ -8,7 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.plan import AnyArray
+from vllmx_core.plan import I32, AnyArray
 
 from vllmx_engine.cost import StepCost, StepLoad
 from vllmx_engine.kv import BlockPool
@@ -314,9 +314,10 @@ class Scheduler:
         self.running.append(sequence)
         self.prefills.append(sequence)
         self.prefills.sort(key=self.queue.order)
+        sequence.found = None
         self.pool.acquire(cached)
         new = self._num_blocks_of(sequence) - len(cached)
-        blocks = np.concatenate([np.array(cached, np.int32), self.pool.allocate(new)])
+        blocks = np.concatenate([cached, self.pool.allocate(new)])
         self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
         if not self.prefixes.enabled:
             self.table.never_file(sequence.row)
@@ -326,7 +327,7 @@ class Scheduler:
             self.num_hit_tokens += sequence.num_cached_tokens
         return True
 
-    def _missing_blocks(self, sequence: Sequence, cached: list[int]) -> int:
+    def _missing_blocks(self, sequence: Sequence, cached: I32) -> int:
         """How many more blocks would have to be free for its admission."""
         taken = self._num_blocks_of(sequence) - len(cached) + self.pool.num_idle_of(cached)
         return taken - self._room

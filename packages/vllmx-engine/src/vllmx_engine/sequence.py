@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 
 from vllmx_engine.logit_rules import LogitRules, make_rules
 from vllmx_engine.messages import CoreRequest, FinishReason, TokenLogprobs
+from vllmx_engine.prefix_cache import Entry
 
 _ID_BYTES = 4
 
@@ -34,6 +35,14 @@ class Limits:
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
+@dataclass(slots=True)
+class Found:
+    """Blocks of the prefix cache that a look came upon, with their entries."""
+
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    entries: list[Entry] = field(default_factory=list)
+
+
 class Sequence:
     """A request with its tokens. `row` is its place in the `RowTable` while it runs, else -1.
 
@@ -46,6 +55,7 @@ class Sequence:
         "counts",
         "digests",
         "finished",
+        "found",
         "is_plain",
         "limit",
         "num_cached_tokens",
@@ -88,6 +98,8 @@ class Sequence:
         """Digest of what sets its prefixes apart, the parent of its first block."""
         self.digests: list[bytes] = []
         """Of its full blocks, as far as they were asked for."""
+        self.found: Found | None = None
+        """While it waits: what the last look at its prefix found."""
         self.num_cached_tokens = 0
         self.num_charged = 0
         """The first so many tokens were charged to its client before it was preempted."""
