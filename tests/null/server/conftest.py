@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.serving import serve
 from vllmx_server.run import bind, connection_limits, hypercorn_config, listen
 from vllmx_server.state import ServerState
@@ -154,8 +157,8 @@ def make_server(tmp_path: Path) -> MakeServer:
                     hypercorn_config(own),
                     listener,
                     connection_limits(own),
+                    Timeouts(own.header_timeout_s, own.send_timeout_s),
                     stop,
-                    header_timeout_s=own.header_timeout_s,
                 )
             )
             try:
@@ -177,3 +180,18 @@ def make_server(tmp_path: Path) -> MakeServer:
 async def served(make_server: MakeServer) -> AsyncIterator[Served]:
     async with make_server() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl, which is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -88,21 +86,6 @@ async def test_a_path_prefix(make_server: MakeServer) -> None:
         assert (await served.client.get("/llm/version")).status_code == 401
         headers = {"authorization": "Bearer first"}
         assert (await served.client.get("/llm/version", headers=headers)).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl, which is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-keyout", key, "-out", cert, "-subj", "/CN=127.0.0.1",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
 
 
 async def test_tls_and_http2(make_server: MakeServer, certificate: tuple[str, str]) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 
 from .conftest import MakeServer, Served, request_bytes
 
+counts_descriptors = pytest.mark.skipif(
+    not Path("/dev/fd").exists(), reason="counts in /dev/fd, which is not there"
+)
 PATH = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 400}
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -232,7 +237,13 @@ def num_descriptors() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="counts in /dev/fd")
+async def descriptors_become(most: int, within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while num_descriptors() > most:
+            await asyncio.sleep(0.005)
+
+
+@counts_descriptors
 @pytest.mark.parametrize(
     "request_",
     [b"", GET[:10], GET, b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\n", GET + GET[:9]],
@@ -252,6 +263,66 @@ async def test_a_client_that_leaves_gives_its_descriptor_back(
             while num_descriptors() < before + 20:  # accepted
                 await asyncio.sleep(0.005)
         await served.disconnect()
-        async with asyncio.timeout(2):
-            while num_descriptors() > before:
+        await descriptors_become(before)
+
+
+@counts_descriptors
+async def test_a_client_that_takes_no_answer_of_any_route(make_server: MakeServer) -> None:
+    async with make_server({"send_timeout_s": 0.2}, send_bytes=8192) as served:
+        before = num_descriptors()
+        _, writer = await served.connect(receive_bytes=4096)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        async with asyncio.timeout(5):
+            while num_descriptors() < before + 2:
                 await asyncio.sleep(0.005)
+        await descriptors_become(before + 1)
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+@counts_descriptors
+async def test_tls_connections_that_do_not_go_on(
+    make_server: MakeServer, certificate: tuple[str, str]
+) -> None:
+    cert, key = certificate
+    fields = {"ssl_certfile": cert, "ssl_keyfile": key, "header_timeout_s": 0.2}
+    trust = ssl.create_default_context(cafile=cert)
+    async with make_server(fields, verify=trust) as served:
+        port = int(served.url.rpartition(":")[2])
+        before = num_descriptors()
+        for start in (b"", b"\x16\x03\x01", GET):  # of a handshake, and none at all
+            reader, writer = await served.connect()
+            writer.write(start)
+            with suppress(ConnectionError):
+                assert GET not in await asyncio.wait_for(reader.read(), 5)
+        for protocol in (["http/1.1"], ["h2"]):
+            trust.set_alpn_protocols(protocol)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+            await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+        await served.disconnect()
+        await descriptors_become(before)
+        assert (await served.client.get("/version")).status_code == 200
+
+
+async def test_large_bodies_over_tls_that_are_refused_unread(
+    make_server: MakeServer, certificate: tuple[str, str]
+) -> None:
+    cert, key = certificate
+    trust = ssl.create_default_context(cafile=cert)
+    fields = {"ssl_certfile": cert, "ssl_keyfile": key, "api_key": ("k",)}
+
+    def send_whole_then_read(port: int) -> bytes:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+            trust.wrap_socket(plain, server_hostname="127.0.0.1") as client,
+        ):
+            head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+            client.sendall(head % (8 * MEGABYTE) + b"x" * (8 * MEGABYTE))
+            return client.recv(65536)
+
+    async with make_server(fields, verify=trust) as served:
+        port = int(served.url.rpartition(":")[2])
+        answers = [asyncio.to_thread(send_whole_then_read, port) for _ in range(3)]
+        for answer in await asyncio.gather(*answers):
+            assert answer.startswith(b"HTTP/1.1 401 ")

@@ -19,6 +19,7 @@ from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.descriptors import connection_limit, raise_descriptor_limit
 from vllmx_server.connections.listening import ConnectionLimits
 from vllmx_server.connections.serving import serve
@@ -54,6 +55,7 @@ async def _serve(
 ) -> None:
     check_versions()
     config, limits = hypercorn_config(server), connection_limits(server)
+    timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
     listener, url = bind(server)
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
@@ -66,9 +68,7 @@ async def _serve(
             stop = signals.begin_serving(app.state.server)
             if on_ready is not None:
                 on_ready(llm, url)
-            serving = asyncio.ensure_future(
-                serve(app, config, listener, limits, stop, header_timeout_s=server.header_timeout_s)
-            )
+            serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
             dying = asyncio.ensure_future(llm.until_dead())
             await _until_stopped(serving, stop, dying)
             if dying.done() and not dying.cancelled():

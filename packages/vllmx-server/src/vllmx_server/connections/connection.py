@@ -39,6 +39,15 @@ _LINGER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that a client gets: for the headers of a request that has begun, and for taking
+    something of an answer."""
+
+    header_s: float
+    send_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
     """What all connections of a server have in common."""
 
@@ -46,7 +55,7 @@ class Shared:
     config: Config
     context: WorkerContext
     tls: ssl.SSLContext | None
-    header_timeout_s: float
+    timeouts: Timeouts
 
 
 class Connection:
@@ -66,10 +75,13 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._is_idle, self._awaits_rest = True, True
         self._finished_s: float | None = None
+        self.began = False
+        """Whether the socket is this connection's to close."""
 
     async def run(self, accepted: socket.socket) -> None:
         """Serves until the client has left or the server has closed it. Cancelling it cuts the
         connection."""
+        self.began = True
         try:
             await self._open(accepted)
         except (OSError, TimeoutError):  # a handshake that failed
@@ -89,7 +101,7 @@ class Connection:
         protocol = asyncio.StreamReaderProtocol(self.reader)
         tls = self._shared.tls
         times = {
-            "ssl_handshake_timeout": self._shared.header_timeout_s,
+            "ssl_handshake_timeout": self._shared.timeouts.header_s,
             "ssl_shutdown_timeout": _LINGER_IDLE_S,
         }
         transport, _ = await self._loop.connect_accepted_socket(
@@ -106,7 +118,7 @@ class Connection:
             await self._protocol.initiate()
             try:
                 async with self._deadline:
-                    self._expire_in(self._shared.header_timeout_s)
+                    self._expire_in(self._shared.timeouts.header_s)
                     await self._receive()
             except TimeoutError:
                 await self._on_deadline()
@@ -161,7 +173,7 @@ class Connection:
         """A request that has begun must arrive soon; before it, there is more time."""
         awaits_rest = isinstance(self._protocol, Http1) and self._protocol.is_mid_request
         if awaits_rest and not self._awaits_rest:
-            self._expire_in(self._shared.header_timeout_s)
+            self._expire_in(self._shared.timeouts.header_s)
         self._awaits_rest = self._awaits_rest or awaits_rest
 
     # --- what the protocol says -------------------------------------------------------------------
@@ -170,13 +182,29 @@ class Connection:
         if isinstance(event, RawData):
             try:
                 self.writer.write(event.data)
-                await self.writer.drain()
+                if self.writer.transport.get_write_buffer_size():
+                    await self._drain()
             except (ConnectionError, RuntimeError):
                 await self._protocol.handle(Closed())
         elif isinstance(event, Closed):
             self._finish()
         elif isinstance(event, Updated):
             self._set_idle(event.idle)
+
+    async def _drain(self) -> None:
+        """Waits for room in the transport's buffer. A client that takes nothing for too long is
+        gone: raises ConnectionAbortedError."""
+        transport, left_bytes = self.writer.transport, 1 << 62
+        while True:
+            try:
+                async with asyncio.timeout(self._shared.timeouts.send_s):
+                    await self.writer.drain()
+                return
+            except TimeoutError:
+                before, left_bytes = left_bytes, transport.get_write_buffer_size()
+                if left_bytes >= before:
+                    transport.abort()
+                    raise ConnectionAbortedError from None
 
     def _set_idle(self, idle: bool) -> None:
         if self._finished_s is not None:
@@ -204,10 +232,11 @@ class Connection:
         if self._finished_s is not None or not isinstance(self._protocol, Http1):
             return
         if self._protocol.is_mid_request:
+            seconds = self._shared.timeouts.header_s
             await self._protocol.refuse(
                 HeaderTimeoutError(
-                    f"the request's headers did not arrive within {self._shared.header_timeout_s:g}"
-                    " s: send them faster, or raise --header-timeout-s"
+                    f"the request's headers did not arrive within {seconds:g} s: send them faster,"
+                    " or raise --header-timeout-s"
                 )
             )
 
@@ -218,6 +247,8 @@ class Connection:
         if self._finished_s is not None:
             return
         self._finished_s = self._loop.time()
+        if not self._is_idle:
+            self._on_idle(True)  # it may be closed for others, as if it waited for a request
         if isinstance(self._protocol, Http1) and not self._protocol.may_have_unread:
             self.writer.close()
             self._expire_in(_LINGER_S)
@@ -237,5 +268,8 @@ class Connection:
             await self.writer.wait_closed()
         except (OSError, RuntimeError):
             pass
+        except asyncio.CancelledError:
+            transport.abort()
+            raise
         finally:
             cut.cancel()

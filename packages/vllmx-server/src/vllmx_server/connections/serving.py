@@ -10,7 +10,7 @@ from typing import Any
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 
-from vllmx_server.connections.connection import Connection, Shared
+from vllmx_server.connections.connection import Connection, Shared, Timeouts
 from vllmx_server.connections.listening import ConnectionLimits, Listener, Place, refusal
 
 
@@ -19,13 +19,12 @@ async def serve(
     config: Config,
     listening: socket.socket,
     limits: ConnectionLimits,
+    timeouts: Timeouts,
     stop: asyncio.Event,
-    *,
-    header_timeout_s: float,
 ) -> None:
     """Accepts connections until `stop` is set; then they have `config.graceful_timeout` to end. The
     socket stays open: whoever made it closes it."""
-    server = _Server(app, config, listening, limits, header_timeout_s)
+    server = _Server(app, config, listening, limits, timeouts)
     try:
         await stop.wait()
     finally:
@@ -39,12 +38,12 @@ class _Server:
         config: Config,
         listening: socket.socket,
         limits: ConnectionLimits,
-        header_timeout_s: float,
+        timeouts: Timeouts,
     ) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = WorkerContext(None)
         tls = config.create_ssl_context()
-        self._shared = Shared(app, config, self._context, tls, header_timeout_s)
+        self._shared = Shared(app, config, self._context, tls, timeouts)
         answer = b"" if config.ssl_enabled else refusal()
         self._listener = Listener(listening, limits, self._begin, refusal=answer)
         self._listener.start()
@@ -56,7 +55,8 @@ class _Server:
         self._tasks.add(task)
 
         def on_end(task: asyncio.Task[None]) -> None:
-            accepted.close()  # of a task that was cancelled before it began
+            if not connection.began:
+                accepted.close()
             self._tasks.discard(task)
             self._listener.release(place)
 
