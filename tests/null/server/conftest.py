@@ -44,7 +44,7 @@ class Served:
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body_for(path, body))
 
-    async def complete(self, prompt: str = "ab", **body: Any) -> dict[str, Any]:
+    async def complete(self, prompt: str | list[str] = "ab", **body: Any) -> dict[str, Any]:
         """The answer of a text completion that must succeed."""
         response = await self.post("/v1/completions", prompt=prompt, **body)
         assert response.status_code == 200, response.text

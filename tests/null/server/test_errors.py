@@ -193,7 +193,10 @@ async def test_too_many_requests_in_flight_are_503(make_server: MakeServer) -> N
 
 async def test_some_prompts_of_a_call_do_not_fit_into_the_queue(make_server: MakeServer) -> None:
     async with make_server(engine={"max_num_seqs": 1, "max_queue": 2}, step_s=0.01) as served:
-        error_of(await served.post("/v1/completions", prompt=["a", "b", "c", "d"]), 429)
+        running = asyncio.ensure_future(served.complete(max_tokens=100))
+        await served.in_flight_become(1)
+        error_of(await served.post("/v1/completions", prompt=["a", "b", "c"]), 429)
+        await running
         await served.becomes_idle()
 
 

@@ -12,6 +12,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server import errors
+from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.hosts import HostCheck, allowed_hosts
 from vllmx_server.metrics import Metrics
@@ -81,7 +82,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
         },
     )
     app.router.redirect_slashes = False  # it redirects to whatever host the client named
-    app.state.server = ServerState(llm, config, metrics)
+    app.state.server = ServerState(llm, config, metrics, BodyBudget(config.max_body_bytes))
     return app
 
 

@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol, TypeVar
 
+from msgspec.json import Decoder
 from starlette.requests import Request
+from vllmx_core.errors import VllmxError
+from vllmx_engine.text_threads import Stopped
 
+from vllmx_server.body_budget import HeldBody
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from vllmx_server.schema.decode import decode
+from vllmx_server.state import ServerState, client_of
 
+_INLINE_BYTES = 64 << 10
+"""Decoding and checking so much takes about a millisecond."""
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 << 20
 
 
-async def read_body(request: Request, config: ServerConfig) -> bytes:
+class CheckedBody(Protocol):
+    """A struct of `vllmx_server.schema`."""
+
+    @property
+    def model(self) -> str | None:
+        """The model that is meant, None for the only one."""
+        ...
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        ...
+
+
+B = TypeVar("B", bound=CheckedBody)
+
+
+async def read_json(request: Request, state: ServerState, decoder: Decoder[B]) -> B:
+    """The decoded and checked body. A large one is worked on by the text threads, in turn.
+
+    Raises what `read_body` and the checks raise, ModelNotFoundError and QueueFullError.
+    """
+
+    def parse(_: Stopped) -> B:
+        body = decode(data, decoder)
+        state.check_model(body.model)
+        body.check()
+        return body
+
+    client = client_of(request)
+    with state.bodies.hold(client) as held:
+        data = await read_body(request, state.config, held)
+        if len(data) <= _INLINE_BYTES:
+            return parse(lambda: False)
+        return await state.llm.text.run(client, len(data), parse)
+
+
+async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> bytes:
     """The whole JSON body.
 
     Raises:
         MediaTypeError: it is compressed, or not declared as JSON. Browsers send only other types
             to foreign servers unasked, so no web page can use a server on its visitor's machine.
         BodyTooLargeError: it is over `max_body_bytes`.
+        OverloadedError: too much is being read at a time.
         BodyTimeoutError: it took over `body_timeout_s`.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -35,7 +81,7 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         )
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            return await _read(request, config.max_body_bytes)
+            return await _read(request, config.max_body_bytes, held)
     except TimeoutError:
         raise BodyTimeoutError(
             f"the body did not arrive within {config.body_timeout_s:g} s: send it faster, or raise"
@@ -43,25 +89,29 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         ) from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, held: HeldBody) -> bytes:
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > limit
     chunks, size = [], 0
-    if not too_large:
+    try:
+        _check_size(int(declared) if declared.isdigit() else 0, limit)
         async for chunk in request.stream():
             size += len(chunk)
-            if size > limit:
-                too_large = True
-                break
+            _check_size(size, limit)
+            held.grow(len(chunk))
             chunks.append(chunk)
-    if too_large:
+    except VllmxError:
         chunks.clear()
         if request.scope["http_version"] == "2":
             await _linger(request)
+        raise
+    return b"".join(chunks)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
         raise BodyTooLargeError(
             f"the body is larger than {limit} bytes: shorten the request, or raise --max-body-bytes"
         )
-    return b"".join(chunks)
 
 
 async def _linger(request: Request) -> None:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from vllmx_core.errors import VllmxError
 
 from vllmx_server.direct_body import DirectBody
+from vllmx_server.disconnect import disconnected
 from vllmx_server.errors import error_body, internal_error
 from vllmx_server.generation import Generation
 from vllmx_server.private_traceback import private_traceback
@@ -52,7 +53,7 @@ class HeldResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         worker = asyncio.ensure_future(self.respond(scope, send))
-        watcher = asyncio.ensure_future(_disconnected(receive))
+        watcher = asyncio.ensure_future(disconnected(receive))
         try:
             await self._first_of(worker, watcher)
             gone = not worker.done()
@@ -152,8 +153,3 @@ class EventStream(HeldResponse):
 def _error_event(error: VllmxError) -> dict[str, object]:
     body = b"data: " + error_body(error) + b"\n\n" + DONE
     return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -15,6 +15,7 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.messages import CoreInfo
 
 from vllmx_server import __version__
+from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import OverloadedError
 from vllmx_server.metrics import Metrics
@@ -29,6 +30,7 @@ class ServerState:
     llm: AsyncLLM
     config: ServerConfig
     metrics: Metrics
+    bodies: BodyBudget
     draining: bool = False
     in_flight: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
@@ -50,9 +52,10 @@ class ServerState:
                 param="model",
             )
 
-    def admit(self) -> Callable[[], None]:
-        """Counts a generation request in flight until the returned function is called. Raises
-        OverloadedError while draining or over `max_concurrent_requests`."""
+    def check_admission(self) -> None:
+        """Whether a generation request would be taken now; asked before its body is read. Raises
+        OverloadedError while draining or over `max_concurrent_requests`, QueueFullError,
+        EngineDeadError."""
         if self.draining:
             raise OverloadedError("the server is shutting down: send the request to another one")
         if self.in_flight >= self.config.max_concurrent_requests:
@@ -61,6 +64,12 @@ class ServerState:
                 f" {self.config.max_concurrent_requests}: try again later, or raise"
                 " --max-concurrent-requests"
             )
+        self.llm.check_open()
+
+    def admit(self) -> Callable[[], None]:
+        """Counts a generation request in flight until the returned function is called. Raises what
+        `check_admission` raises."""
+        self.check_admission()
         self.in_flight += 1
         return self._release
 
@@ -98,13 +107,20 @@ def request_id_of(request: Request, body: SamplingFields) -> str:
     return body.request_id or cast(str, request.scope["state"]["request_id"])
 
 
+def client_of(request: Request) -> str:
+    """Who asks, for fair share and budgets: the API key's digest, or without keys the address."""
+    key: str = request.scope["state"].get("client", "")
+    address = request.scope.get("client")
+    return key or (str(address[0]) if address else "")
+
+
 def caller_of(request: Request, body: SamplingFields) -> dict[str, Any]:
-    """Who asks, as keyword arguments of `AsyncLLM.submit`: fair share and prefix-cache salt go by
-    the API key, so that no client can probe another's prompts; a `cache_salt` of the request
-    narrows it further. Raises InvalidRequestError for a priority that the key does not allow."""
-    client: str = request.scope["state"].get("client", "")
+    """Who asks, as keyword arguments of `AsyncLLM.submit`. The prefix-cache salt goes by the API
+    key, so that no client can probe another's prompts; a `cache_salt` of the request narrows it
+    further. Raises InvalidRequestError for a priority that the key does not allow."""
+    client, key = client_of(request), request.scope["state"].get("client", "")
     priority = body.priority or 0
     ranges = state_of(request).priorities
-    ranges.get(client, ranges[""]).check(priority)
-    salt = f"{client}\n{body.cache_salt}" if body.cache_salt else client
+    ranges.get(key, ranges[""]).check(priority)
+    salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
     return {"priority": priority, "client": client, "cache_salt": salt}

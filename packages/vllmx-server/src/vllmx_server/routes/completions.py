@@ -33,10 +33,11 @@ async def _submit(
     request: Request, state: ServerState, body: CompletionRequest
 ) -> list[RequestStream]:
     """One engine request for each prompt; all or none. Raises what the engine refuses."""
-    params = _params(state, body)
+    params, prompts = _params(state, body), body.prompts()
+    state.llm.check_open(len(prompts) * params.num_choices)
     streams: list[RequestStream] = []
     try:
-        for prompt in body.prompts():
+        for prompt in prompts:
             stream = await state.llm.submit(
                 prompt,
                 params,

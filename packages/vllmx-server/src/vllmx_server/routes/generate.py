@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from vllmx_engine.request_stream import RequestStream
 
-from vllmx_server.body import read_body
+from vllmx_server.body import read_json
+from vllmx_server.disconnect import unless_gone
 from vllmx_server.event_stream import EventStream, HeldResponse, JSONAnswer
 from vllmx_server.generation import Generation
-from vllmx_server.schema.decode import decode
 from vllmx_server.schema.sampling import SamplingFields
 from vllmx_server.state import ServerState, request_id_of, state_of
 
@@ -36,18 +36,18 @@ class Answer(Protocol):
 async def generate(
     request: Request,
     decoder: msgspec.json.Decoder[Body],
-    submit: Callable[[Request, ServerState, Body], Awaitable[list[RequestStream]]],
+    submit: Callable[[Request, ServerState, Body], Coroutine[Any, Any, list[RequestStream]]],
     answer_of: Callable[[ServerState, Body, str, Generation], Answer],
 ) -> HeldResponse:
-    """Reads and checks the body, starts an engine request for each prompt (`submit`: all or none),
-    and answers with what `answer_of` (state, body, request id, generation) makes of them."""
+    """Reads and checks the body, unless it could not be admitted, starts an engine request for each
+    prompt (`submit`: all or none), and answers with what `answer_of` (state, body, request id,
+    generation) makes of them."""
     state, started_s = state_of(request), time.monotonic()
-    body = decode(await read_body(request, state.config), decoder)
-    state.check_model(body.model)
-    body.check()
+    state.check_admission()
+    body = await read_json(request, state, decoder)
     release = state.admit()
     try:
-        streams = await submit(request, state, body)
+        streams = await unless_gone(request.receive, submit(request, state, body))
     except BaseException:
         release()
         raise

@@ -60,6 +60,9 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[int]
     skip_special_tokens: bool | None = None
 
+    def check(self) -> None:
+        """Nothing depends on another field."""
+
 
 TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
