@@ -24,6 +24,16 @@ GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MEGABYTE = 1 << 20
 
 
+def num_descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+async def descriptors_become(most: int, within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while num_descriptors() > most:
+            await asyncio.sleep(0.005)
+
+
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of an answer with a content-length."""
     async with asyncio.timeout(10):
@@ -71,10 +81,22 @@ async def test_requests_that_can_be_read_in_two_ways(
     await is_closed(reader)
 
 
-async def test_versions_that_are_not_spoken(served: Served) -> None:
+async def test_versions_that_are_not_spoken(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_server({"disable_access_log": True}) as served:
+        caplog.clear()
+        await _ask_for_other_versions(served)
+        assert not caplog.messages, "a client can make no line of the log"
+
+
+async def _ask_for_other_versions(served: Served) -> None:
     for version in ("2.0", "3.7"):
         status, _, body = await ask(served, f"GET / HTTP/{version}\r\nHost: x\r\n\r\n".encode())
         assert (status, body["error"]["code"]) == (505, "bad_http")
+    reader, writer = await served.connect()
+    writer.write(GET + b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")  # is only a preface when it comes first
+    assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 505]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +167,21 @@ async def test_a_client_that_sent_more_requests_and_left(
         writer.transport.abort()
         await served.becomes_idle(2)
         assert served.llm.stats.num_steps < 200, "its generation went on"
+
+
+@counts_descriptors
+async def test_a_client_that_leaves_while_its_requests_are_answered(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio has a line for the log for each write to a connection that is lost."""
+    async with make_server({"disable_access_log": True}) as served:
+        before = num_descriptors()
+        reader, writer = await served.connect()
+        writer.write(GET * 1000)
+        assert (await read_answer(reader))[0] == 200
+        writer.transport.abort()
+        await descriptors_become(before)
+        assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 async def test_too_many_requests_ahead_end_the_connection_after_the_answer(
@@ -233,16 +270,6 @@ async def test_a_body_that_nobody_waits_for_must_end_in_time(make_server: MakeSe
 
 
 # --- descriptors ----------------------------------------------------------------------------------
-def num_descriptors() -> int:
-    return len(os.listdir("/dev/fd"))
-
-
-async def descriptors_become(most: int, within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while num_descriptors() > most:
-            await asyncio.sleep(0.005)
-
-
 @counts_descriptors
 @pytest.mark.parametrize(
     "request_",

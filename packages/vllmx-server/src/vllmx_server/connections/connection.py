@@ -181,9 +181,7 @@ class Connection:
         """Takes bytes for the client, and news: idle or not, and the connection's end."""
         if isinstance(event, RawData):
             try:
-                self.writer.write(event.data)
-                if self.writer.transport.get_write_buffer_size():
-                    await self._drain()
+                await self._write(event.data)
             except (ConnectionError, RuntimeError):
                 await self._protocol.handle(Closed())
         elif isinstance(event, Closed):
@@ -191,11 +189,14 @@ class Connection:
         elif isinstance(event, Updated):
             self._set_idle(event.idle)
 
-    async def _drain(self) -> None:
-        """Waits for room in the transport's buffer. A client that takes nothing for too long is
-        gone: raises ConnectionAbortedError."""
+    async def _write(self, data: bytes) -> None:
+        """Returns when there is room for more. Raises ConnectionError when the client is gone, or
+        takes nothing for too long."""
         transport, left_bytes = self.writer.transport, 1 << 62
-        while True:
+        if transport.is_closing():  # asyncio would log each further write
+            raise ConnectionResetError
+        transport.write(data)
+        while transport.get_write_buffer_size():
             try:
                 async with asyncio.timeout(self._shared.timeouts.send_s):
                     await self.writer.drain()

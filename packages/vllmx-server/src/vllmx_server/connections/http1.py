@@ -94,7 +94,7 @@ class Http1(H11Protocol):
                 await self._send_h11_event(go_on)
             event = self.connection.next_event()
             if isinstance(event, h11.Request):
-                _check(event)
+                _check(event, is_first=self.keep_alive_requests == 0)
         except h11.RemoteProtocolError as error:
             await self.refuse(
                 BadHTTPError.of(error.error_status_hint, f"no valid request: {error}")
@@ -118,7 +118,7 @@ class Http1(H11Protocol):
         return True
 
     async def _begin(self, request: h11.Request) -> None:
-        if request.method == b"PRI":
+        if request.http_version == b"2.0":
             raise H2ProtocolAssumedError(
                 b"PRI * HTTP/2.0\r\n\r\n" + self.connection.trailing_data[0]
             )
@@ -172,13 +172,13 @@ class Http1(H11Protocol):
         await self._handle_events()
 
 
-def _check(request: h11.Request) -> None:
+def _check(request: h11.Request, *, is_first: bool) -> None:
     """Raises BadHTTPError for what proxies and servers are known to read in two ways."""
     names = {name for name, _ in request.headers}
     if b"content-length" in names and b"transfer-encoding" in names:
         raise BadHTTPError("Content-Length and Transfer-Encoding exclude each other: send one")
     preface = (request.method, request.target, request.http_version) == (b"PRI", b"*", b"2.0")
-    if request.http_version not in (b"1.0", b"1.1") and not preface:
+    if request.http_version not in (b"1.0", b"1.1") and not (preface and is_first):
         version = request.http_version.decode()
         raise BadHTTPError.of(505, f"HTTP/{version} is not spoken here: use HTTP/1.1")
 
