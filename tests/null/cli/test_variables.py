@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from vllmx.cli import cli
+from vllmx.cli.group import cli
 from vllmx_core.config import EngineConfig
 from vllmx_core.environment import PREFIX, VARIABLES, warnings
 from vllmx_server.config import ServerConfig
@@ -42,7 +42,7 @@ def test_every_command_warns_once(monkeypatch: pytest.MonkeyPatch, command: str)
     monkeypatch.setenv("VLLMX_SEED", "1")
     result = CliRunner().invoke(cli, [command, "--help"])
     assert result.exit_code == 0
-    assert result.stderr.count("vllmx: warning: ") == 1
+    assert result.stderr.count("warning: ") == 1
     assert "VLLMX_SERVER_PORT is not read" in result.stderr
     monkeypatch.delenv("VLLMX_SERVER_PORT")
     assert not CliRunner().invoke(cli, [command, "--help"]).stderr

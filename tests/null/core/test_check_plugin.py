@@ -84,7 +84,24 @@ PROBLEMS = {
     "doubled": (
         "@hookimpl\ndef vllmx_models():\n"
         "    return tuple(ModelSpec('m', 'builtins:dict', (a,)) for a in 'AB')",
-        "model 'm' is provided by both",
+        "model 'm' is provided twice",
+    ),
+    "not_a_function": ("vllmx_models = ()", "vllmx_models is not a function"),
+    "no_prefix": ("def vlmx_models():\n    return ()", "did you mean vllmx_models"),
+    "other_name": ("@hookimpl\ndef my_hook():\n    return ()", "my_hook"),
+    "nobody_reads": (
+        "from vllmx_core.specs import ParserSpec\n@hookimpl\ndef vllmx_parsers():\n"
+        "    return (ParserSpec('p', 'builtins:dict'),)",
+        "reads no ParserSpec",
+    ),
+    "no_way_to_it": (
+        MODEL.format(implementation="builtins:dict").replace('("A",)', "()"),
+        "names no architecture",
+    ),
+    "capitals": (
+        "from vllmx_core.specs import QuantizerSpec\n@hookimpl\ndef vllmx_quantizers():\n"
+        "    return (QuantizerSpec('Q4', 'builtins:dict'),)",
+        "small letters",
     ),
 }
 

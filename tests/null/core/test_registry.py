@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from vllmx_core.errors import (
     BackendUnavailableError,
+    ConfigError,
     PluginClashError,
     PluginError,
     UnsupportedModelError,
 )
 from vllmx_core.hooks import hookimpl
+from vllmx_core.providers import OUR_DISTRIBUTIONS
 from vllmx_core.registry import Registry, load_registry
 from vllmx_core.specs import API_VERSION, BackendSpec, ModelSpec, WeightFormatSpec
 from vllmx_core.testing.fake_checkpoint import FakePlugin, install_fake_plugin
@@ -46,16 +48,65 @@ def model(name: str, *architectures: str, **fields: Any) -> ModelSpec:
     return ModelSpec(name, "builtins:dict", architectures, **fields)
 
 
-def test_two_providers_of_one_name_are_both_named() -> None:
+def test_a_conflict_breaks_only_what_uses_that_name() -> None:
     registry = Registry()
-    registry.add(plugin(vllmx_backends=(backend("x"),)), "first:p")
-    with pytest.raises(PluginClashError, match=r"backend 'x'.*first:p and second:p"):
-        registry.add(plugin(vllmx_backends=(backend("x"),)), "second:p")
-    with pytest.raises(PluginClashError, match=r"architecture 'A'.*third:p and third:p"):
-        registry.add(plugin(vllmx_models=(model("m", "A"), model("n", "A"))), "third:p")
+    registry.add(plugin(vllmx_backends=(backend("x"), backend("y"))), "first:p")
+    models = (model("m", "A", "B"), model("n", "C"))
+    registry.add(plugin(vllmx_backends=(backend("x"),), vllmx_models=models), "second:p")
+    registry.add(plugin(vllmx_models=(model("o", "A"),)), "third:p")
+    with pytest.raises(PluginClashError, match=r"backend 'x'.*first:p and second:p.*--prefer"):
+        registry.get(BackendSpec, "x")
+    with pytest.raises(PluginClashError, match=r"architecture 'A'.*second:p and third:p"):
+        registry.model_for({"architectures": ["A"]})
+    assert registry.get(BackendSpec, "y").name == "y"
+    assert [spec.name for spec in registry.all(BackendSpec)] == ["y"]
+    assert registry.model_for({"architectures": ["B"]}).name == "m"
+    assert registry.model_for({"architectures": ["C"]}).name == "n"
+    conflicts, notes = registry.conflicts()
+    assert [line.split(" is ")[0] for line in conflicts] == ["architecture 'A'", "backend 'x'"]
+    assert not notes
     registry.add(plugin(vllmx_weight_formats=(WeightFormatSpec("x", "a:b", ("*",)),)), "other:p")
-    assert [spec.name for spec in registry.all(BackendSpec)] == ["x"]
-    assert registry.provider(registry.get(BackendSpec, "x")) == "first:p"
+    assert registry.get(WeightFormatSpec, "x").name == "x", "another kind is another name"
+    with pytest.raises(PluginClashError, match=r"architecture 'A' is provided twice by fourth:p"):
+        registry.add(plugin(vllmx_models=(model("q", "A"), model("r", "A"))), "fourth:p")
+
+
+def test_the_user_decides_a_conflict() -> None:
+    registry = Registry()
+    specs = [backend("x"), backend("x"), backend("x")]
+    for spec, key in zip(specs, ("first:p", "second:p", "third:p"), strict=True):
+        registry.add(plugin(vllmx_backends=(spec,)), key)
+    for wanted, winner in (("second", "second:p"), ("third:p", "third:p")):
+        registry.prefer([wanted])
+        assert registry.provider(registry.get(BackendSpec, "x")) == winner
+        assert registry.conflicts()[0] == []
+    with pytest.raises(ConfigError, match=r"--prefer 'secnd'.*did you mean 'second'\?"):
+        registry.prefer(["secnd"])
+
+
+def test_ours_wins_with_a_note_unless_the_plugin_is_preferred() -> None:
+    """A plugin's architecture that vllmx later ships itself, beside one that it alone has."""
+    registry = Registry()
+    theirs = (model("acme-phi", "Phi", gguf_names=("phi",)), model("acme-new", "New"))
+    registry.add(plugin(vllmx_models=(model("phi", "Phi", gguf_names=("phi",)),)), "vllmx-models:m")
+    registry.add(plugin(vllmx_models=theirs), "acme:p")
+    assert registry.model_for({"architectures": ["Phi"]}).name == "phi"
+    assert registry.model_for({"architectures": ["New"]}).name == "acme-new"
+    conflicts, notes = registry.conflicts()
+    assert not conflicts
+    assert (
+        "architecture 'Phi' comes from vllmx-models:m, not from acme:p: --prefer acme" in notes[1]
+    )
+    registry.prefer(["acme"])
+    assert registry.model_for({"architectures": ["Phi"]}).name == "acme-phi"
+    found = registry.gguf_model_for("phi")
+    assert found is not None
+    assert found.name == "acme-phi"
+
+
+def test_our_distributions_are_those_of_this_tree() -> None:
+    packages = Path(__file__).parents[3] / "packages"
+    assert {path.name for path in packages.iterdir()} == OUR_DISTRIBUTIONS
 
 
 @pytest.mark.parametrize(
@@ -116,16 +167,19 @@ def test_failures_are_recorded_and_do_not_stop_the_others(
     assert "backend fake" in registry.plugins[2].provides
 
 
-def test_a_clash_between_installed_plugins_is_raised() -> None:
+def test_a_clash_between_installed_plugins_disturbs_nothing_else() -> None:
     core = EntryPoint("core", "vllmx_core.plugin", "vllmx")
     fake = EntryPoint("fake", "vllmx_core.testing.fake_checkpoint:FakePlugin", "vllmx")
     second = EntryPoint("second", f"{HERE}:SecondNumpy", "vllmx")
-    assert len(load_registry([core, fake]).plugins) == 2
+    registry = load_registry([core, fake, second])
+    assert [info.error for info in registry.plugins] == [None, None, None]
     with pytest.raises(PluginClashError, match=r"backend 'numpy'.*unknown:core and unknown:second"):
-        load_registry([core, fake, second])
+        registry.choose_backend("numpy")
+    assert registry.get(BackendSpec, "fake").name == "fake"
     twice = EntryPoint("twice", "vllmx_core.plugin", "vllmx")
-    with pytest.raises(PluginClashError, match=r"unknown:core and unknown:twice"):
-        load_registry([core, twice])
+    registry = load_registry([core, twice])
+    assert "both unknown:core and unknown:twice" in (registry.plugins[1].error or "")
+    assert registry.choose_backend("numpy")[0].name == "numpy"
 
 
 class SecondNumpy:
@@ -206,6 +260,23 @@ def test_auto_without_a_backend_that_runs_lists_every_reason() -> None:
         registry.choose_backend()
     assert "pip install 'vllmx[cpu]'; or ask for one by its name: " in caught.value.message
     assert caught.value.message.endswith("--backend metal or numpy")
+
+
+def test_the_only_backend_that_can_run_is_chosen_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = Registry()
+    specs = (
+        backend("big", 9, f"{HERE}:no"),
+        backend("numpy", -2, f"{HERE}:runs"),
+        backend("torch", -1, f"{HERE}:runs"),
+    )
+    registry.add(plugin(vllmx_backends=specs), "p:p")
+    spec, reason = registry.choose_backend()
+    assert spec.name == "torch"
+    assert "the only one that can run here" in reason
+    assert "big: no device: buy one" in reason
+    assert "pip install 'vllmx[cpu]'" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "metal", "torch"])

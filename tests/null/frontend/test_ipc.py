@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import CapacityError, QueueFullError, VllmxError
+from vllmx_core.errors import CapacityError, PluginClashError, QueueFullError, VllmxError
+from vllmx_core.hooks import hookimpl
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.specs import BackendSpec
@@ -78,6 +81,26 @@ def test_start_brings_the_registry(registry: Registry) -> None:
     rebuilt = got.specs.registry()
     assert rebuilt.get(BackendSpec, "fake") == registry.get(BackendSpec, "fake")
     assert KnownSpecs.of(rebuilt) == message.specs
+
+
+def test_a_conflict_and_its_decision_reach_the_core() -> None:
+    registry = Registry()
+    for key in ("first:p", "second:p"):
+        spec = BackendSpec("x", f"{key[:-2]}:X", probe="os:getpid", priority=0)
+        registry.add(SimpleNamespace(vllmx_backends=_backends(spec)), key)
+    with pytest.raises(PluginClashError, match="first:p and second:p"):
+        KnownSpecs.of(registry).registry().get(BackendSpec, "x")
+    registry.prefer(["second"])
+    rebuilt = KnownSpecs.of(registry).registry()
+    assert rebuilt.get(BackendSpec, "x").implementation == "second:X"
+
+
+def _backends(spec: BackendSpec) -> Callable[[], tuple[BackendSpec, ...]]:
+    @hookimpl
+    def vllmx_backends() -> tuple[BackendSpec, ...]:
+        return (spec,)
+
+    return vllmx_backends
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60))

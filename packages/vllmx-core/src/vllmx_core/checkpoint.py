@@ -91,13 +91,14 @@ def _quantised(registry: Registry, checkpoint: Checkpoint, quantization: Any) ->
             " repair config.json"
         )
     method = str(quantization.get("quant_method", "unknown"))
-    known = {spec.name: spec for spec in registry.all(QuantizationSpec)}
-    if method not in known:
+    quantised = registry.find(QuantizationSpec, method)
+    if quantised is None:
+        known = ", ".join(spec.name for spec in registry.all(QuantizationSpec))
         raise UnsupportedModelError(
             f"{path} is quantised with {shown(method)}, which no installed plugin reads; known:"
-            f" {', '.join(known) or 'none'}"
+            f" {known or 'none'}"
         )
-    return replace(checkpoint, weights=known[method].load()(checkpoint.weights, quantization))
+    return replace(checkpoint, weights=quantised.load()(checkpoint.weights, quantization))
 
 
 _METHODS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
@@ -125,9 +126,9 @@ def check_quantization(checkpoint: Checkpoint, wanted: str | None) -> None:
 
 def quantizer(registry: Registry, isq: str) -> QuantizerSpec:
     """What `--isq` names, in any case of letters. Raises ConfigError."""
-    known = {spec.name: spec for spec in registry.all(QuantizerSpec)}
-    spec = known.get(isq.lower())
+    spec = registry.find(QuantizerSpec, isq.lower())
     if spec is None:
+        known = [spec.name for spec in registry.all(QuantizerSpec)]
         raise ConfigError(
             f"--isq {isq!r} is not known{nearest(isq.lower(), known)}; known:"
             f" {', '.join(known) or 'none is installed'}",

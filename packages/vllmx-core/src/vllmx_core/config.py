@@ -70,6 +70,8 @@ class EngineConfig:
     seed: int | None = None
     """Seeds requests that bring none, so that a whole run repeats."""
     served_model_name: str | None = None
+    prefer: tuple[str, ...] = ()
+    """Plugins ("distribution" or "distribution:name") that serve what another provides too."""
 
     def __post_init__(self) -> None:
         self._check_dtype()

@@ -2,8 +2,8 @@
 
 pluggy's own loader drops the second of two plugins with one name and stops at the first import that
 fails, so this module walks the entry points itself: each plugin is keyed "distribution:name", a
-failure is recorded and shown instead of raised, and two providers of one name are an error that
-names both.
+failure is recorded and shown instead of raised, and of two providers of one name
+`vllmx_core.providers` says who serves it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pluggy
 
+from vllmx_core.backend_choice import choose_backend, describe
+from vllmx_core.config_values import nearest
 from vllmx_core.errors import (
-    BackendUnavailableError,
+    ConfigError,
     PluginClashError,
     PluginError,
     UnsupportedModelError,
     shown,
 )
 from vllmx_core.hooks import GROUP, Hooks
+from vllmx_core.providers import Provided, choose, claims, kind_name, matches, passed_over
 from vllmx_core.specs import (
     API_VERSION,
     BackendSpec,
@@ -41,9 +45,6 @@ from vllmx_core.specs import (
 )
 
 logger = logging.getLogger("vllmx.registry")
-
-PACKAGED_BACKENDS = ("cpu", "cuda", "metal", "torch")
-"""Those of our own that are an extra of the distribution `vllmx`, under the same name."""
 
 S = TypeVar("S", bound=Spec)
 
@@ -86,10 +87,12 @@ class Registry:
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(Hooks)
-        self._specs: dict[type[Any], dict[str, tuple[Any, str]]] = {
-            kind: {} for kind in _HOOKS.values()
+        self._provided: dict[type[Any], list[Provided[Any]]] = {
+            kind: [] for kind in _HOOKS.values()
         }
+        self._claims: dict[str, list[Provided[Any]]] = {}
         self._plugins: list[PluginInfo] = []
+        self._prefer: tuple[str, ...] = ()
 
     @property
     def plugins(self) -> Sequence[PluginInfo]:
@@ -99,7 +102,7 @@ class Registry:
     def add(self, plugin: object, key: str, *, version: str = "", module: str = "") -> None:
         """Registers a plugin module or object, or leaves everything as it was and raises
         PluginError: a misspelt or unmarked hook, one that fails or returns something else than
-        specs, an API version from the future; PluginClashError for a name that is taken."""
+        specs, an API version from the future; PluginClashError for a name given twice."""
         first = self._manager.get_name(plugin)
         if first is not None:
             raise PluginClashError(
@@ -117,19 +120,26 @@ class Registry:
             self._forget(plugin)
             raise PluginError(f"plugin {key}: {type(error).__name__}: {error}") from error
         for spec in found:
-            self._specs[type(spec)][spec.name] = (spec, key)
-        provides = tuple(f"{_kind(spec)} {spec.name}" for spec in found)
+            entry = Provided(spec, key)
+            self._provided[type(spec)].append(entry)
+            for claim in claims(spec):
+                self._claims.setdefault(claim, []).append(entry)
+        provides = tuple(f"{kind_name(type(spec))} {spec.name}" for spec in found)
         self._plugins.append(PluginInfo(key, version, module, None, provides))
 
     def _check_names(self, plugin: object, key: str) -> None:
         """pluggy alone would pass over a hook without its mark, misspelt or not."""
         for name in dir(plugin):
-            if not name.startswith(f"{GROUP}_") or not callable(getattr(plugin, name)):
+            if not name.startswith(f"{GROUP}_") or isinstance(getattr(plugin, name), ModuleType):
                 continue
             if name not in _HOOKS:
                 near = difflib.get_close_matches(name, _HOOKS, 1) or sorted(_HOOKS)
                 raise PluginError(
                     f"plugin {key}: there is no hook {name!r}, did you mean {', '.join(near)}?"
+                )
+            if not callable(getattr(plugin, name)):
+                raise PluginError(
+                    f"plugin {key}: {name} is not a function: define it with @hookimpl above it"
                 )
             if self._manager.parse_hookimpl_opts(plugin, name) is None:
                 raise PluginError(
@@ -170,89 +180,122 @@ class Registry:
                 f"plugin {key}: {spec.name!r} needs vllmx plugin API {spec.api}, this vllmx has"
                 f" {API_VERSION}: upgrade vllmx"
             )
-        known = [*self._specs[kind].values(), *((other, key) for other in found)]
-        for other, owner in known:
-            for claim in _claims(spec) & _claims(other) if type(other) is kind else ():
-                raise PluginClashError(
-                    f"{claim} is provided by both {owner} and {key}: uninstall one"
-                )
+        for other in found:
+            for claim in {*claims(spec)} & {*claims(other)} if type(other) is kind else ():
+                raise PluginClashError(f"{claim} is provided twice by {key}: give it one name")
 
     def record_failure(self, info: PluginInfo) -> None:
         """Remembers a plugin that could not be loaded, for `vllmx plugins`."""
         self._plugins.append(info)
 
+    def prefer(self, plugins: Sequence[str]) -> None:
+        """Lets these plugins serve what others provide too, the first of them first. Raises
+        ConfigError for one that is not installed."""
+        for wanted in plugins:
+            if not any(matches(info.key, wanted) for info in self._plugins):
+                keys = sorted({part for info in self._plugins for part in info.key.split(":")})
+                raise ConfigError(
+                    f"--prefer {wanted!r} is not an installed plugin{nearest(wanted, keys)};"
+                    f" known: {', '.join(sorted(info.key for info in self._plugins))}",
+                    param="prefer",
+                )
+        self._prefer = tuple(plugins)
+
+    @property
+    def preferred(self) -> Sequence[str]:
+        """What `prefer` was told."""
+        return self._prefer
+
+    def conflicts(self) -> tuple[list[str], list[str]]:
+        """Of names with several providers: those that nobody serves until the user decides, and
+        notes on those that are decided."""
+        open_, notes = [], []
+        for claim, providers in sorted(self._claims.items()):
+            if len(providers) < 2:
+                continue
+            try:
+                notes.append(passed_over(claim, self._serving(claim), providers))
+            except PluginClashError as error:
+                open_.append(error.message)
+        return open_, notes
+
+    def _serving(self, claim: str) -> Provided[Any]:
+        return choose(claim, self._claims[claim], self._prefer)
+
+    def provided(self, kind: type[S]) -> list[tuple[str, S]]:
+        """(plugin's key, spec) of every one of a kind, also of those that serve nothing."""
+        return [(each.key, each.spec) for each in self._provided[kind]]
+
     def all(self, kind: type[S]) -> list[S]:
-        """Every spec of a kind, by name."""
-        return [spec for _, (spec, _) in sorted(self._specs[kind].items())]
+        """Every spec of a kind that serves its name, by name."""
+        found = []
+        for each in sorted(self._provided[kind], key=lambda each: each.spec.name):
+            try:
+                if self._serving(f"{kind_name(kind)} {each.spec.name!r}") is each:
+                    found.append(each.spec)
+            except PluginClashError:
+                continue  # whoever asks for it by name is told
+        return found
+
+    def find(self, kind: type[S], name: str) -> S | None:
+        """The spec of that name, None where there is none. Raises PluginClashError."""
+        claim = f"{kind_name(kind)} {name!r}"
+        found: S | None = self._serving(claim).spec if claim in self._claims else None
+        return found
 
     def get(self, kind: type[S], name: str) -> S:
-        """Raises PluginError that lists the known names."""
-        try:
-            spec: S = self._specs[kind][name][0]
-        except KeyError:
-            known = ", ".join(sorted(self._specs[kind])) or "none is installed"
-            raise PluginError(f"no {_kind_name(kind)} named {name!r}; known: {known}") from None
+        """Raises PluginError that lists the known names, and PluginClashError."""
+        spec = self.find(kind, name)
+        if spec is None:
+            names = [each.spec.name for each in self._provided[kind]]
+            known = ", ".join(sorted(names)) or "none is installed"
+            raise PluginError(
+                f"no {kind_name(kind)} named {name!r}{nearest(name, names)}; known: {known}"
+            )
         return spec
 
     def provider(self, spec: Spec) -> str:
         """Key of the plugin that brought a spec."""
-        key: str = self._specs[type(spec)][spec.name][1]
-        return key
+        return next(each.key for each in self._provided[type(spec)] if each.spec is spec)
 
     def model_for(self, config: dict[str, Any]) -> ModelSpec:
-        """The architecture of a parsed config.json. Raises UnsupportedModelError."""
+        """The architecture of a parsed config.json. Raises UnsupportedModelError, and
+        PluginClashError where two plugins serve it."""
         names = architecture_names(config)
         model_type = config.get("model_type")
-        specs = self.all(ModelSpec)
-        for name in names:
-            for spec in specs:
-                if name in spec.architectures:
-                    return spec
-        if not names:
-            for spec in specs:
-                if model_type in spec.model_types:
-                    return spec
-        known = ", ".join(sorted(name for spec in specs for name in spec.architectures))
+        claimed = [f"architecture {name!r}" for name in names] or [f"model type {model_type!r}"]
+        for claim in claimed:
+            spec = self._model(claim)
+            if spec is not None:
+                return spec
+        specs = [each.spec for each in self._provided[ModelSpec]]
+        known = ", ".join(sorted({name for spec in specs for name in spec.architectures}))
         wanted = ", ".join(map(shown, names[:5])) or f"model_type {shown(model_type)}"
         raise UnsupportedModelError(
             f"no installed plugin serves the architecture {wanted}; known: {known or 'none'}."
             " A plugin can add it (docs/plugins.md)"
         )
 
+    def find_model(self, architecture: str) -> ModelSpec | None:
+        """Who serves a value of `architectures`. Raises PluginClashError."""
+        return self._model(f"architecture {architecture!r}")
+
+    def gguf_model_for(self, name: str) -> ModelSpec | None:
+        """Who serves the architecture of a GGUF file. Raises PluginClashError."""
+        return self._model(f"GGUF architecture {name!r}")
+
+    def _model(self, claim: str) -> ModelSpec | None:
+        found: ModelSpec | None = self._serving(claim).spec if claim in self._claims else None
+        return found
+
     def choose_backend(self, wanted: str = "auto") -> tuple[BackendSpec, str]:
-        """A backend and the reason for it. A name is taken at its word; `auto` is the one of
-        greatest priority that can run here. Raises BackendUnavailableError with every reason."""
-        if wanted != "auto":
-            if wanted in PACKAGED_BACKENDS and wanted not in self._specs[BackendSpec]:
-                raise BackendUnavailableError(
-                    f"backend {wanted!r} is not installed: pip install 'vllmx[{wanted}]'"
-                )
-            spec = self.get(BackendSpec, wanted)
-            reason = _unavailable_reason(spec)
-            if reason is not None:
-                raise BackendUnavailableError(f"backend {wanted!r} cannot run here: {reason}")
-            return spec, "asked for by name"
-        reasons: list[str] = []
-        by_name: list[str] = []
-        for spec in sorted(self.all(BackendSpec), key=lambda spec: -spec.priority):
-            reason = _unavailable_reason(spec)
-            if spec.priority < 0:
-                by_name += [spec.name] if reason is None else []
-            elif reason is None:
-                skipped = "; ".join(reasons)
-                return spec, f"first that can run here{' (' + skipped + ')' if skipped else ''}"
-            else:
-                reasons.append(f"{spec.name}: {reason}")
-        if "cpu" not in self._specs[BackendSpec]:
-            reasons.append("the one that runs anywhere is not installed: pip install 'vllmx[cpu]'")
-        if by_name:
-            reasons.append(f"or ask for one by its name: --backend {' or '.join(by_name)}")
-        raise BackendUnavailableError(f"no backend is chosen by itself here: {'; '.join(reasons)}")
+        """A backend and the reason for it; see `vllmx_core.backend_choice`."""
+        return choose_backend(self, wanted)
 
 
 def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
     """Loads every installed plugin. Failures are recorded in `Registry.plugins` and logged once,
-    so that a broken plugin disturbs no other; PluginClashError alone is raised."""
+    and conflicts are logged, so that a broken plugin disturbs no other."""
     registry = Registry()
     found = list(entry_points(group=GROUP) if points is None else points)
     seen: set[str] = set()
@@ -264,45 +307,12 @@ def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
         version = point.dist.version if point.dist else ""
         try:
             registry.add(point.load(), key, version=version, module=point.value)
-        except PluginClashError:
-            raise
         except Exception as error:  # a third party's module may raise anything
             logger.warning("plugin %s cannot be loaded: %s", key, error)
-            text = error.message if isinstance(error, PluginError) else _describe(error)
+            text = error.message if isinstance(error, PluginError) else describe(error)
             registry.record_failure(PluginInfo(key, version, point.value, text, ()))
     return registry
 
 
 def _key(point: EntryPoint) -> str:
     return f"{point.dist.name if point.dist else 'unknown'}:{point.name}"
-
-
-def _kind(spec: Spec) -> str:
-    return _kind_name(type(spec))
-
-
-def _kind_name(kind: type[Any]) -> str:
-    words = {"WeightFormat": "weight format", "ModelSource": "model source"}
-    name = kind.__name__.removesuffix("Spec")
-    return words.get(name, name.lower())
-
-
-def _claims(spec: Any) -> set[str]:
-    """What no other spec of its kind may provide."""
-    claims = {f"{_kind(spec)} {spec.name!r}"}
-    if isinstance(spec, ModelSpec):
-        claims |= {f"architecture {name!r}" for name in spec.architectures}
-        claims |= {f"GGUF architecture {name!r}" for name in spec.gguf_names}
-    return claims
-
-
-def _unavailable_reason(spec: BackendSpec) -> str | None:
-    """What the probe says; a probe that fails says no."""
-    try:
-        return spec.unavailable_reason()
-    except Exception as error:  # a third party's probe may raise anything
-        return f"its probe failed: {_describe(error)}"
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 from vllmx_core.hooks import hookimpl
 from vllmx_core.registry import Registry
@@ -18,70 +21,63 @@ from vllmx_core.specs import (
 
 
 class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a core may need of a registry."""
+    """All that a core may need of a registry: (key of the plugin, spec)."""
 
-    backends: list[BackendSpec]
-    models: list[ModelSpec]
-    weight_formats: list[WeightFormatSpec]
-    quantizations: list[QuantizationSpec]
-    quantizers: list[QuantizerSpec]
-    encoders: list[EncoderSpec]
-    executors: list[ExecutorSpec]
-    model_sources: list[ModelSourceSpec]
+    backends: list[tuple[str, BackendSpec]]
+    models: list[tuple[str, ModelSpec]]
+    weight_formats: list[tuple[str, WeightFormatSpec]]
+    quantizations: list[tuple[str, QuantizationSpec]]
+    quantizers: list[tuple[str, QuantizerSpec]]
+    encoders: list[tuple[str, EncoderSpec]]
+    executors: list[tuple[str, ExecutorSpec]]
+    model_sources: list[tuple[str, ModelSourceSpec]]
+    preferred: list[str]
 
     @classmethod
     def of(cls, registry: Registry) -> KnownSpecs:
         """What a registry knows."""
         return cls(
-            backends=registry.all(BackendSpec),
-            models=registry.all(ModelSpec),
-            weight_formats=registry.all(WeightFormatSpec),
-            quantizations=registry.all(QuantizationSpec),
-            quantizers=registry.all(QuantizerSpec),
-            encoders=registry.all(EncoderSpec),
-            executors=registry.all(ExecutorSpec),
-            model_sources=registry.all(ModelSourceSpec),
+            backends=registry.provided(BackendSpec),
+            models=registry.provided(ModelSpec),
+            weight_formats=registry.provided(WeightFormatSpec),
+            quantizations=registry.provided(QuantizationSpec),
+            quantizers=registry.provided(QuantizerSpec),
+            encoders=registry.provided(EncoderSpec),
+            executors=registry.provided(ExecutorSpec),
+            model_sources=registry.provided(ModelSourceSpec),
+            preferred=list(registry.preferred),
         )
 
     def registry(self) -> Registry:
         """A registry that knows exactly this."""
+        by_hook: dict[str, list[tuple[str, Any]]] = {
+            f"vllmx_{name}": getattr(self, name)
+            for name in self.__struct_fields__
+            if name != "preferred"
+        }
         registry = Registry()
-        registry.add(_Plugin(self), "plugins of the API process")
+        keys = {key: None for pairs in by_hook.values() for key, _ in pairs}
+        for key in keys:
+            hooks = {
+                hook: tuple(spec for owner, spec in pairs if owner == key)
+                for hook, pairs in by_hook.items()
+            }
+            registry.add(_Plugin(hooks), key)
+        registry.prefer(self.preferred)
         return registry
 
 
 class _Plugin:
-    def __init__(self, specs: KnownSpecs) -> None:
-        self._specs = specs
+    """A plugin whose hooks return what is given."""
 
-    @hookimpl
-    def vllmx_backends(self) -> tuple[BackendSpec, ...]:
-        return tuple(self._specs.backends)
+    def __init__(self, hooks: dict[str, tuple[Any, ...]]) -> None:
+        for name, specs in hooks.items():
+            setattr(self, name, _hook(name, specs))
 
-    @hookimpl
-    def vllmx_models(self) -> tuple[ModelSpec, ...]:
-        return tuple(self._specs.models)
 
-    @hookimpl
-    def vllmx_weight_formats(self) -> tuple[WeightFormatSpec, ...]:
-        return tuple(self._specs.weight_formats)
+def _hook(name: str, specs: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+    def hook() -> tuple[Any, ...]:
+        return specs
 
-    @hookimpl
-    def vllmx_quantizations(self) -> tuple[QuantizationSpec, ...]:
-        return tuple(self._specs.quantizations)
-
-    @hookimpl
-    def vllmx_quantizers(self) -> tuple[QuantizerSpec, ...]:
-        return tuple(self._specs.quantizers)
-
-    @hookimpl
-    def vllmx_encoders(self) -> tuple[EncoderSpec, ...]:
-        return tuple(self._specs.encoders)
-
-    @hookimpl
-    def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:
-        return tuple(self._specs.executors)
-
-    @hookimpl
-    def vllmx_model_sources(self) -> tuple[ModelSourceSpec, ...]:
-        return tuple(self._specs.model_sources)
+    hook.__name__ = name
+    return hookimpl(hook)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import sys
@@ -59,8 +60,12 @@ class LoadPlan:
 
 def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
     """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
-    unknown --isq."""
+    unknown --isq or --prefer."""
     registry = registry or load_registry()
+    if config.prefer:
+        registry.prefer(config.prefer)
+    for line in itertools.chain(*registry.conflicts()):
+        logger.warning("%s", line)
     if config.isq is not None:
         quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
     progress = sys.stderr.isatty()

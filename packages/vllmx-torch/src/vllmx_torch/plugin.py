@@ -15,7 +15,7 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             "torch",
             "vllmx_torch.backend:TorchBackend",
             probe="vllmx_torch.plugin:probe",
-            priority=-1,  # never chosen by itself: a second oracle and a portable fallback
+            priority=-1,  # a second oracle, and what is left where nothing else can run
             summary="torch tensors on any of torch's devices",
         ),
     )

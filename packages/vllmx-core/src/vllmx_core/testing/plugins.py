@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from vllmx_core.errors import PluginError
+from vllmx_core.hooks import GROUP, Hooks
 from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec, ModelSpec, Spec
+from vllmx_core.specs import (
+    BackendSpec,
+    ExecutorSpec,
+    ModelSpec,
+    ParserSpec,
+    QuantizerSpec,
+    Spec,
+)
 
 HEAVY = (
     "numpy", "torch", "cupy", "mlx", "jax", "scipy", "pandas", "transformers", "tokenizers",
     "safetensors", "gguf", "huggingface_hub", "PIL", "asyncio",
 )  # fmt: skip
 """Modules that neither a plugin's module nor a probe may import."""
+
+UNREAD = (ParserSpec, ExecutorSpec)
+"""Specs that nothing asks for yet."""
 
 _SCRIPT = """
 import importlib, json, sys
@@ -59,15 +72,32 @@ def check_plugin(plugin: str) -> PluginReport:
     `HEAVY`. Raises PluginError with every problem found.
     """
     registry = Registry()
-    registry.add(_load(plugin), plugin)
+    loaded = _load(plugin)
+    registry.add(loaded, plugin)
     specs = tuple(spec for kind in _kinds() for spec in registry.all(kind))
     problems = [] if specs else ["it provides nothing: no hook returned a spec"]
+    problems += _near_hooks(loaded)
     for spec in specs:
         problems += _problems(spec)
     problems += _heavy_imports(plugin)
     if problems:
         raise PluginError(f"plugin {plugin}: " + "; ".join(problems))
     return PluginReport(plugin, registry.plugins[0].provides, specs)
+
+
+def _near_hooks(plugin: object) -> list[str]:
+    """Functions that look like a hook and are called by nobody."""
+    hooks = [name for name in dir(Hooks) if name.startswith(GROUP)]
+    problems = []
+    for name in dir(plugin):
+        value = getattr(plugin, name)
+        if name.startswith("_") or name in hooks or not isinstance(value, FunctionType):
+            continue
+        near = difflib.get_close_matches(name, hooks, 1, 0.85)
+        if near or hasattr(value, f"{GROUP}_impl"):
+            hint = f", did you mean {near[0]}?" if near else ": the hooks are in docs/plugins.md"
+            problems.append(f"nothing calls {name!r}{hint}")
+    return problems
 
 
 def _kinds() -> list[Any]:
@@ -102,7 +132,20 @@ def _problems(spec: Spec) -> list[str]:
         problems += _backend_problems(spec, what)
     if isinstance(spec, ModelSpec):
         problems += _gguf_problems(spec, what)
-    return problems
+    return problems + _unread(spec, what)
+
+
+def _unread(spec: Spec, what: str) -> list[str]:
+    """Why nothing of vllmx would ever use a spec."""
+    if isinstance(spec, UNREAD):
+        return [f"{what}: this vllmx reads no {type(spec).__name__}, the hook is reserved"]
+    if isinstance(spec, ModelSpec) and not (
+        spec.architectures or spec.model_types or spec.gguf_names
+    ):
+        return [f"{what}: it names no architecture, model type or GGUF name that leads to it"]
+    if isinstance(spec, QuantizerSpec) and spec.name != spec.name.lower():
+        return [f"{what}: --isq looks names up in small letters"]
+    return []
 
 
 def _gguf_problems(spec: ModelSpec, what: str) -> list[str]:

@@ -232,13 +232,13 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
 
 
 def _table(path: Path, name: str, registry: Registry) -> GGUFArchitecture:
-    specs = [spec for spec in registry.all(ModelSpec) if spec.gguf_names]
-    for spec in specs:
-        if name in spec.gguf_names:
-            found = spec.load_gguf()
-            if not isinstance(found, GGUFArchitecture):
-                raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUFArchitecture")
-            return found
+    spec = registry.gguf_model_for(name)
+    if spec is not None:
+        found = spec.load_gguf()
+        if not isinstance(found, GGUFArchitecture):
+            raise PluginError(f"model {spec.name!r}: {spec.gguf} is no GGUFArchitecture")
+        return found
+    specs = registry.all(ModelSpec)
     known = ", ".join(sorted(known for spec in specs for known in spec.gguf_names))
     raise UnsupportedModelError(
         f"{path} holds a model of the GGUF architecture {name[:80]!r}, which no installed plugin"

@@ -1,82 +1,20 @@
-"""The `vllmx` command. Sub-commands are imported when they are called, so that help is instant."""
+"""The entry point of the `vllmx` command; `vllmx.cli.group` has the commands.
 
-from __future__ import annotations
+Nothing is imported before `main` has seen to Ctrl-C, which may come while modules are imported.
+"""
 
+import signal
 import sys
-from collections.abc import Mapping
-from importlib import import_module
-
-import click
-from vllmx_core.errors import EngineDeadError, VllmxError
-from vllmx_core.specs import CommandSpec
-
-BUILT_IN: Mapping[str, tuple[str, str]] = {
-    "serve": ("vllmx.cli.serve:serve", "Serve a model over the OpenAI HTTP API."),
-    "chat": ("vllmx.cli.chat:chat", "Chat with a model in the terminal."),
-    "complete": ("vllmx.cli.complete:complete", "Complete prompts from flags, a file or stdin."),
-    "bench": ("vllmx.cli.bench:bench", "Measure throughput, latency, serving and start-up."),
-    "quantize": ("vllmx.cli.quantize:quantize", "Write a model to a GGUF file with fewer bits."),
-    "plugins": ("vllmx.cli.plugins:plugins", "List plugins and what they provide."),
-    "env": ("vllmx.cli.env:env", "Print what a bug report needs."),
-}
-
-
-class Commands(click.Group):
-    """Built-in commands by name, then those of plugins; nothing is imported before it runs."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*BUILT_IN, *sorted(self._plugin_commands())]
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name in BUILT_IN:
-            module_name, _, attribute = BUILT_IN[name][0].partition(":")
-            command: click.Command = getattr(import_module(module_name), attribute)
-            return command
-        found = self._plugin_commands().get(name)
-        if found is None:
-            return None
-        loaded: click.Command = found.load()
-        return loaded
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, text) for name, (_, text) in BUILT_IN.items()]
-        rows += [(name, spec.help) for name, spec in sorted(self._plugin_commands().items())]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-    @staticmethod
-    def _plugin_commands() -> dict[str, CommandSpec]:
-        from vllmx_core.registry import load_registry
-
-        return {spec.name: spec for spec in load_registry().all(CommandSpec)}
-
-
-@click.command(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="With no MODEL, the commands use the small demo model that ships with vllmx.",
-)
-@click.version_option(package_name="vllmx", message="vllmx %(version)s")
-def cli() -> None:
-    """Serves large language models on CPUs and GPUs."""
-    from vllmx.cli.variables import warn_of_unknown_variables
-
-    warn_of_unknown_variables()
 
 
 def main() -> None:
-    """Entry point: exit code 2 and one line for an error of the user's, 1 when the engine died, 130
-    for Ctrl-C."""
-    try:
-        code = cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        code = 130
-    except click.ClickException as error:
-        error.show()
-        code = 2
-    except VllmxError as error:
-        click.echo(f"vllmx: error: {error.message}", err=True)
-        code = 1 if isinstance(error, EngineDeadError) else 2
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code or 0)
+    """Runs the command line; exit codes are those of docs/commands.md."""
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a traceback
+    from vllmx.cli.errors import run
+    from vllmx.cli.group import cli
+
+    if default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(run(cli))

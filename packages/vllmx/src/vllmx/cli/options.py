@@ -77,6 +77,7 @@ HELP: Mapping[str, str] = {
     "max_queue": "Requests that may wait; more get 429.",
     "seed": "Seed for requests that bring none.",
     "served_model_name": "Name that clients use.",
+    "prefer": "Plugin that serves what another (or vllmx itself) provides too; may be repeated.",
 }
 
 

@@ -26,4 +26,4 @@ def warn_of_unknown_variables() -> None:
     ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
     plugins = {plugin.key.partition(":")[0] for plugin in load_registry().plugins}
     for line in warnings(given, fields, plugins - ours):
-        click.echo(f"vllmx: warning: {line}", err=True)
+        click.echo(f"warning: {line}", err=True)

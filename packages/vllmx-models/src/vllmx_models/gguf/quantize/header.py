@@ -125,11 +125,11 @@ def _same_table(spec: DecoderSpec, one: Rope, other: Rope) -> bool:
 def architecture_table(registry: Registry, architecture: str) -> tuple[str, GGUFArchitecture]:
     """The architecture's name in GGUF files and its form there. Raises UnsupportedModelError."""
     wanted = _STORED_AS.get(architecture, architecture)
+    spec = registry.find_model(wanted)
+    if spec is not None and spec.gguf_names:
+        table: GGUFArchitecture = spec.load_gguf()
+        return spec.gguf_names[0], table
     specs = [spec for spec in registry.all(ModelSpec) if spec.gguf_names]
-    for spec in specs:
-        if wanted in spec.architectures:
-            table: GGUFArchitecture = spec.load_gguf()
-            return spec.gguf_names[0], table
     known = ", ".join(name for spec in specs for name in spec.architectures)
     raise UnsupportedModelError(
         f"{architecture} has no form in GGUF files that vllmx knows; known: {known}"

@@ -1,0 +1,73 @@
+"""The `vllmx` command. Sub-commands are imported when they are called, so that help is instant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+import click
+from vllmx_core.config_values import nearest
+from vllmx_core.specs import CommandSpec
+
+BUILT_IN: Mapping[str, tuple[str, str]] = {
+    "serve": ("vllmx.cli.serve:serve", "Serve a model over the OpenAI HTTP API."),
+    "chat": ("vllmx.cli.chat:chat", "Chat with a model in the terminal."),
+    "complete": ("vllmx.cli.complete:complete", "Complete prompts from flags, a file or stdin."),
+    "bench": ("vllmx.cli.bench:bench", "Measure throughput, latency, serving and start-up."),
+    "quantize": ("vllmx.cli.quantize:quantize", "Write a model to a GGUF file with fewer bits."),
+    "plugins": ("vllmx.cli.plugins:plugins", "List plugins and what they provide."),
+    "completion": ("vllmx.cli.completion:completion", "Print completion for bash, zsh or fish."),
+    "env": ("vllmx.cli.env:env", "Print what a bug report needs."),
+}
+
+
+class Commands(click.Group):
+    """Built-in commands by name, then those of plugins; nothing is imported before it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*BUILT_IN, *sorted(self._plugin_commands())]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in BUILT_IN:
+            module_name, _, attribute = BUILT_IN[name][0].partition(":")
+            command: click.Command = getattr(import_module(module_name), attribute)
+            return command
+        found = self._plugin_commands().get(name)
+        if found is None:
+            return None
+        loaded: click.Command = found.load()
+        return loaded
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = [*BUILT_IN, *self._plugin_commands()] if args[0] not in BUILT_IN else [args[0]]
+        if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            hint = nearest(args[0], known) or f"; known: {', '.join(known)}"
+            raise click.UsageError(f"there is no command {args[0]!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, text) for name, (_, text) in BUILT_IN.items()]
+        rows += [(name, spec.help) for name, spec in sorted(self._plugin_commands().items())]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    @staticmethod
+    def _plugin_commands() -> dict[str, CommandSpec]:
+        from vllmx_core.registry import load_registry
+
+        return {spec.name: spec for spec in load_registry().all(CommandSpec)}
+
+
+@click.command(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="With no MODEL, the commands use the small demo model that ships with vllmx.",
+)
+@click.version_option(package_name="vllmx", message="vllmx %(version)s")
+def cli() -> None:
+    """Serves large language models on CPUs and GPUs."""
+    from vllmx.cli.variables import warn_of_unknown_variables
+
+    warn_of_unknown_variables()
