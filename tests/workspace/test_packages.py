@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from vllmx_core.registry import PACKAGED_BACKENDS
+from vllmx_core.backend_choice import PACKAGED_BACKENDS
 
 EXPECTED = {
     "vllmx",

@@ -127,7 +127,9 @@ def fake_server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> M
     environment = {"PYTHONPATH": os.pathsep.join(paths)}
 
     def make(*flags: str, **options: Any) -> AbstractContextManager[RunningServer]:
-        fixed = ("--model", str(fake_model), "--backend", "fake", "--served-model-name", "fake")
+        model = () if "--model" in flags else ("--model", str(fake_model))
+        name = () if "--served-model-name" in flags else ("--served-model-name", "fake")
+        fixed = (*model, *name, "--backend", "fake")
         return running_server(*fixed, *flags, environment=environment, **options)
 
     return make
