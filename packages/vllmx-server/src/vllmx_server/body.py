@@ -18,8 +18,6 @@ from vllmx_server.state import ServerState, client_of
 
 _INLINE_BYTES = 64 << 10
 """Decoding and checking so much takes about a millisecond."""
-_LINGER_S = 2.0
-_LINGER_BYTES = 64 << 20
 
 
 class CheckedBody(Protocol):
@@ -100,9 +98,7 @@ async def _read(request: Request, limit: int, held: HeldBody) -> bytes:
             held.grow(len(chunk))
             chunks.append(chunk)
     except VllmxError:
-        chunks.clear()
-        if request.scope["http_version"] == "2":
-            await _linger(request)
+        chunks.clear()  # the error holds on to this frame
         raise
     return b"".join(chunks)
 
@@ -112,18 +108,3 @@ def _check_size(size: int, limit: int) -> None:
         raise BodyTooLargeError(
             f"the body is larger than {limit} bytes: shorten the request, or raise --max-body-bytes"
         )
-
-
-async def _linger(request: Request) -> None:
-    """Reads on for a moment, dropping everything: hypercorn's HTTP/2 breaks a connection whose body
-    has not ended when its answer is sent."""
-    rest = 0
-    try:
-        async with asyncio.timeout(_LINGER_S):
-            while rest < _LINGER_BYTES:
-                message = await request.receive()
-                rest += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        pass
