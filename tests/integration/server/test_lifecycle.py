@@ -213,6 +213,38 @@ def test_a_step_that_hangs(
         assert any("time.sleep(self.hang_s)" in line for line in server.lines)
 
 
+def test_health_tells_of_a_core_that_stands_still(fake_server: MakeFake) -> None:
+    with fake_server() as server:
+        core = server.core_pid()
+        os.kill(core, signal.SIGSTOP)
+        try:
+            wait_until(lambda: server.get("/health").status_code == 503, 5)
+            health = server.get("/health").json()
+            assert health["status"] == "unresponsive"
+            assert "has not answered" in health["message"]
+            assert server.get("/health/live").status_code == 200
+        finally:
+            os.kill(core, signal.SIGCONT)
+        wait_until(lambda: server.get("/health").status_code == 200, 5)
+        assert server.core_pid() == core
+        assert server.post(PATH, body(3)).json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_long_step_is_no_silence(
+    hanging_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    with hanging_server() as server:
+        begun = threading.Event()
+        found = pool.submit(stream, server, 500, begun)
+        assert begun.wait(10)
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            assert server.get("/health").status_code == 200
+            time.sleep(0.1)
+        server.process.kill()
+        assert found.result()[-1] == "broken"
+
+
 def test_sigterm_while_a_step_hangs(
     hanging_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
 ) -> None:

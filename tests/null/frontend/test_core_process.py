@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from vllmx_engine import supervisor
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.frontend import ProcessFrontend
 from vllmx_engine.ipc import Outputs, encode_frame
+from vllmx_engine.outbox import Outbox
 from vllmx_engine.supervisor import CoreProcess
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
@@ -291,7 +291,7 @@ def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -
 
     ours, theirs = socket.socketpair()
     connection = Connection.__new__(Connection)
-    connection._socket, connection._sending = ours, threading.Lock()
+    connection._outbox = Outbox(ours, lambda: None)
     small = [CoreOutput(request_id=str(i), ids=[i]) for i in range(20)]
     large = CoreOutput(request_id="large", ids=[0] * 500)
     monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 250)

@@ -115,8 +115,8 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """Requests are accepted: the core runs and nobody drains."""
-        return self._frontend.status == "ready" and not self._draining
+        """Requests are accepted: the core runs and answers, and nobody drains."""
+        return self._frontend.status == "ready" and not (self.is_silent or self._draining)
 
     @property
     def errored(self) -> bool:
@@ -124,10 +124,18 @@ class AsyncLLM:
         return self._frontend.status == "dead"
 
     @property
+    def is_silent(self) -> bool:
+        """The core's process is there but does not answer."""
+        return self._frontend.silent_s > 0
+
+    @property
     def trouble(self) -> str | None:
-        """Why no request is taken, for operators; None while the core runs."""
+        """Why no request is taken, or served, for operators; None while the core runs."""
         if self._frontend.status == "ready":
-            return None
+            silent_s = self._frontend.silent_s
+            if not silent_s:
+                return None
+            return f"the engine core's process has not answered for {silent_s:.1f} s"
         return self._frontend.unavailable().message
 
     async def until_dead(self) -> EngineDeadError:

@@ -198,6 +198,11 @@ class EngineCore:
             self._outputs = [output for output in self._outputs if output.request_id not in ids]
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of all requests that run or wait."""
+        return list(self._scheduler.live)
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._scheduler.live or self._outputs or self._in_flight)
@@ -235,7 +240,7 @@ class EngineCore:
         self.activity.calls += 1
         self.activity.doing, self.activity.batch = "closing the model", None
         try:
-            self.abort(list(self._scheduler.live))
+            self.abort(self.request_ids)
             self._in_flight = None
             self._model.close()
         finally:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from vllmx_core.errors import StepTimeoutError
+from vllmx_core.errors import EngineDeadError, StepTimeoutError
 
 from vllmx_engine.core import EngineCore
 from vllmx_engine.ipc import (
@@ -20,6 +20,8 @@ from vllmx_engine.ipc import (
     AddRequest,
     FromCore,
     Outputs,
+    Ping,
+    Pong,
     PrefixCacheReset,
     ResetPrefixCache,
     Shutdown,
@@ -27,7 +29,7 @@ from vllmx_engine.ipc import (
     Stats,
     ToCore,
 )
-from vllmx_engine.messages import choices_of
+from vllmx_engine.messages import CoreOutput, choices_of
 from vllmx_engine.watchdog import Watchdog
 
 logger = logging.getLogger("vllmx.core")
@@ -41,7 +43,8 @@ class CoreLoop:
     Args:
         core: loaded.
         inbox: filled by other threads.
-        emit: hands a message to the frontend; may block, which holds the core back.
+        emit: hands a message to the frontend without waiting; False when the frontend has not
+            taken any for so long that all its requests must end.
         on_stuck: called once, on another thread, when a step does not come back.
     """
 
@@ -49,7 +52,7 @@ class CoreLoop:
         self,
         core: EngineCore,
         inbox: SimpleQueue[ToCore],
-        emit: Callable[[FromCore], None],
+        emit: Callable[[FromCore], bool],
         on_stuck: Callable[[StepTimeoutError], None],
     ) -> None:
         self._core = core
@@ -68,8 +71,8 @@ class CoreLoop:
                     self._take_messages()
                     if self._core.has_work and not self._stopped:
                         outputs = self._core.step()
-                        if outputs:
-                            self._emit(Outputs(outputs))
+                        if outputs and not self._emit(Outputs(outputs)):
+                            self._end_all()
                         self._report(time.monotonic())
             finally:
                 self._core.close()
@@ -97,6 +100,29 @@ class CoreLoop:
                 self._stopped = True
             case Start():
                 logger.error("a second start message is ignored")
+            case Ping():
+                self._emit(Pong())
+
+    def _end_all(self) -> None:
+        """Nobody reads: computing on would fill the memory with news."""
+        ids = self._core.request_ids
+        self._core.abort(ids)
+        text = (
+            "the API process did not take the engine core's news: too much of them waited, so every"
+            " request in flight was ended"
+        )
+        logger.error("%s (%d)", text, len(ids))
+        code = EngineDeadError.code
+        self._emit(
+            Outputs(
+                [
+                    CoreOutput(
+                        request_id=one, ids=[], finish_reason="error", error=text, error_code=code
+                    )
+                    for one in ids
+                ]
+            )
+        )
 
     def _report(self, now_s: float) -> None:
         """Counters: with the first step of new work, every half second, and when it is done."""

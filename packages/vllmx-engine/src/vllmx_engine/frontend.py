@@ -19,11 +19,14 @@ from typing import Literal, Protocol, TypeVar
 from vllmx_core.errors import EngineDeadError, StepTimeoutError, VllmxError
 
 from vllmx_engine.core_loop import CoreLoop
+from vllmx_engine.heartbeat import Heartbeat
 from vllmx_engine.ipc import (
     AbortRequests,
     AddRequest,
     FromCore,
     Outputs,
+    Ping,
+    Pong,
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
@@ -64,6 +67,11 @@ class Frontend(Protocol):
     status: Status
     listener: Listener | None
 
+    @property
+    def silent_s(self) -> float:
+        """For how long the core has not answered, when that is too long; else 0."""
+        ...
+
     def add(self, requests: Sequence[CoreRequest]) -> None:
         """Sends the choices of one call, as `choices_of` makes them. Raises FrameTooLargeError, and
         EngineDeadError unless the status is "ready"."""
@@ -96,6 +104,10 @@ class _Core:
         self._last_reason = "it was closed"
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._call_ids = itertools.count()
+
+    @property
+    def silent_s(self) -> float:
+        return 0.0
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
         if self.status != "ready":
@@ -201,8 +213,9 @@ class ThreadFrontend(_Core):
             self._on_loop(self._die, EngineDeadError("the engine core failed: see its log above"))
         self._on_loop(self._leave, None)
 
-    def _emit(self, message: FromCore) -> None:
+    def _emit(self, message: FromCore) -> bool:
         self._on_loop(self._take, message)
+        return True
 
     def _on_loop(self, function: Callable[[T], None], argument: T) -> None:
         try:
@@ -261,13 +274,20 @@ class ProcessFrontend(_Core):
         self._quick_failures = 0
         self._last_news_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
+        self._heartbeat = Heartbeat(lambda: self._send(Ping()))
 
     @classmethod
     async def start(cls, plan: LoadPlan) -> ProcessFrontend:
         """Spawns the process and loads the model. Raises the VllmxError that this met."""
         frontend = cls(plan)
         await frontend._spawn()
+        frontend._heartbeat.start()
         return frontend
+
+    @property
+    def silent_s(self) -> float:
+        """See `Frontend.silent_s`. A core that starts is no silent one."""
+        return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     @property
     def pid(self) -> int:
@@ -287,6 +307,7 @@ class ProcessFrontend(_Core):
         if self.status == "closed":
             return
         self.status = "closed"
+        self._heartbeat.stop()
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
@@ -296,8 +317,10 @@ class ProcessFrontend(_Core):
         self._core.send(message)
 
     def _take(self, message: FromCore) -> None:
-        self._last_news_s = self._loop_s()
-        super()._take(message)
+        self._heartbeat.heard()
+        if not isinstance(message, Pong):  # which a core whose steps hang sends too
+            self._last_news_s = self._loop_s()
+            super()._take(message)
 
     async def _spawn(self) -> None:
         core = await CoreProcess.start(self._start, self._take, self._on_lost)
@@ -343,6 +366,7 @@ class ProcessFrontend(_Core):
                 logger.error("the engine core cannot be restarted: %s", reason, exc_info=error)
                 continue
             self.status = "ready"
+            self._heartbeat.heard()
             if self.listener is not None:
                 self.listener.restarted(self.info)
             return

@@ -55,11 +55,15 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
     call_id: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answered by Pong at once, whatever the core is about."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Free everything and exit."""
 
 
-ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Shutdown
+ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Ping | Shutdown
 
 
 # --- from the core --------------------------------------------------------------------------------
@@ -112,7 +116,11 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, tag="reset"):
     done: bool
 
 
-FromCore = Ready | Failed | Outputs | Stats | PrefixCacheReset
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The process of the core is alive."""
+
+
+FromCore = Ready | Failed | Outputs | Stats | PrefixCacheReset | Pong
 
 
 # --- frames ---------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from vllmx_engine.ipc import (
     FrameTooLargeError,
     FromCore,
     Outputs,
+    Ping,
+    Pong,
     Ready,
     Start,
     ToCore,
@@ -39,6 +41,7 @@ from vllmx_engine.ipc import (
 )
 from vllmx_engine.load import LoadPlan, load_planned
 from vllmx_engine.messages import CoreOutput
+from vllmx_engine.outbox import Outbox
 
 logger = logging.getLogger("vllmx.core")
 
@@ -52,7 +55,7 @@ class Connection:
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
-        self._sending = threading.Lock()
+        self._outbox = Outbox(self._socket, _exit_without_parent)
 
     def messages(self) -> Iterator[ToCore]:
         """As they come, until the other side is gone. Raises FrameError."""
@@ -60,21 +63,21 @@ class Connection:
         while data := self._socket.recv(_RECEIVE_BYTES):
             yield from reader.feed(data)
 
-    def send(self, message: FromCore) -> None:
-        """Blocks while the other side does not read, which holds the core back."""
+    def send(self, message: FromCore) -> bool:
+        """Never waits. False when the other side has not read for so long that nothing more should
+        be made for it."""
         try:
             frame = encode_frame(message)
         except FrameTooLargeError:
             if not isinstance(message, Outputs):
                 raise
-            for part in _smaller(message):
-                self.send(part)
-            return
-        try:
-            with self._sending:  # the watchdog may have to say something too
-                self._socket.sendall(frame)
-        except OSError:
-            _exit_without_parent()
+            taken = [self.send(part) for part in _smaller(message)]
+            return all(taken)
+        return self._outbox.put(frame)
+
+    def flush(self) -> None:
+        """Gives the other side a moment to read the last words."""
+        self._outbox.flush(_FAREWELL_S)
 
 
 def _smaller(message: Outputs) -> list[Outputs]:
@@ -107,18 +110,22 @@ def _exit_without_parent() -> None:
 def _give_up(connection: Connection, error: StepTimeoutError) -> None:
     """Says why and ends the process, from another thread than the one that is stuck. Where the
     kernel itself cannot end that thread, the message is all that the API process gets."""
-    failed = Failed(ErrorRecord.of(error))
-    farewell = threading.Thread(target=connection.send, args=(failed,), daemon=True)
-    farewell.start()
-    farewell.join(_FAREWELL_S)  # the other side may have stopped reading
+    connection.send(Failed(ErrorRecord.of(error)))
+    connection.flush()
     os._exit(1)
 
 
-def _receive(messages: Iterator[ToCore], inbox: SimpleQueue[ToCore]) -> None:
-    """The reader thread: also sees the parent die while the core loads or computes."""
+def _receive(
+    connection: Connection, messages: Iterator[ToCore], inbox: SimpleQueue[ToCore]
+) -> None:
+    """The reader thread: also sees the parent die while the core loads or computes, and answers
+    for the process meanwhile."""
     try:
         for message in messages:
-            inbox.put(message)
+            if isinstance(message, Ping):
+                connection.send(Pong())
+            else:
+                inbox.put(message)
     except FrameError as error:
         logger.error("the API process sent %s: exiting", error)
         os._exit(1)
@@ -136,7 +143,7 @@ def serve(connection: Connection) -> int:
         return 1
     logging.getLogger("vllmx").setLevel(start.log_level)
     inbox: SimpleQueue[ToCore] = SimpleQueue()
-    threading.Thread(target=_receive, args=(messages, inbox), daemon=True).start()
+    threading.Thread(target=_receive, args=(connection, messages, inbox), daemon=True).start()
     plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), start.progress)
     try:
         core, info = load_planned(plan)
@@ -150,6 +157,8 @@ def serve(connection: Connection) -> int:
         text = "the engine core failed with an internal error; see its log above"
         connection.send(Failed(ErrorRecord("VllmxError", text)))
         return 1
+    finally:
+        connection.flush()
     return 0
 
 

@@ -57,12 +57,14 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 when requests are served; 503 while the core restarts or the server drains."""
+    """200 when requests are served; 503 while the core restarts or does not answer, or the server
+    drains."""
     state = state_of(request)
     if state.draining:
         return _json({"status": "draining"}, 503)
     if not state.llm.is_ready:
-        status = "dead" if state.llm.errored else "starting"
+        status = "unresponsive" if state.llm.is_silent else "starting"
+        status = "dead" if state.llm.errored else status
         return _json({"status": status, "message": state.llm.trouble}, 503)
     return _json({"status": "ready"})
 

@@ -1,0 +1,66 @@
+"""The loop around a core whose frontend does not take its news."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.core_loop import CoreLoop
+from vllmx_engine.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown, ToCore
+from vllmx_engine.messages import CoreOutput, CoreRequest
+
+from .harness import QUIET, Harness
+
+
+def request(name: str) -> AddRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    return AddRequest(
+        CoreRequest(request_id=name, prompt_ids=[1, 2], params=params, max_tokens=20, seed=0)
+    )
+
+
+class Frontend:
+    """Takes `room` messages with news, and tells of those that are too many."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.outputs: list[CoreOutput] = []
+        self.pongs = 0
+        self.ended = threading.Event()
+
+    def take(self, message: FromCore) -> bool:
+        self.pongs += isinstance(message, Pong)
+        if not isinstance(message, Outputs):
+            return True
+        self.outputs += message.outputs
+        self.room -= 1
+        if any(output.finish_reason for output in message.outputs):
+            self.ended.set()
+        return self.room >= 0
+
+
+def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> None:
+    harness, frontend = Harness(rules=QUIET), Frontend(room=3)
+    inbox: SimpleQueue[ToCore] = SimpleQueue()
+    loop = CoreLoop(harness.core, inbox, frontend.take, lambda error: None)
+    thread = threading.Thread(target=loop.run)
+    for name in ("one", "two"):
+        inbox.put(request(name))
+    thread.start()
+    assert frontend.ended.wait(10)
+    last = {output.request_id: output for output in frontend.outputs}
+    for name in ("one", "two"):
+        assert last[name].finish_reason == "error"
+        assert last[name].error_code == "engine_unavailable"
+        assert "did not take" in (last[name].error or "")
+    frontend.room = 1000
+    frontend.ended.clear()
+    inbox.put(Ping())
+    inbox.put(request("three"))
+    assert frontend.ended.wait(10)
+    assert frontend.outputs[-1].finish_reason == "length"
+    assert frontend.pongs == 1
+    inbox.put(Shutdown())
+    thread.join(10)
+    assert not thread.is_alive()
