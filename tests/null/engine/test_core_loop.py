@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core_loop import CoreLoop
 from vllmx_engine.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown, ToCore
-from vllmx_engine.messages import CoreOutput, CoreRequest
+from vllmx_engine.messages import CoreOutput, CoreRequest, pack_ids
 
 from .harness import QUIET, Harness
 
@@ -16,7 +16,7 @@ from .harness import QUIET, Harness
 def request(name: str) -> AddRequest:
     params = SamplingParams(temperature=0.0, max_tokens=20)
     return AddRequest(
-        CoreRequest(request_id=name, prompt_ids=[1, 2], params=params, max_tokens=20, seed=0)
+        CoreRequest(request_id=name, prompt=pack_ids([1, 2]), params=params, max_tokens=20, seed=0)
     )
 
 
