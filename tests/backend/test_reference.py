@@ -7,7 +7,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from vllmx_core import reference
-from vllmx_core.model import Activation, AttentionSpec
+from vllmx_core.model import Activation
+from vllmx_core.ops.attention import NO_WEIGHTS, AttentionSpec, AttentionWeights
 from vllmx_core.testing.plans import Row, make_plan
 
 torch = pytest.importorskip("torch", reason="PyTorch is the judge of these tests")
@@ -78,14 +79,14 @@ def test_rope_is_a_complex_rotation(interleaved: bool, rotary_dim: int) -> None:
     np.testing.assert_array_equal(got[..., rotary_dim:], x[..., rotary_dim:])
 
 
-def paged(spec: AttentionSpec, qkv: Any, chunks: list[int]) -> Any:
+def paged(spec: AttentionSpec, qkv: Any, chunks: list[int], weights: Any = NO_WEIGHTS) -> Any:
     """One sequence through scattered pages of 4 tokens, chunk by chunk."""
     pages = [np.full((12, 4, spec.num_kv_heads, spec.head_size), np.nan) for _ in range(2)]
     blocks, outputs, start = [9, 2, 7, 0, 5, 11], [], 0
     for length in chunks:
         plan = make_plan([Row([0] * length, start, blocks)], 4)
         part = qkv[start : start + length]
-        outputs.append(reference.attention(part, spec, plan, *pages))
+        outputs.append(reference.attention(part, spec, plan, *pages, weights=weights))
         start += length
     return np.concatenate(outputs)
 
@@ -112,9 +113,9 @@ def test_attention_with_every_feature(chunks: list[int]) -> None:
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     q_norm, k_norm, sinks = normal(size), normal(size), normal(4)
     spec = AttentionSpec(
-        0, 4, 2, size, scale, rope=table, rotary_dim=4, q_norm=q_norm, k_norm=k_norm,
-        norm_eps=eps, window=window, softcap=cap, sinks=sinks,
+        0, 4, 2, size, scale, rotary_dim=4, norm_eps=eps, window=window, softcap=cap
     )  # fmt: skip
+    weights = AttentionWeights(table, q_norm, k_norm, sinks)
     qkv = normal(21, 8 * size)
     heads = qkv.reshape(21, 8, size)
 
@@ -134,4 +135,6 @@ def test_attention_with_every_feature(chunks: list[int]) -> None:
                 mass += weight
                 total += weight * heads[seen, 6 + head // 2]
             expected[position, head] = total / mass
-    np.testing.assert_allclose(paged(spec, qkv, chunks), expected.reshape(21, -1), atol=1e-10)
+    np.testing.assert_allclose(
+        paged(spec, qkv, chunks, weights), expected.reshape(21, -1), atol=1e-10
+    )

@@ -9,11 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core import kv_quant, reference, reference_backend
+from vllmx_core import kv_quant, reference
 from vllmx_core.backend import Backend, LoadOptions
-from vllmx_core.errors import ConfigError
-from vllmx_core.model import Array, AttentionSpec, KVSpec, Model, Ops, StepInputs, Weight
-from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel, ReferenceOps
+from vllmx_core.errors import ConfigError, OpError
+from vllmx_core.interpreter import Interpreter
+from vllmx_core.model import Array, KVSpec, Model, Ops, StepInputs, Weight
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.testing.attention_checks import FEATURES
 from vllmx_core.testing.backend_suite import BackendSuite
 from vllmx_core.testing.model_suite import ModelSuite
@@ -21,6 +32,7 @@ from vllmx_core.testing.sampler_checks import CASES
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
 
 Change = Callable[[pytest.MonkeyPatch], None]
+Compute = Callable[[Any, NumpyFrame], None]
 
 
 class BrokenLoaded(ReferenceLoadedModel):
@@ -44,59 +56,73 @@ class Suite(BackendSuite):
         return BrokenBackend()
 
 
-def broken_ops(patch: pytest.MonkeyPatch, **methods: Any) -> None:
-    """Replaces ops for BrokenLoaded alone."""
-    ops = type("BrokenOps", (ReferenceOps,), methods)
+def broken_op(kind: type[Op], compute: Compute) -> Change:
+    """Another formula for one op, for BrokenLoaded alone."""
 
-    def logits(self: Any, plan: Any) -> Any:
-        plan = replace(plan, tokens=self.resolve(plan.tokens))
-        step = reference_backend.ReferenceStep(plan.tokens, plan.logit_rows)
-        made = ops(self._pages, plan, self._info.kv_cache_dtype)
-        return self._model.forward(made, self._weights, step)
+    def change(patch: pytest.MonkeyPatch) -> None:
+        def logits(self: Any, plan: Any) -> Any:
+            plan = replace(plan, tokens=self.resolve(plan.tokens))
+            frame = NumpyFrame(self._weights, plan, self._pages, self._info.kv_cache_dtype)
+            steps = Interpreter(self._steps, lambda op: compute if type(op) is kind else formula)
+            return steps.run(frame)
 
-    patch.setattr(BrokenLoaded, "logits", logits)
+        patch.setattr(BrokenLoaded, "logits", logits)
+
+    return change
+
+
+def formula(op: Op, frame: NumpyFrame) -> None:
+    op.compute(frame)
+
+
+def broken_attention(change: Callable[[Attention, NumpyFrame], Any]) -> Change:
+    """Attention that returns something else."""
+
+    def compute(op: Attention, frame: NumpyFrame) -> None:
+        frame[op.out] = change(op, frame)
+
+    return broken_op(Attention, compute)
+
+
+def attended(op: Attention, frame: NumpyFrame, kv_dtype: str | None = None) -> Any:
+    pages, weights = frame.pages[op.spec.layer], op.bound(frame.weight)
+    qkv = frame[op.qkv]
+    return reference.attention(qkv, op.spec, frame.plan, pages.k, pages.v, kv_dtype, weights)
 
 
 def with_spec(**changes: Any) -> Change:
     """Attention that overlooks a feature."""
 
-    def change(patch: pytest.MonkeyPatch) -> None:
-        def attention(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
-            made = {k: v(spec) if callable(v) else v for k, v in changes.items()}
-            pages = self.pages[spec.layer]
-            return reference.attention(qkv, replace(spec, **made), self.plan, pages.k, pages.v)
+    def change(op: Attention, frame: NumpyFrame) -> Any:
+        made = {k: v(op.spec) if callable(v) else v for k, v in changes.items()}
+        return attended(replace(op, spec=replace(op.spec, **made)), frame)
 
-        broken_ops(patch, attention=attention)
+    return broken_attention(change)
 
-    return change
+
+def without(weight: str) -> Change:
+    """Attention that overlooks one of its weights."""
+    return broken_attention(lambda op, frame: attended(replace(op, **{weight: None}), frame))
 
 
 def with_cache(kv_dtype: str | None) -> Change:
     """A cache of another dtype than what it claims."""
-
-    def change(patch: pytest.MonkeyPatch) -> None:
-        def attention(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
-            pages = self.pages[spec.layer]
-            return reference.attention(qkv, spec, self.plan, pages.k, pages.v, kv_dtype)
-
-        broken_ops(patch, attention=attention)
-
-    return change
+    return broken_attention(lambda op, frame: attended(op, frame, kv_dtype))
 
 
-def scale_of_all_heads(patch: pytest.MonkeyPatch) -> None:
+def _scale_of_all_heads(op: Attention, frame: NumpyFrame) -> Any:
     """Codes with one scale for a token instead of one for each of its kv heads."""
+    qkv, spec = frame[op.qkv], op.spec
+    heads = qkv.reshape(len(qkv), -1, spec.head_size)
+    together = heads[:, spec.num_heads :].reshape(len(qkv), 2, -1)
+    assert frame.kv_dtype is not None
+    heads[:, spec.num_heads :] = kv_quant.rounded(together, frame.kv_dtype).reshape(
+        len(qkv), -1, spec.head_size
+    )
+    return attended(op, frame)
 
-    def attention(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
-        pages = self.pages[spec.layer]
-        heads = qkv.reshape(len(qkv), -1, spec.head_size)
-        together = heads[:, spec.num_heads :].reshape(len(qkv), 2, -1)
-        heads[:, spec.num_heads :] = kv_quant.rounded(together, self.kv_dtype).reshape(
-            len(qkv), -1, spec.head_size
-        )
-        return reference.attention(qkv, spec, self.plan, pages.k, pages.v)
 
-    broken_ops(patch, attention=attention)
+scale_of_all_heads = broken_attention(_scale_of_all_heads)
 
 
 def with_columns(**changes: Any) -> Change:
@@ -112,13 +138,13 @@ def with_columns(**changes: Any) -> Change:
     return change
 
 
-def with_op(name: str, function: Any) -> Change:
-    return lambda patch: broken_ops(patch, **{name: function})
-
-
 def method(name: str, *arguments: Any) -> Callable[[Suite], None]:
     """A test of the suite with its parameters."""
     return lambda suite: getattr(suite, name)(*arguments)
+
+
+def op_case(name: str) -> Callable[[Suite], None]:
+    return method("test_op", name)
 
 
 def attention(feature: str) -> Callable[[Suite], None]:
@@ -136,11 +162,11 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     ),
     "window ignored": (with_spec(window=None), attention("window 23")),
     "softcap ignored": (with_spec(softcap=None), attention("softcap")),
-    "sinks ignored": (with_spec(sinks=None), attention("sinks")),
+    "sinks ignored": (without("sinks"), attention("sinks")),
     "scale ignored": (with_spec(scale=0.25), attention("scale")),
     "norm eps ignored": (with_spec(norm_eps=1e-6), attention("qk norm eps")),
-    "norm ignored": (with_spec(k_norm=None), attention("qk norm")),
-    "rope ignored": (with_spec(rope=None), attention("rope")),
+    "norm ignored": (without("k_norm"), attention("qk norm")),
+    "rope ignored": (without("rope"), attention("rope")),
     "wrong pairs": (with_spec(interleaved=False), attention("rope interleaved")),
     "causal ignored": (with_spec(causal=False), attention("multi-head")),
     "causal always": (with_spec(causal=True), method("test_attention_both_ways")),
@@ -155,23 +181,36 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
         )
     },
     "eps ignored": (
-        with_op("rms_norm", lambda self, x, w, eps: reference.rms_norm(x, w, 1e-12)),
-        method("test_rms_norms", 16, 0.0),
+        broken_op(RmsNorm, lambda op, frame: replace(op, eps=1e-12).compute(frame)),
+        op_case("rms_norm: width 16, offset 0.0"),
+    ),
+    "residual forgotten": (
+        broken_op(AddRmsNorm, lambda op, frame: replace(op, residual=op.x).compute(frame)),
+        op_case("add_rms_norm: width 33, offset 1.0"),
     ),
     "bias ignored": (
-        with_op("linear", lambda self, x, w: reference.linear(x, w.matrix)),
-        method("test_linear_of_fused_parts_with_some_biases"),
+        broken_op(Linear, lambda op, frame: frame.__setitem__(
+            op.out, reference.linear(frame[op.x], frame.weight(op.w))
+        )),
+        op_case("linear: fused parts with some biases"),
     ),
     "gelu by tanh": (
-        with_op("activation", lambda self, x, kind: reference.activation(x, "gelu_tanh")),
-        method("test_activations", "gelu", 16),
+        broken_op(Act, lambda op, frame: replace(op, kind="gelu_tanh").compute(frame)),
+        op_case("activation: gelu, width 16"),
     ),
     "gate and up swapped": (
-        with_op(
-            "gated_act",
-            lambda self, x, kind: reference.gated_act(np.roll(x, x.shape[1] // 2, 1), kind),
-        ),
-        method("test_activations", "silu", 16),
+        broken_op(GatedAct, lambda op, frame: frame.__setitem__(op.out, reference.gated_act(
+            np.roll(frame[op.gate_up], op.out.width, 1), op.kind
+        ))),
+        op_case("gated_act: silu, width 16"),
+    ),
+    "factor ignored": (
+        broken_op(Scale, lambda op, frame: frame.__setitem__(op.out, frame[op.x])),
+        op_case("scale: width 24"),
+    ),
+    "softcap of the head ignored": (
+        broken_op(Head, lambda op, frame: replace(op, softcap=None).compute(frame)),
+        op_case("logits: softcap 2.5, tied"),
     ),
     "temperature ignored": (
         with_columns(temperature=lambda t: np.where(t > 0, ONES(t), t)), sampler("temperature")
@@ -220,18 +259,17 @@ def test_stale_pages_that_leak_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     test = method("test_what_a_page_held_before_does_not_leak")
     test(Suite())
 
-    def leaky(self: Any, qkv: Any, spec: AttentionSpec, step: Any) -> Any:
-        pages = self.pages[spec.layer]
-        out = reference.attention(qkv, spec, self.plan, pages.k, pages.v)
+    def leaky(op: Attention, frame: NumpyFrame) -> Any:
+        out, pages, plan = attended(op, frame), frame.pages[op.spec.layer], frame.plan
         page = pages.v.shape[1]
-        for row in range(self.plan.num_rows):
-            length = int(self.plan.context_len[row])
-            last = pages.v[self.plan.block_table[row, (length - 1) // page]]
-            end = self.plan.query_start[row + 1]
-            out[self.plan.query_start[row] : end] += 0 * last.sum()
+        for row in range(plan.num_rows):
+            length = int(plan.context_len[row])
+            last = pages.v[plan.block_table[row, (length - 1) // page]]
+            end = plan.query_start[row + 1]
+            out[plan.query_start[row] : end] += 0 * last.sum()
         return out
 
-    broken_ops(monkeypatch, attention=leaky)
+    broken_attention(leaky)(monkeypatch)
     with pytest.raises(AssertionError):
         test(Suite())
 
@@ -285,7 +323,7 @@ def test_the_model_suite_finds_a_backend_that_disagrees(
 
 def values_seen(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
     x = ops.embedding(step.tokens, w["embed"])
-    return x if x else step
+    return x if x else ops.add(x, x)
 
 
 def wrong_width(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
@@ -310,7 +348,7 @@ def not_logits(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
     ],
 )
 def test_a_wrong_forward_pass_is_found(body: Any, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises((AssertionError, OpError), match=message):
         body_of(body=body)().test_forward_is_recorded_and_uses_every_weight()
 
 

@@ -45,7 +45,7 @@ def run_op(teams: dict[int, Team]) -> RunOp:
     """Runs one op on a team of 1, 2 or 5 threads."""
 
     def run(isa: Isa, op: str, arguments: ctypes.Structure, step: VxStep, threads: int) -> None:
-        record = VxRecord(getattr(isa.kernels, op), ctypes.addressof(arguments))
+        record = VxRecord(isa.op(op, type(arguments)), ctypes.addressof(arguments))
         job = VxJob(records=ctypes.pointer(record), num_records=1, step=step, tokens=step.tokens)
         teams[threads].run(job)
 

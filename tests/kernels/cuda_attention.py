@@ -98,7 +98,7 @@ def run_decode(
     )
     spec = AttentionSpec(
         0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
-        softcap=case.softcap or None, sinks=None if sinks is None else wide(sinks),
+        softcap=case.softcap or None,
     )  # fmt: skip
     want = np.zeros(q.shape)
     wide_keys, wide_values = (
@@ -109,7 +109,8 @@ def run_decode(
         at = np.arange(context, dtype=np.int32)
         k, v = (p[table[row, at // page] % blocks, :, at % page] for p in (wide_keys, wide_values))
         mask = reference.attention_mask(spec, at[-1:], at)
-        want[row] = reference.attend(wide(q)[row : row + 1], k, v, mask, spec)[0]
+        extra = None if sinks is None else wide(sinks)
+        want[row] = reference.attend(wide(q)[row : row + 1], k, v, mask, spec, extra)[0]
     return wide(out), want
 
 

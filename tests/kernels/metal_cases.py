@@ -55,9 +55,9 @@ class Case:
         self.q = mx.array(q).astype(WIDE[dtype])
         self.pages = LayerPages(*(_pages(side, kv) for side in (k, v)))
         self._sinks = random.standard_normal(heads).astype(np.float32) if sinks else None
+        self.sinks = mx.array(self._sinks) if sinks else None
         self.spec = AttentionSpec(
-            0, heads, kv_heads, size, size**-0.5, window=window, softcap=softcap,
-            sinks=mx.array(self._sinks) if sinks else None,
+            0, heads, kv_heads, size, size**-0.5, window=window, softcap=softcap
         )  # fmt: skip
         held = [kv_quant.rounded(side, kv) for side in (k, v)]
         rows = np.repeat(np.arange(len(lengths)), self.queries)

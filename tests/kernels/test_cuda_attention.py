@@ -252,8 +252,7 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
     )  # fmt: skip
     spec = AttentionSpec(
         0, case.heads, case.kv_heads, case.size, scale, window=case.window or None,
-        softcap=case.softcap or None, sinks=None if sinks is None else wide(sinks),
-        causal=case.causal,
+        softcap=case.softcap or None, causal=case.causal,
     )  # fmt: skip
     wide_keys, wide_values = (
         wide(pages) * (1 if scales is None else wide(scales)[..., None])
@@ -267,7 +266,8 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
         k, v = (p[found, :, at % page] for p in (wide_keys, wide_values))
         mask = reference.attention_mask(spec, positions, at)
         chunk = slice(first, first + count)
-        want[chunk] = reference.attend(wide(q)[chunk], k, v, mask, spec)
+        extra = None if sinks is None else wide(sinks)
+        want[chunk] = reference.attend(wide(q)[chunk], k, v, mask, spec, extra)
         first += count
     # the weights are rounded to elem before they meet the values
     np.testing.assert_allclose(wide(out), want, rtol=0, atol=6 * RELATIVE[case.dtype])

@@ -26,7 +26,7 @@ shim = shim_of(paged, "paged_decode")
 def decode_error(case: Case) -> float:
     last = case.lengths - 1
     rows = paged.decode_rows(case.table, case.first_key(last), last, PAGE)
-    return case.error(paged.paged_decode(case.q, case.spec, case.pages, rows))
+    return case.error(paged.paged_decode(case.q, case.spec, case.sinks, case.pages, rows))
 
 
 CASES: dict[str, dict[str, Any]] = {

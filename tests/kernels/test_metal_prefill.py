@@ -27,7 +27,7 @@ def error(case: Case) -> float:
     tiles = paged_prefill.PrefillTiles.of(
         case.table, case.lengths - case.queries, case.queries, PAGE
     )
-    return case.error(paged_prefill.paged_prefill(case.q, case.spec, case.pages, tiles))
+    return case.error(paged_prefill.paged_prefill(case.q, case.spec, case.sinks, case.pages, tiles))
 
 
 LENGTHS, QUERIES = [5, 50, 33, 70], [5, 19, 33, 2]

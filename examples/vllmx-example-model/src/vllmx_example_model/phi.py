@@ -136,9 +136,10 @@ class Phi:
             normed = self._normed(ops, w, x, f"{layer}.norm")
             spec = AttentionSpec(
                 layer, c.num_heads, c.num_kv_heads, c.head_size, scale=c.head_size**-0.5,
-                rope=w["rope"], rotary_dim=c.rotary_dim,
+                rotary_dim=c.rotary_dim,
             )  # fmt: skip
-            attended = ops.attention(ops.linear(normed, w[f"{layer}.qkv"]), spec, step)
+            qkv = ops.linear(normed, w[f"{layer}.qkv"])
+            attended = ops.attention(qkv, spec, step, rope=w["rope"])
             hidden = ops.activation(ops.linear(normed, w[f"{layer}.fc1"]), c.act)
             x = ops.add(x, ops.linear(attended, w[f"{layer}.dense"]))
             x = ops.add(x, ops.linear(hidden, w[f"{layer}.fc2"]))

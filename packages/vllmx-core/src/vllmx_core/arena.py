@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllmx_core.tape import Node, Value
+from vllmx_core.ops.op import Op, last_reads
+from vllmx_core.ops.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class ArenaPlan:
 
 
 def plan_arena(
-    nodes: Sequence[Node],
+    ops: Sequence[Op],
     value_bytes: Callable[[Value], int],
     keep: Sequence[Value],
     *,
@@ -27,17 +28,14 @@ def plan_arena(
     """First fit over the values' lifetimes, from the op that writes one to the last that reads it;
     `keep` live to the end. An op's outputs never share space with its inputs, but for those of
     `in_place`: output -> input of the same op, read by no later one, whose space it takes over."""
-    last = {
-        value: index for index, node in enumerate(nodes) for value in (*node.reads, *node.writes)
-    }
-    last.update({value: len(nodes) for value in keep})
+    last = last_reads(ops) | dict.fromkeys(keep, len(ops))
     offsets: dict[Value, int] = {}
     taken_over = in_place or {}
     live: list[tuple[int, int, Value]] = []  # (begin, end, value), by begin
     high = 0
-    for index, node in enumerate(nodes):
+    for index, op in enumerate(ops):
         live = [entry for entry in live if last[entry[2]] >= index]
-        for value in node.writes:
+        for value in op.writes:
             size = -(-value_bytes(value) // alignment) * alignment
             if value in taken_over:
                 begin = offsets[taken_over[value]]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllmx_core.model import Model
+from vllmx_core.ops.op import Op
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_core.weights import WeightSource
 
@@ -114,6 +115,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    def supports(self, op: Op) -> bool:
+        """Whether it has the op with the options that this one has. `load` refuses a model with
+        another one, unless that expands into ops that it has."""
+        ...
+
     def load(
         self,
         model: Model,
@@ -121,7 +127,8 @@ class Backend(Protocol):
         options: LoadOptions,
         comm: Communicator | None = None,
     ) -> LoadedModel:
-        """Raises CapacityError when weights or one sequence of max_model_len do not fit,
+        """Raises UnsupportedOpError for a model with an op that it lacks, before any weight is
+        read, CapacityError when weights or one sequence of max_model_len do not fit,
         WeightFormatError when the checkpoint does not match the model's weight map."""
         ...
 

@@ -79,6 +79,16 @@ class UnsupportedModelError(VllmxError):
     code = "unsupported_model"
 
 
+class UnsupportedOpError(UnsupportedModelError):
+    """The chosen backend lacks an op or an option that the model needs."""
+
+
+class OpError(VllmxError):
+    """A model's forward pass gives an op what does not fit: a mistake in the model's file."""
+
+    code = "model_error"
+
+
 class WeightFormatError(VllmxError):
     """A weight file that is damaged, truncated or does not match the model's config."""
 

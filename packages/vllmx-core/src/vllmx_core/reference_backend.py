@@ -1,98 +1,30 @@
-"""The backend "numpy": any model, eagerly, on the reference ops. For small models, tests of plugins
-and as the judge of other backends; it is asked for by name only."""
+"""The backend "numpy": any model, op by op, by the ops' own formulas. For small models, tests of
+plugins and as the judge of other backends; it is asked for by name only."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from vllmx_core import reference
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.interpreter import Interpreter
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
-from vllmx_core.model import Activation, AttentionSpec, Model, StepInputs
+from vllmx_core.model import Model
+from vllmx_core.ops.formulas import Floats, NumpyFrame, NumpyWeights, Pages
+from vllmx_core.ops.op import Op, OpList
 from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
-from vllmx_core.reference import Floats
+from vllmx_core.recording import Recording, prepare
 from vllmx_core.reference_sampler import sample
 from vllmx_core.weight_map import assemble
 from vllmx_core.weights import WeightSource
 
 _DTYPES = {"auto": "f32", "f32": "f32", "f64": "f64"}
 _DEFAULT_KV_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeight:
-    """What `Ops.linear` and `Ops.logits` get."""
-
-    matrix: Floats  # (out, in)
-    bias: Floats | None  # (out,)
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceStep:
-    """`StepInputs` as arrays."""
-
-    tokens: I32  # (T,)
-    logit_rows: I32  # (L,)
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """KV cache of one layer."""
-
-    k: Floats  # (blocks, P, K, D)
-    v: Floats  # (blocks, P, K, D)
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceOps:
-    """`vllmx_core.model.Ops` that computes one step at once."""
-
-    pages: tuple[Pages, ...]
-    plan: StepPlan
-    kv_dtype: str
-
-    def embedding(self, ids: I32, w: Floats) -> Floats:
-        return reference.embedding(ids, w)
-
-    def rms_norm(self, x: Floats, w: Floats, eps: float) -> Floats:
-        return reference.rms_norm(x, w, eps)
-
-    def add_rms_norm(
-        self, x: Floats, residual: Floats | None, w: Floats, eps: float
-    ) -> tuple[Floats, Floats]:
-        return reference.add_rms_norm(x, residual, w, eps)
-
-    def layer_norm(self, x: Floats, w: Floats, bias: Floats | None, eps: float) -> Floats:
-        return reference.layer_norm(x, w, bias, eps)
-
-    def linear(self, x: Floats, w: LinearWeight) -> Floats:
-        return reference.linear(x, w.matrix, w.bias)
-
-    def attention(self, qkv: Floats, spec: AttentionSpec, step: StepInputs) -> Floats:
-        pages = self.pages[spec.layer]
-        return reference.attention(qkv, spec, self.plan, pages.k, pages.v, self.kv_dtype)
-
-    def gated_act(self, gate_up: Floats, kind: Activation) -> Floats:
-        return reference.gated_act(gate_up, kind)
-
-    def activation(self, x: Floats, kind: Activation) -> Floats:
-        return reference.activation(x, kind)
-
-    def add(self, x: Floats, y: Floats) -> Floats:
-        return x + y
-
-    def scale(self, x: Floats, factor: float) -> Floats:
-        return x * x.dtype.type(factor)
-
-    def logits(self, x: Floats, rows: I32, w: LinearWeight, softcap: float | None = None) -> Floats:
-        return reference.logits(x, rows, w.matrix, w.bias, softcap)
 
 
 class ReferenceHandle:
@@ -114,9 +46,11 @@ class ReferenceLoadedModel:
     """A `LoadedModel` over numpy. `logits` of a plan can be had without sampling, for tests."""
 
     def __init__(
-        self, model: Model, weights: Mapping[str, Any], pages: tuple[Pages, ...], info: LoadedInfo
+        self, steps: OpList, weights: NumpyWeights, pages: tuple[Pages, ...], info: LoadedInfo
     ) -> None:
-        self._model, self._weights, self._pages = model, weights, pages
+        self._steps = steps
+        self._interpreter = Interpreter(steps, lambda op: type(op).compute)
+        self._weights, self._pages = weights, pages
         self._info = info
         self._last_ids: I32 = np.zeros(0, np.int32)
         self._in_flight: deque[ReferenceHandle] = deque()
@@ -141,9 +75,8 @@ class ReferenceLoadedModel:
     def logits(self, plan: StepPlan) -> Floats:
         """(L, V) of the plan; writes its keys and values."""
         plan = replace(plan, tokens=self.resolve(plan.tokens))
-        step = ReferenceStep(plan.tokens, plan.logit_rows)
-        ops = ReferenceOps(self._pages, plan, self._info.kv_cache_dtype)
-        logits: Floats = self._model.forward(ops, self._weights, step)
+        frame = NumpyFrame(self._weights, plan, self._pages, self._info.kv_cache_dtype)
+        logits: Floats = self._interpreter.run(frame)
         return logits
 
     def resolve(self, tokens: I32) -> I32:
@@ -154,7 +87,7 @@ class ReferenceLoadedModel:
 
     def close(self) -> None:
         self._in_flight.clear()
-        self._weights, self._pages = {}, ()
+        self._weights, self._pages = NumpyWeights({}, {}), ()
 
 
 class ReferenceBackend:
@@ -163,6 +96,10 @@ class ReferenceBackend:
     @property
     def name(self) -> str:
         return "numpy"
+
+    def supports(self, op: Op) -> bool:
+        """Any op that brings its formula; those of core do."""
+        return type(op).compute is not Op.compute
 
     def load(
         self,
@@ -177,7 +114,8 @@ class ReferenceBackend:
         dtype = _dtype(options)
         name = _DTYPES[options.dtype]
         cached = kv_dtype(options.kv_cache_dtype, (*KV_DTYPES, "f64"), name, self.name)
-        weights = _weights(model, source, options.max_model_len, dtype)
+        recording = prepare(model, options.max_model_len, self.name, self.supports)
+        weights = _weights(recording, source, dtype)
         blocks = _num_blocks(model, options, dtype.itemsize)
         pages = tuple(
             Pages(*(np.zeros((blocks, options.block_size, kv.num_kv_heads, kv.head_size), dtype)
@@ -194,12 +132,12 @@ class ReferenceBackend:
             max_num_seqs=options.num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
-            weight_bytes=_total_bytes(weights),
+            weight_bytes=weights.num_bytes,
             kv_cache_bytes=sum(page.k.nbytes + page.v.nbytes for page in pages),
             details={},
             step_timeout_s=HOST_STEP_TIMEOUT_S,
         )
-        return ReferenceLoadedModel(model, weights, pages, info)
+        return ReferenceLoadedModel(recording.steps, weights, pages, info)
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}
@@ -215,20 +153,17 @@ def _dtype(options: LoadOptions) -> np.dtype[Any]:
     return np.dtype({"f32": np.float32, "f64": np.float64}[_DTYPES[options.dtype]])
 
 
-def _weights(
-    model: Model, source: WeightSource, max_model_len: int, dtype: np.dtype[Any]
-) -> dict[str, Any]:
-    weights: dict[str, Any] = {}
-    for spec in model.weights():
+def _weights(recording: Recording, source: WeightSource, dtype: np.dtype[Any]) -> NumpyWeights:
+    arrays: dict[str, Floats] = {}
+    biases: dict[str, Floats] = {}
+    for spec in recording.specs:
         matrix, bias = assemble(spec, source)
-        if spec.kind == "linear":
-            bias = None if bias is None else bias.astype(dtype, copy=False)
-            weights[spec.name] = LinearWeight(matrix.astype(dtype, copy=False), bias)
-        else:
-            weights[spec.name] = matrix.astype(dtype, copy=False)
-    for name, table in model.constants(max_model_len).items():
-        weights[name] = table.astype(dtype, copy=False)
-    return weights
+        arrays[spec.name] = matrix.astype(dtype, copy=False)
+        if bias is not None:
+            biases[spec.name] = bias.astype(dtype, copy=False)
+    for name, table in recording.constants.items():
+        arrays[name] = table.astype(dtype, copy=False)
+    return NumpyWeights(arrays, biases)
 
 
 def _num_blocks(model: Model, options: LoadOptions, item_bytes: int) -> int:
@@ -248,11 +183,3 @@ def _num_blocks(model: Model, options: LoadOptions, item_bytes: int) -> int:
             param="max_model_len",
         )
     return blocks
-
-
-def _total_bytes(weights: Mapping[str, Any]) -> int:
-    total = 0
-    for weight in weights.values():
-        arrays = (weight.matrix, weight.bias) if isinstance(weight, LinearWeight) else (weight,)
-        total += sum(array.nbytes for array in arrays if array is not None)
-    return total

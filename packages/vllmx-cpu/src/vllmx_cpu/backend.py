@@ -12,15 +12,17 @@ from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
+from vllmx_core.ops.op import Op
 from vllmx_core.weights import WeightSource
 
 from vllmx_cpu import native
 from vllmx_cpu.loaded import CpuLoadedModel, RecordedStep
-from vllmx_cpu.lower import Lowering, lower_all, make_tape
+from vllmx_cpu.lower import OPS, Lowering, lower_all
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import LoadedWeights, load_weights
 from vllmx_cpu.planning import LoadPlan, plan_load
 from vllmx_cpu.structs import VX_DTYPES
+from vllmx_cpu.tape import make_tape
 
 logger = logging.getLogger("vllmx.cpu")
 
@@ -37,6 +39,10 @@ class CpuBackend:
     @property
     def name(self) -> str:
         return NAME
+
+    def supports(self, op: Op) -> bool:
+        """See `vllmx_core.backend.Backend.supports`."""
+        return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
         """Processor, instruction sets, compiler, threads, memory."""
@@ -73,7 +79,7 @@ class CpuBackend:
             progress=options.progress,
         )  # fmt: skip
         lowering = Lowering(
-            isa.kernels, weights, plan.segments, plan.kv.allocate(), plan.kv.block_size,
+            isa, weights, plan.segments, plan.kv.allocate(), plan.kv.block_size,
             plan.kv.dtype, allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
@@ -85,13 +91,13 @@ class CpuBackend:
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
         workspace = allocate(sampler_bytes)
         team = native.Team(threads)  # last: from here on there are threads to be ended
-        return CpuLoadedModel(info, team, lowering, vocab_size, workspace, recorded, plan.forward)
+        return CpuLoadedModel(info, team, lowering, vocab_size, workspace, recorded, plan.recorded)
 
 
 def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:
     arena = allocate(plan.arena.num_bytes)
-    ops = lower_all(lowering, plan.nodes, plan.arena.offsets, arena.ctypes.data)
-    return RecordedStep(make_tape(ops), arena, plan.arena.offsets[plan.logits])
+    calls = lower_all(lowering, plan.fused.ops, plan.arena.offsets, arena.ctypes.data)
+    return RecordedStep(make_tape(calls), arena, plan.arena.offsets[plan.fused.logits])
 
 
 def _info(
@@ -114,7 +120,7 @@ def _info(
         weight_bytes=weights.num_bytes,
         kv_cache_bytes=plan.kv.num_bytes,
         details=details
-        | {"ops": len(plan.nodes), "activation buffers": format_bytes(plan.activation_bytes)},
+        | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.activation_bytes)},
         step_timeout_s=HOST_STEP_TIMEOUT_S,
     )
 

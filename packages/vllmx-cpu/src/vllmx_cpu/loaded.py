@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from vllmx_core.backend import LoadedInfo
-from vllmx_core.model import Array
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
-from vllmx_core.tape import Node, RecordedInputs, Recorder, Value
 
-from vllmx_cpu.lower import Lowering, Tape, make_tape
+from vllmx_cpu.lower import Lowering
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Team
 from vllmx_cpu.sampling import SamplerCall
-from vllmx_cpu.structs import VxJob, VxRecord, VxStep
-
-Forward = Callable[[Recorder, RecordedInputs], Array]
-"""`Model.forward` with its weights bound."""
+from vllmx_cpu.structs import VxJob, VxRecord, VxSampler, VxStep
+from vllmx_cpu.tape import Call, Tape, make_tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class CpuLoadedModel:
         vocab_size: int,
         sampler_workspace: Bytes,
         recorded: RecordedStep | None,
-        forward: Forward,
+        steps: OpList,
     ) -> None:
         self._info = info
         self._team = team
@@ -52,7 +49,8 @@ class CpuLoadedModel:
         self._vocab_size = vocab_size
         self._sampler_workspace = sampler_workspace
         self._recorded = recorded
-        self._forward = forward
+        self._steps = steps
+        self._sample = lowering.isa.op("sample", VxSampler)
         self._in_flight: deque[CpuStep] = deque()
         self._last: CpuStep | None = None
         self._closed = False
@@ -81,7 +79,7 @@ class CpuLoadedModel:
         forward = recorded.tape.records
         logits = recorded.arena.ctypes.data + recorded.logits_offset
         step.sampler.bind(logits, self._vocab_size, self._sampler_workspace)
-        sampler = VxRecord(self._lowering.kernels.sample, step.sampler.address)
+        sampler = VxRecord(self._sample, step.sampler.address)
         step.records = (VxRecord * (len(forward) + 1))()
         ctypes.memmove(step.records, forward, ctypes.sizeof(forward))
         step.records[len(forward)] = sampler
@@ -90,10 +88,12 @@ class CpuLoadedModel:
         self._team.submit(step.job)
 
     def _run_eagerly(self, step: CpuStep) -> None:
-        ops = EagerOps(self._lowering, self._team, step)
-        logits = self._forward(ops, RecordedInputs())
-        step.sampler.bind(ops.address(logits), self._vocab_size, self._sampler_workspace)
-        ops.run("sample", self._lowering.kernels.sample, step.sampler.struct)
+        run = EagerRun(self._lowering, self._team, step)
+        for op in self._steps.ops:
+            run.op(op)
+        logits = run.address(self._steps.logits)
+        step.sampler.bind(logits, self._vocab_size, self._sampler_workspace)
+        run.call(Call("sample", self._sample, step.sampler.struct))
 
     def finish(self, step: CpuStep) -> None:
         """Waits for the oldest step in flight."""
@@ -155,11 +155,10 @@ class CpuStep:
         return self.sampler.result(self.job.seconds)
 
 
-class EagerOps(Recorder):
-    """`Ops` that runs each op as a native call of its own, in fresh buffers of the step's size."""
+class EagerRun:
+    """Runs each op as a native call of its own, in fresh buffers of the step's size."""
 
     def __init__(self, lowering: Lowering, team: Team, step: CpuStep) -> None:
-        super().__init__()
         self._lowering, self._team, self._step = lowering, team, step
         self._buffers: dict[Value, F32] = {}
         self._seconds = 0.0
@@ -168,27 +167,19 @@ class EagerOps(Recorder):
         """Where a value lies."""
         return int(self._buffers[value].ctypes.data)
 
-    def emit(self, node: Node) -> None:
-        for value in node.writes:
+    def op(self, op: Op) -> None:
+        """All calls of one op."""
+        for value in op.writes:
             rows = self._step.num_tokens if value.rows == "T" else self._step.num_logit_rows
             self._buffers[value] = np.empty((rows, value.width), np.float32)
-        for function, arguments in self._lowering.lower(node, self.address):
-            self.run(node.op, function, arguments)
+        for call in self._lowering.lower(op, self.address):
+            self.call(call)
 
-    def run(self, name: str, function: int, arguments: ctypes.Structure) -> None:
+    def call(self, call: Call) -> None:
         """One native call; the step's time adds up."""
         job = self._step.job
-        job.records = make_tape([(name, function, arguments)]).records
+        job.records = make_tape([call]).records
         job.num_records = 1
         self._team.run(job)
         self._seconds += job.seconds
         job.seconds = self._seconds
-
-
-def bound_forward(model: Any, weights: Mapping[str, Any]) -> Forward:
-    """`model.forward` with its weights."""
-
-    def forward(ops: Recorder, inputs: RecordedInputs) -> Array:
-        return model.forward(ops, weights, inputs)
-
-    return forward

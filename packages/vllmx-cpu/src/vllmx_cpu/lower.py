@@ -1,4 +1,4 @@
-"""From nodes to what the native team runs: a function pointer and a struct of arguments each."""
+"""From ops to what the native team runs: a function and a struct of arguments each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllmx_core.model import AttentionSpec
-from vllmx_core.tape import Node, Value
+from vllmx_core.op_table import OpTable
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.values import Value, WeightRef
 
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
+from vllmx_cpu.native import Isa
 from vllmx_cpu.packing import LoadedWeights
 from vllmx_cpu.structs import (
     ACTIVATIONS,
@@ -20,11 +34,10 @@ from vllmx_cpu.structs import (
     VxAttention,
     VxElementwise,
     VxEmbedding,
-    VxKernels,
     VxLinear,
     VxNorm,
-    VxRecord,
 )
+from vllmx_cpu.tape import Call
 
 Address = Callable[[Value], int]
 
@@ -33,7 +46,7 @@ Address = Callable[[Value], int]
 class Lowering:
     """What the ops of one loaded model point to."""
 
-    kernels: VxKernels
+    isa: Isa
     weights: LoadedWeights
     segments: Mapping[str, Sequence[str]]
     """Names of the matrices that make up a weight, one below the other."""
@@ -45,124 +58,180 @@ class Lowering:
     workspace: Bytes
     """The attention's; in use only inside one op."""
 
-    def lower(self, node: Node, address: Address) -> list[tuple[int, ctypes.Structure]]:
-        """(function, arguments) of a node whose values lie at `address(value)`; more than one where
-        its weight has several segments."""
-        function = getattr(self.kernels, node.op)
-        if node.op == "linear":
-            return [(function, arguments) for arguments in self._linears(node, address)]
-        build = {
-            "embedding": self._embedding, "rms_norm": self._norm, "layer_norm": self._norm,
-            "attention": self._attention,
-        }.get(node.op, self._elementwise)  # fmt: skip
-        return [(function, build(node, address))]
-
-    def _embedding(self, node: Node, address: Address) -> VxEmbedding:
-        matrix = self.weights.matrices[node.weights["w"].name]
-        return VxEmbedding(matrix.struct(), address(node.writes[0]))
-
-    def _linears(self, node: Node, address: Address) -> list[VxLinear]:
-        kind = node.options.get("activation")
-        arguments: list[VxLinear] = []
-        column = 0
-        for name in self.segments[node.weights["w"].name]:
-            matrix = self.weights.matrices[name]
-            one = VxLinear(
-                w=matrix.struct(),
-                x=address(node.reads[0]),
-                y=address(node.writes[0]) + column * 4,
-                panels=self.panels.ctypes.data,
-                activation=NO_ACTIVATION if kind is None else ACTIVATIONS[kind],
-                logit_rows=int(node.writes[0].rows == "L"),
-                softcap=node.options.get("softcap", 0.0),
-                stride=node.writes[0].width,
-            )
-            arguments.append(one)
-            column += matrix.shape.rows
-        return arguments
-
-    def _norm(self, node: Node, address: Address) -> VxNorm:
-        residual = node.reads[1] if len(node.reads) > 1 else None
-        total = node.writes[1] if len(node.writes) > 1 else None
-        return VxNorm(
-            x=address(node.reads[0]),
-            residual=None if residual is None else address(residual),
-            weight=self._vector(node, "w"),
-            bias=self._vector(node, "bias"),
-            sum=None if total is None else address(total),
-            y=address(node.writes[0]),
-            width=node.writes[0].width,
-            eps=node.options["eps"],
-        )
-
-    def _elementwise(self, node: Node, address: Address) -> VxElementwise:
-        kind = node.options.get("kind")
-        return VxElementwise(
-            x=address(node.reads[0]),
-            other=address(node.reads[1]) if len(node.reads) > 1 else None,
-            y=address(node.writes[0]),
-            width=node.writes[0].width,
-            activation=NO_ACTIVATION if kind is None else ACTIVATIONS[kind],
-            factor=node.options.get("factor", 0.0),
-        )
-
-    def _attention(self, node: Node, address: Address) -> VxAttention:
-        spec: AttentionSpec = node.options["spec"]
-        pages = self.pages[spec.layer]
-        return VxAttention(
-            qkv=address(node.reads[0]),
-            out=address(node.writes[0]),
-            out_dtype=VX_DTYPES["f32"],
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            rotary_dim=spec.rotary_dim if spec.rope is not None else 0,
-            interleaved=int(spec.interleaved),
-            block_size=self.block_size,
-            kv_dtype=KV_DTYPES[self.kv_dtype],
-            window=spec.window or 0,
-            causal=int(spec.causal),
-            scale=spec.scale,
-            softcap=spec.softcap or 0.0,
-            norm_eps=spec.norm_eps,
-            rope=self._vector(node, "rope"),
-            q_norm=self._vector(node, "q_norm"),
-            k_norm=self._vector(node, "k_norm"),
-            sinks=self._vector(node, "sinks"),
-            k_pages=pages.k.ctypes.data,
-            v_pages=pages.v.ctypes.data,
-            workspace=self.workspace.ctypes.data,
-            workspace_bytes=self.workspace.nbytes,
-        )
-
-    def _vector(self, node: Node, role: str) -> int | None:
-        ref = node.weights.get(role)
-        return None if ref is None else int(self.weights.vectors[ref.name].ctypes.data)
+    def lower(self, op: Op, address: Address) -> list[Call]:
+        """The calls of an op whose values lie at `address(value)`; more than one where its weight
+        has several segments."""
+        return OPS(op, Site(self, address))
 
 
 @dataclass(frozen=True, slots=True)
-class Tape:
-    """Lowered ops in a C array; `arguments` keeps the structs alive."""
+class Site:
+    """Where one op is lowered: what the model has, and where its values lie."""
 
-    records: ctypes.Array[VxRecord]
-    arguments: Sequence[ctypes.Structure]
-    names: Sequence[str]
+    model: Lowering
+    address: Address
+
+    def call(self, op: Op, function: str, arguments: ctypes.Structure) -> Call:
+        """A call of the native function of this name."""
+        return Call(op.name, self.model.isa.op(function, type(arguments)), arguments)
+
+    def vector(self, ref: WeightRef | None) -> int | None:
+        """The address of a vector or a constant; None for none."""
+        if ref is None:
+            return None
+        return int(self.model.weights.vectors[ref.name].ctypes.data)
 
 
-def make_tape(ops: Sequence[tuple[str, int, ctypes.Structure]]) -> Tape:
-    """From (name, function, arguments)."""
-    records = (VxRecord * len(ops))(
-        *(VxRecord(function, ctypes.addressof(arguments)) for _, function, arguments in ops)
+OPS: OpTable[Site, list[Call]] = OpTable("cpu")
+
+
+@OPS.add(Embedding)
+def _embedding(op: Embedding, site: Site) -> list[Call]:
+    matrix = site.model.weights.matrices[op.w.name]
+    return [site.call(op, "embedding", VxEmbedding(matrix.struct(), site.address(op.out)))]
+
+
+@OPS.add(Linear)
+def _linear(op: Linear, site: Site) -> list[Call]:
+    return _products(op, op.x, op.w, op.out, site)
+
+
+@OPS.add(GatedLinear)
+def _gated_linear(op: GatedLinear, site: Site) -> list[Call]:
+    return _products(op, op.x, op.w, op.out, site, activation=ACTIVATIONS[op.kind])
+
+
+@OPS.add(Head)
+def _head(op: Head, site: Site) -> list[Call]:
+    return _products(op, op.x, op.w, op.out, site, logit_rows=1, softcap=op.softcap or 0.0)
+
+
+def _products(
+    op: Op,
+    x: Value,
+    w: WeightRef,
+    out: Value,
+    site: Site,
+    *,
+    activation: int = NO_ACTIVATION,
+    logit_rows: int = 0,
+    softcap: float = 0.0,
+) -> list[Call]:
+    """One product for each segment of the weight, side by side in the result."""
+    calls: list[Call] = []
+    column = 0
+    for name in site.model.segments[w.name]:
+        matrix = site.model.weights.matrices[name]
+        arguments = VxLinear(
+            w=matrix.struct(),
+            x=site.address(x),
+            y=site.address(out) + column * 4,
+            panels=site.model.panels.ctypes.data,
+            activation=activation,
+            logit_rows=logit_rows,
+            softcap=softcap,
+            stride=out.width,
+        )
+        calls.append(site.call(op, "linear", arguments))
+        column += matrix.shape.rows
+    return calls
+
+
+@OPS.add(RmsNorm)
+def _rms_norm(op: RmsNorm, site: Site) -> list[Call]:
+    arguments = VxNorm(
+        x=site.address(op.x), weight=site.vector(op.w), y=site.address(op.out),
+        width=op.out.width, eps=op.eps,
+    )  # fmt: skip
+    return [site.call(op, "rms_norm", arguments)]
+
+
+@OPS.add(AddRmsNorm)
+def _add_rms_norm(op: AddRmsNorm, site: Site) -> list[Call]:
+    arguments = VxNorm(
+        x=site.address(op.x), residual=site.address(op.residual), weight=site.vector(op.w),
+        sum=site.address(op.total), y=site.address(op.out), width=op.out.width, eps=op.eps,
+    )  # fmt: skip
+    return [site.call(op, "rms_norm", arguments)]
+
+
+@OPS.add(LayerNorm)
+def _layer_norm(op: LayerNorm, site: Site) -> list[Call]:
+    arguments = VxNorm(
+        x=site.address(op.x), weight=site.vector(op.w), bias=site.vector(op.bias),
+        y=site.address(op.out), width=op.out.width, eps=op.eps,
+    )  # fmt: skip
+    return [site.call(op, "layer_norm", arguments)]
+
+
+@OPS.add(GatedAct)
+def _gated_act(op: GatedAct, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.gate_up), y=site.address(op.out), width=op.out.width,
+        activation=ACTIVATIONS[op.kind],
+    )  # fmt: skip
+    return [site.call(op, "gated_act", arguments)]
+
+
+@OPS.add(Act)
+def _activation(op: Act, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.x), y=site.address(op.out), width=op.out.width,
+        activation=ACTIVATIONS[op.kind],
+    )  # fmt: skip
+    return [site.call(op, "activation", arguments)]
+
+
+@OPS.add(Add)
+def _add(op: Add, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.x), other=site.address(op.y), y=site.address(op.out), width=op.out.width
     )
-    return Tape(records, [arguments for _, _, arguments in ops], [name for name, _, _ in ops])
+    return [site.call(op, "add", arguments)]
+
+
+@OPS.add(Scale)
+def _scale(op: Scale, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.x), y=site.address(op.out), width=op.out.width, factor=op.factor
+    )
+    return [site.call(op, "scale", arguments)]
+
+
+@OPS.add(Attention)
+def _attention(op: Attention, site: Site) -> list[Call]:
+    spec, model = op.spec, site.model
+    pages = model.pages[spec.layer]
+    arguments = VxAttention(
+        qkv=site.address(op.qkv),
+        out=site.address(op.out),
+        out_dtype=VX_DTYPES["f32"],
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        rotary_dim=spec.rotary_dim,
+        interleaved=int(spec.interleaved),
+        block_size=model.block_size,
+        kv_dtype=KV_DTYPES[model.kv_dtype],
+        window=spec.window or 0,
+        causal=int(spec.causal),
+        scale=spec.scale,
+        softcap=spec.softcap or 0.0,
+        norm_eps=spec.norm_eps,
+        rope=site.vector(op.rope),
+        q_norm=site.vector(op.q_norm),
+        k_norm=site.vector(op.k_norm),
+        sinks=site.vector(op.sinks),
+        k_pages=pages.k.ctypes.data,
+        v_pages=pages.v.ctypes.data,
+        workspace=model.workspace.ctypes.data,
+        workspace_bytes=model.workspace.nbytes,
+    )
+    return [site.call(op, "attention", arguments)]
 
 
 def lower_all(
-    lowering: Lowering, nodes: Sequence[Node], offsets: Mapping[Value, int], base: int
-) -> list[tuple[str, int, ctypes.Structure]]:
+    lowering: Lowering, ops: Sequence[Op], offsets: Mapping[Value, int], base: int
+) -> list[Call]:
     """The recorded step over one buffer at address `base`."""
-    return [
-        (node.op, function, arguments)
-        for node in nodes
-        for function, arguments in lowering.lower(node, lambda value: base + offsets[value])
-    ]
+    return [call for op in ops for call in lowering.lower(op, lambda value: base + offsets[value])]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_void_p
+from ctypes import byref, c_char_p, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
 from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError
 
 from vllmx_cpu import build
-from vllmx_cpu.structs import MIRRORED, VxJob, VxKernels
+from vllmx_cpu.structs import MIRRORED, VxJob
 
 logger = logging.getLogger("vllmx.cpu")
 
@@ -31,8 +31,8 @@ def library() -> ctypes.CDLL:
     except (build.BuildError, OSError) as error:
         raise BackendUnavailableError(f"the CPU kernels cannot be loaded: {error}") from error
     _declare(lib)
-    for index, mirror in enumerate(MIRRORED):
-        native_bytes = lib.vx_struct_bytes(index)
+    for mirror in MIRRORED:
+        native_bytes = lib.vx_struct_bytes(mirror.__name__.encode())
         assert native_bytes == ctypes.sizeof(mirror), f"{mirror.__name__} is not as in C++"
     return lib
 
@@ -42,9 +42,8 @@ def _declare(lib: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "vx_isa_name": (c_char_p, (c_int32,)),
         "vx_isa_supported": (c_int32, (c_int32,)),
-        "vx_kernels": (POINTER(VxKernels), (c_int32,)),
         "vx_compiler": (c_char_p, ()),
-        "vx_struct_bytes": (c_size_t, (c_int32,)),
+        "vx_struct_bytes": (c_size_t, (c_char_p,)),
         "vx_packed_bytes": (c_size_t, (c_int32, c_int32, c_int32)),
         "vx_pack_rows": (
             None,
@@ -91,10 +90,12 @@ class Isa:
     index: int
     supported: bool
 
-    @property
-    def kernels(self) -> VxKernels:
-        table: VxKernels = library().vx_kernels(self.index).contents
-        return table
+    def op(self, name: str, arguments: type[ctypes.Structure]) -> int:
+        """Address of the op's function, which takes these arguments."""
+        symbol, lib = f"vx_op_{self.name}_{name}", library()
+        native_bytes = int(getattr(lib, f"{symbol}_bytes")())
+        assert native_bytes == ctypes.sizeof(arguments), f"{arguments.__name__} is not as in C++"
+        return ctypes.cast(getattr(lib, symbol), c_void_p).value or 0
 
 
 def instruction_sets() -> list[Isa]:

@@ -11,14 +11,20 @@ from vllmx_core.errors import CapacityError
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import OpList
+from vllmx_core.ops.values import Rows
+from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
 from vllmx_core.plan import AnyArray
-from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
+from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
 
-from vllmx_cpu.fuse import fuse, gated_weights
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import KVPlan, plan_kv
-from vllmx_cpu.loaded import Forward, bound_forward
+from vllmx_cpu.lower import OPS
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
 from vllmx_cpu.structs import KV_DTYPES
@@ -29,11 +35,10 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The recorded and fused step, and the sizes of everything that it needs."""
+    """The recorded step, and the sizes of everything that it needs."""
 
-    forward: Forward
-    nodes: Sequence[Node]
-    logits: Value
+    recorded: OpList
+    fused: OpList
     specs: Sequence[WeightSpec]
     """The weight map, with matrices of several types cut."""
     segments: Mapping[str, Sequence[str]]
@@ -56,24 +61,24 @@ def plan_load(
 ) -> LoadPlan:
     """Records the model's step and sizes it. Raises CapacityError when weights or one sequence of
     max_model_len do not fit into the memory that is free."""
-    constants = model.constants(options.max_model_len)
-    forward = bound_forward(model, _weight_refs(model, constants))
-    recorder = Recorder()
-    logits = forward(recorder, RecordedInputs())
+    recording = prepare(model, options.max_model_len, "cpu", OPS.supports)
+    recorded = recording.steps
     # float32 asks for float32 throughout: no activation is rounded to int8 then.
     kept = None if dtype == "f32" else source
-    gated = gated_weights(recorder.nodes)
+    gated = gated_weights(recorded)
     cut = {
         spec.name: (spec,) if kept is None else segments(spec, kept, gated)
-        for spec in model.weights()
+        for spec in recording.specs
     }
     specs = [spec for group in cut.values() for spec in group]
     shapes = matrix_shapes(specs, dtype, gated, kept)
-    nodes = fuse(recorder.nodes)
+    fused = fuse_gated_linears(recorded, gated)
     max_rows = _max_rows(options, model.shape.vocab_size)
-    arena = plan_arena(nodes, lambda value: value.width * max_rows[value.rows] * 4, [logits])
-    panel_bytes = _panel_bytes(nodes, max_rows)
-    workspace_bytes = _workspace_bytes(nodes, options, num_threads)
+    arena = plan_arena(
+        fused.ops, lambda value: value.width * max_rows[value.rows] * 4, [fused.logits]
+    )
+    panel_bytes = _panel_bytes(fused, max_rows)
+    workspace_bytes = _workspace_bytes(fused, options, num_threads)
     free = free_bytes()
     weight_bytes = packed_bytes(specs, shapes)
     if weight_bytes > free:
@@ -86,17 +91,10 @@ def plan_load(
     cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, automatic, "cpu")
     kv = plan_kv(model.shape.kv, options, cached, free, used)
     return LoadPlan(
-        forward, nodes, logits, specs,
+        recorded, fused, specs,
         {name: [spec.name for spec in group] for name, group in cut.items()},
-        shapes, max_rows, arena, panel_bytes, workspace_bytes, kv, constants,
+        shapes, max_rows, arena, panel_bytes, workspace_bytes, kv, recording.constants,
     )  # fmt: skip
-
-
-def _weight_refs(model: Model, constants: Mapping[str, AnyArray]) -> dict[str, WeightRef]:
-    refs = {spec.name: WeightRef(spec.name, spec.rows, spec.cols) for spec in model.weights()}
-    for name, table in constants.items():
-        refs[name] = WeightRef(name, table.shape[0], table.shape[-1] if table.ndim > 1 else 0)
-    return refs
 
 
 def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
@@ -105,17 +103,17 @@ def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
     return {"T": tokens, "L": min(tokens, rows)}
 
 
-def _panel_bytes(nodes: Sequence[Node], max_rows: Mapping[Rows, int]) -> int:
+def _panel_bytes(steps: OpList, max_rows: Mapping[Rows, int]) -> int:
     """Four bytes a column and fewer, in whole units."""
-    linears = [node for node in nodes if node.op == "linear"]
+    products = [op for op in steps.ops if isinstance(op, Linear | GatedLinear | Head)]
     return max(
-        (max_rows[n.writes[0].rows] * (n.reads[0].width // 256 + 1) * 1024 for n in linears),
+        (max_rows[op.out.rows] * (op.x.width // 256 + 1) * 1024 for op in products),
         default=0,
     )
 
 
-def _workspace_bytes(nodes: Sequence[Node], options: LoadOptions, num_threads: int) -> int:
-    specs = [node.options["spec"] for node in nodes if node.op == "attention"]
+def _workspace_bytes(steps: OpList, options: LoadOptions, num_threads: int) -> int:
+    specs = [op.spec for op in steps.ops if isinstance(op, Attention)]
     return max(
         (
             int(

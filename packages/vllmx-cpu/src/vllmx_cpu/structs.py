@@ -143,20 +143,5 @@ class VxEncode(Structure):
     ]  # fmt: skip
 
 
-class VxKernels(Structure):
-    """One instruction set's table of ops."""
-
-    _fields_ = [
-        (name, c_void_p)
-        for name in (
-            "linear", "embedding", "rms_norm", "layer_norm", "gated_act", "activation", "add",
-            "scale", "attention", "sample",
-        )
-    ]  # fmt: skip
-
-
-MIRRORED = (
-    VxStep, VxRecord, VxJob, VxWeight, VxLinear, VxEmbedding, VxNorm, VxElementwise, VxAttention,
-    VxSampler, VxKernels, VxEncode,
-)  # fmt: skip
-"""In the order of vx_struct_bytes."""
+MIRRORED = (VxStep, VxRecord, VxJob, VxWeight, VxEncode)
+"""Those that are no arguments of an op, whose sizes vx_struct_bytes knows by name."""

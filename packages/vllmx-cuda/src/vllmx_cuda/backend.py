@@ -11,6 +11,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
+from vllmx_core.ops.op import Op
 from vllmx_core.weights import WeightSource
 
 from vllmx_cuda.arch import capability
@@ -19,7 +20,7 @@ from vllmx_cuda.dtypes import automatic, resolve
 from vllmx_cuda.graphs import Graphs
 from vllmx_cuda.kv_cache import CODES
 from vllmx_cuda.loaded import CudaLoadedModel
-from vllmx_cuda.lower import Lowering
+from vllmx_cuda.lower import OPS, Lowering
 from vllmx_cuda.planning import LoadPlan, plan_load
 from vllmx_cuda.prefill import wants_wgmma
 from vllmx_cuda.program import Program
@@ -62,6 +63,10 @@ class CudaBackend:
     @property
     def name(self) -> str:
         return NAME
+
+    def supports(self, op: Op) -> bool:
+        """See `vllmx_core.backend.Backend.supports`."""
+        return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
         """Driver, GPUs, libraries, where compiled kernels are; what is missing says so."""
@@ -138,8 +143,8 @@ def _load(
     last_ids = device.zeros(4 * plan.max_rows["L"])
     sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)
     program = Program(
-        device, plan, lowering.lower(plan.nodes), lowering.variant("begin_step", VX_VEC=1),
-        lowering.place(plan.logits), last_ids,
+        device, plan, lowering.lower(plan.steps), lowering.variant("begin_step", VX_VEC=1),
+        lowering.place(plan.steps.logits), last_ids,
         Staging(
             device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks
         ),
@@ -166,7 +171,7 @@ def _info(plan: LoadPlan, options: LoadOptions, device: Device, weights_s: float
         kv_cache_bytes=plan.kv.num_bytes,
         details={
             "architecture": device.info.arch,
-            "ops": len(plan.nodes),
+            "ops": len(plan.steps.ops),
             "seconds for weights": round(weights_s, 3),
             "activation buffers": format_bytes(plan.layout.num_bytes),
         },

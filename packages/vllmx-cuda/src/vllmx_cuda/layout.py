@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllmx_core.arena import ArenaPlan, plan_arena
-from vllmx_core.model import AttentionSpec
-from vllmx_core.tape import Node, Rows, Value
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention, AttentionSpec
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.op import Op, OpList, last_reads
+from vllmx_core.ops.values import Rows, Value
 
 from vllmx_cuda.arch import number
 from vllmx_cuda.device import Device, Memory
@@ -62,25 +65,25 @@ class StepLayout:
 
 
 def lay_out(
-    nodes: Sequence[Node],
-    logits: Value,
+    steps: OpList,
     max_rows: Mapping[Rows, int],
     dtype: str,
     num_processors: int,
     products: ScratchBytes,
 ) -> StepLayout:
-    in_place, item = _in_place(nodes), ITEM_BYTES[dtype]
+    ops, item = steps.ops, ITEM_BYTES[dtype]
+    in_place = _in_place(ops)
 
     def value_bytes(value: Value) -> int:
         return value.width * max_rows[value.rows] * (4 if value.rows == "L" else item)
 
-    specs = attention_specs(nodes)
-    items = max_items(nodes, max_rows["T"], num_processors)
+    specs = attention_specs(ops)
+    items = max_items(ops, max_rows["T"], num_processors)
     widest = max((spec.num_heads * spec.head_size for spec in specs), default=0)
     heads = max((spec.num_heads for spec in specs), default=0)
-    head_inputs = [node.reads[0].width for node in nodes if node.writes[0].rows == "L"]
+    head_inputs = [op.x.width for op in ops if isinstance(op, Head)]
     return StepLayout(
-        plan_arena(nodes, value_bytes, [logits], alignment=ALIGNMENT, in_place=in_place),
+        plan_arena(ops, value_bytes, [steps.logits], alignment=ALIGNMENT, in_place=in_place),
         in_place,
         queries=max_rows["T"] * widest * item,
         partial=items * widest * 4,
@@ -90,21 +93,18 @@ def lay_out(
     )
 
 
-def _in_place(nodes: Sequence[Node]) -> dict[Value, Value]:
+def _in_place(ops: Sequence[Op]) -> dict[Value, Value]:
     """Sum -> residual, where nothing reads the residual afterwards."""
-    last = {value: index for index, node in enumerate(nodes) for value in node.reads}
+    last = last_reads(ops)
     return {
-        node.writes[1]: node.reads[1]
-        for index, node in enumerate(nodes)
-        if node.op == "rms_norm"
-        and len(node.reads) == 2
-        and node.reads[0] is not node.reads[1]
-        and last[node.reads[1]] == index
+        op.total: op.residual
+        for index, op in enumerate(ops)
+        if isinstance(op, AddRmsNorm) and op.x is not op.residual and last[op.residual] == index
     }
 
 
-def attention_specs(nodes: Sequence[Node]) -> list[AttentionSpec]:
-    return [node.options["spec"] for node in nodes if node.op == "attention"]
+def attention_specs(ops: Sequence[Op]) -> list[AttentionSpec]:
+    return [op.spec for op in ops if isinstance(op, Attention)]
 
 
 def visibility(spec: AttentionSpec) -> Visibility:
@@ -112,11 +112,11 @@ def visibility(spec: AttentionSpec) -> Visibility:
 
 
 def work_kinds(
-    nodes: Sequence[Node], dtype: str, kv: int, arch: str, *, wgmma: bool = False
+    ops: Sequence[Op], dtype: str, kv: int, arch: str, *, wgmma: bool = False
 ) -> WorkKinds:
     """What a step's attention work must be planned for. Tensor cores take the prompts where they
     can take those of every layer. For `kv` and `wgmma` see `prefill_kernel`."""
-    specs = attention_specs(nodes)
+    specs = attention_specs(ops)
     found = [prefill_kernel(spec, dtype, kv, arch, wgmma=wgmma) for spec in specs]
     sizes = dict.fromkeys(kernel.tile_tokens for kernel in found if kernel)
     return WorkKinds(
@@ -129,12 +129,12 @@ def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
     return decodes_by_mma(dtype, spec.head_size, number(arch))
 
 
-def max_items(nodes: Sequence[Node], num_tokens: int, num_processors: int) -> int:
+def max_items(ops: Sequence[Op], num_tokens: int, num_processors: int) -> int:
     """Work items that a step of so many tokens can have in any layer."""
     return max(
         (
             item_capacity(num_tokens, num_processors, blocks_an_item(spec))
-            for spec in attention_specs(nodes)
+            for spec in attention_specs(ops)
         ),
         default=num_tokens,
     )

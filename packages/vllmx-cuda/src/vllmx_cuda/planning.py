@@ -10,8 +10,10 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
+from vllmx_core.ops.op import OpList
+from vllmx_core.ops.values import Rows
 from vllmx_core.plan import AnyArray
-from vllmx_core.tape import Node, RecordedInputs, Recorder, Rows, Value, WeightRef
+from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cuda.arch import number
@@ -20,6 +22,7 @@ from vllmx_cuda.device import Device
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.kv_cache import CODES, KVPlan, plan_kv
 from vllmx_cuda.layout import StepLayout, lay_out, max_items, work_kinds
+from vllmx_cuda.lower import OPS
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
 from vllmx_cuda.sampler import sampler_bytes
@@ -38,8 +41,7 @@ GRAPH_BYTES = 2 << 20
 class LoadPlan:
     """The recorded step, and the sizes of everything that it needs."""
 
-    nodes: Sequence[Node]
-    logits: Value
+    steps: OpList
     specs: Sequence[WeightSpec]
     constants: Mapping[str, AnyArray]
     dtype: str
@@ -68,8 +70,8 @@ def plan_load(
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
     of the device that is free, and WeightFormatError when `source` has not what the model asks
     for."""
-    specs, constants = model.weights(), model.constants(options.max_model_len)
-    nodes, logits = _record(model, specs, constants)
+    recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
+    steps, specs, constants = recording.steps, recording.specs, recording.constants
     free, processors = device.free_bytes(), device.info.num_processors
     max_rows = _max_rows(options, model.shape.vocab_size)
     tokens = max_rows["T"]
@@ -85,9 +87,9 @@ def plan_load(
         )
     buckets = bucket_sizes(options.num_seqs)
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
-    work = work_kinds(nodes, dtype, kv_kind, device.info.arch, wgmma=wgmma)
-    layout = lay_out(nodes, logits, max_rows, dtype, processors, weights.scratch)
-    items, tiles = max_items(nodes, tokens, processors), (tokens,) * len(work.tile_tokens)
+    work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
+    layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
+    items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tile_tokens)
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles)
     staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
@@ -104,20 +106,9 @@ def plan_load(
         format_bytes(used - weights.num_bytes), format_bytes(kv.num_bytes),
     )  # fmt: skip
     return LoadPlan(
-        nodes, logits, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
+        steps, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
         layout, staging_bytes, kv,
     )  # fmt: skip
-
-
-def _record(
-    model: Model, specs: Sequence[WeightSpec], constants: Mapping[str, AnyArray]
-) -> tuple[Sequence[Node], Value]:
-    refs = {spec.name: WeightRef(spec.name, spec.rows, spec.cols) for spec in specs}
-    for name, table in constants.items():
-        refs[name] = WeightRef(name, table.shape[0], table.shape[-1] if table.ndim > 1 else 0)
-    recorder = Recorder()
-    logits = model.forward(recorder, refs, RecordedInputs())
-    return recorder.nodes, logits
 
 
 def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec
 
 from vllmx_cuda.arch import number
 from vllmx_cuda.kernel_specs import has_tensor_cores

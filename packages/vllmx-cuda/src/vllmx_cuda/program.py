@@ -116,7 +116,7 @@ class Program:
     def _bucket(self, size: int) -> _Bucket:
         found = self._buckets.get(size)
         if found is None:
-            items = max_items(self.plan.nodes, size, self.device.info.num_processors)
+            items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
             none = tuple(0 for _ in self.plan.work.tile_tokens)
             layout = self.staging.layout(StepSizes(size, size, size, items, none))
             found = self._buckets[size] = _Bucket(layout, self.staging.memory(layout))
@@ -127,7 +127,7 @@ class Program:
         if tiles:
             by_items = int((np.diff(plan.query_start) == 1).sum())
         processors = self.device.info.num_processors
-        items = max_items(self.plan.nodes, by_items, processors) if by_items else 0
+        items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
         num_tiles = tuple(map(len, tiles))
         return StepSizes(plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles)
 

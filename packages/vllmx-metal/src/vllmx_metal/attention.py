@@ -4,7 +4,7 @@ attend."""
 from __future__ import annotations
 
 import mlx.core as mx
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights
 
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages, Pages
@@ -34,17 +34,23 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array, *, interleaved: bool) -> m
     return mx.concatenate([pairs, *rest], axis=-1) if rest else pairs
 
 
-def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerPages) -> mx.array:
+def attention(
+    qkv: mx.array,
+    spec: AttentionSpec,
+    weights: AttentionWeights[mx.array],
+    step: MetalStep,
+    pages: LayerPages,
+) -> mx.array:
     """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
     q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
-    if spec.q_norm is not None:
-        q = mx.fast.rms_norm(q, spec.q_norm, spec.norm_eps)  # float32 from here, as the weight
-    if spec.k_norm is not None:
-        k = mx.fast.rms_norm(k, spec.k_norm, spec.norm_eps)
-    if spec.rope is not None:
-        cos, sin = step.rotation(spec.rope)
+    if weights.q_norm is not None:
+        q = mx.fast.rms_norm(q, weights.q_norm, spec.norm_eps)  # float32 from here, as the weight
+    if weights.k_norm is not None:
+        k = mx.fast.rms_norm(k, weights.k_norm, spec.norm_eps)
+    if weights.rope is not None:
+        cos, sin = step.rotation(weights.rope)
         q = rotate(q, cos, sin, interleaved=spec.interleaved)
         k = rotate(k, cos, sin, interleaved=spec.interleaved)
     q = q.astype(qkv.dtype)
@@ -55,7 +61,8 @@ def attention(qkv: mx.array, spec: AttentionSpec, step: MetalStep, pages: LayerP
         q = q[cut.order]
     outs, first = [], 0
     for batch in cut.batches:
-        outs.append(_attend(q[first : first + batch.tokens], batch.over, spec, pages))
+        queries = q[first : first + batch.tokens]
+        outs.append(_attend(queries, batch.over, spec, weights.sinks, pages))
         first += batch.tokens
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs)  # (T, H, D)
     if cut.inverse is not None:
@@ -67,13 +74,14 @@ def _attend(
     q: mx.array,
     batch: GatheredTiles | DecodeRows | PrefillTiles,
     spec: AttentionSpec,
+    sinks: mx.array | None,
     pages: LayerPages,
 ) -> mx.array:
     """q (tokens, H, D) -> the same."""
     if isinstance(batch, DecodeRows):
-        return paged_decode(q, spec, pages, batch)
+        return paged_decode(q, spec, sinks, pages, batch)
     if isinstance(batch, PrefillTiles):
-        return paged_prefill(q, spec, pages, batch)
+        return paged_prefill(q, spec, sinks, pages, batch)
     tiles, queries = batch.tiles, batch.queries
 
     def gathered(pool: Pages) -> mx.array:
@@ -90,10 +98,10 @@ def _attend(
             values,
             scale=spec.scale,
             mask=batch.mask,
-            sinks=None if spec.sinks is None else spec.sinks.astype(q.dtype),
+            sinks=None if sinks is None else sinks.astype(q.dtype),
         )
     else:
-        out = _capped(by_head, keys, values, batch, spec, spec.softcap)
+        out = _capped(by_head, keys, values, batch, spec, spec.softcap, sinks)
     return out.swapaxes(1, 2).reshape(tiles * queries, spec.num_heads, spec.head_size)
 
 
@@ -109,6 +117,7 @@ def _capped(
     batch: GatheredTiles,
     spec: AttentionSpec,
     softcap: float,
+    sinks: mx.array | None,
 ) -> mx.array:
     """Attention whose scores go through a soft-cap, which MLX's own has no place for. q (N, H, Q,
     D), keys and values (N, K, C, D) -> (N, H, Q, D)."""
@@ -124,9 +133,9 @@ def _capped(
     elif batch.mask is not None:
         seen = mx.tri(queries, context, context - queries, mx.float32) > 0
         scores = mx.where(seen, scores, -mx.inf)
-    if spec.sinks is not None:
-        sinks = mx.broadcast_to(spec.sinks[:, None, None], (tiles, heads, queries, 1))
-        scores = mx.concatenate([scores, sinks], axis=-1)
+    if sinks is not None:
+        by_head = mx.broadcast_to(sinks[:, None, None], (tiles, heads, queries, 1))
+        scores = mx.concatenate([scores, by_head], axis=-1)
     weights = mx.softmax(scores, axis=-1)[..., :context].astype(values.dtype)
     out = weights.reshape(tiles, kv_heads, group * queries, context) @ values
     return out.reshape(tiles, heads, queries, size)

@@ -11,6 +11,8 @@ from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
+from vllmx_core.ops.op import Op
+from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_metal import step
@@ -19,7 +21,7 @@ from vllmx_metal.dtypes import DTYPES, choose_dtype
 from vllmx_metal.kernel_choice import choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
-from vllmx_metal.ops import MetalOps
+from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
 from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
@@ -36,6 +38,10 @@ class MetalBackend:
     @property
     def name(self) -> str:
         return "metal"
+
+    def supports(self, op: Op) -> bool:
+        """See `vllmx_core.backend.Backend.supports`."""
+        return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
         """Version of MLX, its device and how much memory there is for a model."""
@@ -74,7 +80,8 @@ class MetalBackend:
         device = current_device()
         dtype = choose_dtype(options.dtype, model.shape.dtype)
         cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, self.name)
-        specs, constants = model.weights(), model.constants(options.max_model_len)
+        recording = prepare(model, options.max_model_len, self.name, self.supports)
+        specs, constants = recording.specs, recording.constants
         most_seqs = options.max_num_seqs or MOST_SEQS
         max_tokens = max(options.max_num_batched_tokens, most_seqs)
         max_rows = max(most_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
@@ -107,9 +114,11 @@ class MetalBackend:
             },
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
-        ops = MetalOps(kv.allocate(), DTYPES[dtype])
+        pages = kv.allocate()
         keep_resident(device, info.weight_bytes + info.kv_cache_bytes, step_bytes)
-        return MetalLoadedModel(model, weights, ops, info, owner, device, kernels)
+        return MetalLoadedModel(
+            recording.steps, weights, pages, DTYPES[dtype], info, owner, device, kernels
+        )
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 from vllmx_core.errors import ConfigError
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec
 
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import PART, decode_rows, paged_decode
@@ -68,7 +68,7 @@ def decode_difference(dtype: mx.Dtype) -> float:
     q, pages, spec = _case(dtype, 1, length, page)
     blocks = np.arange(-(-length // page), dtype=np.int32)[None]
     rows = decode_rows(blocks, np.array([0]), np.array([length - 1]), page)
-    return _difference(paged_decode(q, spec, pages, rows), q, pages, length)
+    return _difference(paged_decode(q, spec, None, pages, rows), q, pages, length)
 
 
 def prefill_difference(dtype: mx.Dtype) -> float:
@@ -77,7 +77,7 @@ def prefill_difference(dtype: mx.Dtype) -> float:
     q, pages, spec = _case(dtype, queries, length, page)
     blocks = np.arange(-(-length // page), dtype=np.int32)[None]
     tiles = PrefillTiles.of(blocks, np.array([length - queries]), np.array([queries]), page)
-    return _difference(paged_prefill(q, spec, pages, tiles), q, pages, length)
+    return _difference(paged_prefill(q, spec, None, pages, tiles), q, pages, length)
 
 
 def _case(

@@ -11,12 +11,14 @@ from concurrent.futures import Future
 import mlx.core as mx
 import numpy as np
 from vllmx_core.backend import LoadedInfo
-from vllmx_core.model import Model
+from vllmx_core.interpreter import Interpreter
+from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
 from vllmx_metal.device import Device, release
 from vllmx_metal.kernel_choice import PagedKernels
-from vllmx_metal.ops import MetalOps
+from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.ops import OPS, MetalFrame
 from vllmx_metal.owner import Owner
 from vllmx_metal.sampler import sample
 from vllmx_metal.step import MetalStep, detached
@@ -30,15 +32,17 @@ class MetalLoadedModel:
 
     def __init__(
         self,
-        model: Model,
+        steps: OpList,
         weights: Mapping[str, MetalWeight],
-        ops: MetalOps,
+        pages: tuple[LayerPages, ...],
+        dtype: mx.Dtype,
         info: LoadedInfo,
         owner: Owner,
         device: Device,
         kernels: PagedKernels,
     ) -> None:
-        self._model, self._weights, self._ops = model, weights, ops
+        self._interpreter = Interpreter(steps, OPS.handler)
+        self._weights, self._pages, self._dtype = weights, pages, dtype
         self._info, self._owner, self._device, self._kernels = info, owner, device, kernels
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
@@ -83,7 +87,7 @@ class MetalLoadedModel:
             handle.arrays = self._graph(plan, rows)
             self._finish_running()
             handle.started_s = time.perf_counter()
-            mx.async_eval(handle.arrays, [page.arrays for page in self._ops.pages])
+            mx.async_eval(handle.arrays, [page.arrays for page in self._pages])
             self._running = handle
         except BaseException as error:  # whatever it is, the thread that waits gets it
             handle.done.set_exception(error)
@@ -91,7 +95,8 @@ class MetalLoadedModel:
     def _graph(self, plan: StepPlan, rows: SamplingRows) -> dict[str, mx.array]:
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
-        logits: mx.array = self._model.forward(self._ops, self._weights, step)  # (L, V)
+        frame = MetalFrame(step, self._weights, self._pages, self._dtype)
+        logits: mx.array = self._interpreter.run(frame)  # (L, V)
         if not plan.num_logit_rows:
             return {"ids": mx.zeros(0, mx.int32)}
         results = sample(logits, rows, step.tokens[step.logit_rows])
@@ -115,8 +120,7 @@ class MetalLoadedModel:
 
     def _free(self) -> None:
         self._finish_running()
-        self._weights, self._last_ids = {}, None
-        self._ops = MetalOps((), self._ops.dtype)
+        self._weights, self._pages, self._last_ids = {}, (), None
         release(self._device)
 
     # In the engine's thread

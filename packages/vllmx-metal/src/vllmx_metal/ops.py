@@ -1,20 +1,34 @@
-"""`vllmx_core.model.Ops` on MLX arrays. The residual stream and what norms make of it are float32;
-matrices, attention and gates work in the model's dtype, and MLX's kernels sum in float32."""
+"""The ops on MLX arrays, one handler each. The residual stream and what norms make of it are
+float32; matrices, attention and gates work in the model's dtype, and MLX's kernels sum in
+float32."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import mlx.core as mx
-from vllmx_core.model import Activation, AttentionSpec, StepInputs
+from vllmx_core.interpreter import Frame
+from vllmx_core.op_table import OpTable
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.values import WeightRef
 
 from vllmx_metal.attention import attention
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.matrices import LinearWeight, Matrix
 from vllmx_metal.step import MetalStep
+from vllmx_metal.weights import MetalWeight
 
 _GELU_TANH = math.sqrt(2 / math.pi)
 
@@ -55,50 +69,97 @@ _GATES: Mapping[str, Callable[[mx.array, mx.array], mx.array]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MetalOps:
-    """Builds the graph of one step; nothing is computed until it is submitted."""
+class MetalFrame(Frame[mx.array]):
+    """The graph of one step while it is built: nothing is computed until it is submitted."""
 
-    pages: tuple[LayerPages, ...]
-    dtype: mx.Dtype
+    def __init__(
+        self,
+        step: MetalStep,
+        weights: Mapping[str, MetalWeight],
+        pages: tuple[LayerPages, ...],
+        dtype: mx.Dtype,
+    ) -> None:
+        super().__init__()
+        self.step, self.weights, self.pages, self.dtype = step, weights, pages, dtype
 
-    def embedding(self, ids: mx.array, w: Matrix) -> mx.array:
-        return w.rows(ids).astype(mx.float32)
+    def array(self, ref: WeightRef) -> mx.array:
+        """A vector or a constant."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, mx.array), f"{ref.name} is a matrix"
+        return weight
 
-    def rms_norm(self, x: mx.array, w: mx.array, eps: float) -> mx.array:
-        return mx.fast.rms_norm(x, w, eps)
+    def matrix(self, ref: WeightRef) -> LinearWeight:
+        """A matrix with its bias."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, LinearWeight), f"{ref.name} is no matrix to multiply"
+        return weight
 
-    def add_rms_norm(
-        self, x: mx.array, residual: mx.array | None, w: mx.array, eps: float
-    ) -> tuple[mx.array, mx.array]:
-        total = x if residual is None else x + residual
-        return mx.fast.rms_norm(total, w, eps), total
+    def table(self, ref: WeightRef) -> Matrix:
+        """A table of embeddings."""
+        weight = self.weights[ref.name]
+        assert not isinstance(weight, LinearWeight | mx.array), f"{ref.name} is no table"
+        return weight
 
-    def layer_norm(self, x: mx.array, w: mx.array, bias: mx.array | None, eps: float) -> mx.array:
-        return mx.fast.layer_norm(x, w, bias, eps)
 
-    def linear(self, x: mx.array, w: LinearWeight) -> mx.array:
-        return w.multiply(x).astype(self.dtype)
+OPS: OpTable[MetalFrame, None] = OpTable("metal")
 
-    def attention(self, qkv: mx.array, spec: AttentionSpec, step: StepInputs) -> mx.array:
-        assert isinstance(step, MetalStep)
-        return attention(qkv, spec, step, self.pages[spec.layer])
 
-    def gated_act(self, gate_up: mx.array, kind: Activation) -> mx.array:
-        gate, up = mx.split(gate_up, 2, axis=-1)
-        return _GATES[kind](gate, up)
+@OPS.add(Embedding)
+def _embedding(op: Embedding, frame: MetalFrame) -> None:
+    frame[op.out] = frame.table(op.w).rows(frame.step.tokens).astype(mx.float32)
 
-    def activation(self, x: mx.array, kind: Activation) -> mx.array:
-        return _ACTIVATIONS[kind](x)
 
-    def add(self, x: mx.array, y: mx.array) -> mx.array:
-        return x + y
+@OPS.add(RmsNorm)
+def _rms_norm(op: RmsNorm, frame: MetalFrame) -> None:
+    frame[op.out] = mx.fast.rms_norm(frame[op.x], frame.array(op.w), op.eps)
 
-    def scale(self, x: mx.array, factor: float) -> mx.array:
-        return x * factor
 
-    def logits(
-        self, x: mx.array, rows: mx.array, w: LinearWeight, softcap: float | None = None
-    ) -> mx.array:
-        logits = w.multiply(x[rows]).astype(mx.float32)  # (L, V)
-        return logits if softcap is None else softcap * mx.tanh(logits / softcap)
+@OPS.add(AddRmsNorm)
+def _add_rms_norm(op: AddRmsNorm, frame: MetalFrame) -> None:
+    total = frame[op.x] + frame[op.residual]
+    frame[op.out], frame[op.total] = mx.fast.rms_norm(total, frame.array(op.w), op.eps), total
+
+
+@OPS.add(LayerNorm)
+def _layer_norm(op: LayerNorm, frame: MetalFrame) -> None:
+    bias = None if op.bias is None else frame.array(op.bias)
+    frame[op.out] = mx.fast.layer_norm(frame[op.x], frame.array(op.w), bias, op.eps)
+
+
+@OPS.add(Linear)
+def _linear(op: Linear, frame: MetalFrame) -> None:
+    frame[op.out] = frame.matrix(op.w).multiply(frame[op.x]).astype(frame.dtype)
+
+
+@OPS.add(Attention)
+def _attention(op: Attention, frame: MetalFrame) -> None:
+    pages, weights = frame.pages[op.spec.layer], op.bound(frame.array)
+    frame[op.out] = attention(frame[op.qkv], op.spec, weights, frame.step, pages)
+
+
+@OPS.add(GatedAct)
+def _gated_act(op: GatedAct, frame: MetalFrame) -> None:
+    gate, up = mx.split(frame[op.gate_up], 2, axis=-1)
+    frame[op.out] = _GATES[op.kind](gate, up)
+
+
+@OPS.add(Act)
+def _activation(op: Act, frame: MetalFrame) -> None:
+    frame[op.out] = _ACTIVATIONS[op.kind](frame[op.x])
+
+
+@OPS.add(Add)
+def _add(op: Add, frame: MetalFrame) -> None:
+    frame[op.out] = frame[op.x] + frame[op.y]
+
+
+@OPS.add(Scale)
+def _scale(op: Scale, frame: MetalFrame) -> None:
+    frame[op.out] = frame[op.x] * op.factor
+
+
+@OPS.add(Head)
+def _head(op: Head, frame: MetalFrame) -> None:
+    rows, cap = frame[op.x][frame.step.logit_rows], op.softcap
+    logits = frame.matrix(op.w).multiply(rows).astype(mx.float32)  # (L, V)
+    frame[op.out] = logits if cap is None else cap * mx.tanh(logits / cap)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec
 
 from vllmx_metal.kv_cache import LayerPages
 
@@ -59,8 +59,15 @@ def kernel() -> Callable[..., list[mx.array]]:
     return compiled("paged_decode", INPUTS, OUTPUTS)
 
 
-def paged_decode(q: mx.array, spec: AttentionSpec, pages: LayerPages, rows: DecodeRows) -> mx.array:
-    """q (N, H, D) -> (N, H, D) in its dtype; the pages hold the rows' own keys already."""
+def paged_decode(
+    q: mx.array,
+    spec: AttentionSpec,
+    sinks: mx.array | None,
+    pages: LayerPages,
+    rows: DecodeRows,
+) -> mx.array:
+    """q (N, H, D), sinks (H,) -> (N, H, D) in q's dtype; the pages hold the rows' own keys
+    already."""
     count, heads, size = q.shape
     group = heads // spec.num_kv_heads
     together = min(group, max(1, MOST_HEAD_VALUES // size))
@@ -86,7 +93,7 @@ def paged_decode(q: mx.array, spec: AttentionSpec, pages: LayerPages, rows: Deco
         output_shapes=[(count, heads, parts, size), (count, heads, parts), (count, heads, parts)],
         output_dtypes=[mx.float32, mx.float32, mx.float32],
     )  # fmt: skip
-    return _joined(sums, tops, masses, spec.sinks).astype(q.dtype)
+    return _joined(sums, tops, masses, sinks).astype(q.dtype)
 
 
 def _joined(sums: mx.array, tops: mx.array, masses: mx.array, sinks: mx.array | None) -> mx.array:

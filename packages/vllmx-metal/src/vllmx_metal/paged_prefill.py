@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec
 
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.paged import compiled
@@ -74,9 +74,14 @@ def kernel() -> Callable[..., list[mx.array]]:
 
 
 def paged_prefill(
-    q: mx.array, spec: AttentionSpec, pages: LayerPages, tiles: PrefillTiles
+    q: mx.array,
+    spec: AttentionSpec,
+    sinks: mx.array | None,
+    pages: LayerPages,
+    tiles: PrefillTiles,
 ) -> mx.array:
-    """q (T, H, D) -> (T, H, D) in its dtype; the pages hold the tokens' own keys already."""
+    """q (T, H, D), sinks (H,) -> (T, H, D) in q's dtype; the pages hold the tokens' own keys
+    already."""
     heads, size = q.shape[1:]
     group = heads // spec.num_kv_heads
     items = tiles.items(group)
@@ -88,12 +93,12 @@ def paged_prefill(
         ("T", q.dtype), ("S", pages.k.data.dtype), ("D", size), ("H", heads),
         ("K", spec.num_kv_heads), ("GROUP", group), ("PAGE", tiles.page), ("SIMDS", SIMDS),
         ("WINDOW", spec.window or 0), ("SCALED", pages.k.scales is not None),
-        ("CAPPED", spec.softcap is not None), ("SINKS", spec.sinks is not None),
+        ("CAPPED", spec.softcap is not None), ("SINKS", sinks is not None),
     ]  # fmt: skip
     (out,) = kernel()(
         inputs=[
             q, pages.k.data, pages.v.data, k_scales, v_scales, tiles.block_table, items,
-            nothing if spec.sinks is None else spec.sinks,
+            nothing if sinks is None else sinks,
             mx.array([spec.scale, spec.softcap or 1.0], mx.float32),
         ],
         template=template,

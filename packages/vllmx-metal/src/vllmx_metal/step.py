@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec
 from vllmx_core.plan import I32, StepPlan
 from vllmx_core.query_tiles import QueryTiles
 
@@ -55,7 +55,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class MetalStep:
-    """`vllmx_core.model.StepInputs` as MLX arrays, and the rest of the plan on the host."""
+    """A step's plan as MLX arrays, and the rest of it on the host."""
 
     plan: StepPlan
     block_size: int

@@ -99,12 +99,12 @@ class Decoder:
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         spec = self.spec
         x = ops.embedding(step.tokens, w["embed"])  # (T, E)
-        residual = None
+        residual: Array | None = None
         for layer in range(len(spec.layers)):
             name = f"layers.{layer}"
             x, residual = ops.add_rms_norm(x, residual, w[f"{name}.attn_norm"], spec.norm_eps)
             qkv = ops.linear(x, w[f"{name}.qkv"])  # (T, (H + 2K) * D)
-            x = ops.attention(qkv, self._attention(layer, w), step)  # (T, H * D)
+            x = self._attention(ops, qkv, w, step, layer)  # (T, H * D)
             x = ops.linear(x, w[f"{name}.o"])  # (T, E)
             x, residual = ops.add_rms_norm(x, residual, w[f"{name}.mlp_norm"], spec.norm_eps)
             gate_up = ops.linear(x, w[f"{name}.gate_up"])  # (T, 2F)
@@ -113,20 +113,28 @@ class Decoder:
         x, _ = ops.add_rms_norm(x, residual, w["norm"], spec.norm_eps)
         return ops.logits(x, step.logit_rows, w["lm_head"])  # (L, V)
 
-    def _attention(self, layer: int, w: Mapping[str, Weight]) -> AttentionSpec:
-        spec, rope, table = self.spec, self.spec.layers[layer].rope, self._tables[layer]
-        return AttentionSpec(
+    def _attention(
+        self, ops: Ops, qkv: Array, w: Mapping[str, Weight], step: StepInputs, layer: int
+    ) -> Array:
+        spec, table = self.spec, self._tables[layer]
+        rope, window = spec.layers[layer].rope, spec.layers[layer].window
+        options = AttentionSpec(
             layer=layer,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             scale=spec.head_size**-0.5,
-            rope=None if table is None else w[table],
             rotary_dim=0 if rope is None else rope.rotary_dim,
+            norm_eps=spec.norm_eps,
+            window=window,
+        )
+        return ops.attention(
+            qkv,
+            options,
+            step,
+            rope=None if table is None else w[table],
             q_norm=w[f"layers.{layer}.q_norm"] if spec.qk_norm else None,
             k_norm=w[f"layers.{layer}.k_norm"] if spec.qk_norm else None,
-            norm_eps=spec.norm_eps,
-            window=spec.layers[layer].window,
         )
 
     def _block_weights(self, layer: int) -> tuple[WeightSpec, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import AttentionSpec, AttentionWeights
 
 from vllmx_torch.kv_cache import LayerPages, Pages
 from vllmx_torch.kv_quant import values
@@ -66,30 +66,41 @@ def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def attention(
-    qkv: Tensor, spec: AttentionSpec, step: TorchStep, pages: LayerPages, scratch: Scratch
+    qkv: Tensor,
+    spec: AttentionSpec,
+    weights: AttentionWeights[Tensor],
+    step: TorchStep,
+    pages: LayerPages,
+    scratch: Scratch,
 ) -> Tensor:
     """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.view(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
     q, k, v = split.split([heads, kv_heads, kv_heads], dim=1)
-    if spec.q_norm is not None:
-        q = rms_norm(q, spec.q_norm, spec.norm_eps)
-    if spec.k_norm is not None:
-        k = rms_norm(k, spec.k_norm, spec.norm_eps)
-    if spec.rope is not None:
-        table = spec.rope[step.positions]  # (T, rotary_dim)
+    if weights.q_norm is not None:
+        q = rms_norm(q, weights.q_norm, spec.norm_eps)
+    if weights.k_norm is not None:
+        k = rms_norm(k, weights.k_norm, spec.norm_eps)
+    if weights.rope is not None:
+        table = weights.rope[step.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     pages.k.write(step.slots, k)
     pages.v.write(step.slots, v)
     out = torch.empty_like(q)  # (T, H, D)
     for batch in step.batches(spec.window, spec.causal):
-        out.index_copy_(0, batch.tokens, _attend(q[batch.tokens], batch, spec, pages, scratch))
+        attended = _attend(q[batch.tokens], batch, spec, weights.sinks, pages, scratch)
+        out.index_copy_(0, batch.tokens, attended)
     return out.view(-1, heads * size)
 
 
 def _attend(
-    q: Tensor, batch: AttentionBatch, spec: AttentionSpec, pages: LayerPages, scratch: Scratch
+    q: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    pages: LayerPages,
+    scratch: Scratch,
 ) -> Tensor:
     """q (N * Q, H, D) -> (N * Q, H, D)."""
     tiles, queries, _ = batch.mask.shape
@@ -105,9 +116,9 @@ def _attend(
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.view(kv_heads, tiles, group, queries, -1)
     scores = scores.masked_fill(~batch.mask[:, None], -torch.inf)
-    if spec.sinks is not None:
-        sinks = spec.sinks.view(kv_heads, 1, group, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
+    if sinks is not None:
+        by_head = sinks.view(kv_heads, 1, group, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, by_head], dim=-1)
     weights = scores.softmax(-1)[..., : batch.mask.shape[-1]]
     out = weights.reshape(kv_heads, tiles, group * queries, -1) @ values
     out = out.view(kv_heads, tiles, group, queries, size).permute(1, 3, 0, 2, 4)

@@ -18,6 +18,8 @@ from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
+from vllmx_core.ops.op import Op
+from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_torch import step
@@ -31,6 +33,7 @@ from vllmx_torch.device import (
 from vllmx_torch.kv_cache import plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
+from vllmx_torch.ops import OPS
 from vllmx_torch.weights import DTYPES, WeightLoader, weight_bytes
 
 logger = logging.getLogger("vllmx.torch")
@@ -48,6 +51,10 @@ class TorchBackend:
     @property
     def name(self) -> str:
         return "torch"
+
+    def supports(self, op: Op) -> bool:
+        """See `vllmx_core.backend.Backend.supports`."""
+        return OPS.supports(op)
 
     def environment(self) -> dict[str, str]:
         """Version of torch, its devices, and the one that a model would go to, or why to none."""
@@ -80,7 +87,8 @@ class TorchBackend:
         cached = kv_dtype(options.kv_cache_dtype, dtypes_of(device), dtype, self.name)
         if device.type == "cpu":
             torch.set_num_threads(_num_threads(options))
-        specs, constants = model.weights(), model.constants(options.max_model_len)
+        recording = prepare(model, options.max_model_len, self.name, self.supports)
+        specs, constants = recording.specs, recording.constants
         max_tokens = max(options.max_num_batched_tokens, options.num_seqs)
         max_rows = max(options.num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
         max_rows = min(max_tokens, max_rows)
@@ -110,7 +118,10 @@ class TorchBackend:
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
-        return TorchLoadedModel(model, weights, kv.allocate(device), info, device, sampling_device)
+        pages = kv.allocate(device)
+        return TorchLoadedModel(
+            recording.steps, weights, pages, info, device, sampling_device
+        )  # fmt: skip
 
 
 def _dtype(wanted: str, automatic: str) -> str:

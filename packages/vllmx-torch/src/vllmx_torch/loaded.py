@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllmx_core.backend import LoadedInfo
-from vllmx_core.model import Model
+from vllmx_core.interpreter import Interpreter
+from vllmx_core.ops.op import OpList
 from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
 
+from vllmx_torch.attention import Scratch
 from vllmx_torch.kv_cache import LayerPages
-from vllmx_torch.ops import TorchOps
+from vllmx_torch.ops import OPS, TorchFrame
 from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import Download, StepClock
@@ -30,14 +32,15 @@ class TorchLoadedModel:
 
     def __init__(
         self,
-        model: Model,
+        steps: OpList,
         weights: Mapping[str, TorchWeight],
         pages: tuple[LayerPages, ...],
         info: LoadedInfo,
         device: torch.device,
         sampling_device: torch.device,
     ) -> None:
-        self._model, self._weights, self._ops = model, weights, TorchOps(pages)
+        self._interpreter = Interpreter(steps, OPS.handler)
+        self._weights, self._pages, self._scratch = weights, pages, Scratch()
         self._info = info
         self._device, self._sampling_device = device, sampling_device
         self._last_ids = torch.zeros(1, dtype=torch.int64, device=device)  # (L,) of the last step
@@ -68,7 +71,8 @@ class TorchLoadedModel:
         return handle
 
     def _sampled(self, step: TorchStep, rows: SamplingRows) -> dict[str, Tensor]:
-        logits: Tensor = self._model.forward(self._ops, self._weights, step)  # (L, V)
+        frame = TorchFrame(step, self._weights, self._pages, self._scratch)
+        logits: Tensor = self._interpreter.run(frame)  # (L, V)
         fed_tokens = step.tokens[step.logit_rows]
         return sample(logits.to(self._sampling_device), rows, fed_tokens.to(self._sampling_device))
 
@@ -79,7 +83,7 @@ class TorchLoadedModel:
         self._in_flight.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._weights, self._ops = {}, TorchOps(())
+        self._weights, self._pages, self._scratch = {}, (), Scratch()
         self._last_ids = torch.zeros(1, dtype=torch.int64)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,79 +1,134 @@
-"""`vllmx_core.model.Ops` on tensors, op by op. Activations are float32; matrices are multiplied in
-the model's dtype, except for the head, whose rounded logits would tie."""
+"""The ops on tensors, one handler each. Activations are float32; matrices are multiplied in the
+model's dtype, except for the head, whose rounded logits would tie."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.model import Activation, AttentionSpec, StepInputs
+from vllmx_core.interpreter import Frame
+from vllmx_core.op_table import OpTable
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.values import WeightRef
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.step import TorchStep
-from vllmx_torch.weights import LinearWeight
+from vllmx_torch.weights import LinearWeight, TorchWeight
 
 _HEAD_VALUES = 1 << 24
 """The head goes to float32 in pieces of about so many values."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchOps:
-    """Computes one step at once."""
+class TorchFrame(Frame[Tensor]):
+    """One step: its values, plan, weights and KV cache."""
 
-    pages: tuple[LayerPages, ...]
-    scratch: Scratch = field(default_factory=Scratch)
+    def __init__(
+        self,
+        step: TorchStep,
+        weights: Mapping[str, TorchWeight],
+        pages: tuple[LayerPages, ...],
+        scratch: Scratch,
+    ) -> None:
+        super().__init__()
+        self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch
 
-    def embedding(self, ids: Tensor, w: Tensor) -> Tensor:
-        return w[ids].float()
+    def tensor(self, ref: WeightRef) -> Tensor:
+        """A table, a vector or a constant."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, Tensor), f"{ref.name} is a matrix"
+        return weight
 
-    def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, w, eps)
+    def matrix(self, ref: WeightRef) -> LinearWeight:
+        """A matrix with its bias."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, LinearWeight), f"{ref.name} is no matrix"
+        return weight
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, w: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        return rms_norm(total, w, eps), total
 
-    def layer_norm(self, x: Tensor, w: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return functional.layer_norm(x, w.shape, w, bias, eps)
+OPS: OpTable[TorchFrame, None] = OpTable("torch")
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
 
-    def linear(self, x: Tensor, w: LinearWeight) -> Tensor:
-        return functional.linear(x.to(w.matrix.dtype), w.matrix, w.bias).float()
 
-    def attention(self, qkv: Tensor, spec: AttentionSpec, step: StepInputs) -> Tensor:
-        assert isinstance(step, TorchStep)
-        return attention(qkv, spec, step, self.pages[spec.layer], self.scratch)
+@OPS.add(Embedding)
+def _embedding(op: Embedding, frame: TorchFrame) -> None:
+    frame[op.out] = frame.tensor(op.w)[frame.step.tokens].float()
 
-    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.activation(gate, kind) * up
 
-    def activation(self, x: Tensor, kind: Activation) -> Tensor:
-        if kind == "silu":
-            return functional.silu(x)
-        if kind == "gelu":
-            return functional.gelu(x)
-        if kind == "gelu_tanh":
-            return functional.gelu(x, approximate="tanh")
-        if kind == "relu":
-            return functional.relu(x)
-        raise ValueError(f"unknown activation {kind!r}")
+@OPS.add(RmsNorm)
+def _rms_norm(op: RmsNorm, frame: TorchFrame) -> None:
+    frame[op.out] = rms_norm(frame[op.x], frame.tensor(op.w), op.eps)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
 
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
+@OPS.add(AddRmsNorm)
+def _add_rms_norm(op: AddRmsNorm, frame: TorchFrame) -> None:
+    total = frame[op.x] + frame[op.residual]
+    frame[op.out], frame[op.total] = rms_norm(total, frame.tensor(op.w), op.eps), total
 
-    def logits(
-        self, x: Tensor, rows: Tensor, w: LinearWeight, softcap: float | None = None
-    ) -> Tensor:
-        logits = _float_linear(x[rows], w)  # (L, V)
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+@OPS.add(LayerNorm)
+def _layer_norm(op: LayerNorm, frame: TorchFrame) -> None:
+    w, bias = frame.tensor(op.w), None if op.bias is None else frame.tensor(op.bias)
+    frame[op.out] = functional.layer_norm(frame[op.x], w.shape, w, bias, op.eps)
+
+
+@OPS.add(Linear)
+def _linear(op: Linear, frame: TorchFrame) -> None:
+    w = frame.matrix(op.w)
+    frame[op.out] = functional.linear(frame[op.x].to(w.matrix.dtype), w.matrix, w.bias).float()
+
+
+@OPS.add(Attention)
+def _attention(op: Attention, frame: TorchFrame) -> None:
+    pages, weights = frame.pages[op.spec.layer], op.bound(frame.tensor)
+    frame[op.out] = attention(
+        frame[op.qkv], op.spec, weights, frame.step, pages, frame.scratch
+    )  # fmt: skip
+
+
+@OPS.add(GatedAct)
+def _gated_act(op: GatedAct, frame: TorchFrame) -> None:
+    gate, up = frame[op.gate_up].chunk(2, dim=-1)
+    frame[op.out] = _ACTIVATIONS[op.kind](gate) * up
+
+
+@OPS.add(Act)
+def _activation(op: Act, frame: TorchFrame) -> None:
+    frame[op.out] = _ACTIVATIONS[op.kind](frame[op.x])
+
+
+@OPS.add(Add)
+def _add(op: Add, frame: TorchFrame) -> None:
+    frame[op.out] = frame[op.x] + frame[op.y]
+
+
+@OPS.add(Scale)
+def _scale(op: Scale, frame: TorchFrame) -> None:
+    frame[op.out] = frame[op.x] * op.factor
+
+
+@OPS.add(Head)
+def _head(op: Head, frame: TorchFrame) -> None:
+    logits = _float_linear(frame[op.x][frame.step.logit_rows], frame.matrix(op.w))  # (L, V)
+    cap = op.softcap
+    frame[op.out] = logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _float_linear(x: Tensor, w: LinearWeight) -> Tensor:

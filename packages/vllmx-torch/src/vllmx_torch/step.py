@@ -29,8 +29,8 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
-    """`vllmx_core.model.StepInputs` as tensors, and the rest of the plan. `plan` itself may be read
-    until `LoadedModel.step` returns, which is as long as this lives."""
+    """A step's plan as tensors. `plan` itself may be read until `LoadedModel.step` returns, which
+    is as long as this lives."""
 
     plan: StepPlan
     block_size: int

@@ -28,7 +28,7 @@ _COPY_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What `Ops.linear` and `Ops.logits` get."""
+    """What `linear` and the head multiply by."""
 
     matrix: Tensor  # (out, in)
     bias: Tensor | None  # (out,)

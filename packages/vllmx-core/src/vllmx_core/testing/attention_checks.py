@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,15 +70,16 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
     def body(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         x = ops.embedding(step.tokens, w["embed"])
         for layer, spec in enumerate(specs):
-            spec = replace(
+            attended = ops.attention(
+                ops.linear(x, w[f"{layer}.qkv"]),
                 spec,
+                step,
                 rope=w.get("rope"),
                 q_norm=w[f"{layer}.q_norm"] if norms else None,
                 k_norm=w[f"{layer}.k_norm"] if norms else None,
                 sinks=w[f"{layer}.sinks"] if sinks else None,
             )
-            qkv = ops.linear(x, w[f"{layer}.qkv"])
-            x = ops.add(x, ops.linear(ops.attention(qkv, spec, step), w[f"{layer}.out"]))
+            x = ops.add(x, ops.linear(attended, w[f"{layer}.out"]))
         return ops.logits(x, step.logit_rows, w["head"])
 
     return builder.build(HIDDEN, body), ArraySource(builder.arrays)

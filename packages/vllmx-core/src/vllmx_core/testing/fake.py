@@ -17,6 +17,7 @@ import numpy as np
 from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.model import Model
+from vllmx_core.ops.op import Op
 from vllmx_core.plan import I32, U64, AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.testing.fake_rules import (
     EOS_SALT,
@@ -338,6 +339,10 @@ class FakeBackend:
     @property
     def name(self) -> str:
         return "fake"
+
+    def supports(self, op: Op) -> bool:
+        """Any op: it computes none."""
+        return True
 
     def load(
         self,

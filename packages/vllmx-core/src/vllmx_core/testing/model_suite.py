@@ -25,14 +25,15 @@ import pytest
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Model
+from vllmx_core.ops.attention import Attention
 from vllmx_core.plan import F32
+from vllmx_core.recording import record
 from vllmx_core.reference import Floats
 from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import ArraySource
-from vllmx_core.testing.trace import trace
 
 MAX_MODEL_LEN = 192
 PAGE = 16
@@ -80,22 +81,19 @@ class ModelSuite:
 
     def test_forward_is_recorded_and_uses_every_weight(self) -> None:
         model = self.make_model(dict(self.config))
-        ops, weights = trace(model, MAX_MODEL_LEN)
-        unused = weights.keys() - ops.used
+        unused = record(model, MAX_MODEL_LEN).unused_weights
         assert not unused, f"forward never uses {sorted(unused)}"
 
     def test_attention_layers_match_the_kv_cache(self) -> None:
         model = self.make_model(dict(self.config))
-        ops, weights = trace(model, MAX_MODEL_LEN)
-        specs = ops.attention_specs
+        layers = [op for op in record(model, MAX_MODEL_LEN).steps.ops if isinstance(op, Attention)]
+        specs = [op.spec for op in layers]
         assert [spec.layer for spec in specs] == list(range(len(model.shape.kv)))
         for spec, kv in zip(specs, model.shape.kv, strict=True):
             mine = (spec.num_kv_heads, spec.head_size, spec.window)
             assert mine == (kv.num_kv_heads, kv.head_size, kv.window), f"layer {spec.layer}"
-        for spec in specs:
-            if spec.rope is not None:
-                rows = weights[spec.rope.name].rows
-                assert rows >= MAX_MODEL_LEN, f"{spec.rope.name} ends at position {rows}"
+        for rope in (op.rope for op in layers if op.rope is not None):
+            assert rope.rows >= MAX_MODEL_LEN, f"{rope.name} ends at position {rope.rows}"
 
     def test_constants_are_float32(self) -> None:
         for name, table in self.make_model(dict(self.config)).constants(MAX_MODEL_LEN).items():

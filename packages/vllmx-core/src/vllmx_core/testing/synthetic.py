@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -88,14 +89,15 @@ class Builder:
         self.tables: dict[str, F32] = {}
         self.kv: list[KVSpec] = []
 
-    def embedding(self, name: str, cols: int) -> None:
+    def embedding(self, name: str, cols: int) -> Self:
         """A (V, cols) table."""
         part = self._array(f"{name}.weight", (self.vocab_size, cols))
         self.specs.append(WeightSpec(name, "embedding", (part,), cols))
+        return self
 
     def linear(
         self, name: str, rows: int | Sequence[int], cols: int, biases: Sequence[int] = ()
-    ) -> None:
+    ) -> Self:
         """A matrix of one or several parts; `biases`: the parts that have one."""
         parts = []
         for index, count in enumerate([rows] if isinstance(rows, int) else rows):
@@ -105,17 +107,20 @@ class Builder:
                 part = replace(part, bias=bias.name)
             parts.append(part)
         self.specs.append(WeightSpec(name, "linear", tuple(parts), cols))
+        return self
 
-    def tied(self, name: str, table: str, cols: int) -> None:
+    def tied(self, name: str, table: str, cols: int) -> Self:
         """A head that is the table itself."""
         part = PartSpec(f"{table}.weight", self.vocab_size)
         self.specs.append(WeightSpec(name, "linear", (part,), cols))
+        return self
 
-    def vector(self, name: str, rows: int, offset: float = 0.0, centre: float = 1.0) -> None:
+    def vector(self, name: str, rows: int, offset: float = 0.0, centre: float = 1.0) -> Self:
         """Values around `centre` after the offset was added."""
         part = self._array(f"{name}.weight", (rows,), 0.3)
         self.arrays[part.name] += np.float32(centre - offset)
         self.specs.append(WeightSpec(name, "vector", (part,), offset=offset))
+        return self
 
     def rope(self, name: str, rotary_dim: int, positions: int = 4096) -> None:
         """A table of base 100, short enough to matter at small positions."""
@@ -158,11 +163,12 @@ def tiny_decoder(builder: Builder, hidden: int = 32, layers: int = 2) -> Synthet
     builder.tied("head", "embed", hidden)
 
     def body(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        x, residual = ops.embedding(step.tokens, w["embed"]), None
+        x = ops.embedding(step.tokens, w["embed"])
+        residual: Array | None = None
         for layer, spec in enumerate(specs):
             x, residual = ops.add_rms_norm(x, residual, w[f"{layer}.norm_in"], 1e-6)
             qkv = ops.linear(x, w[f"{layer}.qkv"])
-            x = ops.attention(qkv, replace(spec, rope=w["rope"]), step)
+            x = ops.attention(qkv, spec, step, rope=w["rope"])
             x = ops.linear(x, w[f"{layer}.out"])
             x, residual = ops.add_rms_norm(x, residual, w[f"{layer}.norm_mid"], 1e-6)
             x = ops.gated_act(ops.linear(x, w[f"{layer}.gate_up"]), "silu")

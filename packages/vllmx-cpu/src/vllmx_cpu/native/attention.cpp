@@ -103,6 +103,7 @@ void attention(const void* args, const VxStep* step, VxCtx* ctx) {
     default: return run<F32Pages>(a, *step, ctx);
   }
 }
+VX_OP(attention, VxAttention)
 
 }  // namespace VX_ISA
 }  // namespace vx

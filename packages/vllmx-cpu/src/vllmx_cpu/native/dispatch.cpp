@@ -1,4 +1,4 @@
-// Picks the instruction set at run time and hands its ops to Python by number.
+// Which instruction sets were compiled in, and which of them this processor runs.
 #include "attention.h"
 #include "encode.h"
 #include "ops.h"
@@ -16,22 +16,17 @@
 #include <sys/auxv.h>
 #endif
 
-#define VX_X(name) \
-  namespace vx { namespace name { const VxKernels* kernels(); } }
-VX_ISA_LIST
-#undef VX_X
-
 namespace {
 
-struct Variant {
-  const char* name;
-  const VxKernels* (*kernels)();
-};
-
-const Variant variants[] = {  // from the least to the most capable
-#define VX_X(name) {#name, vx::name::kernels},
+const char* const names[] = {  // from the least to the most capable
+#define VX_X(name) #name,
     VX_ISA_LIST
 #undef VX_X
+};
+
+struct Size {
+  const char* name;
+  size_t bytes;
 };
 
 bool same(const char* a, const char* b) { return __builtin_strcmp(a, b) == 0; }
@@ -79,20 +74,20 @@ bool supported(const char* name) {
 
 // The i-th instruction set that was compiled in, from the least capable; null beyond the last.
 VX_API const char* vx_isa_name(int32_t i) {
-  return i >= 0 && i < (int32_t)(sizeof variants / sizeof *variants) ? variants[i].name : nullptr;
+  return i >= 0 && i < (int32_t)(sizeof names / sizeof *names) ? names[i] : nullptr;
 }
 // 1 when this processor can run it.
-VX_API int32_t vx_isa_supported(int32_t i) { return vx_isa_name(i) && supported(variants[i].name); }
-VX_API const VxKernels* vx_kernels(int32_t i) { return variants[i].kernels(); }
+VX_API int32_t vx_isa_supported(int32_t i) { return vx_isa_name(i) && supported(names[i]); }
 // "vllmx-cpu-sources:<hash>", found in the file by build.py before the library is loaded.
 VX_API const char* vx_source_marker() { return VX_SOURCE_MARKER; }
 VX_API const char* vx_compiler() { return VX_COMPILER; }
 
-// sizeof of the structs that Python mirrors, in the order of structs.py; 0 beyond the last.
-VX_API size_t vx_struct_bytes(int32_t i) {
-  const size_t bytes[] = {sizeof(VxStep),      sizeof(VxRecord), sizeof(VxJob),
-                          sizeof(VxWeight),    sizeof(VxLinear), sizeof(VxEmbedding),
-                          sizeof(VxNorm),      sizeof(VxElementwise), sizeof(VxAttention),
-                          sizeof(VxSampler),   sizeof(VxKernels), sizeof(VxEncode)};
-  return i >= 0 && i < (int32_t)(sizeof bytes / sizeof *bytes) ? bytes[i] : 0;
+// sizeof of a struct that Python mirrors, by its name; 0 for another. Those of ops: VX_OP in vx.h.
+VX_API size_t vx_struct_bytes(const char* name) {
+#define VX_SIZE(Struct) {#Struct, sizeof(Struct)}
+  const Size sizes[] = {VX_SIZE(VxStep), VX_SIZE(VxRecord), VX_SIZE(VxJob), VX_SIZE(VxWeight), VX_SIZE(VxEncode)};
+#undef VX_SIZE
+  for (const Size& size : sizes)
+    if (same(size.name, name)) return size.bytes;
+  return 0;
 }

@@ -1,6 +1,5 @@
 // VX: per instruction set
 // y = x W^T for packed weights, with what follows it fused in: bias, gated activation, softcap.
-#include "kernels.h"
 #include "linear_families.h"
 #include "linear_run.h"
 #if defined(__AMX_BF16__)
@@ -33,6 +32,7 @@ void linear(const void* args, const VxStep* step, VxCtx* ctx) {
     return 0;
   });
 }
+VX_OP(linear, VxLinear)
 
 }  // namespace VX_ISA
 }  // namespace vx

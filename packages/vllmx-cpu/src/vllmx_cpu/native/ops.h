@@ -1,5 +1,5 @@
-// Arguments of the ops, and the table through which one instruction set's versions are reached.
-// `structs.py` mirrors every struct here; the library reports their sizes so that a test can compare.
+// Arguments of the ops that share them. `structs.py` mirrors every struct here, and native.py compares
+// the sizes.
 #pragma once
 #include "vx.h"
 
@@ -62,9 +62,4 @@ struct VxElementwise {
   int32_t width;
   int32_t activation;
   float factor;
-};
-
-// What one instruction set offers.
-struct VxKernels {
-  VxOp linear, embedding, rms_norm, layer_norm, gated_act, activation, add, scale, attention, sample;
 };

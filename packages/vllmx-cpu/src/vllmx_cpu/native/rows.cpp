@@ -3,7 +3,6 @@
 //
 // Threads draw groups of rows from the shared counter; a row is computed by one thread in one order.
 #include "activation.h"
-#include "kernels.h"
 #include "simd.h"
 #include "unpack_blocks.h"
 
@@ -95,6 +94,7 @@ void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
       for (int32_t k = 0; k < a->w.cols; ++k) y[k] = __builtin_nanf("");  // never another's memory
   });
 }
+VX_OP(embedding, VxEmbedding)
 
 void rms_norm(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxNorm* a = (const VxNorm*)args;
@@ -113,6 +113,7 @@ void rms_norm(const void* args, const VxStep* step, VxCtx* ctx) {
     });
   });
 }
+VX_OP(rms_norm, VxNorm)
 
 void layer_norm(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxNorm* a = (const VxNorm*)args;
@@ -136,6 +137,7 @@ void layer_norm(const void* args, const VxStep* step, VxCtx* ctx) {
     });
   });
 }
+VX_OP(layer_norm, VxNorm)
 
 void gated_act(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxElementwise* a = (const VxElementwise*)args;
@@ -144,6 +146,7 @@ void gated_act(const void* args, const VxStep* step, VxCtx* ctx) {
     return activate(load_some(gate, n), a->activation) * load_some(gate + a->width, n);
   });
 }
+VX_OP(gated_act, VxElementwise)
 
 void activation(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxElementwise* a = (const VxElementwise*)args;
@@ -151,6 +154,7 @@ void activation(const void* args, const VxStep* step, VxCtx* ctx) {
     return activate(load_some(a->x + (size_t)row * a->width + i, n), a->activation);
   });
 }
+VX_OP(activation, VxElementwise)
 
 void add(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxElementwise* a = (const VxElementwise*)args;
@@ -159,6 +163,7 @@ void add(const void* args, const VxStep* step, VxCtx* ctx) {
     return load_some(a->x + at, n) + load_some(a->other + at, n);
   });
 }
+VX_OP(add, VxElementwise)
 
 void scale(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxElementwise* a = (const VxElementwise*)args;
@@ -166,6 +171,7 @@ void scale(const void* args, const VxStep* step, VxCtx* ctx) {
     return load_some(a->x + (size_t)row * a->width + i, n) * splat(a->factor);
   });
 }
+VX_OP(scale, VxElementwise)
 
 }  // namespace VX_ISA
 }  // namespace vx

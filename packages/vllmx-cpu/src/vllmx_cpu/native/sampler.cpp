@@ -317,6 +317,7 @@ void sample(const void* args, const VxStep* step, VxCtx* ctx) {
   RowSampler alone(a, *step, ctx, 0, 1, ctx->tid);
   for (int32_t row; (row = vx_next(ctx)) < step->L;) alone.run(row);
 }
+VX_OP(sample, VxSampler)
 
 }  // namespace VX_ISA
 }  // namespace vx

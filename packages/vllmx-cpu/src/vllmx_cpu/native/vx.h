@@ -6,8 +6,8 @@
 // step is recorded (buffers are sized for the largest step); only VxStep changes from step to step.
 //
 // Each kernel source is compiled once per instruction set with VX_ISA set to a name (portable, avx2,
-// avx512, avx512bf16, amx, neon, dotprod); all of its symbols live in namespace vx::VX_ISA, and runtime dispatch
-// picks one table of function pointers at start.
+// avx512, avx512bf16, amx, neon, dotprod); all of its symbols live in namespace vx::VX_ISA. VX_OP exports an op
+// by name for Python, which looks it up where it lowers a step: there is no list of ops.
 //
 // For the authors of kernels: `simd.h` has the vectors (F32x16, exp, dot_bf16, 16-bit loads and
 // stores); every src/vllmx_cpu/native/*.cpp whose first line is `// VX: per instruction set` is
@@ -59,6 +59,16 @@ void vx_barrier(VxCtx* ctx);     // spins briefly, then sleeps
 int32_t vx_next(VxCtx* ctx);
 
 typedef void (*VxOp)(const void* args, const VxStep* step, VxCtx* ctx);
+
+// Behind an op's function, inside vx::VX_ISA: exports vx_op_<isa>_<name>() and the size of its arguments,
+// vx_op_<isa>_<name>_bytes(), which native.py compares with its mirror of the struct.
+#define VX_OP(name, Args) VX_OP_OF(VX_ISA, name, Args)
+#define VX_OP_OF(isa, name, Args) VX_OP_SYMBOLS(isa, name, Args)
+#define VX_OP_SYMBOLS(isa, name, Args)                                                      \
+  extern "C" VX_EXPORT void vx_op_##isa##_##name(const void* args, const VxStep* step, VxCtx* ctx) { \
+    name(args, step, ctx);                                                                  \
+  }                                                                                         \
+  extern "C" VX_EXPORT size_t vx_op_##isa##_##name##_bytes() { return sizeof(Args); }
 
 // Attention of one layer: optional per-head q/k RMS norm, RoPE, K/V write, paged attention.
 struct VxAttention {

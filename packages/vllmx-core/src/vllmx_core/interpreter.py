@@ -1,0 +1,56 @@
+"""Running a recorded step op by op, for backends that do not lower it to something of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from vllmx_core.ops.op import OpList, last_reads
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.op import Op
+    from vllmx_core.ops.values import Value
+
+A = TypeVar("A")
+F = TypeVar("F", bound="Frame[Any]")
+
+
+class Frame(Generic[A]):
+    """The values of one step, as whatever arrays a backend has. A subclass adds what its ops need:
+    weights, KV cache, the plan."""
+
+    def __init__(self) -> None:
+        self._values: dict[Value, A] = {}
+
+    def __getitem__(self, value: Value) -> A:
+        return self._values[value]
+
+    def __setitem__(self, value: Value, array: A) -> None:
+        self._values[value] = array
+
+    def drop(self, value: Value) -> None:
+        """Lets go of an array that nobody reads any more."""
+        del self._values[value]
+
+
+class Interpreter(Generic[F]):
+    """Calls the handler of each op in order; a value is dropped after its last reader, so that a
+    step holds no more memory than the model's own code would."""
+
+    def __init__(self, steps: OpList, handler: Callable[[Op], Callable[[Any, F], None]]) -> None:
+        last = last_reads(steps.ops) | {steps.logits: len(steps.ops)}
+        dying: dict[int, list[Value]] = {}
+        for value, index in last.items():
+            dying.setdefault(index, []).append(value)
+        self._program = [
+            (handler(op), op, tuple(dying.get(index, ()))) for index, op in enumerate(steps.ops)
+        ]
+        self._logits = steps.logits
+
+    def run(self, frame: F) -> Any:
+        """The (L, V) logits, in the backend's own kind of array."""
+        for handler, op, dead in self._program:
+            handler(op, frame)
+            for value in dead:
+                frame.drop(value)
+        return frame[self._logits]

@@ -1,0 +1,62 @@
+"""What a backend does with each op: the table by type that interpreters and lowerings read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.ops.op import Op
+
+C = TypeVar("C")
+R = TypeVar("R")
+O = TypeVar("O", bound=Op)  # noqa: E741
+
+
+class OpTable(Generic[C, R]):
+    """Handlers by the type of the op: handler(op, context) -> R.
+
+        OPS: OpTable[MyFrame, None] = OpTable("mine")
+
+        @OPS.add(Linear)
+        def linear(op: Linear, frame: MyFrame) -> None: ...
+
+    Args:
+        backend: its name, for messages.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._handlers: dict[type[Op], Callable[[Any, C], R]] = {}
+        self._limits: dict[type[Op], Callable[[Any], bool]] = {}
+
+    def add(
+        self, kind: type[O], when: Callable[[O], bool] | None = None
+    ) -> Callable[[Callable[[O, C], R]], Callable[[O, C], R]]:
+        """Registers the function below it for ops of this type, of which the backend has those that
+        `when` is true for."""
+
+        def register(handler: Callable[[O, C], R]) -> Callable[[O, C], R]:
+            assert kind not in self._handlers, f"{kind.__name__} has a handler already"
+            self._handlers[kind] = handler
+            if when is not None:
+                self._limits[kind] = when
+            return handler
+
+        return register
+
+    def supports(self, op: Op) -> bool:
+        """Whether the backend has the op with the options that it has here."""
+        limit = self._limits.get(type(op))
+        return type(op) in self._handlers and (limit is None or limit(op))
+
+    def handler(self, op: Op) -> Callable[[Any, C], R]:
+        """Raises UnsupportedOpError for an op that is not in the table."""
+        found = self._handlers.get(type(op))
+        if found is None:
+            raise UnsupportedOpError(f"backend {self._backend!r} has no op {op}")
+        return found
+
+    def __call__(self, op: Op, context: C) -> R:
+        """What the handler of this op gives."""
+        return self.handler(op)(op, context)

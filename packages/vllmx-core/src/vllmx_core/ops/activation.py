@@ -1,0 +1,72 @@
+"""`activation`: a function of each feature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.values import Value
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+KINDS: tuple[Activation, ...] = get_args(Activation)
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def expect_activation(kind: object) -> None:
+    """`kind` must be an `Activation`."""
+    expect(kind in KINDS, f"unknown activation {kind!r}: choose {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Act(Op):
+    """act(x)."""
+
+    name: ClassVar[str] = "activation"
+    x: Value
+    kind: Activation
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, kind: Activation) -> Act:
+        expect_features(x=x)
+        return cls(x, kind, Value(x.width))
+
+    def check(self) -> None:
+        expect_activation(self.kind)
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = activation(frame[self.x], self.kind)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        return (_case(kind, width) for kind in KINDS for width in (16, 33))
+
+
+def _case(kind: Activation, width: int) -> Case:
+    """Far into both tails."""
+    return Case.between(
+        f"{kind}, width {width}", width, lambda ops, w, x: ops.activation(ops.scale(x, 4.0), kind)
+    )
+
+
+def activation(x: Floats, kind: Activation) -> Floats:
+    """silu, gelu (exact, by erf), gelu_tanh or relu."""
+    if kind == "silu":
+        with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, -0
+            return like(x, x / (1 + np.exp(-x)))
+    if kind == "gelu":
+        return like(x, 0.5 * x * (1 + _erf(x / math.sqrt(2))))
+    if kind == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return like(x, 0.5 * x * (1 + np.tanh(inner)))
+    if kind == "relu":
+        return np.maximum(x, 0)
+    raise ValueError(f"unknown activation {kind!r}")

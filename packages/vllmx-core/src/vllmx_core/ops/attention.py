@@ -1,0 +1,224 @@
+"""`attention`: the attention of one layer over its KV cache, from q, k and v to the heads' answers.
+
+Its cases are a part of the suite of their own (`vllmx_core.testing.attention_checks`): they are
+about pages and steps as much as about the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core import kv_quant
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.head import softcap
+from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect_weight
+from vllmx_core.ops.rms_norm import rms_norm
+from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.plan import I32, StepPlan
+
+W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The options of one attention layer. D = head_size.
+
+    The op splits `qkv` (T, (H + 2K) * D) into q | k | v, applies the optional per-head RMS norm to
+    q and k, rotates the first `rotary_dim` of D, writes k and v to the layer's pages and attends.
+    Query head h reads kv head h // (H / K).
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    rotary_dim: int = 0
+    interleaved: bool = False
+    """False: pairs (i, i + rotary_dim / 2), as Hugging Face; True: pairs (2i, 2i + 1)."""
+    norm_eps: float = 1e-6
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    """False: a row sees its whole context, and a window reaches as far forward as back."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights(Generic[W]):
+    """The weights that a layer may have, as whatever a backend makes of a weight."""
+
+    rope: W | None = None
+    """Constant (positions, rotary_dim) float32: cos of the rotary_dim / 2 frequencies, then sin."""
+    q_norm: W | None = None  # (D,)
+    k_norm: W | None = None  # (D,)
+    sinks: W | None = None  # (H,) extra logit in each head's softmax
+
+
+NO_WEIGHTS: AttentionWeights[Floats] = AttentionWeights()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention(Op):
+    """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec` and `AttentionWeights`."""
+
+    name: ClassVar[str] = "attention"
+    qkv: Value
+    spec: AttentionSpec
+    rope: WeightRef | None
+    q_norm: WeightRef | None
+    k_norm: WeightRef | None
+    sinks: WeightRef | None
+    out: Value
+
+    @classmethod
+    def of(
+        cls,
+        qkv: Value,
+        spec: AttentionSpec,
+        weights: AttentionWeights[WeightRef],
+        step: StepInputs,
+    ) -> Attention:
+        expect_features(qkv=qkv)
+        expect(isinstance(step, StepInputs), f"layer {spec.layer}: pass on the step itself")
+        return cls(
+            qkv, spec, weights.rope, weights.q_norm, weights.k_norm, weights.sinks,
+            Value(spec.num_heads * spec.head_size),
+        )  # fmt: skip
+
+    def bound(self, get: Callable[[WeightRef], W]) -> AttentionWeights[W]:
+        """Its weights as a backend has them."""
+        refs = (self.rope, self.q_norm, self.k_norm, self.sinks)
+        return AttentionWeights(*(None if ref is None else get(ref) for ref in refs))
+
+    def check(self) -> None:
+        spec, where = self.spec, f"layer {self.spec.layer}"
+        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+        width = (heads + 2 * kv_heads) * size
+        qkv = f"{where}: qkv has {self.qkv.width} features, not ({heads} + 2 * {kv_heads}) * {size}"
+        expect(self.qkv.width == width, f"{qkv} = {width}")
+        expect(heads % kv_heads == 0, f"{where}: {heads} heads over {kv_heads} kv heads")
+        even = spec.rotary_dim % 2 == 0 and 0 <= spec.rotary_dim <= size
+        expect(even, f"{where}: rotary_dim {spec.rotary_dim} of head size {size}")
+        given = f"rope is {'absent' if self.rope is None else 'given'}"
+        both = (self.rope is None) == (spec.rotary_dim == 0)
+        expect(both, f"{where}: {given}, rotary_dim is {spec.rotary_dim}")
+        if self.rope is not None:
+            expect_weight(self.rope, "constant")
+            wide = f"{where}: table {self.rope.name!r} has {self.rope.cols} columns"
+            expect(self.rope.cols == spec.rotary_dim, f"{wide}, not rotary_dim {spec.rotary_dim}")
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                expect_vector(norm, size)
+        if self.sinks is not None:
+            expect_vector(self.sinks, heads)
+
+    def compute(self, frame: NumpyFrame) -> None:
+        pages, weights = frame.pages[self.spec.layer], self.bound(frame.weight)
+        frame[self.out] = attention(
+            frame[self.qkv], self.spec, frame.plan, pages.k, pages.v, frame.kv_dtype, weights
+        )
+
+
+def rotate(x: Floats, table: Floats, *, interleaved: bool) -> Floats:
+    """RoPE (Su et al. 2021). x (T, heads, D); table (T, rotary_dim): cos, then sin, of each token's
+    position. Dimensions from rotary_dim on stay as they are."""
+    half = table.shape[1] // 2
+    cos, sin = table[:, None, :half], table[:, None, half:]  # (T, 1, rotary_dim / 2)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    rotated = x.copy()
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+    return rotated
+
+
+def attention(
+    qkv: Floats,
+    spec: AttentionSpec,
+    plan: StepPlan,
+    k_pages: Floats,
+    v_pages: Floats,
+    kv_dtype: str | None = None,
+    weights: AttentionWeights[Floats] = NO_WEIGHTS,
+) -> Floats:
+    """(T, (H + 2K) * D) -> (T, H * D). Writes this step's keys and values to the pages (blocks, P,
+    K, D), rounded as a cache of `kv_dtype` would (None: as they are), then each row attends to what
+    the pages hold."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    split = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, size)  # (T, H + 2K, D)
+    q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
+    if weights.q_norm is not None:
+        q = rms_norm(q, weights.q_norm, spec.norm_eps)
+    if weights.k_norm is not None:
+        k = rms_norm(k, weights.k_norm, spec.norm_eps)
+    if weights.rope is not None:
+        table = weights.rope[plan.positions]  # (T, rotary_dim)
+        q = rotate(q, table, interleaved=spec.interleaved)
+        k = rotate(k, table, interleaved=spec.interleaved)
+    if kv_dtype is not None:
+        k, v = kv_quant.rounded(k, kv_dtype), kv_quant.rounded(v, kv_dtype)
+    page = k_pages.shape[1]
+    k_pages[plan.slots // page, plan.slots % page] = k
+    v_pages[plan.slots // page, plan.slots % page] = v
+    out = np.empty_like(q)  # (T, H, D)
+    for row in range(plan.num_rows):
+        tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
+        query_positions = plan.positions[tokens]
+        key_positions = _visible(spec, query_positions, int(plan.context_len[row]))
+        blocks = plan.block_table[row, key_positions // page]
+        keys = k_pages[blocks, key_positions % page]  # (C, K, D)
+        values = v_pages[blocks, key_positions % page]  # (C, K, D)
+        mask = attention_mask(spec, query_positions, key_positions)
+        out[tokens] = attend(q[tokens], keys, values, mask, spec, weights.sinks)
+    return out.reshape(qkv.shape[0], heads * size)
+
+
+def _visible(spec: AttentionSpec, query_positions: I32, context_len: int) -> I32:
+    """(C,) the positions that any query of the row sees; pages before them may be gone."""
+    first = 0
+    if spec.window is not None:
+        first = max(0, int(query_positions[0]) - spec.window + 1)
+    return np.arange(first, context_len, dtype=np.int32)
+
+
+def attention_mask(
+    spec: AttentionSpec, query_positions: I32, key_positions: I32
+) -> npt.NDArray[np.bool_]:
+    """(Q, C) True where the query sees the key. Without `causal` a window reaches as far forward as
+    back."""
+    behind = query_positions[:, None] - key_positions[None, :]  # (Q, C)
+    mask = behind >= 0 if spec.causal else np.ones(behind.shape, np.bool_)
+    if spec.window is not None:
+        mask = mask & (np.abs(behind) < spec.window)
+    return mask
+
+
+def attend(
+    q: Floats,
+    keys: Floats,
+    values: Floats,
+    mask: npt.NDArray[np.bool_],
+    spec: AttentionSpec,
+    sinks: Floats | None = None,
+) -> Floats:
+    """q (Q, H, D), keys and values (C, K, D), mask (Q, C), sinks (H,) -> (Q, H, D)."""
+    group = spec.num_heads // spec.num_kv_heads
+    keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)  # (C, H, D)
+    scores = softcap(np.einsum("qhd,chd->hqc", q, keys) * spec.scale, spec.softcap)
+    scores = np.where(mask, scores, -np.inf)  # (H, Q, C)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks[:, None, None]  # (H, 1, 1)
+        top = np.maximum(top, sinks)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
+    return like(q, np.einsum("hqc,chd->qhd", weights / total, values))

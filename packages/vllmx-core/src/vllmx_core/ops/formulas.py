@@ -1,0 +1,63 @@
+"""What the formulas of the ops compute on: the values of one step as numpy arrays.
+
+The formulas are written to be read: no fusion, no blocking, one after the other, in the dtype of
+the inputs (float32, or float64 when a test asks how far float32 itself is off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core.interpreter import Frame
+from vllmx_core.ops.values import WeightRef
+from vllmx_core.plan import StepPlan
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """KV cache of one layer."""
+
+    k: Floats  # (blocks, P, K, D)
+    v: Floats  # (blocks, P, K, D)
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyWeights:
+    """Weights and constants by name, and the biases of those matrices that have one."""
+
+    arrays: Mapping[str, Floats]
+    biases: Mapping[str, Floats]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for kind in (self.arrays, self.biases) for array in kind.values())
+
+
+class NumpyFrame(Frame[Floats]):
+    """One step of the reference: its values, weights, plan and KV cache."""
+
+    def __init__(
+        self, weights: NumpyWeights, plan: StepPlan, pages: Sequence[Pages], kv_dtype: str | None
+    ) -> None:
+        super().__init__()
+        self.weights, self.plan, self.pages, self.kv_dtype = weights, plan, pages, kv_dtype
+
+    def weight(self, ref: WeightRef) -> Floats:
+        """A matrix, a vector or a table."""
+        return self.weights.arrays[ref.name]
+
+    def bias(self, ref: WeightRef) -> Floats | None:
+        """The bias of a matrix, if it has one."""
+        return self.weights.biases.get(ref.name)
+
+
+def like(x: Floats, values: Floats) -> Floats:
+    """The values in the dtype of x, which scalars and erf may have widened."""
+    return values.astype(x.dtype, copy=False)

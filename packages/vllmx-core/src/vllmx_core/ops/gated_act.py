@@ -1,0 +1,57 @@
+"""`gated_act`: one half of the features, activated, times the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from vllmx_core.ops.activation import KINDS, Activation, activation, expect_activation
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame
+from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.values import Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedAct(Op):
+    """gate_up (T, 2F), the gate first -> act(gate) * up (T, F)."""
+
+    name: ClassVar[str] = "gated_act"
+    gate_up: Value
+    kind: Activation
+    out: Value
+
+    @classmethod
+    def of(cls, gate_up: Value, kind: Activation) -> GatedAct:
+        expect_features(gate_up=gate_up)
+        return cls(gate_up, kind, Value(gate_up.width // 2))
+
+    def check(self) -> None:
+        expect_activation(self.kind)
+        width = self.gate_up.width
+        expect(width % 2 == 0, f"gate_up has {width} features: gate and up must be as many")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = gated_act(frame[self.gate_up], self.kind)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        return (_case(kind, width) for kind in KINDS for width in (16, 33))
+
+
+def _case(kind: Activation, width: int) -> Case:
+    return Case.between(
+        f"{kind}, width {width}",
+        width,
+        lambda ops, w, x: ops.gated_act(ops.linear(ops.scale(x, 4.0), w["gate_up"]), kind),
+        lambda b: b.linear("gate_up", (width, width), width),
+    )
+
+
+def gated_act(gate_up: Floats, kind: Activation) -> Floats:
+    """(T, 2F), the gate first -> (T, F)."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return activation(gate, kind) * up

@@ -1,0 +1,62 @@
+"""`layer_norm`: features with mean 0 and variance 1, times a weight, plus a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
+from vllmx_core.ops.values import Value, WeightRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm(Op):
+    """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
+
+    name: ClassVar[str] = "layer_norm"
+    x: Value
+    w: WeightRef
+    bias: WeightRef | None
+    eps: float
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, w: WeightRef, bias: WeightRef | None, eps: float) -> LayerNorm:
+        expect_features(x=x)
+        return cls(x, w, bias, eps, Value(x.width))
+
+    def check(self) -> None:
+        expect_vector(self.w, self.x.width)
+        if self.bias is not None:
+            expect_vector(self.bias, self.x.width)
+        expect(self.eps > 0, f"eps is {self.eps}, it must be above 0")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        bias = None if self.bias is None else frame.weight(self.bias)
+        frame[self.out] = layer_norm(frame[self.x], frame.weight(self.w), bias, self.eps)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        return (_case(width, biased) for width in (16, 33) for biased in (False, True))
+
+
+def _case(width: int, biased: bool) -> Case:
+    return Case.between(
+        f"width {width}, {'biased' if biased else 'plain'}",
+        width,
+        lambda ops, w, x: ops.layer_norm(x, w["weight"], w["bias"] if biased else None, 0.2),
+        lambda b: b.vector("weight", width).vector("bias", width, centre=0.5),
+    )
+
+
+def layer_norm(x: Floats, w: Floats, bias: Floats | None, eps: float) -> Floats:
+    """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+    scaled = centred / np.sqrt(variance + eps) * w
+    return like(x, scaled if bias is None else scaled + bias)

@@ -1,0 +1,56 @@
+"""`linear`: a matrix product with an optional bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.op import Op, expect_features, expect_matrix, expect_weight
+from vllmx_core.ops.values import Value, WeightRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear(Op):
+    """x @ w.T + bias; the bias comes with the weight."""
+
+    name: ClassVar[str] = "linear"
+    x: Value
+    w: WeightRef
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, w: WeightRef) -> Linear:
+        expect_features(x=x)
+        expect_weight(w, "linear")
+        return cls(x, w, Value(w.rows))
+
+    def check(self) -> None:
+        expect_matrix(self.x, self.w)
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = linear(frame[self.x], frame.weight(self.w), frame.bias(self.w))
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        for inner, outer in ((16, 32), (48, 80), (33, 17), (1, 7), (130, 259)):
+            yield _case(f"{inner} to {outer}, plain", inner, (outer,), ())
+            yield _case(f"{inner} to {outer}, biased", inner, (outer,), (0,))
+        yield _case("fused parts with some biases", 20, (24, 9, 3), (0, 2))
+
+
+def _case(name: str, inner: int, parts: Sequence[int], biases: Sequence[int]) -> Case:
+    return Case.between(
+        name,
+        inner,
+        lambda ops, w, x: ops.linear(ops.linear(x, w["up"]), w["down"]),
+        lambda b: b.linear("up", parts, inner, biases).linear("down", inner, sum(parts)),
+    )
+
+
+def linear(x: Floats, w: Floats, bias: Floats | None = None) -> Floats:
+    """(T, in), (out, in), (out,) -> (T, out)."""
+    product = x @ w.T
+    return like(x, product if bias is None else product + bias)

@@ -1,0 +1,136 @@
+"""`Op`, the base of all ops: what passes and backends may ask of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllmx_core.errors import OpError
+from vllmx_core.ops.values import Value, WeightKind, WeightRef
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.case import Case
+    from vllmx_core.ops.formulas import NumpyFrame
+
+
+class Op:
+    """One operation of a recorded step. A subclass is a frozen dataclass without equality, whose
+    fields are operands and results (`Value`), weights (`WeightRef`) and options."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+    """What error messages and profiles call it."""
+    results: ClassVar[tuple[str, ...]] = ("out",)
+    """The fields that it computes; the other values are its operands."""
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """Its operands, in the order of the fields."""
+        return tuple(
+            value
+            for name, value in self._fields()
+            if isinstance(value, Value) and name not in self.results
+        )
+
+    @property
+    def writes(self) -> tuple[Value, ...]:
+        """Its results."""
+        return tuple(getattr(self, name) for name in self.results)
+
+    @property
+    def weights(self) -> tuple[WeightRef, ...]:
+        """The weights and constants that it uses."""
+        return tuple(value for _, value in self._fields() if isinstance(value, WeightRef))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything that is neither a value nor a weight, by the names of the fields."""
+        kinds = (Value, WeightRef)
+        return {name: value for name, value in self._fields() if not isinstance(value, kinds)}
+
+    def check(self) -> None:
+        """Raises OpError when operands, weights and options do not fit together."""
+        raise NotImplementedError
+
+    def compute(self, frame: NumpyFrame) -> None:
+        """The formula in numpy: reads the operands out of the frame and puts the results there."""
+        raise NotImplementedError
+
+    def expand(self) -> tuple[Op, ...]:
+        """Other ops that compute the same results, for backends that do not have this one; none
+        where nothing simpler does."""
+        return ()
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        """Small models that show what it does, run by `BackendSuite`."""
+        return iter(())
+
+    def __str__(self) -> str:
+        """Name, options and weights, for messages."""
+        facts = [f"{name} {value}" for name, value in self.options.items() if value is not None]
+        facts += [f"weight {ref.name!r}" for ref in self.weights]
+        return f"{self.name!r} ({', '.join(facts)})" if facts else f"{self.name!r}"
+
+    def _fields(self) -> Iterator[tuple[str, Any]]:
+        for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
+            yield field.name, getattr(self, field.name)
+
+
+@dataclass(frozen=True, slots=True)
+class OpList:
+    """A recorded step: its ops in order, and the value that holds the (L, V) logits."""
+
+    ops: tuple[Op, ...]
+    logits: Value
+
+
+def last_reads(ops: Iterable[Op]) -> dict[Value, int]:
+    """Value -> index of the last op that reads or writes it."""
+    return {
+        value: index for index, op in enumerate(ops) for value in (*op.reads, *op.writes)
+    }  # fmt: skip
+
+
+def expect(holds: bool, problem: str) -> None:
+    """Raises OpError with the problem; the recorder adds which op of which model it is."""
+    if not holds:
+        raise OpError(problem)
+
+
+def expect_features(**operands: object) -> None:
+    """Each operand must be an array (T, features) that another op gave."""
+    for name, value in operands.items():
+        expect(isinstance(value, Value), f"{name} is {value!r}, not what another op returned")
+        assert isinstance(value, Value)
+        expect(value.rows == "T", f"{name} holds logits: no op takes them")
+
+
+def expect_same_width(**operands: Value) -> None:
+    """All operands must have as many features as the first."""
+    (first, one), *others = operands.items()
+    for name, value in others:
+        problem = f"{first} has {one.width} features, {name} has {value.width}"
+        expect(value.width == one.width, problem)
+
+
+def expect_weight(w: object, kind: WeightKind) -> None:
+    """`w` must be a weight of this kind."""
+    if not isinstance(w, WeightRef):
+        raise OpError(f"{w!r} is no weight of the model: take one from the mapping `w`")
+    expect(w.kind == kind, f"{w.name!r} is of kind {w.kind!r}, not {kind!r}")
+
+
+def expect_vector(w: object, size: int) -> None:
+    """`w` must be a vector of `size` values."""
+    expect_weight(w, "vector")
+    assert isinstance(w, WeightRef)
+    expect(w.rows == size, f"{w.name!r} has {w.rows} values, not {size}")
+
+
+def expect_matrix(x: Value, w: object) -> None:
+    """`w` must be a matrix that multiplies x."""
+    expect_weight(w, "linear")
+    assert isinstance(w, WeightRef)
+    expect(x.width == w.cols, f"{w.name!r} has {w.cols} columns, x has {x.width} features")

@@ -1,0 +1,150 @@
+"""`Ops`: what a model writes its forward pass with. It checks each op and records it.
+
+This is the table of all ops: a new one has a file of its own, a line in `OPS` and a method here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+from vllmx_core.errors import OpError
+from vllmx_core.ops.activation import Act, Activation
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import Op, OpList, expect
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.values import LogitRows, StepInputs, TokenIds, Value, WeightRef
+
+OPS: tuple[type[Op], ...] = (
+    Embedding, RmsNorm, AddRmsNorm, LayerNorm, Linear, GatedLinear, Attention, GatedAct, Act, Add,
+    Scale, Head,
+)  # fmt: skip
+"""Every op of core."""
+P = ParamSpec("P")
+O = TypeVar("O", bound=Op)  # noqa: E741
+
+
+class Ops:
+    """Records the ops of one step. Letters as in `vllmx_core.plan`, E hidden, F intermediate, V
+    vocabulary; x is (T, features). Every method raises OpError, which names model, op, weight and
+    the two numbers that disagree."""
+
+    def __init__(self, model: str = "model") -> None:
+        self._model = model
+        self._ops: list[Op] = []
+        self._known: set[Value] = set()
+        self._last_weight: str | None = None
+
+    def embedding(self, ids: TokenIds, w: WeightRef) -> Value:
+        """(T,) -> (T, E): rows of the table, for the ids `step.tokens`."""
+        return self._record(Embedding.of, ids, w).out
+
+    def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value:
+        """x / sqrt(mean(x^2) + eps) * w over the last axis."""
+        return self._record(RmsNorm.of, x, w, eps).out
+
+    def add_rms_norm(
+        self, x: Value, residual: Value | None, w: WeightRef, eps: float
+    ) -> tuple[Value, Value]:
+        """s = x + residual (x alone when None); returns (rms_norm(s), s)."""
+        if residual is None:
+            return self.rms_norm(x, w, eps), x
+        op = self._record(AddRmsNorm.of, x, residual, w, eps)
+        return op.out, op.total
+
+    def layer_norm(self, x: Value, w: WeightRef, bias: WeightRef | None, eps: float) -> Value:
+        """(x - mean) / sqrt(var + eps) * w + bias."""
+        return self._record(LayerNorm.of, x, w, bias, eps).out
+
+    def linear(self, x: Value, w: WeightRef) -> Value:
+        """x @ w.T + bias."""
+        return self._record(Linear.of, x, w).out
+
+    def attention(
+        self,
+        qkv: Value,
+        spec: AttentionSpec,
+        step: StepInputs,
+        *,
+        rope: WeightRef | None = None,
+        q_norm: WeightRef | None = None,
+        k_norm: WeightRef | None = None,
+        sinks: WeightRef | None = None,
+    ) -> Value:
+        """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec` and `AttentionWeights`."""
+        weights = AttentionWeights(rope, q_norm, k_norm, sinks)
+        return self._record(Attention.of, qkv, spec, weights, step).out
+
+    def gated_act(self, gate_up: Value, kind: Activation) -> Value:
+        """(T, 2F) -> (T, F): act(gate) * up."""
+        return self._record(GatedAct.of, gate_up, kind).out
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        """act(x)."""
+        return self._record(Act.of, x, kind).out
+
+    def add(self, x: Value, y: Value) -> Value:
+        """x + y."""
+        return self._record(Add.of, x, y).out
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """x * factor."""
+        return self._record(Scale.of, x, factor).out
+
+    def logits(
+        self, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None = None
+    ) -> Value:
+        """Gathers `rows` of x, multiplies by the LM head: (L, V) float32; with a softcap c, each
+        logit becomes c * tanh(logit / c)."""
+        return self._record(Head.of, x, rows, w, softcap).out
+
+    def put(self, op: O) -> O:
+        """Appends an op that was made elsewhere: a plugin's own, that expands into those above."""
+        try:
+            self._check(op)
+        except OpError as error:
+            raise self._located(op.name, op.weights, error) from None
+        return self._append(op)
+
+    def finished(self, logits: object, vocab_size: int) -> OpList:
+        """The recorded step. Raises OpError unless `logits` is the (L, vocab_size) result."""
+        if not isinstance(logits, Value) or (logits.rows, logits.width) != ("L", vocab_size):
+            raise OpError(f"{self._model}: forward returned {logits}, not (L, {vocab_size}) logits")
+        return OpList(tuple(self._ops), logits)
+
+    def _record(self, make: Callable[P, O], *args: P.args, **kwargs: P.kwargs) -> O:
+        try:
+            op = make(*args, **kwargs)
+            self._check(op)
+        except OpError as error:
+            name: str = make.__self__.name  # type: ignore[attr-defined]  # a classmethod of an Op
+            raise self._located(name, args, error) from None
+        return self._append(op)
+
+    def _check(self, op: Op) -> None:
+        for value in op.reads:
+            expect(value in self._known, "an operand comes from another recording")
+        op.check()
+
+    def _append(self, op: O) -> O:
+        self._ops.append(op)
+        self._known.update(op.writes)
+        for ref in op.weights:
+            self._last_weight = ref.name
+        return op
+
+    def _located(self, name: str, given: Iterable[object], error: OpError) -> OpError:
+        """With model and op, and with the weight before it where its own is not named."""
+        where = f"{self._model}: {name}"
+        if self._last_weight and not any(isinstance(one, WeightRef) for one in given):
+            where += f" (after the op with {self._last_weight!r})"
+        return OpError(f"{where}: {error.message}")

@@ -1,0 +1,56 @@
+"""`rms_norm`: features scaled to a root mean square of one, times a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
+from vllmx_core.ops.values import Value, WeightRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm(Op):
+    """x / sqrt(mean(x^2) + eps) * w over the last axis."""
+
+    name: ClassVar[str] = "rms_norm"
+    x: Value
+    w: WeightRef
+    eps: float
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, w: WeightRef, eps: float) -> RmsNorm:
+        expect_features(x=x)
+        return cls(x, w, eps, Value(x.width))
+
+    def check(self) -> None:
+        expect_vector(self.w, self.x.width)
+        expect(self.eps > 0, f"eps is {self.eps}, it must be above 0")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = rms_norm(frame[self.x], frame.weight(self.w), self.eps)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        return (_case(width, offset) for width in (16, 33, 130) for offset in (0.0, 1.0))
+
+
+def _case(width: int, offset: float) -> Case:
+    return Case.between(
+        f"width {width}, offset {offset}",
+        width,
+        lambda ops, w, x: ops.rms_norm(ops.rms_norm(x, w["a"], 1e-6), w["b"], 0.3),
+        lambda b: b.vector("a", width, offset).vector("b", width, offset),
+    )
+
+
+def rms_norm(x: Floats, w: Floats, eps: float) -> Floats:
+    """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * w over the last axis."""
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    return like(x, x / np.sqrt(mean_square + eps) * w)

@@ -1,0 +1,38 @@
+"""`scale`: features times a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.values import Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale(Op):
+    """x * factor."""
+
+    name: ClassVar[str] = "scale"
+    x: Value
+    factor: float
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, factor: float) -> Scale:
+        expect_features(x=x)
+        return cls(x, factor, Value(x.width))
+
+    def check(self) -> None:
+        expect(isinstance(self.factor, int | float), f"the factor is {self.factor!r}, no number")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        x = frame[self.x]
+        frame[self.out] = x * x.dtype.type(self.factor)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        yield Case.between("width 24", 24, lambda ops, w, x: ops.scale(x, -0.75))

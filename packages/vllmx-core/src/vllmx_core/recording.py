@@ -1,0 +1,91 @@
+"""Recording a model: `Model.forward` runs once a load, whatever the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.model import Model
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.values import StepInputs, WeightRef
+from vllmx_core.passes import Pass
+from vllmx_core.passes.expand import expand_unsupported, unsupported_ops
+from vllmx_core.plan import AnyArray
+from vllmx_core.registry import load_registry
+from vllmx_core.specs import BackendSpec
+from vllmx_core.weights import WeightSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A model's step and everything that its ops name."""
+
+    model: str
+    steps: OpList
+    specs: tuple[WeightSpec, ...]
+    constants: Mapping[str, AnyArray]
+    refs: Mapping[str, WeightRef]
+    """Weights and constants by name, as the model saw them."""
+
+    @property
+    def unused_weights(self) -> set[str]:
+        """Names of weights and constants that no op reads."""
+        return self.refs.keys() - {ref.name for op in self.steps.ops for ref in op.weights}
+
+
+def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Recording:
+    """Runs `model.forward` once over names, without any array, then `passes`. Raises OpError for
+    ops that do not fit what they are given, and for a result that is not (L, V)."""
+    specs, constants = tuple(model.weights()), model.constants(max_model_len)
+    refs = {spec.name: WeightRef(spec.name, spec.kind, spec.rows, spec.cols) for spec in specs}
+    for name, table in constants.items():
+        cols = table.shape[-1] if table.ndim > 1 else 0
+        refs[name] = WeightRef(name, "constant", table.shape[0], cols)
+    name = type(model).__name__
+    ops = Ops(name)
+    logits: object = model.forward(ops, refs, StepInputs())
+    steps = ops.finished(logits, model.shape.vocab_size)
+    for change in passes:
+        steps = change(steps)
+    return Recording(name, steps, specs, constants, refs)
+
+
+def prepare(
+    model: Model,
+    max_model_len: int,
+    backend: str,
+    supports: Callable[[Op], bool],
+    passes: Sequence[Pass] = (),
+) -> Recording:
+    """Records a model for a backend: ops that it lacks are expanded. Raises UnsupportedOpError,
+    before any weight is read, where that does not help."""
+    recording = record(model, max_model_len, passes)
+    missing = unsupported_ops(recording.steps, supports)
+    if missing:
+        raise _refusal(recording.model, missing[0], backend)
+    return replace(recording, steps=expand_unsupported(recording.steps, supports))
+
+
+def _refusal(model: str, op: Op, backend: str) -> UnsupportedOpError:
+    others = sorted(_backends_with(op, backend))
+    remedy = f"choose --backend {' or '.join(others)}" if others else "no backend here runs it"
+    return UnsupportedOpError(
+        f"model {model} needs the op {op}, which backend {backend!r} does not have: {remedy}, or a"
+        f" newer version of vllmx-{backend}",
+        param="backend",
+    )
+
+
+def _backends_with(op: Op, refused: str) -> list[str]:
+    """Names of the other backends that run here and have the op, with what it expands into."""
+    found = []
+    for spec in load_registry().all(BackendSpec):
+        if spec.name == refused or spec.unavailable_reason() is not None:
+            continue
+        supports = getattr(spec.load()(), "supports", None)
+        steps = OpList((op,), op.writes[0])
+        if supports is not None and not unsupported_ops(steps, supports):
+            found.append(spec.name)
+    return found

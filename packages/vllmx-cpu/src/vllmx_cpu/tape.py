@@ -1,0 +1,34 @@
+"""The recorded step as the native team walks it: a C array of functions and their arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllmx_cpu.structs import VxRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One native op: its name for profiles, its function's address and its arguments."""
+
+    name: str
+    function: int
+    arguments: ctypes.Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Lowered ops in a C array; `calls` keeps their arguments alive."""
+
+    records: ctypes.Array[VxRecord]
+    calls: Sequence[Call]
+
+
+def make_tape(calls: Sequence[Call]) -> Tape:
+    """The calls in their order."""
+    records = (VxRecord * len(calls))(
+        *(VxRecord(call.function, ctypes.addressof(call.arguments)) for call in calls)
+    )
+    return Tape(records, calls)
