@@ -6,15 +6,16 @@ import asyncio
 import json
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_server.app import ROUTES
+from vllmx_server.app import ROUTES, build_app
 from vllmx_server.config import ServerConfig
 from vllmx_server.run import bind, hypercorn_config, listen
 
-from .conftest import MakeServer
+from .conftest import MakeServer, Served
 
 KEYS = {"api_key": ("first", "zweitër")}
 PUBLIC = ("/health", "/health/live", "/health/ready")
@@ -179,3 +180,18 @@ def test_unix_sockets(tmp_path: Path) -> None:
             bind(server)
     second, _ = bind(server)  # what a killed server left behind is no hindrance
     second.close()
+
+
+async def test_a_websocket_is_denied(served: Served) -> None:
+    """Nothing here offers one; another ASGI server would."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/completions", "headers": [], "root_path": ""}
+    await build_app(served.llm, ServerConfig(api_key=("k",)))(scope, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.close"]
