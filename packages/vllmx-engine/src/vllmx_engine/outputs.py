@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from vllmx_engine.messages import FinishReason
@@ -26,7 +28,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """The end-of-sequence id included, where one was generated."""
     cumulative_logprob: float | None = None
     """Sum over all tokens so far, also in a delta; None without logprobs."""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     """For each of `token_ids`: the token itself first, then the likeliest ones."""
     text_offsets: list[int] | None = None
     """With logprobs, for each of `token_ids`: where its text begins in the whole output, in
@@ -61,7 +63,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """One for each prompt token, None for the first; in a stream with the first output only."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""

@@ -18,6 +18,7 @@ from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestErr
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.generation_config import SAMPLING
+from vllmx_engine.logprob_limit import check_logprobs, most_scored_tokens
 from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
@@ -42,6 +43,11 @@ class Request:
     """One for each choice that is generated (best_of, or n)."""
     stops: StopSet | None
     arrival_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt, and tokens to generate at most in each choice."""
+        return len(self.prompt_ids), self.core[0].max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +154,14 @@ class RequestBuilder:
             self._check_room(len(ids), params.max_tokens)
         params.check_vocab(self.info.vocab_size)
         number = next(self._numbers)
+        core = self._core_requests(number, ids, params, options)
+        check_logprobs(params, [(len(ids), core[0].max_tokens)])
         return Request(
             request_id or f"req-{number}",
             text,
             ids,
             params,
-            self._core_requests(number, ids, params, options),
+            core,
             StopSet(params.stop) if params.stop else None,
         )
 
@@ -249,7 +257,9 @@ class RequestBuilder:
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = self.info.max_model_len - prompt_tokens
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is None:
+            return min(room, most_scored_tokens(params))
+        return min(params.max_tokens, room)
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Ids of each word at the start of a text and after a space, where they are others than

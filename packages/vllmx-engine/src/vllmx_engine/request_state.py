@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Literal
 
 from vllmx_core.errors import VllmxError
 
+from vllmx_engine.logprob_rows import LogprobRows
 from vllmx_engine.messages import CoreOutput, FinishReason, TokenLogprobs
-from vllmx_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from vllmx_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllmx_engine.request import Request
 from vllmx_engine.text.output import SequenceText
 from vllmx_engine.text.tokenizer import Tokenizer
 
+MAX_DELTA_ROWS = 64
+"""Positions with log-probabilities in one output of a stream: what is encoded in a few ms."""
 OutputKind = Literal["delta", "cumulative", "final"]
 
 
@@ -52,7 +56,7 @@ class ChoiceState:
         )
         self.ids: list[int] = []
         self.pieces: list[str] = []
-        self.logprobs: list[dict[int, Logprob]] = []
+        self.logprobs: list[TokenLogprobs | None] = []
         self.offsets_given = 0
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
@@ -99,10 +103,13 @@ class ChoiceState:
         for row in rows:
             self.cumulative_logprob += row.logprob
             if not self._hide_logprobs:
-                self.logprobs.append(decode_logprobs(row, self._tokenizer))
+                self.logprobs.append(row)
 
     def output(self, *, drop: bool) -> CompletionOutput:
-        """What is held; with `drop` it is given away, so that the next output has what follows."""
+        """What is held; with `drop` it is given away, so that the next output has what follows. Of
+        many log-probabilities, which a slow client lets gather, a part is given away at a time."""
+        if drop and len(self.logprobs) > MAX_DELTA_ROWS:
+            return self._part()
         output = CompletionOutput(
             index=self.index,
             text="".join(self.pieces),
@@ -112,25 +119,43 @@ class ChoiceState:
         )
         if not self._hide_logprobs:
             output.cumulative_logprob = self.cumulative_logprob
-            output.logprobs = self.logprobs if drop else self.logprobs.copy()
+            rows = self.logprobs if drop else self.logprobs.copy()
+            output.logprobs = LogprobRows(rows, self._tokenizer)
             output.text_offsets = self.text_offsets(drop)
         if drop:
             self.ids, self.pieces, self.logprobs = [], [], []
         self.has_news = False
         return output
 
-    def text_offsets(self, drop: bool) -> list[int]:
-        offsets = self.text.token_offsets or []
+    def _part(self) -> CompletionOutput:
+        """The first tokens of what is held, with all of its text; the rest is news again."""
+        size = MAX_DELTA_ROWS
+        output = CompletionOutput(
+            index=self.index,
+            text="".join(self.pieces),
+            token_ids=self.ids[:size],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=LogprobRows(self.logprobs[:size], self._tokenizer),
+            text_offsets=self.text_offsets(drop=True, size=size),
+        )
+        self.ids, self.pieces, self.logprobs = self.ids[size:], [], self.logprobs[size:]
+        return output
+
+    def text_offsets(self, drop: bool, size: int | None = None) -> list[int]:
+        """Of what is held, or of the first `size` tokens of it."""
         start = self.offsets_given
+        end = None if size is None else start + size
+        offsets = (self.text.token_offsets or [])[start:end]
         if drop:
-            self.offsets_given = len(offsets)
-        return offsets[start:]
+            self.offsets_given += len(offsets)
+        return offsets
 
 
 class RequestState:
     """One request: its choices, and who is told when there are news."""
 
     __slots__ = (
+        "_in_parts",
         "_ranked",
         "choices",
         "error",
@@ -154,10 +179,11 @@ class RequestState:
         self._ranked = len(request.core) > request.params.n
         self.kind: OutputKind = "final" if self._ranked else kind
         self.notify = notify
+        self._in_parts = self.kind == "delta" and request.params.logprobs is not None
         self.choices = [ChoiceState(self, index, tokenizer) for index in range(len(request.core))]
         self.num_unfinished = len(self.choices)
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: LogprobRows | None = None
         self.metrics = RequestMetrics(request.arrival_s)
         self.error: VllmxError | None = None
 
@@ -197,20 +223,36 @@ class RequestState:
     def output(self) -> RequestOutput:
         """The news, or with the kinds "cumulative" and "final" all so far."""
         drop = self.kind == "delta"
-        chosen = [choice for choice in self.choices if choice.has_news] if drop else self._best()
+        chosen = self._news() if drop else self._best()
         prompt_logprobs = self.prompt_logprobs
         if drop:
             self.prompt_logprobs = None
+        outputs = [choice.output(drop=drop) for choice in chosen]
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_ids,
-            outputs=[choice.output(drop=drop) for choice in chosen],
-            finished=self.num_unfinished == 0,
+            outputs=outputs,
+            finished=self.num_unfinished == 0 and not self.has_rest,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
             error=None if self.error is None else self.error.message,
+        )
+
+    @property
+    def has_rest(self) -> bool:
+        """A stream's last output left something for another one."""
+        return self._in_parts and any(choice.has_news for choice in self.choices)
+
+    def _news(self) -> list[ChoiceState]:
+        """Choices with news; where they have log-probabilities, as many as make one output."""
+        chosen = [choice for choice in self.choices if choice.has_news]
+        if not self._in_parts:
+            return chosen
+        rows = accumulate(len(choice.logprobs) for choice in chosen)
+        return [c for c, so_far in zip(chosen, rows, strict=True) if so_far <= MAX_DELTA_ROWS] or (
+            chosen[:1]
         )
 
     def _best(self) -> list[ChoiceState]:
@@ -226,12 +268,3 @@ class RequestState:
 
 def _mean_logprob(choice: ChoiceState) -> float:
     return choice.cumulative_logprob / max(1, choice.text.num_tokens)
-
-
-def decode_logprobs(row: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The token itself first, then the likeliest, each with its text."""
-    entries = {row.token: Logprob(row.logprob, row.rank, tokenizer.token_text(row.token))}
-    for rank, (token, logprob) in enumerate(zip(row.top_ids, row.top_logprobs, strict=True), 1):
-        if token not in entries:
-            entries[token] = Logprob(logprob, rank, tokenizer.token_text(token))
-    return entries

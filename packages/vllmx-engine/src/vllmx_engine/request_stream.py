@@ -26,7 +26,16 @@ class RequestStream:
         on_abort: ends the request from this side.
     """
 
-    __slots__ = ("_ended", "_news", "_on_abort", "_on_end", "_state", "_waiter", "request")
+    __slots__ = (
+        "_ended",
+        "_has_rest",
+        "_news",
+        "_on_abort",
+        "_on_end",
+        "_state",
+        "_waiter",
+        "request",
+    )
 
     def __init__(
         self,
@@ -40,6 +49,7 @@ class RequestStream:
         self._state: RequestState
         self._waiter: asyncio.Future[None] | None = None
         self._news = False
+        self._has_rest = False
         self._ended = False
 
     @property
@@ -87,12 +97,16 @@ class RequestStream:
             raise StopAsyncIteration
         if not self._news:
             await self._wait()
+        elif self._has_rest:
+            await asyncio.sleep(0)  # a large output goes out in pieces, between which others run
         self._news = False
-        if self._state.finished:
+        if self._state.finished and self._state.error is not None:
             self._ended = True
-            if self._state.error is not None:
-                raise self._state.error
-        return self._state.output()
+            raise self._state.error
+        output = self._state.output()
+        self._ended = output.finished
+        self._has_rest = self._news = not output.finished and self._state.has_rest
+        return output
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

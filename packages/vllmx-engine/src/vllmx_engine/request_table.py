@@ -9,13 +9,13 @@ from collections.abc import Callable
 from vllmx_core import errors
 from vllmx_core.errors import VllmxError
 
+from vllmx_engine.logprob_rows import LogprobRows
 from vllmx_engine.messages import CoreOutput, FinishReason
 from vllmx_engine.request import Request
 from vllmx_engine.request_state import (
     ChoiceState,
     OutputKind,
     RequestState,
-    decode_logprobs,
 )
 from vllmx_engine.text.tokenizer import Tokenizer
 
@@ -82,8 +82,7 @@ class RequestTable:
         if output.num_cached_tokens:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
-            rows = [decode_logprobs(row, self._tokenizer) for row in output.prompt_logprobs]
-            state.prompt_logprobs = [None, *rows]
+            state.prompt_logprobs = LogprobRows([None, *output.prompt_logprobs], self._tokenizer)
 
     def end(
         self, state: RequestState, reason: FinishReason, error: VllmxError | None = None

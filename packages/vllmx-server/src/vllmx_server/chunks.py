@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from vllmx_server.generation import Usage
+from vllmx_server.json_pieces import json_pieces
 from vllmx_server.schema.sampling import StreamOptions
 
 encode = msgspec.json.Encoder().encode
@@ -46,7 +47,8 @@ class Chunks:
     def chunk(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
         """One choice, and fields beside it."""
         more = b"".join(b",%b:%b" % (encode(name), encode(extra[name])) for name in extra)
-        return self.head + encode(choice) + self._end(usage, more)
+        encoded = b"".join(json_pieces(choice))
+        return self.head + encoded + self._end(usage, more)
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk of `include_usage`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 from starlette.requests import ClientDisconnect
@@ -83,27 +83,33 @@ class HeldResponse:
 
 
 class JSONAnswer(HeldResponse):
-    """One JSON body, awaited; its errors are raised, so that they get their status."""
+    """One JSON body, awaited; its errors are raised, so that they get their status. A body of
+    several pieces goes out as they are made, without a length, and others run in between."""
 
     def __init__(
         self,
         generation: Generation,
         release: Callable[[], None],
         send_timeout_s: float,
-        make: Callable[[], Awaitable[bytes]],
+        make: Callable[[], Awaitable[Iterator[bytes]]],
     ) -> None:
         super().__init__(generation, release, send_timeout_s)
         self._make = make
 
     async def respond(self, scope: Scope, send: Send) -> None:
-        body = await self._make()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
+        pieces = await self._make()
+        piece, following = next(pieces), next(pieces, None)
+        headers = [(b"content-type", b"application/json")]
+        if following is None:
+            headers.append((b"content-length", str(len(piece)).encode()))
         self._sending = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        while following is not None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._num_sent += 1
+            await asyncio.sleep(0)
+            piece, following = following, next(pieces, None)
+        await send({"type": "http.response.body", "body": piece})
 
 
 class EventStream(HeldResponse):

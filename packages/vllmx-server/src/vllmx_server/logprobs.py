@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vllmx_engine.logprob_rows import LogprobRows
 from vllmx_engine.outputs import Logprob
 from vllmx_engine.text.tokenizer import Tokenizer
+
+from vllmx_server.json_pieces import Items
 
 Position = Mapping[int, Logprob]
 """The chosen token first, then the likeliest ones."""
@@ -41,69 +44,77 @@ def chat_logprobs(
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
-    content = []
-    for token, position in zip(token_ids, positions, strict=True):
+    def row(token: int, position: Position) -> dict[str, Any]:
         likeliest = sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
-        content.append(
-            {
-                **entry(token, position[token]),
-                "top_logprobs": [entry(other, logprob) for other, logprob in likeliest],
-            }
-        )
-    return {"content": content, "refusal": None}
+        return {
+            **entry(token, position[token]),
+            "top_logprobs": [entry(other, logprob) for other, logprob in likeliest],
+        }
+
+    return {"content": Items(map(row, token_ids, positions)), "refusal": None}
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a text completion, filled position by position."""
+    """`choices[].logprobs` of a text completion: of its prompt first, then of its tokens."""
 
-    def __init__(self, as_ids: bool | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool | None) -> None:
+        self._tokenizer = tokenizer
         self._as_ids = as_ids
-        self.tokens: list[str] = []
-        self.token_logprobs: list[float | None] = []
-        self.top_logprobs: list[dict[str, float] | None] = []
-        self.text_offset: list[int] = []
+        self._parts: list[tuple[Sequence[int], LogprobRows, Iterable[int]]] = []
 
-    def add_first_prompt_token(self, token: int, text: str) -> None:
-        """The first token of a prompt has no probability."""
-        self.tokens.append(shown(token, text, self._as_ids))
-        self.token_logprobs.append(None)
-        self.top_logprobs.append(None)
-        self.text_offset.append(0)
-
-    def add(self, token: int, position: Position, offset: int) -> None:
-        chosen = position[token]
-        self.tokens.append(shown(token, chosen.decoded_token, self._as_ids))
-        self.token_logprobs.append(finite(chosen.logprob))
-        top: dict[str, float] = {}
-        for other, entry in position.items():  # of one text: the chosen, else the likeliest
-            name = shown(other, entry.decoded_token, self._as_ids)
-            top.setdefault(name, finite(entry.logprob))
-        self.top_logprobs.append(top)
-        self.text_offset.append(offset)
+    def add(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[Position | None],
+        offsets: Sequence[int],
+        shift: int = 0,
+    ) -> None:
+        """Tokens that follow, with where each begins in the text, `shift` characters later."""
+        assert isinstance(positions, LogprobRows)
+        self._parts.append((token_ids, positions, [shift + offset for offset in offsets]))
 
     def as_dict(self) -> dict[str, Any]:
+        """Its arrays are made while they are encoded."""
+        rows = [(ids, positions) for ids, positions, _ in self._parts]
         return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
+            "tokens": Items(self._text(token) for ids, _ in rows for token in ids),
+            "token_logprobs": Items(
+                None if logprob is None else finite(logprob)
+                for _, positions in rows
+                for logprob in positions.of_tokens()
+            ),
+            "top_logprobs": Items(
+                self._top(position) for _, positions in rows for position in positions
+            ),
+            "text_offset": Items(offset for _, _, offsets in self._parts for offset in offsets),
         }
 
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
-def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:
+    def _top(self, position: Position | None) -> dict[str, float] | None:
+        if position is None:
+            return None
+        top: dict[str, float] = {}
+        for token, entry in position.items():  # of one text: the chosen, else the likeliest
+            name = shown(token, entry.decoded_token, self._as_ids)
+            top.setdefault(name, finite(entry.logprob))
+        return top
+
+
+def prompt_logprobs(positions: Sequence[Position | None] | None) -> Items | None:
     """vLLM's `prompt_logprobs`: a mapping by token id for each prompt token, null for the first."""
-    if positions is None:
+    return None if positions is None else Items(map(_prompt_row, positions))
+
+
+def _prompt_row(position: Position | None) -> dict[str, Any] | None:
+    if position is None:
         return None
-    return [
-        None
-        if position is None
-        else {
-            str(token): {
-                "logprob": finite(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
-            for token, entry in position.items()
+    return {
+        str(token): {
+            "logprob": finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
         }
-        for position in positions
-    ]
+        for token, entry in position.items()
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllmx_engine.request_stream import RequestStream
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
+from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
@@ -69,21 +70,21 @@ class ChatAnswer:
         self._generation = generation
         self._created = int(time.time())
 
-    async def whole(self) -> bytes:
-        """The body of an answer that is not streamed."""
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed, in pieces."""
         (final,) = await self._generation.finals()
         body: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._state.llm.config.name,
-            "choices": [self._choice(choice) for choice in final.outputs],
+            "choices": Items(map(self._choice, final.outputs)),
             "system_fingerprint": self._state.fingerprint,
             "usage": self._generation.usage.as_dict(),
             "prompt_logprobs": prompt_logprobs(final.prompt_logprobs),
             "prompt_token_ids": final.prompt_token_ids if self._body.return_token_ids else None,
         }
-        return encode(body)
+        return json_pieces(body)
 
     def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": self._echoed() + choice.text, "refusal": None}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.logprob_limit import check_logprobs
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 from vllmx_engine.request_stream import RequestStream
 from vllmx_engine.text.output import prompt_offsets
@@ -18,6 +20,7 @@ from vllmx_engine.text.output import prompt_offsets
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
+from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.logprobs import CompletionLogprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.completions import DECODER, CompletionRequest
@@ -47,6 +50,7 @@ async def _submit(
                 **caller_of(request, body),
             )
             streams.append(stream)
+            check_logprobs(params, [stream.request.lengths for stream in streams])
             await asyncio.sleep(0)  # tokenizing many prompts must not hold up other requests
     except BaseException:
         for stream in streams:
@@ -66,6 +70,16 @@ def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     return params
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is repeated before each of its choices."""
+
+    output: RequestOutput
+    text: str
+    offsets: Sequence[int]
+    """Of the prompt's tokens in it."""
+
+
 class CompletionAnswer:
     """Makes the wire format of one request's outputs. Choice j of prompt i has index i * n + j."""
 
@@ -78,35 +92,40 @@ class CompletionAnswer:
         self._generation = generation
         self._n = body.n or 1
         self._created = int(time.time())
+        self._echoes: list[Echo] = []
+        """Of each prompt, with echo."""
 
-    async def whole(self) -> bytes:
-        """The body of an answer that is not streamed."""
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed, in pieces."""
         finals = await self._generation.finals()
+        if self._body.echo:
+            self._echoes = await asyncio.to_thread(lambda: list(map(self._echo_of, finals)))
         usage = self._generation.usage
         if self._body.scores_only:
             usage.completion_tokens = 0
-        return encode(
+        return json_pieces(
             {
                 "id": self._id,
                 "object": "text_completion",
                 "created": self._created,
                 "model": self._state.llm.config.name,
-                "choices": [
+                "choices": Items(
                     self._choice(index, final, choice)
                     for index, final in enumerate(finals)
                     for choice in final.outputs
-                ],
+                ),
                 "system_fingerprint": self._state.fingerprint,
                 "usage": usage.as_dict(),
             }
         )
 
     def _choice(self, index: int, final: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
-        echoed = self._prompt_text(final) if self._body.echo else ""
+        echo = self._echoes[index] if self._body.echo else None
+        echoed = "" if echo is None else echo.text
         found: dict[str, Any] = {
             "index": index * self._n + choice.index,
             "text": echoed if self._body.scores_only else echoed + choice.text,
-            "logprobs": self._logprobs(choice, len(echoed), final),
+            "logprobs": self._logprobs(choice, len(echoed), echo),
             "finish_reason": "length" if self._body.scores_only else choice.finish_reason,
             "stop_reason": None if self._body.scores_only else choice.stop_reason,
         }
@@ -119,29 +138,26 @@ class CompletionAnswer:
         return found
 
     def _logprobs(
-        self, choice: CompletionOutput, shift: int, final: RequestOutput | None = None
+        self, choice: CompletionOutput, shift: int, echo: Echo | None = None
     ) -> dict[str, Any] | None:
         """Of the choice's tokens, with echo after those of the prompt. `shift`: characters before
         the choice's text."""
         if self._body.logprobs is None or choice.logprobs is None:
             return None
-        rows = CompletionLogprobs(self._body.return_tokens_as_token_ids)
-        if self._body.echo and final is not None and final.prompt_logprobs is not None:
-            self._add_prompt(rows, final)
+        rows = CompletionLogprobs(self._state.llm.tokenizer, self._body.return_tokens_as_token_ids)
+        if echo is not None and echo.output.prompt_logprobs is not None:
+            rows.add(echo.output.prompt_token_ids, echo.output.prompt_logprobs, echo.offsets)
         if not self._body.scores_only:
             offsets = choice.text_offsets or [0] * len(choice.token_ids)
-            for token, row, offset in zip(choice.token_ids, choice.logprobs, offsets, strict=True):
-                rows.add(token, row, shift + offset)
+            rows.add(choice.token_ids, choice.logprobs, offsets, shift)
         return rows.as_dict()
 
-    def _add_prompt(self, rows: CompletionLogprobs, final: RequestOutput) -> None:
-        tokenizer, ids = self._state.llm.tokenizer, final.prompt_token_ids
-        offsets = prompt_offsets(tokenizer, ids, self._prompt_text(final))
-        for token, row, offset in zip(ids, final.prompt_logprobs or [], offsets, strict=True):
-            if row is None:
-                rows.add_first_prompt_token(token, tokenizer.token_text(token))
-            else:
-                rows.add(token, row, offset)
+    def _echo_of(self, output: RequestOutput) -> Echo:
+        text = self._prompt_text(output)
+        offsets: Sequence[int] = ()
+        if self._body.logprobs is not None:
+            offsets = prompt_offsets(self._state.llm.tokenizer, output.prompt_token_ids, text)
+        return Echo(output, text, offsets)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
@@ -172,7 +188,8 @@ class CompletionAnswer:
                         begun.add(number)
                         if body.scores_only:
                             usage.completion_tokens = 0
-                        yield chunks.chunk(self._delta(number, choice, output, is_first), usage)
+                        delta = self._delta(number, choice, output, is_first)
+                        yield chunks.chunk(delta, usage)
                     elif choice.text:
                         yield b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
                             chunks.head, number, encode(choice.text), chunks.tail,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,8 +23,8 @@ Body = TypeVar("Body", bound=SamplingFields)
 class Answer(Protocol):
     """The wire format of one request's outputs."""
 
-    async def whole(self) -> bytes:
-        """The body of an answer that is not streamed."""
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed, in pieces."""
         ...
 
     def events(self) -> AsyncGenerator[bytes, None]:

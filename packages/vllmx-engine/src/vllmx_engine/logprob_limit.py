@@ -1,0 +1,40 @@
+"""How many log-probabilities a call may bring: each is some fifty bytes, here and in its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.sampling import MAX_TOKENS_LIMIT, SamplingParams
+
+MAX_CALL_LOGPROBS = 1 << 21
+"""Over all prompts, choices and tokens: one choice of 99,864 tokens with the 20 likeliest each."""
+
+
+def most_scored_tokens(params: SamplingParams) -> int:
+    """Tokens of each choice where the call names no max_tokens."""
+    if params.logprobs is None:
+        return MAX_TOKENS_LIMIT
+    return max(1, MAX_CALL_LOGPROBS // (params.num_choices * (params.logprobs + 1)))
+
+
+def check_logprobs(params: SamplingParams, lengths: Sequence[tuple[int, int]]) -> None:
+    """Raises InvalidRequestError where these could bring more than `MAX_CALL_LOGPROBS`.
+
+    Args:
+        lengths: of each prompt of the call (tokens of it, tokens to generate at most).
+    """
+    of_tokens = of_prompts = 0
+    if params.logprobs is not None:
+        generated = sum(max_tokens for _, max_tokens in lengths)
+        of_tokens = params.num_choices * generated * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        of_prompts = sum(prompt for prompt, _ in lengths) * (params.prompt_logprobs + 1)
+    if of_tokens + of_prompts > MAX_CALL_LOGPROBS:
+        name = "logprobs" if of_tokens >= of_prompts else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"the call may bring {of_tokens} log-probabilities of generated tokens and {of_prompts}"
+            f" of prompts, at most {MAX_CALL_LOGPROBS} in all are served: lower {name}, n or"
+            " max_tokens, or split the call",
+            param=name,
+        )
