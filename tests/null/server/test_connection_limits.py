@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -151,6 +153,21 @@ def test_how_many_connections_descriptors_allow() -> None:
     assert connection_limit(700, 1024) == 700
     with pytest.raises(ConfigError, match=r"769 .* 768 .* 1024 .*ulimit -Hn 1025"):
         connection_limit(769, 1024)
+
+
+def test_the_soft_limit_is_raised() -> None:
+    program = (
+        "import resource\n"
+        "from vllmx_server.connections.descriptors import raise_descriptor_limit\n"
+        "hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 300)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 100, hard))\n"
+        "assert raise_descriptor_limit() == hard\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_untested_hypercorn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
