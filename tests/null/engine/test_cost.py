@@ -77,6 +77,19 @@ def test_nearly_all_steps_keep_the_target(spread: float) -> None:
     assert np.quantile(settled, 0.98) > 20e-3 * 0.8
 
 
+def test_each_prompt_that_waits_stretches_the_target() -> None:
+    cost = learned()
+
+    def step_s(num_decodes: int, num_prompts: int) -> float:
+        left = cost.chunk_seconds(num_decodes, 8000, num_prompts)
+        return left + cost.predict(StepLoad(num_decodes, 8000))
+
+    for prompts, targets in ((1, 1), (2, 2), (5, 5), (8, 8), (100, 8)):
+        assert step_s(8, prompts) == pytest.approx(targets * 20e-3, rel=0.01)
+    for prompts, targets in ((1, 1), (5, 2), (100, 8)):  # four times as many as are few
+        assert step_s(64, prompts) == pytest.approx(targets * 20e-3, rel=0.01)
+
+
 def test_the_first_chunks_grow_step_by_step() -> None:
     """One step says nothing about which part of it was the chunk."""
     cost, sizes = StepCost(20e-3, 16), [16.0]
@@ -121,10 +134,12 @@ def test_nothing_seen_affords_nothing() -> None:
     assert cost.chunk_tokens(cost.chunk_seconds(1, 1), 0) == 0.0
 
 
-def test_a_missed_target_affords_nothing() -> None:
+def test_decodes_that_miss_the_target_leave_half_their_time_to_prefill() -> None:
     cost = StepCost(1e-3, 16)
     cost.observe(StepLoad(1, 10, 8, 8.0 * 8), 1.0)
-    assert cost.chunk_seconds(1, 10) == 0.0
+    decodes_s = cost.predict(StepLoad(1, 10))
+    assert decodes_s > 0.1
+    assert cost.chunk_seconds(1, 10) == pytest.approx(decodes_s / 2)
     for seconds in (0.0, -1.0):
         assert cost.chunk_tokens(seconds, 0) == 0.0
 

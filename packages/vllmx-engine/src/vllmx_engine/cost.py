@@ -19,6 +19,12 @@ _MAX_MARGIN = 2.0
 _PACE_WEIGHT = 0.25
 """Of the newest step in how fast the machine is now."""
 _GROWTH = 2.0
+_LEAST_STEP = 1.5
+"""A step with prefill may always take so many times what its decodes take."""
+_MAX_STRETCH = 8.0
+"""However many prompts wait, no step aims at more than so many targets."""
+_FEW_DECODES = 16
+"""Up to so many running rows, each prompt that waits stretches the target by a whole one."""
 
 
 class StepLoad(NamedTuple):
@@ -85,13 +91,23 @@ class StepCost:
         """Seconds, 0 before anything was seen."""
         return sum(c * x for c, x in zip(self._coefficients(), (1.0, *load), strict=True))
 
-    def chunk_seconds(self, num_decodes: int, decode_context: int) -> float:
+    def chunk_seconds(self, num_decodes: int, decode_context: int, num_prompts: int = 1) -> float:
         """What is left of the target for prefill beside these decodes; infinite without either.
-        Where steps have taken longer than predicted, the aim is as much below the target."""
+        Where steps have taken longer than predicted, the aim is as much below the target. Where
+        decodes alone come near the target, prefill gets a part of their time all the same.
+
+        The target is meant for one prompt that comes in while others decode. When `num_prompts`
+        wait for their first tokens, a step may take that many times as long: otherwise each of them
+        waits for all before it at the pace of small chunks, few rows decode meanwhile, and all are
+        served more slowly. Beside many decodes, whom a long step holds up, it grows less.
+        """
         if self.target_s is None or num_decodes == 0 or not self._is_timed:
             return math.inf
-        aim_s = self.target_s / self._overrun()
-        return max(0.0, aim_s - self.predict(StepLoad(num_decodes, decode_context)))
+        decodes_s = self.predict(StepLoad(num_decodes, decode_context))
+        weight = min(1.0, _FEW_DECODES / num_decodes)
+        stretch = min(1.0 + weight * (num_prompts - 1), _MAX_STRETCH)
+        aim_s = max(self.target_s / self._overrun(), _LEAST_STEP * decodes_s)
+        return max(0.0, stretch * aim_s - decodes_s)
 
     def chunk_tokens(self, seconds: float, start: int) -> float:
         """Tokens of a prompt, from position `start` on, that `seconds` suffice for; at most twice

@@ -60,7 +60,7 @@ class BlockPool:
 
     def num_idle_of(self, blocks: I32) -> int:
         """How many of these cached blocks `acquire` would take out of the available ones."""
-        return blocks.size - int(np.count_nonzero(self._refs[blocks]))
+        return blocks.size - int(np.count_nonzero(self._refs[blocks])) if blocks.size else 0
 
     def release(self, blocks: I32) -> None:
         """Drops one reference of each block of a table, given in its order."""

@@ -168,7 +168,7 @@ class Scheduler:
             start = int(self.table.computed[sequence.row])
             wanted = len(sequence.tokens) - start
             if seconds_left is None:
-                seconds_left = self.cost.chunk_seconds(decodes.size, context)
+                seconds_left = self.cost.chunk_seconds(decodes.size, context, self._num_prompts)
             affordable = self.cost.chunk_tokens(seconds_left, start)
             if not chunks:
                 affordable = max(affordable, self.cost.min_chunk)
@@ -188,6 +188,11 @@ class Scheduler:
         batch = Batch(decodes, tuple(chunks), _load(decodes.size, context, chunks))
         self._charge(batch)
         return batch
+
+    @property
+    def _num_prompts(self) -> int:
+        """That could be computed now: those begun, and those that wait while rows are free."""
+        return len(self.prefills) + min(len(self.queue), self.table.num_free)
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
         """Ready rows, each with a block for its next token, and the last one of those that had to
@@ -315,9 +320,11 @@ class Scheduler:
         self.prefills.append(sequence)
         self.prefills.sort(key=self.queue.order)
         sequence.found = None
-        self.pool.acquire(cached)
-        new = self._num_blocks_of(sequence) - len(cached)
-        blocks = np.concatenate([cached, self.pool.allocate(new)])
+        if cached.size:
+            self.pool.acquire(cached)
+        blocks = self.pool.allocate(self._num_blocks_of(sequence) - cached.size)
+        if cached.size:
+            blocks = np.concatenate([cached, blocks])
         self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
         if not self.prefixes.enabled:
             self.table.never_file(sequence.row)

@@ -69,7 +69,8 @@ HELP: Mapping[str, str] = {
     "enable_prefix_caching": "Share equal prompt prefixes.",
     "enable_chunked_prefill": "Split long prompts over steps.",
     "scheduling_policy": "priority (then fair share, then arrival) or fcfs.",
-    "target_step_ms": "Bound on a step's time while others decode; none: no bound.",
+    "target_step_ms": "Bound on a step's time while others decode and a prompt comes in; each"
+    " further prompt that waits raises it, up to 8 times; none: no bound.",
     "async_scheduling": "Prepare the next step while one runs.",
     "step_timeout_s": "Seconds after which a step counts as hung and the engine core is started"
     " again; 0: never; default: 300, on CPUs 3600.",
