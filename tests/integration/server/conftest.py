@@ -120,17 +120,22 @@ def hanging_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fake_server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
-    """`with fake_server(*flags)`: the fake model, unless `--model` names another."""
+def fake_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """In which vllmx finds the plugin of the fake model."""
     plugins = install_fake_plugin(tmp_path_factory.mktemp("plugins"))
     paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths)}
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.fixture(scope="session")
+def fake_server(fake_model: Path, fake_environment: dict[str, str]) -> MakeFake:
+    """`with fake_server(*flags)`: the fake model, unless `--model` names another."""
 
     def make(*flags: str, **options: Any) -> AbstractContextManager[RunningServer]:
         model = () if "--model" in flags else ("--model", str(fake_model))
         name = () if "--served-model-name" in flags else ("--served-model-name", "fake")
         fixed = (*model, *name, "--backend", "fake")
-        return running_server(*fixed, *flags, environment=environment, **options)
+        return running_server(*fixed, *flags, environment=fake_environment, **options)
 
     return make
 

@@ -6,6 +6,7 @@ import logging
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError
+from vllmx_core.standard_error import StandardError
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 FORMAT = "%(asctime)s %(levelname).1s %(process)d %(name)s  %(message)s"
@@ -22,10 +23,22 @@ def check_log_level(level: str) -> None:
         )
 
 
-def configure_logging(level: str | int = logging.INFO) -> None:
+class _Handler(logging.StreamHandler[StandardError]):
+    def close(self) -> None:
+        """At the end of the process, by `logging.shutdown`."""
+        self.stream.finish()
+        super().close()
+
+
+def configure_logging(level: str | int = logging.INFO, stream: StandardError | None = None) -> None:
     """Everything of vllmx at `level`; libraries only from warnings on. For programs: the packages
-    themselves never touch the configuration of logging. Raises ConfigError for an unknown name."""
+    themselves never touch the configuration of logging. Servers bring a `stream` that never holds
+    them up; then `logging.shutdown` must be called where a process ends without cleaning up. Raises
+    ConfigError for an unknown name."""
     if isinstance(level, str):
         check_log_level(level)
-    logging.basicConfig(level=logging.WARNING, format=FORMAT, datefmt=DATE_FORMAT)
+    handlers = None if stream is None else [_Handler(stream)]
+    logging.basicConfig(
+        level=logging.WARNING, format=FORMAT, datefmt=DATE_FORMAT, handlers=handlers
+    )
     logging.getLogger("vllmx").setLevel(level.upper() if isinstance(level, str) else level)

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 from vllmx_core.errors import StepTimeoutError, VllmxError
 from vllmx_core.logs import configure_logging
+from vllmx_core.standard_error import StandardError
 
 from vllmx_engine.core_loop import CoreLoop
 from vllmx_engine.ipc import (
@@ -104,6 +105,7 @@ def _smaller(message: Outputs) -> list[Outputs]:
 
 def _exit_without_parent() -> None:
     logger.warning("the API process is gone: exiting")
+    logging.shutdown()
     os._exit(0)  # nobody is left to answer, and a step may be in flight on another thread
 
 
@@ -112,6 +114,7 @@ def _give_up(connection: Connection, error: StepTimeoutError) -> None:
     kernel itself cannot end that thread, the message is all that the API process gets."""
     connection.send(Failed(ErrorRecord.of(error)))
     connection.flush()
+    logging.shutdown()
     os._exit(1)
 
 
@@ -128,6 +131,7 @@ def _receive(
                 inbox.put(message)
     except FrameError as error:
         logger.error("the API process sent %s: exiting", error)
+        logging.shutdown()
         os._exit(1)
     except OSError:
         pass
@@ -166,7 +170,7 @@ def main() -> int:
     """Signals are the parent's business: it drains first, then tells the core to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    configure_logging()
+    configure_logging(stream=StandardError())
     faulthandler.enable()  # native code that crashes says where
     return serve(Connection(sys.argv[1]))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.logs import configure_logging
+from vllmx_core.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
 from vllmx.cli.command import ModelCommand
@@ -56,27 +58,30 @@ def serve(**flags: Any) -> None:
     (org/repo, or org/repo:file.gguf); without it the demo model is served. Every option can also be
     set as VLLMX_<NAME> or in a YAML file (--config).
     """
-    configure_logging(flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info")
+    hold_standard_streams()
+    stream = StandardError()
+    configure_logging(flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info", stream)
     engine, server = resolve((EngineConfig, ServerConfig), flags)
     configure_logging(server.log_level)
     from vllmx_server.run import run_server
 
-    run_server(engine, server, on_ready=_announce)
+    try:
+        run_server(engine, server, on_ready=partial(_announce, stream))
+    finally:
+        stream.finish()  # an error is shown after what the log has to say
 
 
-def _announce(llm: AsyncLLM, url: str) -> None:
+def _announce(stream: StandardError | TextIO, llm: AsyncLLM, url: str) -> None:
     info = llm.info
-    click.echo(
+    stream.write(
         f"\nvllmx serves {llm.config.name} ({info.architecture}, {info.dtype}) on {info.backend},"
         f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache,"
         f" up to {info.max_num_seqs} sequences together"
-        f"\n  {url}/v1\n",
-        err=True,
+        f"\n  {url}/v1\n\n"
     )
     if url.startswith("http"):
-        click.echo(
+        stream.write(
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f'    -d \'{{"model": "{llm.config.name}", "messages": [{{"role": "user",'
-            f' "content": "Hello!"}}]}}\'\n',
-            err=True,
+            f' "content": "Hello!"}}]}}\'\n\n'
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -26,4 +27,5 @@ def warn_of_unknown_variables() -> None:
     ours = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requires("vllmx") or ()}
     plugins = {plugin.key.partition(":")[0] for plugin in load_registry().plugins}
     for line in warnings(given, fields, plugins - ours):
-        click.echo(f"warning: {line}", err=True)
+        with contextlib.suppress(OSError):  # nobody can be told
+            click.echo(f"warning: {line}", err=True)
