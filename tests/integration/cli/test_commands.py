@@ -51,6 +51,20 @@ def test_complete_takes_prompts_from_flags_a_file_and_stdin(tmp_path: Path) -> N
     assert records[0]["finish_reason"] == "length"
 
 
+def test_lines_have_their_own_parameters_and_batches_their_answers(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    ask = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ask}
+    lines = [{"prompt": "Once upon a time", "max_tokens": 2}, batch, {"prompt": "The sun"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = vllmx("complete", "--prompts-file", str(file), "--json", *GREEDY).stdout
+    first, second, third = (json.loads(line) for line in out.splitlines())
+    assert (first["completion_tokens"], third["completion_tokens"]) == (2, 12)
+    assert second["custom_id"] == "a"
+    message = second["response"]["body"]["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Hello! How can I help you today?"}
+
+
 def test_complete_as_chat() -> None:
     out = vllmx("complete", "--chat", "--prompts", "Hello!", *GREEDY).stdout
     assert out == "Hello! How can I help you today?\n"
@@ -86,7 +100,11 @@ def test_bench_reports_json() -> None:
     ("arguments", "text"),
     [
         (["serve", "/does/not/exist"], "/does/not/exist"),
-        (["complete", "--backend", "nonsense"], "no backend named 'nonsense'"),
+        (["complete", "--backend", "nonsense", "-p", "x"], "no backend named 'nonsense'"),
+        (["complete"], "there is no prompt, standard input is empty"),
+        (["complete", "-p", " | "], "there is no prompt, --prompts is empty"),
+        (["complete", "--prompts-file", "/dev/null"], "there is no prompt, /dev/null is empty"),
+        (["quantize", "demo", "/dev/null"], "/dev/null exists: say --overwrite"),
         (["complete", "--max-model-len", "100000", "-p", "x"], "2048"),
         (["complete", "--temperature", "-1", "-p", "x"], "temperature must be between"),
         (["complete", "-p", "word " * 4000], "2048"),

@@ -16,6 +16,7 @@ class Stream(Iterator[str]):
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = iter(pieces)
         self.token_ids: list[int] = []
+        self.finish_reason = "stop"
 
     def __next__(self) -> str:
         piece = next(self._pieces)
@@ -123,3 +124,7 @@ def test_unknown_commands_and_leaving(talk: Conversation) -> None:
         talk.command("/frobnicate")
     assert talk.command("/quit") is None
     assert "/undo" in (talk.command("/help") or "")
+    with pytest.raises(ConfigError, match=r"unknown command /rest; did you mean 'reset'\?"):
+        talk.command("/rest")
+    with pytest.raises(ConfigError, match=r"'temprature'; did you mean 'temperature'\?"):
+        talk.command("/set temprature 1")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.config_values import nearest
+from vllmx_core.errors import ConfigError, ContextLengthError
+from vllmx_core.sampling import SamplingParams
 from vllmx_engine.engine import Engine
 
 HELP = """\
@@ -27,6 +30,7 @@ class Conversation:
     """Messages so far, and what the user changed about sampling."""
 
     AGAIN = "again"
+    MAKE_ROOM = "/undo takes back the last question, /reset forgets the conversation"
 
     def __init__(
         self,
@@ -40,6 +44,8 @@ class Conversation:
         self._template_arguments = template_arguments
         self.messages: list[dict[str, str]] = []
         self.generated_tokens = 0
+        self.is_full = False
+        """Whether the last answer ended because the context was full."""
         self._begin(system)
 
     def _begin(self, system: str | None) -> None:
@@ -47,11 +53,13 @@ class Conversation:
 
     def answer(self, text: str | None) -> Iterator[str]:
         """Pieces of the answer to a user's message (None: to the last one again). What was said
-        before an interruption stays in the history; a failed question does not."""
+        before an interruption stays in the history; a failed question does not. Raises
+        ContextLengthError that says how to make room."""
         if text is not None:
             self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
         self.generated_tokens = 0
+        self.is_full = False
         seq_id = None
         try:
             prompt = self._engine.apply_chat_template(self.messages, **self._template_arguments)
@@ -62,6 +70,9 @@ class Conversation:
                 self.generated_tokens = len(stream.token_ids)
                 yield piece
             self.generated_tokens = len(stream.token_ids)
+            self.is_full = stream.finish_reason == "length" and params.max_tokens is None
+        except ContextLengthError as error:
+            raise ContextLengthError(f"{error.message}; {self.MAKE_ROOM}") from None
         finally:
             if seq_id is None:
                 self.messages.pop()
@@ -87,7 +98,8 @@ class Conversation:
             "load": lambda: self._load(argument),
         }
         if name not in commands:
-            raise ConfigError(f"unknown command /{name}: /help lists the commands")
+            near = nearest(name, [*commands, "quit"])
+            raise ConfigError(f"unknown command /{name}{near}: /help lists the commands")
         return commands[name]()
 
     def _reset(self) -> str:
@@ -127,7 +139,8 @@ class Conversation:
         try:
             self._engine.sampling_params(**changed)
         except TypeError:
-            raise ConfigError(f"there is no sampling parameter {name!r}") from None
+            near = nearest(name, [field.name for field in dataclasses.fields(SamplingParams)])
+            raise ConfigError(f"there is no sampling parameter {name!r}{near}") from None
         self._sampling = changed
         return f"{name} = {changed.get(name)}"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from typing import Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import click
 from vllmx_core.config import EngineConfig
@@ -16,26 +16,41 @@ from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, log_level_option, resolve
 from vllmx.cli.sampling import sampling_options, take_sampling
 
+if TYPE_CHECKING:
+    from vllmx.chat_history import LineEditor
+
 
 @click.command(cls=ModelCommand)
 @engine_options
 @sampling_options
 @click.option("--system", help="System message.")
-@click.option("--i", "interactive", is_flag=True, help="Accepted; chat is always interactive.")
+@click.option("--i", "always", is_flag=True, hidden=True, help="Accepted: chat is interactive.")
+@click.option("--history/--no-history", default=True, help="Keep what is typed over sessions.")
 @click.option("--no-thinking", is_flag=True, help="Ask the template to switch thinking off.")
 @log_level_option("warning")
 def chat(
-    system: str | None, interactive: bool, no_thinking: bool, log_level: str, **flags: Any
+    system: str | None,
+    always: bool,
+    history: bool,
+    no_thinking: bool,
+    log_level: str,
+    **flags: Any,
 ) -> None:
-    """Chat with MODEL. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Chat with MODEL. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.
+
+    A paste of several lines is one question; a backslash at the end of a line goes on.
+    """
     configure_logging(log_level)
     sampling = take_sampling(flags)
     (config,) = resolve((EngineConfig,), flags)
     from vllmx_engine.engine import Engine
 
+    from vllmx.chat_history import LineEditor, history_path
     from vllmx.terminal_chat import Conversation
 
-    with Engine(config) as engine:
+    interactive = sys.stdin.isatty()
+    editor = LineEditor(history_path() if interactive and history else None)
+    with Engine(config) as engine, closing(editor):
         arguments = {"enable_thinking": False} if no_thinking else {}
         talk = Conversation(engine, sampling, system, arguments)
         info = engine.info
@@ -43,7 +58,7 @@ def chat(
             f"{config.name} ({info.architecture}) on {info.backend}, context {info.max_model_len}."
             " /help lists the commands."
         )
-        while (line := _read_line()) is not None:
+        while (line := _read_line(editor, interactive)) is not None:
             if line.startswith("/"):
                 if not _command(talk, line):
                     break
@@ -51,22 +66,19 @@ def chat(
                 _answer(talk, line)
 
 
-def _read_line() -> str | None:
+def _read_line(editor: LineEditor, interactive: bool) -> str | None:
     """The next line; a trailing backslash goes on. None at the end."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives input() line editing and a history
-    prompt = "> " if sys.stdin.isatty() else ""
     try:
-        line = input(prompt)
-        while line.endswith("\\"):
-            line = line[:-1] + "\n" + input("  ")
+        return editor.read(*(("> ", "  ") if interactive else ("", "")))
     except EOFError:
         click.echo()
         return None
     except KeyboardInterrupt:
         click.echo()
         return ""
-    return line
+    except UnicodeDecodeError:
+        click.secho("that was not UTF-8 text", fg="red")
+        return ""
 
 
 def _command(talk: Any, line: str) -> bool:
@@ -92,6 +104,8 @@ def _answer(talk: Any, text: str | None) -> None:
         click.echo()
         rate = talk.generated_tokens / max(time.perf_counter() - started, 1e-9)
         click.secho(f"{talk.generated_tokens} tokens, {rate:.1f} tokens/s", dim=True)
+        if talk.is_full:
+            click.secho(f"the context is full: {talk.MAKE_ROOM}", fg="yellow")
     except KeyboardInterrupt:
         click.secho(" (stopped)", dim=True)
     except VllmxError as error:

@@ -16,9 +16,10 @@ from vllmx_core.logs import configure_logging
 from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, log_level_option, resolve
 from vllmx.cli.sampling import sampling_options, take_sampling
+from vllmx.prompt_lines import Task, read_lines, repeated, split_prompts
 
 if TYPE_CHECKING:
-    from vllmx_core.sampling import SamplingParams
+    from vllmx_engine.llm import LLM
     from vllmx_engine.outputs import RequestOutput
 
 DEMO_PROMPT = "Once upon a time"
@@ -31,10 +32,12 @@ DEMO_PROMPT = "Once upon a time"
 @click.option(
     "--prompts-file",
     type=click.Path(path_type=Path),
-    help='A prompt a line, or JSON lines with "prompt"; - is stdin.',
+    help="A prompt a line, JSON lines, or a file for OpenAI's batch API; - is stdin.",
 )
 @click.option("--chat", "as_chat", is_flag=True, help="Send each prompt as a user's message.")
-@click.option("--batch", type=int, default=1, help="Complete each prompt this many times.")
+@click.option(
+    "--batch", type=click.IntRange(1, 4096), default=1, help="Complete each prompt this many times."
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON lines for scripts.")
 @log_level_option("warning")
 def complete(
@@ -48,74 +51,76 @@ def complete(
 ) -> None:
     """Complete prompts from --prompts "a | b", --prompts-file, or standard input.
 
-    One prompt streams to standard output; several run together and show their progress.
+    One prompt streams to standard output; several run together and show their progress. A JSON line
+    has "prompt" or "messages", and sampling parameters that win over the flags.
     """
     configure_logging(log_level)
-    sampling = take_sampling(flags)
+    sampling = {"max_tokens": 128, **take_sampling(flags)}
     (config,) = resolve((EngineConfig,), flags)
-    texts = _prompts(prompts, prompts_file)
-    if not 1 <= batch <= 4096:
-        raise ConfigError(f"--batch must be between 1 and 4096, got {batch}", param="batch")
-    texts = [text for text in texts for _ in range(batch)]
-    sampling.setdefault("max_tokens", 128)
-    if len(texts) == 1 and not as_json:
-        _stream(config, sampling, texts[0], as_chat)
+    tasks = list(repeated(_tasks(prompts, prompts_file), batch))
+    if as_chat:
+        tasks = [_asked(task) for task in tasks]
+    if len(tasks) == 1 and not as_json and _can_stream(tasks[0]):
+        _stream(config, sampling, tasks[0])
     else:
-        _together(config, sampling, texts, as_chat, as_json)
+        _together(config, sampling, tasks, as_json)
 
 
-def _prompts(prompts: str | None, file: Path | None) -> list[str]:
+def _tasks(prompts: str | None, file: Path | None) -> list[Task]:
     if prompts is not None and file is not None:
         raise ConfigError("give either --prompts or --prompts-file")
     if prompts is not None:
-        found = [part.strip() for part in prompts.split("|")]
+        found, where = split_prompts(prompts), "--prompts"
     elif file is not None and str(file) != "-":
-        found = _lines(_read(file))
+        found, where = read_lines(_text(_bytes(file), str(file))), str(file)
     elif file is not None or not sys.stdin.isatty():
-        found = _lines(sys.stdin.read())
-        if not found and file is None:
-            return [DEMO_PROMPT]  # nothing piped in: a scheduler or a test without stdin
+        where = "standard input"
+        found = read_lines(_text(sys.stdin.buffer.read(), where))
     else:
-        return [DEMO_PROMPT]
-    found = [text for text in found if text]
+        return [Task(DEMO_PROMPT)]
     if not found:
-        raise ConfigError("there is no prompt: give --prompts, --prompts-file or standard input")
+        raise ConfigError(f"there is no prompt, {where} is empty: give --prompts or --prompts-file")
     return found
 
 
-def _read(path: Path) -> str:
+def _bytes(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{where} is not UTF-8 text") from None
 
 
-def _lines(text: str) -> list[str]:
-    """Each line a prompt; a line that is a JSON object gives its "prompt"."""
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.startswith("{"):
-            found.append(line)
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, RecursionError):
-            raise ConfigError(f'line {number} is not a JSON object with a "prompt"') from None
-        found.append(str(prompt))
-    return [line for line in found if line.strip()]
+def _asked(task: Task) -> Task:
+    """A prompt as a user's message."""
+    if not isinstance(task.prompt, str):
+        return task
+    messages = [{"role": "user", "content": task.prompt}]
+    return dataclasses.replace(task, prompt=None, messages=messages)
 
 
-def _stream(config: EngineConfig, sampling: dict[str, Any], text: str, as_chat: bool) -> None:
-    from vllmx_engine.chat import Message
+def _can_stream(task: Task) -> bool:
+    choices = max(task.sampling.get("n", 1), task.sampling.get("best_of", 1))
+    return choices == 1 and task.custom_id is None
+
+
+def _stream(config: EngineConfig, sampling: dict[str, Any], task: Task) -> None:
     from vllmx_engine.engine import Engine
 
     with Engine(config) as engine:
-        params = engine.sampling_params(**sampling)
-        prompt = engine.apply_chat_template([Message("user", text)]) if as_chat else text
-        if not as_chat:
-            click.echo(text, nl=False)
+        params = engine.sampling_params(**{**sampling, **task.sampling})
+        if task.messages is not None:
+            prompt: str | list[int] = engine.apply_chat_template(task.messages)
+        else:
+            assert task.prompt is not None
+            prompt = task.prompt
+        click.echo(task.shown, nl=False)
         _, _, pieces = engine.generate_stream(params, prompt)
         for piece in pieces:
             click.echo(piece, nl=False)
@@ -123,33 +128,33 @@ def _stream(config: EngineConfig, sampling: dict[str, Any], text: str, as_chat: 
 
 
 def _together(
-    config: EngineConfig, sampling: dict[str, Any], texts: list[str], as_chat: bool, as_json: bool
+    config: EngineConfig, sampling: dict[str, Any], tasks: list[Task], as_json: bool
 ) -> None:
     from vllmx_engine.llm import LLM
 
+    from vllmx.completion_records import records
+
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with LLM(**options) as llm:
-        params = llm.sampling_params(**sampling)
-        outputs = _run(llm, texts, params, as_chat)
-    for text, output in zip(texts, outputs, strict=True):
-        for choice in output.outputs:
-            if as_json:
-                found = {
-                    "prompt": text,
-                    "text": choice.text,
-                    "finish_reason": choice.finish_reason,
-                    "prompt_tokens": len(output.prompt_token_ids),
-                    "completion_tokens": len(choice.token_ids),
-                }
-                click.echo(json.dumps(found, ensure_ascii=False))
-            else:
-                click.echo(f"{click.style(text, bold=True)}{choice.text}\n")
+        outputs = _run(llm, sampling, tasks)
+    for task, output in zip(tasks, outputs, strict=True):
+        if as_json or task.custom_id is not None:
+            for record in records(task, output, config.name):
+                click.echo(json.dumps(record, ensure_ascii=False))
+        else:
+            for choice in output.outputs:
+                click.echo(f"{click.style(task.shown, bold=True)}{choice.text}\n")
 
 
-def _run(llm: Any, texts: list[str], params: SamplingParams, as_chat: bool) -> list[RequestOutput]:
-    found: list[RequestOutput]
-    if as_chat:
-        found = llm.chat([[{"role": "user", "content": text}] for text in texts], params)
-    else:
-        found = llm.generate(texts, params)
-    return found
+def _run(llm: LLM, sampling: dict[str, Any], tasks: list[Task]) -> list[RequestOutput]:
+    """The outputs in the order of the tasks: conversations together, then texts."""
+    found: dict[int, RequestOutput] = {}
+    for chats in (True, False):
+        several = {i: task for i, task in enumerate(tasks) if (task.messages is not None) == chats}
+        if not several:
+            continue
+        params = [llm.sampling_params(**{**sampling, **task.sampling}) for task in several.values()]
+        inputs: list[Any] = [task.messages if chats else task.prompt for task in several.values()]
+        outputs = llm.chat(inputs, params) if chats else llm.generate(inputs, params)
+        found |= dict(zip(several, outputs, strict=True))
+    return [found[i] for i in range(len(tasks))]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
+from vllmx_core.errors import ConfigError
+from vllmx_core.progress import show_progress
 
 
 @click.command()
@@ -21,6 +24,7 @@ import click
 @click.option("--revision", help="Branch, tag or commit on the hub.")
 @click.option("--threads", "-t", type=click.IntRange(1, 1024), help="Default: the cores at hand.")
 @click.option("--pre", help="The pre-tokenizer's name in llama.cpp, where vllmx cannot tell.")
+@click.option("--overwrite", "--yes", "-y", is_flag=True, help="Replace OUTPUT without asking.")
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON, for scripts.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 def quantize(
@@ -30,6 +34,7 @@ def quantize(
     revision: str | None,
     threads: int | None,
     pre: str | None,
+    overwrite: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -37,6 +42,8 @@ def quantize(
 
     The summary tells for each tensor type how many bytes it takes and its RMS error.
     """
+    if not overwrite:
+        _may_replace(output)
     from vllmx_core.checkpoint import resolve_path
     from vllmx_core.cores import available_cores
     from vllmx_core.registry import load_registry
@@ -61,8 +68,21 @@ def quantize(
         _print(found)
 
 
+def _may_replace(output: Path) -> None:
+    """Asks before a file is replaced. Raises ConfigError where nobody can be asked, and Abort."""
+    if not output.exists():
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{output} exists: say --overwrite to replace it", param="output")
+    click.confirm(f"{output} exists. Replace it?", abort=True, err=True)
+
+
 def _report(name: str, index: int, count: int) -> None:
-    click.echo(f"[{index + 1:>{len(str(count))}}/{count}] {name}", err=True)
+    """A bar in a terminal, else a line for each tensor."""
+    if sys.stderr.isatty():
+        show_progress("quantising", index + 1, count)
+    else:
+        click.echo(f"[{index + 1:>{len(str(count))}}/{count}] {name}", err=True)
 
 
 def _figures(summary: Any, seconds: float) -> dict[str, Any]:

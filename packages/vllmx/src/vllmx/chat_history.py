@@ -1,0 +1,92 @@
+"""What was typed into `vllmx chat`, kept over sessions in a file that only its user can read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("vllmx.chat")
+
+MAX_ENTRIES = 1000
+MAX_FILE_BYTES = 4 << 20
+
+
+def history_path() -> Path:
+    """The file in the user's folder for state (XDG)."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "vllmx" / "chat_history.jsonl"
+
+
+def load(path: Path) -> list[str]:
+    """The latest entries, oldest first; none where there is no good file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return []
+        lines = path.read_text("utf-8").splitlines()[-MAX_ENTRIES:]
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, str):
+            found.append(entry)
+    return found
+
+
+def save(path: Path, entries: list[str]) -> None:
+    """Replaces the file, mode 0600. A folder that cannot be written costs the history, no more."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    text = "".join(json.dumps(entry) + "\n" for entry in entries[-MAX_ENTRIES:])
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        logger.info("the history is not kept: %s", error)
+
+
+class LineEditor:
+    """Reads lines with editing, a history and bracketed paste where Python has readline."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._new: list[str] = []
+        try:
+            import readline
+        except ImportError:  # a Python without it reads plain lines
+            return
+        # Python switches it off; with it, a paste of several lines is one entry.
+        readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.set_auto_history(False)
+        for entry in load(path) if path is not None else ():
+            readline.add_history(entry)
+        self._readline: Any = readline
+
+    _readline: Any = None
+
+    def read(self, prompt: str, more: str) -> str:
+        """The next entry; a backslash at the end of a line goes on. Raises EOFError."""
+        line = input(prompt)
+        while line.endswith("\\"):
+            line = line[:-1] + "\n" + input(more)
+        self._remember(line)
+        return line
+
+    def _remember(self, line: str) -> None:
+        if not line.strip() or self._new[-1:] == [line]:
+            return
+        self._new.append(line)
+        if self._readline is not None:
+            self._readline.add_history(line)
+
+    def close(self) -> None:
+        """Writes the history: what other sessions wrote meanwhile, then this one's."""
+        if self._path is not None and self._new:
+            save(self._path, [*load(self._path), *self._new])

@@ -1,0 +1,131 @@
+"""What `vllmx complete` is asked: prompts of a flag, lines of text, JSON lines, OpenAI batches.
+
+A JSON line has "prompt" or "messages" and sampling parameters of its own; a line of an OpenAI batch
+file has them in its "body". What nobody reads is refused with the number of its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllmx_core.config_values import nearest
+from vllmx_core.errors import ConfigError, InvalidRequestError
+
+SEPARATOR = " | "
+CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
+_BATCH_KEYS = {"custom_id", "method", "url", "body"}
+_SERVER_FIELDS = {"model", "stream", "user", "metadata", "store"}
+"""Fields of a body that say nothing about the text: what is generated is this command's affair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt with the parameters that its line names."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    custom_id: str | None = None
+    """Of a line of an OpenAI batch."""
+
+    @property
+    def shown(self) -> str:
+        """What stands before an answer in a terminal; nothing before that of a chat."""
+        return self.prompt if isinstance(self.prompt, str) else ""
+
+
+def split_prompts(text: str) -> list[Task]:
+    """Of `--prompts`: parts between " | "; a bar without spaces belongs to its prompt."""
+    return [Task(part.strip()) for part in text.split(SEPARATOR) if part.strip()]
+
+
+def read_lines(text: str) -> list[Task]:
+    """Each line a prompt, or what a JSON object says. Raises ConfigError with the line's number."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if not line.startswith("{"):
+            found.append(Task(line))
+            continue
+        try:
+            found.append(_task(_object(line)))
+        except (ConfigError, InvalidRequestError) as error:
+            raise ConfigError(f"line {number}: {error.message}") from None
+    return found
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError("it begins with { but is no JSON object") from None
+    assert isinstance(found, dict), "what begins with { is an object"
+    return found
+
+
+def _task(record: dict[str, Any]) -> Task:
+    if "body" not in record:
+        return _from_fields(record, None)
+    unknown = record.keys() - _BATCH_KEYS
+    url, body = record.get("url"), record["body"]
+    if unknown or not isinstance(body, dict) or not isinstance(record.get("custom_id"), str):
+        wrong = f"the unknown key {min(unknown)!r}" if unknown else "no custom_id or body"
+        raise ConfigError(f"a batch line has custom_id, method, url and body; this has {wrong}")
+    if record.get("method", "POST") != "POST" or url not in (CHAT_URL, TEXT_URL):
+        raise ConfigError(
+            f"a line of a batch must be a POST to {CHAT_URL} or {TEXT_URL}, got"
+            f" {str(record.get('method'))[:20]!r} to {str(url)[:80]!r}"
+        )
+    if body.get("stream"):
+        raise ConfigError("stream: a batch is not streamed, leave it out")
+    wanted = "messages" if url == CHAT_URL else "prompt"
+    if wanted not in body:
+        raise ConfigError(f"a body for {url} needs {wanted!r}")
+    fields = {name: value for name, value in body.items() if name not in _SERVER_FIELDS}
+    return _from_fields(fields, record["custom_id"])
+
+
+def _from_fields(record: dict[str, Any], custom_id: str | None) -> Task:
+    from vllmx_core.sampling import SamplingParams
+
+    sampling = {name: value for name, value in record.items() if value is not None}
+    prompt, messages = sampling.pop("prompt", None), sampling.pop("messages", None)
+    if "max_completion_tokens" in sampling:
+        sampling["max_tokens"] = sampling.pop("max_completion_tokens")
+    known = [
+        each.name for each in dataclasses.fields(SamplingParams) if "logprobs" not in each.name
+    ]
+    for name in sampling:
+        if name not in known:
+            raise ConfigError(f"the unknown key {name[:80]!r}{nearest(name, known)}")
+    SamplingParams(**sampling)
+    if (prompt is None) == (messages is None):
+        raise ConfigError('it needs either "prompt" or "messages"')
+    if messages is not None and not _is_chat(messages):
+        raise ConfigError('"messages" must be a list of objects with a role')
+    if prompt is not None and not _is_prompt(prompt):
+        raise ConfigError('"prompt" must be a text or a list of token ids')
+    return Task(prompt, messages, sampling, custom_id)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
+    )
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    )
+
+
+def repeated(tasks: list[Task], times: int) -> Iterator[Task]:
+    """Each task so many times in a row."""
+    for task in tasks:
+        yield from [task] * times
