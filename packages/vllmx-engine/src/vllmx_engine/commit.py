@@ -6,6 +6,7 @@ import logging
 
 from vllmx_core.errors import NonFiniteLogitsError, VllmxError
 from vllmx_core.plan import LogprobRows, StepResult
+from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.batch import Step
 from vllmx_engine.messages import CoreOutput, FinishReason, TokenLogprobs
@@ -139,7 +140,8 @@ def error_output(request_id: str, error: Exception) -> CoreOutput:
         logger.info("request %s ends with an error: %s", request_id, error)
         text, code = error.message, error.code
     else:
-        logger.error("request %s ends with an unexpected error", request_id, exc_info=error)
+        where = private_traceback(error)
+        logger.error("request %s ends with an unexpected error\n%s", request_id, where)
         text, code = "internal error; the server's log has the details", VllmxError.code
     return CoreOutput(
         request_id=request_id, ids=[], finish_reason="error", error=text, error_code=code

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from vllmx_core import errors
 from vllmx_core.errors import VllmxError
+from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.logprob_rows import LogprobRows
 from vllmx_engine.messages import CoreOutput, FinishReason
@@ -108,7 +109,8 @@ class RequestTable:
 def _internal(state: RequestState, error: Exception) -> VllmxError:
     """What the user of a request hears of a bug of ours."""
     request_id = state.request.request_id
-    logger.error("request %s ends with an unexpected error", request_id, exc_info=error)
+    where = private_traceback(error)
+    logger.error("request %s ends with an unexpected error\n%s", request_id, where)
     return VllmxError("internal error; the server's log has the details")
 
 

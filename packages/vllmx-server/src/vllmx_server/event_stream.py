@@ -15,12 +15,12 @@ from contextlib import aclosing
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from vllmx_core.errors import VllmxError
+from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.direct_body import DirectBody
 from vllmx_server.disconnect import disconnected
 from vllmx_server.errors import error_body, internal_error
 from vllmx_server.generation import Generation
-from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 DONE = b"data: [DONE]\n\n"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.errors import AuthenticationError, error_response, internal_error
 from vllmx_server.priorities import client_name
-from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")

@@ -24,7 +24,7 @@ from vllmx_server.connections.descriptors import connection_limit, raise_descrip
 from vllmx_server.connections.listening import ConnectionLimits
 from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
-from vllmx_server.private_traceback import on_loop_error
+from vllmx_server.loop_errors import on_loop_error
 from vllmx_server.state import ServerState
 
 logger = logging.getLogger("vllmx.server")

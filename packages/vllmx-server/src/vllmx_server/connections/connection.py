@@ -22,12 +22,12 @@ from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H2ProtocolAssumedError
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import parse_socket_addr
+from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.connections.applications import Applications
 from vllmx_server.connections.http1 import Http1
 from vllmx_server.connections.http2 import Http2
 from vllmx_server.errors import HeaderTimeoutError
-from vllmx_server.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 

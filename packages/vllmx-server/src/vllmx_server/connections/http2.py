@@ -44,8 +44,7 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
-
-from vllmx_server.private_traceback import private_traceback
+from vllmx_core.private_traceback import private_traceback
 
 logger = logging.getLogger("vllmx.server")
 

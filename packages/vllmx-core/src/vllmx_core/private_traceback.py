@@ -6,12 +6,7 @@ request is logged as types of exceptions and lines of code.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import traceback
-from typing import Any
-
-logger = logging.getLogger("vllmx.server")
 
 _MOST = 20
 """Exceptions of one chain or group that are shown."""
@@ -34,13 +29,3 @@ def private_traceback(error: BaseException) -> str:
             waiting += one.exceptions
         waiting += (one.__cause__, one.__context__)
     return "\nwith, or because of:\n".join(parts)
-
-
-def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The handler of an event loop for errors that nobody awaits. The usual one prints the task,
-    and with it the exception's text. A connection that is cut when the server stops is no error;
-    Python 3.11 reports each as one."""
-    error = context.get("exception")
-    if not isinstance(error, asyncio.CancelledError):
-        stack = private_traceback(error) if error is not None else "no exception"
-        logger.error("%s\n%s", context.get("message"), stack)
