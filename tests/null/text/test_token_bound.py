@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import unicodedata
 from collections import defaultdict
 
@@ -102,6 +103,15 @@ def test_a_long_text_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TooManyTokensError) as caught:
         tokenizer.encode("the " * 50, limit=3)
     assert not caught.value.exact
+
+
+def test_the_refusal_of_a_text_keeps_nothing_of_its_tokens() -> None:
+    with pytest.raises(TooManyTokensError) as caught:
+        Tokenizer(byte_level_backend()).encode("the " * 50, limit=3)
+    frames = [frame for frame, _ in traceback.walk_tb(caught.tb)]
+    assert len(frames) > 1
+    for frame in frames:
+        assert not any(isinstance(v, tokenizers.Encoding) for v in frame.f_locals.values())
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -152,6 +152,7 @@ class TextThreads:
             _give_back_memory()
         if error is not None:
             job.future.set_exception(error)
+            error = None  # else it and this frame would hold each other
         else:
             job.future.set_result(result)
 

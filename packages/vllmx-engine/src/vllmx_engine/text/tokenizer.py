@@ -131,8 +131,10 @@ class Tokenizer:
                 raise TooManyTokensError(fewest, exact=False)
         (encoding,) = self._encodings((text,), add_special_tokens)
         marks = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
-        if len(encoding) + marks > limit:
-            raise TooManyTokensError(len(encoding) + marks, exact=True)
+        num_tokens = len(encoding) + marks
+        if num_tokens > limit:
+            del encoding  # a gigabyte perhaps, which the error's traceback would keep
+            raise TooManyTokensError(num_tokens, exact=True)
         return self._ids(encoding, add_special_tokens)
 
     def encode_batch(
