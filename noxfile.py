@@ -118,5 +118,5 @@ def bump(session: nox.Session) -> None:
                 rf'^((__)?version(__)? = )"{old}"', rf'\1"{new}"', path.read_text(), flags=re.M
             )
             path.write_text(
-                re.sub(rf"\b(vllmx[a-z-]*(?:\[\w+\])?)=={old}(?=\")", rf"\1=={new}", text)
+                re.sub(rf"\b(vllmx[a-z-]*(?:\[\w+\])?)=={old}(?=[\";])", rf"\1=={new}", text)
             )

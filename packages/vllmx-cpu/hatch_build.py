@@ -1,7 +1,9 @@
 """Build hook: compiles the native library into the package, for wheels and `pip install -e`.
 
-Without a compiler the install still succeeds, as a pure Python package whose probe tells what to
-do; a compiler that fails on our sources is an error.
+Without a compiler the install still succeeds: with a library of these very sources where there is
+one, else as a pure Python package without any. pip hides the warning, so the probe tells what to do
+when the backend is first wanted, and in `vllmx env`. A compiler that fails on our sources is an
+error.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         builder = _load_builder(Path(self.root) / "src" / "vllmx_cpu" / "build.py")
-        try:
-            builder.find_toolchain()
-        except builder.BuildError as error:
-            self.app.display_warning(f"vllmx-cpu is installed without its kernels: {error}")
-            return
-        builder.ensure_built()
+        if builder.built_hash() != builder.source_hash():
+            try:
+                builder.find_toolchain()
+            except builder.BuildError as error:
+                self.app.display_warning(f"vllmx-cpu is installed without its kernels: {error}")
+                return
+            builder.ensure_built()
         if version == "editable":
             return  # the library lies beside the sources
         build_data["pure_python"] = False

@@ -44,7 +44,7 @@ def test_all_versions_are_equal_and_siblings_are_pinned_exactly(
         ):
             if requirement.startswith("vllmx"):
                 assert requirement.split("==")[0].split("[")[0] in EXPECTED
-                assert requirement.endswith(f"=={version}")
+                assert requirement.partition(";")[0].endswith(f"=={version}")
         module = name.replace("-", "_")
         init = (root / "packages" / name / "src" / module / "__init__.py").read_text()
         assert re.search(rf'^__version__ = "{re.escape(version)}"$', init, re.M), name
@@ -76,9 +76,37 @@ def test_backends_that_are_extras(projects: dict[str, dict[str, Any]]) -> None:
         assert [Requirement(need).name for need in extras[name]] == [f"vllmx-{name}"]
 
 
+def test_all_is_every_backend_of_the_platform(projects: dict[str, dict[str, Any]]) -> None:
+    needs = [
+        Requirement(need) for need in projects["vllmx"]["project"]["optional-dependencies"]["all"]
+    ]
+    for system, machine, missing in (
+        ("linux", "x86_64", {"vllmx-metal"}),
+        ("darwin", "arm64", {"vllmx-cuda"}),
+        ("darwin", "x86_64", {"vllmx-cuda", "vllmx-metal"}),
+    ):
+        environment = {"sys_platform": system, "platform_machine": machine}
+        found = {
+            need.name for need in needs if need.marker is None or need.marker.evaluate(environment)
+        }
+        assert found == {f"vllmx-{name}" for name in PACKAGED_BACKENDS} - missing
+
+
+def test_the_kit_brings_pytest(projects: dict[str, dict[str, Any]]) -> None:
+    extras = projects["vllmx-core"]["project"]["optional-dependencies"]
+    assert [Requirement(need).name for need in extras["testing"]] == ["pytest"]
+
+
+def test_every_package_has_the_license(root: Path, projects: dict[str, dict[str, Any]]) -> None:
+    """A copy in each, for a wheel takes nothing from outside of its folder."""
+    for name, data in projects.items():
+        assert data["project"]["license-files"] == ["LICENSE"], name
+        assert (root / "packages" / name / "LICENSE").read_text() == (root / "LICENSE").read_text()
+
+
 def test_no_extra_but_its_own_pulls_torch(projects: dict[str, dict[str, Any]]) -> None:
     extras = projects["vllmx"]["project"]["optional-dependencies"]
-    assert {name for name, needs in extras.items() if "torch" in str(needs)} == {"torch"}
+    assert {name for name, needs in extras.items() if "torch" in str(needs)} == {"torch", "all"}
     needs_torch = {
         name for name, data in projects.items() if "torch" in str(data["project"]["dependencies"])
     }

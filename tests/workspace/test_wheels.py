@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import email
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import canonicalize_name
+from vllmx_cpu import build
 
 PURE = (
     "vllmx", "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-server", "vllmx-demo",
@@ -64,6 +67,9 @@ def test_metadata(wheels: dict[str, Path]) -> None:
             metadata = email.message_from_bytes(archive.read(info))
         assert metadata["Metadata-Version"] == "2.4", name
         assert metadata["License-Expression"] == "Apache-2.0", name
+        with zipfile.ZipFile(wheel) as archive:
+            (path,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+            assert b"Apache License" in archive.read(path)
         requires = metadata.get_all("Requires-Dist") or []
         heavy = [line for line in requires if line.startswith(("torch", "transformers"))]
         assert heavy == (["torch>=2.4"] if name == "vllmx-torch" else []), name
@@ -75,6 +81,31 @@ def test_only_the_cpu_wheel_is_for_one_platform(wheels: dict[str, Path]) -> None
     assert "-py3-none-" in wheels["vllmx-cpu"].name, "ctypes needs no CPython ABI"
     assert not wheels["vllmx-cpu"].name.endswith("-any.whl")
     assert any(path.endswith((".so", ".dylib")) for path in contents(wheels["vllmx-cpu"]))
+
+
+@pytest.mark.parametrize("state", ["stale", "current"])
+def test_the_cpu_wheel_without_a_compiler(root: Path, tmp_path: Path, state: str) -> None:
+    """Pure and without a library, or with one of these very sources and the tag of its platform;
+    also outside of git, which ignores libraries."""
+    copy = tmp_path / "vllmx-cpu"
+    ignore = shutil.ignore_patterns("build", "__pycache__")
+    shutil.copytree(root / "packages" / "vllmx-cpu", copy, ignore=ignore)
+    library = copy / "src" / "vllmx_cpu" / build.LIBRARY.name
+    if state == "stale":
+        library.write_bytes(b"old")
+    elif build.built_hash() != build.source_hash():
+        pytest.skip("the library is not built")
+    else:
+        shutil.copy(build.LIBRARY, library)
+    command = [
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--disable-pip-version-check", "--wheel-dir", str(tmp_path), str(copy),
+    ]  # fmt: skip
+    environment = {**os.environ, "CXX": "/does/not/exist"}
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
+    (wheel,) = tmp_path.glob("*.whl")
+    has_library = any(path.endswith((".so", ".dylib")) for path in contents(wheel))
+    assert has_library == (state == "current") == (not wheel.name.endswith("-none-any.whl"))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has such tags")

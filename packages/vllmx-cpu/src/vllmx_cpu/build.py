@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +128,13 @@ def find_toolchain() -> Toolchain:
     )
 
 
-def build(output: Path | None = None, objects: Path | None = None) -> Toolchain:
+Progress = Callable[[int, int], None]
+"""Told after each file: (files that are compiled, all)."""
+
+
+def build(
+    output: Path | None = None, objects: Path | None = None, progress: Progress | None = None
+) -> Toolchain:
     """Compiles and links the library, replacing it atomically. Objects that are still good in
     `objects` are taken from there. Raises BuildError with the compiler's message."""
     toolchain, output = find_toolchain(), output or LIBRARY
@@ -136,17 +142,20 @@ def build(output: Path | None = None, objects: Path | None = None) -> Toolchain:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         with _locked(keep / ".lock"):
-            return _build(toolchain, output, keep)
+            return _build(toolchain, output, keep, progress)
     with tempfile.TemporaryDirectory(prefix="vllmx-cpu-") as folder:
-        return _build(toolchain, output, Path(folder))
+        return _build(toolchain, output, Path(folder), progress)
 
 
-def ensure_built() -> bool:
+def ensure_built(progress: Progress | None = None) -> bool:
     """Builds when the library is missing or stale; True when it did."""
     if built_hash() == source_hash():
         return False
-    logger.warning("the native kernels are missing or older than their sources: compiling them")
-    build()
+    logger.warning(
+        "the native kernels are missing or older than their sources: compiling them, once, which"
+        " takes some minutes"
+    )
+    build(progress=progress)
     return True
 
 
@@ -159,10 +168,16 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(toolchain: Toolchain, output: Path, objects: Path) -> Toolchain:
+def _build(
+    toolchain: Toolchain, output: Path, objects: Path, progress: Progress | None
+) -> Toolchain:
     objects.mkdir(parents=True, exist_ok=True)
+    jobs, built = _jobs(toolchain), []
     with ThreadPoolExecutor(max_workers=_cores()) as pool:
-        built = list(pool.map(lambda job: _compile(toolchain, objects, *job), _jobs(toolchain)))
+        for path in pool.map(lambda job: _compile(toolchain, objects, *job), jobs):
+            built.append(path)
+            if progress is not None:
+                progress(len(built), len(jobs))
     for stale in set(objects.glob("*.o")) - set(built):
         stale.unlink(missing_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}")

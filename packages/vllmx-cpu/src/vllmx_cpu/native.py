@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from ctypes import byref, c_char_p, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
 from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError
+from vllmx_core.progress import show_progress
 
 from vllmx_cpu import build
 from vllmx_cpu.structs import MIRRORED, VxJob
@@ -25,7 +27,7 @@ def library() -> ctypes.CDLL:
     """The library, built first when it is missing or older than its sources. Raises
     BackendUnavailableError that says what to install."""
     try:
-        if build.ensure_built():
+        if build.ensure_built(_show_compiling if sys.stderr.isatty() else None):
             logger.info("native kernels were missing or stale and have been rebuilt")
         lib = ctypes.CDLL(str(build.LIBRARY))
     except (build.BuildError, OSError) as error:
@@ -35,6 +37,10 @@ def library() -> ctypes.CDLL:
         native_bytes = lib.vx_struct_bytes(mirror.__name__.encode())
         assert native_bytes == ctypes.sizeof(mirror), f"{mirror.__name__} is not as in C++"
     return lib
+
+
+def _show_compiling(done: int, total: int) -> None:
+    show_progress("compiling the CPU kernels", done, total)
 
 
 def _declare(lib: ctypes.CDLL) -> None:
