@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
-from .conftest import RunningServer
+from .conftest import MakeFake, RunningServer
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 STORY = [{"role": "user", "content": "Tell me a story about a fox and a lamp."}]
@@ -172,3 +173,37 @@ def test_errors_have_openais_shape(client: openai.OpenAI) -> None:
     assert info.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="2048"):
         client.completions.create(model="demo", prompt="word " * 5000, max_tokens=5)
+
+
+def test_an_answer_is_sent_back_and_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    """The message as the client's own type, and as the dictionary that it dumps."""
+    first = client.chat.completions.create(model="demo", messages=HELLO, temperature=0)
+    message = first.choices[0].message
+    assert first.system_fingerprint
+    plain = {"role": "assistant", "content": message.content}
+    answers = set()
+    for turn in (message, message.model_dump(), plain):
+        answer = client.chat.completions.create(
+            model="demo", messages=[*HELLO, turn, *HELLO], temperature=0, max_tokens=12
+        )
+        answers.add(answer.choices[0].message.content)
+    assert len(answers) == 1
+
+
+def test_comments_are_no_part_of_an_answer(fake_server: MakeFake) -> None:
+    """The model needs longer for each token than the server is silent."""
+    with fake_server("--sse-ping-interval", "0.005") as running:
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="none") as client:
+            options = {"model": "fake", "prompt": "ab", "max_tokens": 8, "seed": 3}
+            chunks = list(client.completions.create(**options, stream=True))
+            whole = client.completions.create(**options)
+        assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
+        raw = running.post("/v1/completions", {**options, "stream": True}).text
+        assert ": ping\n\n" in raw
+        (card,) = running.get("/v1/models").json()["data"]
+        assert card["root"].endswith("/model")
+
+
+def test_the_root_of_the_demo_model_is_a_path(server: RunningServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert Path(card["root"]).exists()

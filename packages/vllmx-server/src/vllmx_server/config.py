@@ -46,6 +46,8 @@ class ServerConfig:
     """How long a client may take to send a request body."""
     send_timeout_s: float = 300.0
     """How long a client may take nothing of an answer before it counts as gone."""
+    sse_ping_interval_s: float = 15.0
+    """A stream that waits for its next token says so this often, by a comment; 0: never."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
     disable_access_log: bool = False
@@ -61,6 +63,7 @@ class ServerConfig:
         self._check_interval("max_concurrent_requests", 1, 1 << 20)
         self._check_interval("body_timeout_s", 0.001, 86400)
         self._check_interval("send_timeout_s", 0.001, 86400)
+        self._check_interval("sse_ping_interval_s", 0, 86400)
         self._check_interval("drain_timeout_s", 0, 86400)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")

@@ -21,6 +21,7 @@ from vllmx_server.direct_body import DirectBody
 from vllmx_server.disconnect import disconnected
 from vllmx_server.errors import error_body, internal_error
 from vllmx_server.generation import Generation
+from vllmx_server.pings import PING, Pings
 
 logger = logging.getLogger("vllmx.server")
 DONE = b"data: [DONE]\n\n"
@@ -113,10 +114,11 @@ class JSONAnswer(HeldResponse):
 
 
 class EventStream(HeldResponse):
-    """Server-sent events: each item of `events` (bytes with their framing) goes out at once.
+    """Server-sent events: each item of `events` (bytes with their framing) goes out at once, and a
+    comment where there is none for `ping_interval_s`.
 
-    The status is sent with the first event, so that what fails before has its own status; what
-    fails later becomes an event of its own.
+    The status is sent with the first event or comment, so that what fails before has its own
+    status; what fails later becomes an event of its own.
     """
 
     def __init__(
@@ -125,37 +127,70 @@ class EventStream(HeldResponse):
         release: Callable[[], None],
         send_timeout_s: float,
         events: AsyncGenerator[bytes, None],
+        ping_interval_s: float = 0.0,
     ) -> None:
         super().__init__(generation, release, send_timeout_s)
         self._events = events
+        self._pings = Pings(ping_interval_s, self._sent_so_far, self._ping)
+        self._begun = False
+        self._direct: DirectBody | None = None
+        self._scope: Scope
+        self._send: Send
 
     async def respond(self, scope: Scope, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            event = await anext(events)
-            self._sending = True
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            send = scope["state"]["send"]
-            direct = DirectBody.of(send)
-            try:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._sending = False
-                async for event in events:
-                    if direct is not None and direct.write(event):
-                        continue
-                    self._sending = True
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    self._sending = False
-                    self._num_sent += 1
-            except VllmxError as error:
-                await send(_error_event(error))
-            except Exception as error:
-                name, where = scope["state"]["request_id"], private_traceback(error)
-                logger.error("unhandled error in the event stream of request %s\n%s", name, where)
-                await send(_error_event(internal_error()))
-            self._sending = True
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._scope, self._send = scope, send
+        self._pings.start()
+        try:
+            async with aclosing(self._events) as events:
+                await self._send_all(events)
+        except VllmxError as error:
+            await self._fail(error, error)
+        except Exception as error:
+            await self._fail(error, internal_error())
+        finally:
+            self._pings.stop()
 
+    async def _send_all(self, events: AsyncGenerator[bytes, None]) -> None:
+        await self._put(await anext(events))
+        direct = self._direct
+        async for event in events:
+            self._num_sent += 1
+            if direct is None or not direct.write(event):
+                await self._put(event)
+        await self._put(b"", more_body=False)
 
-def _error_event(error: VllmxError) -> dict[str, object]:
-    body = b"data: " + error_body(error) + b"\n\n" + DONE
-    return {"type": "http.response.body", "body": body, "more_body": True}
+    async def _fail(self, error: Exception, shown: VllmxError) -> None:
+        """Raises the error while it can have a status of its own."""
+        await self._pings.finish()
+        if not self._begun:
+            raise error
+        if shown is not error:
+            name, where = self._scope["state"]["request_id"], private_traceback(error)
+            logger.error("unhandled error in the event stream of request %s\n%s", name, where)
+        await self._put(b"data: " + error_body(shown) + b"\n\n" + DONE)
+        await self._put(b"", more_body=False)
+
+    async def _put(self, body: bytes, more_body: bool = True) -> None:
+        await self._pings.finish()
+        await self._transmit(body, more_body)
+
+    async def _transmit(self, body: bytes, more_body: bool = True) -> None:
+        self._sending = True
+        if not self._begun:
+            self._begun = True
+            start = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
+            await self._send(start)
+            self._send = self._scope["state"]["send"]
+            self._direct = DirectBody.of(self._send)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+        self._sending = False
+        self._num_sent += 1
+
+    def _sent_so_far(self) -> int | None:
+        return None if self._sending else self._num_sent
+
+    def _ping(self) -> Awaitable[None] | None:
+        if self._direct is None or not self._direct.write(PING):
+            return self._transmit(PING)
+        self._num_sent += 1
+        return None

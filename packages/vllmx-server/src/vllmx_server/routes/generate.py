@@ -55,5 +55,6 @@ async def generate(
     answer = answer_of(state, body, request_id_of(request, body), generation)
     timeout_s = state.config.send_timeout_s
     if body.stream:
-        return EventStream(generation, release, timeout_s, answer.events())
+        ping_s = state.config.sse_ping_interval_s
+        return EventStream(generation, release, timeout_s, answer.events(), ping_s)
     return JSONAnswer(generation, release, timeout_s, answer.whole)

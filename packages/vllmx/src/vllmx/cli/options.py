@@ -33,6 +33,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "enable_prefix_caching": ("--context-cache/--no-context-cache",),
     "backend": ("--device", "--d", "-dev"),
     "step_timeout_s": ("--step-timeout", "--watchdog-timeout"),
+    "sse_ping_interval_s": ("--sse-ping-interval",),
     "quantization": ("-q",),
     "chat_template": ("--chat-template-file",),
     "served_model_name": ("--alias", "-a"),

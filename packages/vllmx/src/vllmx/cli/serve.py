@@ -42,6 +42,8 @@ HELP = {
     "header_timeout_s": "How long a client may take to send its headers.",
     "body_timeout_s": "How long a client may take to send its request.",
     "send_timeout_s": "How long a client may take nothing of an answer.",
+    "sse_ping_interval_s": "Seconds between comments in a stream that waits for its next token; 0:"
+    " none.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",
