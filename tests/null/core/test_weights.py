@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -95,38 +92,6 @@ def test_raw_tensors_are_viewed_and_widened(dtype: DType) -> None:
     wide = raw.to_f32()
     np.testing.assert_array_equal(wide, expected)
     assert wide.dtype == np.float32
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
-def test_pages_of_a_mapped_file_are_given_back(tmp_path: Path) -> None:
-    values = np.random.default_rng(1).standard_normal((1024, 4096)).astype(np.float32)  # 16 MiB
-    path = tmp_path / "values"
-    path.write_bytes(b"head" + values.tobytes())
-    with path.open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    data = np.frombuffer(mapping, np.uint8)[4:]
-    raw = RawTensor("t", "u8", (1024, 4096 * 4), data, mapping)
-    before = mapped_file_bytes(path)
-    raw.rows(0, 1024).view().sum()
-    touched = mapped_file_bytes(path)
-    raw.rows(200, 700).drop_pages()
-    left = mapped_file_bytes(path)
-    np.testing.assert_array_equal(raw.view().view(np.uint8).reshape(-1), values.view(np.uint8).flat)
-    assert (before, touched) == (0, pytest.approx(values.nbytes, abs=1 << 16))
-    assert left <= values.nbytes * 524 / 1024 + (1 << 16)  # less where the kernel maps huge pages
-    raw.drop_pages()
-    assert mapped_file_bytes(path) == 0
-
-
-def mapped_file_bytes(path: Path) -> int:
-    """Memory that this process has of a mapped file."""
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    total = 0
-    for line in lines:
-        if line.endswith(str(path)):
-            rss = next(line for line in lines if line.startswith("Rss:"))
-            total += int(rss.split()[1]) * 1024
-    return total
 
 
 def test_made_parts_are_made_by_rows() -> None:

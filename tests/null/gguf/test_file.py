@@ -89,11 +89,10 @@ def test_a_file_of_the_gguf_package(tmp_path: Path) -> None:
         info = file.tensors[name]
         assert (info.shape, info.start % 64) == (array.shape, 0)
         np.testing.assert_array_equal(file.data(name), array.reshape(-1).view(np.uint8))
-        assert not file.data(name).flags.owndata
     file.close()
 
 
-def test_views_outlive_the_file(tmp_path: Path) -> None:
+def test_what_was_read_outlives_the_file(tmp_path: Path) -> None:
     file = opened(write(tmp_path / "x.gguf", header([], [tensor("a", [4])]), b"\1" * 16))
     view = file.data("a")
     file.close()

@@ -58,8 +58,6 @@ def test_values_as_the_reference_package_wrote_them(tmp_path: Path, dtype: str, 
         raw = part.buffers["weight"]
         assert raw.dtype == name
         np.testing.assert_array_equal(raw.view(), value)
-        assert not raw.data.flags.writeable
-        assert not raw.data.flags.owndata  # a view of the mapping
         np.testing.assert_array_equal(part.dequantize(), value.astype(np.float32))
     source.close()
 
@@ -76,7 +74,7 @@ def test_bf16_and_fp8_words(tmp_path: Path) -> None:
     source.close()
 
 
-def test_a_view_outlives_close(tmp_path: Path) -> None:
+def test_what_was_read_outlives_close(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"x": np.arange(4.0)}, tmp_path / "model.safetensors")
     source = open_weights(tmp_path)
     view = source.part("x").buffers["weight"].view()

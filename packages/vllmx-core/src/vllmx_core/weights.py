@@ -1,13 +1,13 @@
 """Weights on their way from a file to a backend.
 
-A *weight format* opens files and gives raw tensors without copying. A *quantisation* says how
-several raw tensors make one logical matrix (`QuantLayout`). A *backend* takes `WeightPart`s: it
-multiplies the layouts that it knows natively and calls `dequantize` for the others.
+A *weight format* opens files and gives raw tensors, which are read when somebody looks. A
+*quantisation* says how several raw tensors make one logical matrix (`QuantLayout`). A *backend*
+takes `WeightPart`s: it multiplies the layouts that it knows natively and calls `dequantize` for the
+others.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from vllmx_core.coded import CodedRows
 from vllmx_core.plan import F32
+from vllmx_core.weight_files import FileRange, ReadingRoom
 
 DType = Literal[
     "f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u32", "u8", "bool", "f8e4m3", "f8e5m2",
@@ -66,10 +67,6 @@ with np.errstate(over="ignore", invalid="ignore"):
     _FLOAT8 = _float8_tables()
 
 
-_AROUND_BYTES = 1 << 20
-"""Much more than the kernel maps around a fault, and a multiple of any page size."""
-
-
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """One tensor as it lies in the file."""
@@ -77,13 +74,31 @@ class RawTensor:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    data: npt.NDArray[np.uint8]
-    """(bytes,) flat, read-only view into the mapped file; little-endian, row-major."""
-    mapping: mmap.mmap | None = None
-    """The file that `data` is a view into; None: it lies in memory."""
+    stored: npt.NDArray[np.uint8] | FileRange
+    """(bytes,) little-endian, row-major: in memory, or where they lie in a file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes if isinstance(self.stored, FileRange) else self.stored.nbytes
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """(bytes,) of what lies in a file, they are read at each look."""
+        return self.stored.read() if isinstance(self.stored, FileRange) else self.stored
+
+    def in_memory(self, room: ReadingRoom | None = None) -> RawTensor:
+        """The same with its bytes read, for who looks at them again and again. Without a room of
+        the caller's, who does so for a few rows at a time shares what is read with those who take
+        the next ones."""
+        if not isinstance(self.stored, FileRange):
+            return self
+        place = self.stored
+        return replace(
+            self, stored=place.kept() if room is None else place.read(room.of(place.num_bytes))
+        )
 
     def view(self) -> npt.NDArray[np.generic]:
-        """The tensor in its own dtype without a copy; bf16 as uint16, fp8 as uint8."""
+        """The tensor in its own dtype, `data` without a copy; bf16 as uint16, fp8 as uint8."""
         numpy_dtype = {
             "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i64": "<i8", "i32": "<i4",
             "i16": "<i2", "i8": "i1", "u32": "<u4", "u8": "u1", "bool": "?", "f8e4m3": "u1",
@@ -92,25 +107,15 @@ class RawTensor:
         return self.data.view(numpy_dtype).reshape(self.shape)
 
     def rows(self, begin: int, end: int) -> RawTensor:
-        """Entries of the first dimension from `begin` to before `end`, as a view."""
-        entry_bytes = self.data.nbytes // self.shape[0] if self.shape[0] else 0
-        data = self.data[begin * entry_bytes : end * entry_bytes]
-        return replace(self, shape=(end - begin, *self.shape[1:]), data=data)
-
-    def drop_pages(self) -> None:
-        """Gives back the memory that reading a mapped file took; what is read again later comes
-        from the file. For whoever has copied the bytes."""
-        if self.mapping is None or not hasattr(mmap, "MADV_DONTNEED") or not self.data.nbytes:
-            return
-        start = self.data.ctypes.data - np.frombuffer(self.mapping, np.uint8).ctypes.data
-        end = start + self.data.nbytes
-        # A fault maps pages around it as well, those of neighbours that were dropped among them.
-        first = start // _AROUND_BYTES * _AROUND_BYTES
-        length = min(-(-end // _AROUND_BYTES) * _AROUND_BYTES, len(self.mapping)) - first
-        self.mapping.madvise(mmap.MADV_DONTNEED, first, length)
+        """Entries of the first dimension from `begin` to before `end`, not read so far."""
+        entry_bytes = self.num_bytes // self.shape[0] if self.shape[0] else 0
+        first, last = begin * entry_bytes, end * entry_bytes
+        stored = self.stored
+        part = stored.cut(first, last) if isinstance(stored, FileRange) else stored[first:last]
+        return replace(self, shape=(end - begin, *self.shape[1:]), stored=part)
 
     def to_f32(self) -> F32:
-        """A float32 array of the same values (a view where the file holds float32)."""
+        """A float32 array of the same values, `data` itself where that is float32."""
         array = self.view()
         if self.dtype == "bf16":
             return bf16_to_f32(array)  # type: ignore[arg-type]
@@ -179,12 +184,6 @@ class WeightPart:
         }
         return replace(self, shape=(end - begin, *self.shape[1:]), buffers=buffers)
 
-    def drop_pages(self) -> None:
-        """`RawTensor.drop_pages` of all buffers; of a part that is made, its maker does it."""
-        if self.cut is None:
-            for raw in self.buffers.values():
-                raw.drop_pages()
-
 
 def made_part(
     name: str,
@@ -229,7 +228,7 @@ class _MadeBuffers(Mapping[str, RawTensor]):
 
 
 class WeightSource(Protocol):
-    """An opened checkpoint. Reading is thread-safe and copies nothing."""
+    """An opened checkpoint. Reading is thread-safe."""
 
     def names(self) -> Collection[str]:
         """All tensor names."""
@@ -240,7 +239,7 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Unmaps the files; parts must not be used any more."""
+        """Closes the files; parts must not be used any more."""
         ...
 
 

@@ -45,7 +45,7 @@ def float8_rows(part: WeightPart, begin: int, end: int) -> UnitRows:
     """Rows of a part of layout "fp8"."""
     if part.cut is not None:
         part, begin, end = part.cut(begin, end), 0, end - begin
-    raw, options = part.buffers["scale"], part.layout.options
+    raw, options = part.buffers["scale"].in_memory(), part.layout.options
     scales = float8_to_f32(raw.view(), "f8e8m0") if raw.dtype == "u8" else raw.to_f32()  # type: ignore[arg-type]
     row, unit = np.arange(begin, end), np.arange(0, part.shape[1], FLOAT8_COLS)
     if options["strategy"] == "block":

@@ -43,9 +43,10 @@ class NativeEncoder:
             values, num_bytes = _BLOCKS[kind]
             assert cols % values == 0, f"{cols} values are no whole blocks of {kind}"
             data = np.empty(count * cols // values * num_bytes, np.uint8)
+        stored = rows.data  # read now, and there until the call has ended
         job = VxEncode(
             ROW_KINDS.get(kind) or BLOCK_KINDS[kind], VX_DTYPES[rows.dtype],
-            rows.data.ctypes.data, count, cols, measure, data.ctypes.data,
+            stored.ctypes.data, count, cols, measure, data.ctypes.data,
             None if scales is None else scales.ctypes.data, 0.0, 0.0,
         )  # fmt: skip
         if self._library.vx_encode(self._isa, byref(job)):

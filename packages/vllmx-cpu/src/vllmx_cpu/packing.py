@@ -1,5 +1,5 @@
-"""From a checkpoint to weights in the layout of the kernels: parallel, out of the mapped file, with
-no copy of the model besides the packed one."""
+"""From a checkpoint to weights in the layout of the kernels: parallel, and without any
+other copy of the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.progress import show_progress
+from vllmx_core.weight_files import ReadingRoom
 from vllmx_core.weight_map import checked
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
@@ -143,6 +144,7 @@ def load_weights(
     vectors = {name: np.ascontiguousarray(table, np.float32) for name, table in constants.items()}
     jobs: list[Callable[[], None]] = []
     decoded: list[tuple[WeightPart, str]] = []
+    room = ReadingRoom()
     tied: dict[tuple[object, ...], PackedMatrix] = {}
     for spec in specs:
         if spec.kind == "vector":
@@ -159,7 +161,7 @@ def load_weights(
                 if shape.kind in CODED_KINDS
                 else None,
             )
-            jobs += _matrix_jobs(spec, source, tied[key], decoded)
+            jobs += _matrix_jobs(spec, source, tied[key], decoded, room)
         matrices[spec.name] = tied[key]
     _log_decoded(decoded)
     _run(jobs, num_threads, progress)
@@ -191,6 +193,7 @@ def _matrix_jobs(
     source: WeightSource,
     matrix: PackedMatrix,
     decoded: list[tuple[WeightPart, str]],
+    room: ReadingRoom,
 ) -> list[Callable[[], None]]:
     """Pieces of at most ROWS_AT_ONCE rows, cut where blocks of 16 rows end. Parts in a layout that
     the kernels do not read go to `decoded`, with the dtype that they get."""
@@ -204,28 +207,32 @@ def _matrix_jobs(
         while begin < part_spec.rows:
             boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
             end = min(part_spec.rows, boundary - first)
-            jobs.append(_piece(matrix, part, spec.offset, first, begin, end))
+            jobs.append(_piece(matrix, part, spec.offset, first, begin, end, room))
             begin = end
         first += part_spec.rows
     return jobs
 
 
 def _piece(
-    matrix: PackedMatrix, part: WeightPart, offset: float, first: int, begin: int, end: int
+    matrix: PackedMatrix,
+    part: WeightPart,
+    offset: float,
+    first: int,
+    begin: int,
+    end: int,
+    room: ReadingRoom,
 ) -> Callable[[], None]:
-    """Packs rows of a part that begins at row `first` of the matrix. What was read of the file
-    leaves the process's memory again."""
+    """Packs rows of a part that begins at row `first` of the matrix."""
     shape = matrix.shape
     features = shape.rows // 2 if shape.gated else 0
 
     def pack_blocks() -> None:
         piece = part.rows(begin, end)
-        blocks = np.ascontiguousarray(piece.buffers["weight"].data)
+        blocks = np.ascontiguousarray(piece.buffers["weight"].in_memory(room).data)
         library().vx_pack_blocks(
             matrix.data.ctypes.data, BLOCK_KINDS[shape.kind], shape.cols, features,
             blocks.ctypes.data, first + begin, end - begin,
         )  # fmt: skip
-        piece.drop_pages()
 
     def pack_coded() -> None:
         if shape.kind == FLOAT8_KIND:
@@ -237,15 +244,13 @@ def _piece(
             rows.codes.ctypes.data, rows.scales.ctypes.data,
             None if rows.zeros is None else rows.zeros.ctypes.data, first + begin, end - begin,
         )  # fmt: skip
-        part.drop_pages()
 
     def pack() -> None:
-        piece, values, kind = _values(part, offset, begin, end)
+        values, kind = _values(part, offset, begin, end, room)
         library().vx_pack_rows(
             matrix.data.ctypes.data, VX_DTYPES[shape.kind], shape.cols, features,
             values.ctypes.data, VX_DTYPES[kind], first + begin, end - begin,
         )  # fmt: skip
-        piece.drop_pages()
 
     if shape.kind in CODED_KINDS:
         return pack_coded
@@ -253,16 +258,15 @@ def _piece(
 
 
 def _values(
-    part: WeightPart, offset: float, begin: int, end: int
-) -> tuple[WeightPart, AnyArray, str]:
-    """What was read, and these rows of it, (rows, cols), with the name of a dtype that the packer
-    reads."""
-    piece = part.rows(begin, end) if part.layout == DENSE else part
-    if piece is not part and not offset and piece.buffers["weight"].dtype in VX_DTYPES:
-        raw = piece.buffers["weight"]
-        return piece, np.ascontiguousarray(raw.view()), raw.dtype
+    part: WeightPart, offset: float, begin: int, end: int, room: ReadingRoom
+) -> tuple[AnyArray, str]:
+    """These rows, (rows, cols), with the name of a dtype that the packer reads."""
+    if part.layout == DENSE and not offset:
+        raw = part.rows(begin, end).buffers["weight"]
+        if raw.dtype in VX_DTYPES:
+            return np.ascontiguousarray(raw.in_memory(room).view()), raw.dtype
     values = part.dequantize(begin, end) + np.float32(offset)
-    return piece, np.ascontiguousarray(values, np.float32), "f32"
+    return np.ascontiguousarray(values, np.float32), "f32"
 
 
 def _log_decoded(decoded: Sequence[tuple[WeightPart, str]]) -> None:

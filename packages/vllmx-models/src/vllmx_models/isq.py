@@ -107,7 +107,6 @@ def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightP
         made = encoding.encode(rows)
     except WeightFormatError as error:
         raise WeightFormatError(f"{error.message}, or leave --isq out") from error
-    rows.drop_pages()
     return made
 
 
@@ -118,7 +117,7 @@ def _joined(pieces: list[WeightPart]) -> WeightPart:
         key: replace(
             raw,
             shape=(rows, *raw.shape[1:]),
-            data=np.concatenate([piece.buffers[key].data for piece in pieces]),
+            stored=np.concatenate([piece.buffers[key].data for piece in pieces]),
         )
         for key, raw in pieces[0].buffers.items()
     }

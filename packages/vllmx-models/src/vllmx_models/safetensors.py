@@ -11,6 +11,7 @@ from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.weight_files import KeptReads
 from vllmx_core.weights import DENSE, WeightPart
 
 from vllmx_models.json_files import MAX_INDEX_BYTES, read_json_object
@@ -56,7 +57,7 @@ class SafetensorsSource:
         return WeightPart(name, tensor.shape, DENSE, {"weight": tensor})
 
     def close(self) -> None:
-        """Unmaps the files; parts must not be used any more."""
+        """Closes the files; parts must not be used any more."""
         for file in self._files:
             file.close()
 
@@ -106,6 +107,7 @@ def open_weights(path: Path) -> SafetensorsSource:
     if not names:
         raise ModelNotFoundError(f"{folder} holds no *.safetensors files", param="model")
     files: dict[str, SafetensorsFile] = {}
+    kept = KeptReads()
     try:
         for name in names:
             if index is not None and not (folder / name).is_file():
@@ -113,10 +115,10 @@ def open_weights(path: Path) -> SafetensorsSource:
                     f"{folder / name} is missing, but {INDEX_NAME} names it: download the model"
                     " again"
                 )
-            files[name] = SafetensorsFile(folder / name)
+            files[name] = SafetensorsFile(folder / name, kept)
         _check_index(weight_map, files)
         return SafetensorsSource(files.values(), folder)
-    except Exception:
+    except BaseException:
         for file in files.values():
             file.close()
         raise

@@ -1,22 +1,19 @@
-"""Reader of one safetensors file over mmap.
+"""Reader of one safetensors file.
 
 Layout: 8 bytes little-endian header length N, N bytes of JSON that map each tensor name to dtype,
 shape and byte range, then the data. Nothing in the file is believed: every number is checked
-against the file's real size before an array is made, and arrays are views into the mapping.
+against the file's real size before anything is read.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
-from vllmx_core.files import open_regular
+from vllmx_core.weight_files import KeptReads, WeightFile
 from vllmx_core.weights import DType, RawTensor
 
 from vllmx_models.json_files import MIB, parse_json_object
@@ -46,25 +43,20 @@ class SafetensorsFile:
         ModelNotFoundError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: KeptReads | None = None) -> None:
         self.path = path
         try:
-            with open_regular(path) as file:
-                file_bytes = file.seek(0, 2)
-                if file_bytes < 8:
-                    raise self._damaged(f"has {file_bytes} bytes, at least 8 are expected")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
+            self._file = WeightFile(path, kept)
+        except (OSError, ValueError) as error:  # the latter for a NUL in the name
             raise ModelNotFoundError(
                 f"{path} cannot be opened ({error}): check that it exists and is readable",
                 param="model",
             ) from error
         try:
-            self._entries = self._read_header(file_bytes)
-        except WeightFormatError:
-            self._map.close()
+            self._entries = self._read_header(self._file.num_bytes)
+        except BaseException:
+            self._file.close()
             raise
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 
     @property
     def entries(self) -> Mapping[str, tuple[str, tuple[int, ...], int, int]]:
@@ -72,29 +64,27 @@ class SafetensorsFile:
         return self._entries
 
     def tensor(self, name: str) -> RawTensor:
-        """A view; raises KeyError for an unknown name, WeightFormatError for a dtype that is
-        stored validly but has no place in vllmx."""
+        """Not read so far. Raises KeyError for an unknown name, WeightFormatError for a dtype that
+        is stored validly but has no place in vllmx."""
         dtype, shape, begin, end = self._entries[name]
         if dtype not in _DTYPES:
             raise WeightFormatError(
                 f"{self.path}: tensor {name!r} is stored as {dtype}, which vllmx does not read;"
                 f" known: {', '.join(_DTYPES)}"
             )
-        return RawTensor(name, _DTYPES[dtype], shape, self._bytes[begin:end], self._map)
+        return RawTensor(name, _DTYPES[dtype], shape, self._file.range(begin, end))
 
     def close(self) -> None:
-        """Unmaps the file, at once or when the last view of it goes."""
-        self._bytes = np.empty(0, np.uint8)
-        try:
-            self._map.close()
-        except BufferError:
-            return  # views are still alive; the mapping dies with them
+        """Nothing of it may be read any more."""
+        self._file.close()
 
     def _damaged(self, what: str) -> WeightFormatError:
         return WeightFormatError(f"{self.path} {what}: the file is damaged, download it again")
 
     def _read_header(self, file_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-        header_bytes = int.from_bytes(self._map[:8], "little")
+        if file_bytes < 8:
+            raise self._damaged(f"has {file_bytes} bytes, at least 8 are expected")
+        header_bytes = int.from_bytes(self._file.read(0, 8), "little")
         if header_bytes > MAX_HEADER_BYTES:
             raise self._damaged(
                 f"claims a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed"
@@ -102,7 +92,8 @@ class SafetensorsFile:
         data_start = 8 + header_bytes
         if data_start > file_bytes:
             raise self._truncated(data_start, file_bytes)
-        header = parse_json_object(self._map[8:data_start], f"the header of {self.path}")
+        stored = self._file.read(8, data_start).tobytes()
+        header = parse_json_object(stored, f"the header of {self.path}")
         _check_metadata(header.pop("__metadata__", None), self._damaged)
         entries = {name: self._entry(name, value) for name, value in header.items()}
         ranges = sorted((begin, end, name) for name, (_, _, begin, end) in entries.items())

@@ -118,10 +118,10 @@ class WeightLoader:
         dense = part.layout == DENSE and part.decode is None
         if dense and not offset and part.buffers["weight"].dtype in DTYPES:
             raw = part.buffers["weight"]
-            rows = raw.view().reshape(part.shape)
-            step = max(1, _COPY_BYTES // max(1, raw.data.nbytes // part.shape[0]))
+            step = max(1, _COPY_BYTES // max(1, raw.num_bytes // part.shape[0]))
             for begin in range(0, part.shape[0], step):
-                out[begin : begin + step].copy_(_tensor(rows[begin : begin + step], raw.dtype))
+                rows = raw.rows(begin, min(begin + step, part.shape[0]))
+                out[begin : begin + step].copy_(_tensor(rows.view(), raw.dtype))
             return
         if part.layout != DENSE:
             self._dequantised[part.layout.kind] += out.numel()
@@ -129,7 +129,7 @@ class WeightLoader:
 
 
 def _tensor(rows: AnyArray, dtype: str) -> Tensor:
-    """A copy: the mapped file is read-only, which torch has no notion of."""
+    """A copy: what a part holds may be read-only, which torch has no notion of."""
     copied = np.array(rows)
     if dtype == "bf16":
         return torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)

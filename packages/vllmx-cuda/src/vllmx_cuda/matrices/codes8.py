@@ -128,7 +128,7 @@ class Codes8:
         raw = piece.buffers["weight"]
         raw = raw.rows(begin, end) if by_blocks else raw
         np.copyto(codes, raw.data)
-        values = _scale_values(piece.buffers["scale"])
+        values = _scale_values(piece.buffers["scale"].in_memory())
         if by_blocks:
             first, last = begin // self.block_rows, ceil_div(end, self.block_rows)
             values = values.reshape(ceil_div(part.shape[0], self.block_rows), -1)[first:last]
@@ -141,7 +141,6 @@ class Codes8:
         target = scales.view(np.float32).reshape(len(values), -1)
         target[:, : values.shape[1]] = values
         target[:, values.shape[1] :] = 0
-        raw.drop_pages()
 
     def _with_nan(self, scales: F32, codes: Bytes) -> F32:
         """Tensor cores that take codes for numbers of 16 bits know no NaN among them: its scale is

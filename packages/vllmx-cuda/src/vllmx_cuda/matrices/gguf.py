@@ -56,7 +56,6 @@ class GgufBlocks:
         def fill(buffer: Bytes, begin: int, end: int) -> None:
             piece = part.rows(begin, end)
             np.copyto(buffer, piece.buffers["weight"].data)
-            piece.drop_pages()
 
         span = data.at(first * row_bytes, part.shape[0] * row_bytes)
         return row_pieces(part.shape[0], span, fill)

@@ -46,7 +46,6 @@ class StoredBlocks:
     def fill(self, begin: int, end: int, buffer: Bytes) -> None:
         rows = self.part.rows(begin, end)
         np.copyto(buffer, rows.buffers["weight"].data)
-        rows.drop_pages()
 
     def launch(
         self, tiles: Memory, rows: int, device: Device, stored: Memory, fault: Memory

@@ -7,12 +7,12 @@ AWQ's "gemv", a scale for the whole tensor, formats of plugins) is put into orde
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.plan import AnyArray
-from vllmx_core.weights import RawTensor, WeightPart
+from vllmx_core.weights import ITEM_BYTES, RawTensor, WeightPart
 
 from vllmx_cuda.device import Bytes, Device, Memory
 from vllmx_cuda.kernel_specs import KERNELS, Variant
@@ -33,7 +33,8 @@ _NOT_FINITE = 0x7F800000
 class Field:
     """What a checkpoint has for rows and columns, or for rows and groups."""
 
-    values: AnyArray  # (rows / per, n) or, `transposed`, (n, rows / per)
+    raw: RawTensor
+    shape: tuple[int, int]  # (rows / per, n) or, `transposed`, (n, rows / per)
     transposed: bool
     per: int = 1
     """Rows that share an entry."""
@@ -41,16 +42,20 @@ class Field:
     @property
     def tile_bytes(self) -> int:
         """Of 16 rows."""
-        others: int = self.values.shape[0 if self.transposed else 1]
-        return TILE_ROWS // self.per * others * self.values.itemsize
+        others = self.shape[0 if self.transposed else 1]
+        return TILE_ROWS // self.per * others * ITEM_BYTES[self.raw.dtype]
 
     def steps(self, rows: int) -> tuple[int, int]:
         """Of so many rows: from one row's entry to the next, from one column's to the next."""
-        return (1, rows // self.per) if self.transposed else (self.values.shape[1], 1)
+        return (1, rows // self.per) if self.transposed else (self.shape[1], 1)
 
     def fill(self, begin: int, end: int, buffer: Bytes) -> None:
-        some = slice(begin // self.per, end // self.per)
-        found = self.values[:, some] if self.transposed else self.values[some]
+        first, last = begin // self.per, end // self.per
+        if self.transposed:
+            found = np.asarray(self.raw.in_memory().view())[:, first:last]
+        else:
+            rows = np.asarray(self.raw.rows(first, last).view())
+            found = rows.reshape(last - first, self.shape[1])
         np.copyto(buffer.view(found.dtype).reshape(found.shape), found)
 
 
@@ -79,7 +84,7 @@ class StoredWords:
 
     @property
     def kernel(self) -> Variant:
-        in_bytes = int(self.zeros is not None and self.zeros.values.dtype == np.int8)
+        in_bytes = int(self.zeros is not None and self.zeros.raw.dtype == "i8")
         return KERNELS["w4_repack_words"].variant(
             **self.packing.options, VX_PACKED=self.packed, VX_ZERO_BYTES=in_bytes
         )
@@ -90,7 +95,6 @@ class StoredWords:
             size = (end - begin) // TILE_ROWS * field.tile_bytes
             field.fill(begin, end, buffer[at : at + size])
             at += size
-        self.part.drop_pages()
 
     def launch(
         self, tiles: Memory, rows: int, device: Device, stored: Memory, fault: Memory
@@ -124,27 +128,27 @@ def stored_words(part: WeightPart, packing: Packing, columns: Memory | None) -> 
         return None
     per = 32 // packing.bits
     if kind == "gptq":
-        zeros = Field(_view(raw["qzeros"]), True, per) if "qzeros" in raw else None
+        zeros = _field(raw["qzeros"], True, per) if "qzeros" in raw else None
         return StoredWords(
-            part, packing, TRANSPOSED, Field(_view(raw["qweight"]), True),
-            Field(_view(raw["scales"]), True), zeros, int(options["zero_offset"]), columns,
+            part, packing, TRANSPOSED, _field(raw["qweight"], True),
+            _field(raw["scales"], True), zeros, int(options["zero_offset"]), columns,
         )  # fmt: skip
     if kind == "awq" and options["packing"] == "gemm":
         return StoredWords(
-            part, packing, PACKED_ROWS, Field(_view(raw["qweight"]), True, per),
-            Field(_view(raw["scales"]), True), Field(_view(raw["qzeros"]), True, per), 0, columns,
+            part, packing, PACKED_ROWS, _field(raw["qweight"], True, per),
+            _field(raw["scales"], True), _field(raw["qzeros"], True, per), 0, columns,
         )  # fmt: skip
     if kind == "pack_int":
         scales, zeros, add = _by_row(part, raw["scale"]), None, 0
         if packing.zero == ZERO_CODES:
             stored = raw["zero_point"]
             if stored.dtype == "i32":
-                zeros = Field(_view(stored), False, per)
+                zeros = _field(stored, False, per)
             else:
                 zeros, add = _by_row(part, stored), 1 << (packing.bits - 1)
         if scales is None or (packing.zero == ZERO_CODES and zeros is None):
             return None
-        codes = Field(_view(raw["weight"]), False)
+        codes = _field(raw["weight"], False)
         return StoredWords(part, packing, PACKED_COLUMNS, codes, scales, zeros, add, columns)
     return None
 
@@ -153,8 +157,10 @@ def _by_row(part: WeightPart, raw: RawTensor) -> Field | None:
     """(rows, groups) or (rows,); None: one for all rows."""
     if raw.shape[:1] != part.shape[:1]:
         return None
-    return Field(_view(raw).reshape(part.shape[0], -1), False)
+    return Field(raw, (part.shape[0], math.prod(raw.shape[1:])), False)
 
 
-def _view(raw: RawTensor) -> AnyArray:
-    return np.asarray(raw.view())
+def _field(raw: RawTensor, transposed: bool, per: int = 1) -> Field:
+    """Of a matrix."""
+    first, second = raw.shape
+    return Field(raw, (first, second), transposed, per)

@@ -7,13 +7,13 @@ are; `decode` is for those that do not.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
+from vllmx_core.weight_files import FileRange
 from vllmx_core.weights import DENSE, DType, QuantLayout, RawTensor, WeightPart
 
 from vllmx_models.gguf import k_blocks, legacy_blocks
@@ -80,16 +80,14 @@ def weight_part(
     name: str,
     kind: TensorType,
     shape: tuple[int, ...],
-    data: npt.NDArray[np.uint8],
-    mapping: mmap.mmap | None = None,
+    stored: npt.NDArray[np.uint8] | FileRange,
 ) -> WeightPart:
-    """A tensor of the file as a backend takes it; `data` are its bytes, row after row, a view into
-    `mapping` if there is one."""
+    """A tensor of the file as a backend takes it; `stored` are its bytes, row after row."""
     if kind.dense is not None:
-        raw = RawTensor(name, kind.dense, shape, data, mapping)
+        raw = RawTensor(name, kind.dense, shape, stored)
         return WeightPart(name, shape, kind.layout, {"weight": raw})
     row_bytes = shape[-1] // kind.values * kind.num_bytes
-    raw = RawTensor(name, "u8", (*shape[:-1], row_bytes), data, mapping)
+    raw = RawTensor(name, "u8", (*shape[:-1], row_bytes), stored)
     return WeightPart(name, shape, kind.layout, {"weight": raw}, decode)
 
 

@@ -1,48 +1,65 @@
-"""Checked reads from the mapped bytes of a GGUF file (little-endian)."""
+"""Checked reads from the header of a GGUF file (little-endian)."""
 
 from __future__ import annotations
 
-import mmap
 import struct
-from pathlib import Path
 
 from vllmx_core.errors import WeightFormatError
+from vllmx_core.weight_files import WeightFile
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 MAX_STRING_BYTES = 64 << 20
+MAX_HEADER_BYTES = 512 << 20
+_FIRST_BYTES = 1 << 20
+"""That are read at once; each time these do not suffice, as many again."""
 
 
 class Cursor:
-    """A position in a file; every read checks that the bytes are there.
+    """A position in a file; every read checks that the bytes are there. What came of the file so
+    far is in `data`, from its first byte on.
 
     Raises:
         WeightFormatError: from each read, naming file, place and what was being read.
     """
 
-    def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
-        self.data = data
-        self.path = path
+    def __init__(self, file: WeightFile) -> None:
+        self.path = file.path
+        self.size = file.num_bytes
+        self.data = b""
         self.position = 0
+        self._file = file
 
     @property
     def remaining(self) -> int:
-        return len(self.data) - self.position
+        return self.size - self.position
+
+    def need(self, end: int) -> None:
+        """Has `data` reach to `end`, which is not beyond the file."""
+        if end <= len(self.data):
+            return
+        if end > MAX_HEADER_BYTES:
+            raise self.damaged(f"the header has more than {MAX_HEADER_BYTES} bytes")
+        wanted = min(max(end, 2 * len(self.data), _FIRST_BYTES), self.size)
+        self.data += self._file.read(len(self.data), wanted).tobytes()
 
     def skip(self, count: int, what: str) -> int:
-        """Where `count` bytes begin; the position moves behind them."""
+        """Where in `data` the next `count` bytes begin; the position moves behind them."""
         if count > self.remaining:
             raise self.damaged(f"{what} needs {count} bytes, {self.remaining} are left")
         start = self.position
+        self.need(start + count)
         self.position += count
         return start
 
     def u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.data, self.skip(4, what))[0]
+        start = self.skip(4, what)
+        value: int = _U32.unpack_from(self.data, start)[0]
         return value
 
     def u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.data, self.skip(8, what))[0]
+        start = self.skip(8, what)
+        value: int = _U64.unpack_from(self.data, start)[0]
         return value
 
     def string(self, what: str, limit: int = MAX_STRING_BYTES) -> str:

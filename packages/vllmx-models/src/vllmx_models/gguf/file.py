@@ -1,9 +1,9 @@
-"""Reader of one GGUF file over mmap.
+"""Reader of one GGUF file.
 
 Layout (versions 2 and 3, little-endian): "GGUF", version, number of tensors, number of metadata
 entries; the entries; for each tensor name, dimensions (fastest first), type and offset; padding to
 the alignment; the data. Nothing in the file is believed: every number is checked against the
-file's real size before an array is made, and arrays are views into the mapping.
+file's real size before anything is read.
 
 Source: docs/gguf.md of ggml.
 """
@@ -11,7 +11,6 @@ Source: docs/gguf.md of ggml.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError
-from vllmx_core.files import open_regular
+from vllmx_core.weight_files import FileRange, WeightFile
 
 from vllmx_models.gguf.blocks import FOREIGN_TYPES, TENSOR_TYPES, TensorType
 from vllmx_models.gguf.cursor import Cursor
@@ -28,6 +27,7 @@ from vllmx_models.gguf.metadata import Value, read_metadata
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+MIN_BYTES = 24
 MAX_ALIGNMENT = 1 << 20
 MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 256
@@ -61,64 +61,51 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open_regular(path) as file:
-                size = file.seek(0, 2)
-                if size < 24:
-                    raise WeightFormatError(
-                        f"{path} has {size} bytes, fewer than the 24 of a GGUF header: download the"
-                        " file again"
-                    )
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = WeightFile(path)
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(
                 f"{path} cannot be opened ({error}): check that it exists and is readable",
                 param="model",
             ) from error
         try:
-            cursor = Cursor(self._map, path)
+            cursor = Cursor(self._file)
             num_tensors, num_entries = _read_start(cursor)
             self.metadata: Mapping[str, Value] = read_metadata(cursor, num_entries)
             self.tensors: Mapping[str, TensorInfo] = _read_tensors(
                 cursor, num_tensors, _alignment(cursor, self.metadata)
             )
         except BaseException:
-            self.metadata = {}
-            _unmap(self._map)
+            self.close()
             raise
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    def stored(self, name: str) -> FileRange:
+        """The bytes of a tensor, not read so far. Raises KeyError for an unknown name."""
+        info = self.tensors[name]
+        return self._file.range(info.start, info.start + info.num_bytes)
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, a view. Raises KeyError for an unknown name."""
-        info = self.tensors[name]
-        return self._bytes[info.start : info.start + info.num_bytes]
-
-    @property
-    def mapping(self) -> mmap.mmap:
-        """What `data` is a view into."""
-        return self._map
+        """The bytes of a tensor. Raises KeyError for an unknown name, WeightFormatError."""
+        return self.stored(name).read()
 
     def close(self) -> None:
-        """Unmaps the file, at once or when the last view of it goes. The metadata goes too."""
-        self._bytes = np.empty(0, np.uint8)
+        """Nothing of it may be read any more. The metadata goes too."""
         self.metadata = {}
-        _unmap(self._map)
-
-
-def _unmap(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:
-        return  # views are still alive; the mapping dies with them
+        self._file.close()
 
 
 def _read_start(cursor: Cursor) -> tuple[int, int]:
     """Numbers of tensors and of metadata entries."""
-    magic = cursor.data[: len(MAGIC)]
+    if cursor.size < MIN_BYTES:
+        raise WeightFormatError(
+            f"{cursor.path} has {cursor.size} bytes, fewer than the {MIN_BYTES} of a GGUF header:"
+            " download the file again"
+        )
+    start = cursor.skip(len(MAGIC), "the magic")
+    magic = cursor.data[start : cursor.position]
     if magic != MAGIC:
         raise WeightFormatError(
             f"{cursor.path} begins with {magic!r}, not with {MAGIC!r}: it is no GGUF file"
         )
-    cursor.skip(len(MAGIC), "the magic")
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:
         raise WeightFormatError(
@@ -158,10 +145,10 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, Tenso
                 f"tensor {name!r} begins at offset {offset}, no multiple of the alignment"
                 f" {alignment}"
             )
-        if data_start + offset + num_bytes > len(cursor.data):
+        if data_start + offset + num_bytes > cursor.size:
             raise WeightFormatError(
                 f"{cursor.path} is truncated: tensor {name!r} ends at byte"
-                f" {data_start + offset + num_bytes}, the file has {len(cursor.data)}; download the"
+                f" {data_start + offset + num_bytes}, the file has {cursor.size}; download the"
                 " file again"
             )
         if name in found:

@@ -1,6 +1,6 @@
 """The key-value part of a GGUF header, without copies of its arrays.
 
-Numeric arrays are views into the mapped file, arrays of strings are walked once to find their end
+Numeric arrays are views into the header, arrays of strings are walked once to find their end
 and decoded when somebody asks. Limits keep a hostile file from costing more than its size.
 """
 
@@ -41,7 +41,7 @@ Value = Any
 
 @dataclass(frozen=True)
 class StringArray(Sequence[str]):
-    """An array of strings in the mapped file, decoded at first use."""
+    """An array of strings in the header, decoded at first use."""
 
     cursor: Cursor
     start: int
@@ -160,14 +160,18 @@ class _Reader:
     def _strings(self, count: int, key: str) -> StringArray:
         """Steps over the strings; this loop sees every token of a vocabulary, so it is tight."""
         cursor, unpack = self._cursor, _LENGTH.unpack_from
-        data, start, size = cursor.data, cursor.position, len(cursor.data)
-        position, last = start, size - 8
+        data, start, last = cursor.data, cursor.position, cursor.size - 8
+        position, last_there = start, len(data) - 8
         for _ in range(count):
-            if position > last:
-                raise cursor.damaged(f"{key!r} ends beyond the file", position)
+            if position > last_there:
+                if position > last:
+                    raise cursor.damaged(f"{key!r} ends beyond the file", position)
+                cursor.need(position + 8)
+                data, last_there = cursor.data, len(cursor.data) - 8
             length = unpack(data, position)[0]
             if length > MAX_STRING_BYTES or length > last - position:
                 raise cursor.damaged(f"{key!r} has a string of {length} bytes", position)
             position += 8 + length
+        cursor.need(position)
         cursor.position = position
         return StringArray(cursor, start, position, count, key)

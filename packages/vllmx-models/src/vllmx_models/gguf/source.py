@@ -97,18 +97,18 @@ class GGUFSource:
                 f" ({'nearest: ' + near if near else f'it has {len(self._places)} others'}): the"
                 " file is incomplete or made by a converter of another model, download it again"
             )
-        info, data = place.info, place.file.data(place.info.name)
-        if place.rows != info.shape[0]:
-            data = data.reshape(info.shape[0], -1)[place.first : place.first + place.rows]
-        shape, mapping = (place.rows, *info.shape[1:]), place.file.mapping
-        part = weight_part(name, info.kind, shape, data.reshape(-1), mapping)
+        info, stored = place.info, place.file.stored(place.info.name)
+        row_bytes = info.num_bytes // info.shape[0]
+        stored = stored.cut(place.first * row_bytes, (place.first + place.rows) * row_bytes)
+        shape = (place.rows, *info.shape[1:])
+        part = weight_part(name, info.kind, shape, stored)
         if place.heads is None:
             return part
         order = deinterleaved(place.rows, place.heads)
         return made_part(name, shape, part.layout, partial(_gathered, part, info.kind, order))
 
     def close(self) -> None:
-        """Unmaps the files; parts must not be used any more."""
+        """Closes the files; parts must not be used any more."""
         for file in self._files:
             file.close()
 
@@ -164,7 +164,6 @@ def _gathered(
     lowest = int(wanted.min())
     raw = stored.buffers["weight"].rows(lowest, int(wanted.max()) + 1)
     data = raw.data.reshape(raw.shape[0], -1)[wanted - lowest]
-    raw.drop_pages()
     shape = (end - begin, *stored.shape[1:])
     return weight_part(stored.name, kind, shape, data.reshape(-1))
 

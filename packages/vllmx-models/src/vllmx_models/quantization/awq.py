@@ -84,9 +84,9 @@ def coded(part: WeightPart, first: int, last: int) -> CodedRows:
     cols = part.shape[1]
     group_size = part.layout.group_size or cols
     groups = -(-cols // group_size)
-    qweight = np.asarray(part.buffers["qweight"].view())
-    qzeros = np.asarray(part.buffers["qzeros"].view())
-    scales = part.buffers["scales"].to_f32()
+    buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
+    qweight, qzeros = (np.asarray(buffers[key].view()) for key in ("qweight", "qzeros"))
+    scales = buffers["scales"].to_f32()
     group_of = group_map(cols, group_size)
     if part.layout.options["packing"] == "gemm":
         word, skipped = divmod(first, PER_WORD)

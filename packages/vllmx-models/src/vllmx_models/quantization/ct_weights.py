@@ -130,20 +130,20 @@ def coded_packed(part: WeightPart, first: int, last: int) -> CodedRows:
     offset = 1 << (bits - 1)
     zeros: AnyArray = np.array([[offset]])
     if "zero_point" in buffers:
-        stored = np.asarray(buffers["zero_point"].view())
+        stored = np.asarray(buffers["zero_point"].in_memory().view())
         if buffers["zero_point"].dtype == "i32":
             zeros = unpack(stored.T, bits, rows).T
         else:
             zeros = _matrix(stored).astype(np.int32) + offset
-    words = np.asarray(buffers["weight"].view())
-    return _coded(part, unpack(words[first:last], bits, cols), zeros, first, last)
+    words = np.asarray(buffers["weight"].rows(first, last).view())
+    return _coded(part, unpack(words, bits, cols), zeros, first, last)
 
 
 def coded_int8(part: WeightPart, first: int, last: int) -> CodedRows:
     """`WeightPart.coded` of layout "int8": its integers plus 128."""
     zeros: AnyArray = np.array([[128]])
     if "zero_point" in part.buffers:
-        stored = np.asarray(part.buffers["zero_point"].view())
+        stored = np.asarray(part.buffers["zero_point"].in_memory().view())
         zeros = _matrix(stored).astype(np.int32) + 128
     weight = np.asarray(part.buffers["weight"].rows(first, last).view()).view(np.uint8)
     return _coded(part, weight ^ np.uint8(128), zeros, first, last)
@@ -154,9 +154,9 @@ def _coded(
 ) -> CodedRows:
     """Zeros and scales of the whole part, perhaps alike for all rows or groups, cut to the rows."""
     rows, cols = part.shape
-    scales = _matrix(part.buffers["scale"].to_f32())
+    scales = _matrix(part.buffers["scale"].in_memory().to_f32())
     grid = (rows, scales.shape[1])
-    g_idx = part.buffers["g_idx"].view() if "g_idx" in part.buffers else None
+    g_idx = part.buffers["g_idx"].in_memory().view() if "g_idx" in part.buffers else None
     return CodedRows(
         codes,
         np.broadcast_to(scales, grid)[first:last],

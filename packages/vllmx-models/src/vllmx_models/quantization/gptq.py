@@ -100,8 +100,8 @@ class GptqScheme:
 def coded(part: WeightPart, first: int, last: int) -> CodedRows:
     """`WeightPart.coded` of this layout."""
     out, cols = part.shape
-    layout, buffers = part.layout, part.buffers
-    bits = int(layout.bits)
+    layout, bits = part.layout, int(part.layout.bits)
+    buffers = {key: raw.in_memory() for key, raw in part.buffers.items()}
     qweight = np.asarray(buffers["qweight"].view())
     scales = buffers["scales"].to_f32().T
     if "qzeros" in buffers:

@@ -47,7 +47,7 @@ def fp8_part(
 def decode_fp8(part: WeightPart, first: int, last: int) -> F32:
     """(last - first, cols) float32; one rounding."""
     weight, options = part.buffers["weight"], part.layout.options
-    scales = scales_to_f32(part.buffers["scale"])
+    scales = scales_to_f32(part.buffers["scale"].in_memory())
     if options["strategy"] != "block":
         scales = np.broadcast_to(scales.reshape(-1, 1), (part.shape[0], 1))
         values = float8_to_f32(np.asarray(weight.rows(first, last).view()), weight.dtype)

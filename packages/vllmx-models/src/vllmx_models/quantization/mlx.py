@@ -106,7 +106,7 @@ def decode(part: WeightPart, first: int, last: int) -> F32:
     """These rows as float32; affine: the product and the sum are rounded."""
     cols = part.shape[-1]
     words, scales, biases = (
-        None if raw is None else np.asarray(raw.view())[first:last].reshape(-1, raw.shape[-1])
+        None if raw is None else np.asarray(raw.rows(first, last).view())
         for raw in (part.buffers.get(key) for key in ("weight", "scales", "biases"))
     )
     assert words is not None

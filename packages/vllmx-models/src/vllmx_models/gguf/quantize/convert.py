@@ -211,9 +211,7 @@ class _Conversion:
         self, tensor: NewTensor, read: Callable[[int, int], RawTensor], begin: int, end: int
     ) -> Encoded:
         rows = replace(read(begin, end), name=tensor.name)
-        found = self._encoders[tensor.type].encode(tensor.type, rows, measure=True)
-        rows.drop_pages()
-        return found
+        return self._encoders[tensor.type].encode(tensor.type, rows, measure=True)
 
     def _add(self, tensor: NewTensor, sums: Sequence[tuple[float, float]]) -> None:
         """`sums` are squared error and value of each piece."""
@@ -245,7 +243,7 @@ def interleave(rows: RawTensor, heads: int) -> RawTensor:
     count = rows.shape[0]
     halves = rows.data.reshape(heads, 2, count // heads // 2, -1)
     data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
-    return replace(rows, data=data, mapping=None)
+    return replace(rows, stored=data)
 
 
 def _origins(target: Target, checkpoint: Checkpoint) -> dict[str, str]:
