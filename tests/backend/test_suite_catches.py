@@ -18,12 +18,14 @@ from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.gate import Gate, gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy, scale_by
 from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
 from vllmx_core.testing.attention_checks import FEATURES
 from vllmx_core.testing.backend_suite import BackendSuite
@@ -207,6 +209,22 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     "factor ignored": (
         broken_op(Scale, lambda op, frame: frame.__setitem__(op.out, frame[op.x])),
         op_case("scale: width 24"),
+    ),
+    "values of another feature": (
+        broken_op(ScaleBy, lambda op, frame: frame.__setitem__(
+            op.out, scale_by(frame[op.x], np.roll(frame.weight(op.w), 1))
+        )),
+        op_case("scale_by: 3 for 48"),
+    ),
+    "a head has the gate of another": (
+        broken_op(Gate, lambda op, frame: frame.__setitem__(
+            op.out, gate(frame[op.x], np.roll(frame[op.g], 1, axis=1), op.kind)
+        )),
+        op_case("gate: sigmoid, 2 for 96"),
+    ),
+    "a gate of another kind": (
+        broken_op(Gate, lambda op, frame: replace(op, kind="relu").compute(frame)),
+        op_case("gate: relu2, 3 for 48"),
     ),
     "softcap of the head ignored": (
         broken_op(Head, lambda op, frame: replace(op, softcap=None).compute(frame)),

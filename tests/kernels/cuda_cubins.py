@@ -46,6 +46,8 @@ WANTED = {
     "paged_prefill_wgmma": ("x16.F32.BF16", "LDGSTS.E.BYPASS.128"),  # HGMMA.64x128x16.F32.BF16
     "wgmma_wrappers": ("x16.F32.BF16",),
     "gated_act": ("LDG.E.128", "STG.E.128"),
+    "gate": ("LDG.E.128", "STG.E.128"),
+    "scale_by": ("LDG.E.128", "STG.E.128"),
     "add": ("LDG.E.128", "STG.E.128"),
     "gather_rows": ("LDG.E.128", "STG.E.128"),
     "linear_gemv": ("LDG.E.NA.LTC",),
@@ -95,6 +97,8 @@ UNITS: Units = (
     ("paged_prefill_wgmma", {**BF16, "VX_HEAD": 256, "VX_GROUP": 4}),
     ("wgmma_wrappers", BF16),
     ("gated_act", {**BF16, "VX_VEC": 8, "VX_ACT": 0}),
+    ("gate", {**BF16, "VX_VEC": 8, "VX_ACT": 4}),
+    ("scale_by", {**BF16, "VX_VEC": 8}),
     ("add", {**BF16, "VX_VEC": 8}),
     ("gather_rows", {**BF16, "VX_VEC": 8}),
     ("linear_gemv", {**BF16, "VX_VEC": 8, "VX_TOKENS": 1, "VX_OUT": 0}),

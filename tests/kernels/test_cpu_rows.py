@@ -9,7 +9,10 @@ from math import erfc
 import numpy as np
 import pytest
 from vllmx_core import reference
+from vllmx_core.ops.gate import KINDS, GateKind, gate, opening
+from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
+from vllmx_cpu.lower import GATES, VxGate, VxScaleBy
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import ACTIVATIONS, VxElementwise, VxNorm, VxStep
 
@@ -94,6 +97,40 @@ def test_activations_at_the_ends(isa: Isa, run_op: RunOp, kind: str) -> None:
     run_op(isa, "activation", arguments, VxStep(T=1), 1)
     assert np.isnan(y[0])
     np.testing.assert_array_equal(y[1:], [1e4, 0, 0, np.inf])
+
+
+# (features, features that share a factor)
+SPANS = [(1, 1), (7, 1), (1024, 1), (1050, 1), (96, 32), (84, 7), (33, 33), (340, 17), (64, 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "span"), SPANS)
+def test_gate(isa: Isa, run_op: RunOp, kind: GateKind, width: int, span: int) -> None:
+    x, g = values(ROWS, width), 4 * values(ROWS, width // span, seed=1)
+    y = np.empty_like(x)
+    arguments = VxGate(x.ctypes.data, g.ctypes.data, y.ctypes.data, width, span, GATES[kind])
+    run_op(isa, "gate", arguments, VxStep(T=ROWS), 2)
+    wanted = gate(x.astype(np.float64), g.astype(np.float64), kind)
+    np.testing.assert_allclose(y, wanted, rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_at_the_ends(isa: Isa, run_op: RunOp, kind: GateKind) -> None:
+    g = np.array([np.nan, 1e3, -1e3, 0.0], np.float32)
+    x, y = np.full_like(g, 2), np.empty_like(g)
+    arguments = VxGate(x.ctypes.data, g.ctypes.data, y.ctypes.data, len(x), 1, GATES[kind])
+    run_op(isa, "gate", arguments, VxStep(T=1), 1)
+    assert np.isnan(y[0])
+    np.testing.assert_array_equal(y[1:], 2 * opening(g[1:], kind))
+
+
+@pytest.mark.parametrize(("width", "span"), SPANS)
+def test_scale_by(isa: Isa, run_op: RunOp, width: int, span: int) -> None:
+    x, w = values(ROWS, width), values(width // span, seed=1)
+    y = np.empty_like(x)
+    arguments = VxScaleBy(x.ctypes.data, w.ctypes.data, y.ctypes.data, width, span)
+    run_op(isa, "scale_by", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_array_equal(y, scale_by(x, w))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from vllmx_core import reference
 from vllmx_core.model import Activation
+from vllmx_core.ops.gate import GateKind, gate
+from vllmx_core.ops.scale_by import scale_by
 from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
-from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
+from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 
 from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
 
@@ -42,6 +44,42 @@ def test_activations(emulator: Emulator, kind: Activation, dtype: str, width: in
     one = on_device(x[:, :width], x.dtype)
     emulator.launch(KERNELS["activation"].variant(**chosen), sizes, [one, y, width])
     assert_near(y, reference.activation(wide(one), kind), dtype)
+
+
+# (type, features, features that share a factor)
+SPANS = [
+    *((dtype, width, 1) for dtype, width in WIDTHS),
+    ("f32", 96, 32), ("f32", 33, 33), ("f32", 260, 130), ("bf16", 2056, 257), ("bf16", 512, 128),
+    ("bf16", 60, 20), ("f16", 514, 514), ("f16", 84, 12), ("f16", 10, 2),
+]  # fmt: skip
+GATED = [
+    *(("sigmoid", *case) for case in SPANS),
+    *((kind, *case) for kind in GATES if kind != "sigmoid"
+      for case in (("bf16", 2056, 1), ("f16", 33, 1), ("f32", 260, 130))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "dtype", "width", "span"), GATED)
+def test_gate(emulator: Emulator, kind: GateKind, dtype: str, width: int, span: int) -> None:
+    rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
+    x, g = (normal(rng, (rows, size), dtype, 2.0) for size in (width, width // span))
+    y = empty((rows, width), x.dtype)
+    vec = vector_width(width if span == 1 else span)
+    variant = KERNELS["gate"].variant(**options(dtype, VX_VEC=vec, VX_ACT=GATES[kind]))
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, g, y, width, span])
+    assert_near(y, gate(wide(x), wide(g), kind), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "width", "span"), SPANS)
+def test_scale_by(emulator: Emulator, dtype: str, width: int, span: int) -> None:
+    rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
+    x, w = normal(rng, (rows, width), dtype), normal(rng, (width // span,), "f32")
+    y = empty((rows, width), x.dtype)
+    variant = KERNELS["scale_by"].variant(
+        **options(dtype, VX_VEC=vector_width(width if span == 1 else span))
+    )
+    emulator.launch(variant, {"rows": rows, "width": width}, [x, w, y, width, span])
+    assert_near(y, scale_by(wide(x), wide(w)), dtype)
 
 
 @pytest.mark.parametrize(("dtype", "count"), WIDTHS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 
 from vllmx_core.op_table import OpTable
@@ -12,6 +13,7 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
@@ -20,6 +22,7 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import Value, WeightRef
 
 from vllmx_cpu.kv_cache import LayerPages
@@ -83,6 +86,8 @@ class Site:
 
 
 OPS: OpTable[Site, list[Call]] = OpTable("cpu")
+GATES = ACTIVATIONS | {"sigmoid": 4, "identity": 5, "tanh": 6, "relu2": 7}
+"""Kinds of native/gate.cpp."""
 
 
 @OPS.add(Embedding)
@@ -196,6 +201,40 @@ def _scale(op: Scale, site: Site) -> list[Call]:
         x=site.address(op.x), y=site.address(op.out), width=op.out.width, factor=op.factor
     )
     return [site.call(op, "scale", arguments)]
+
+
+class VxScaleBy(ctypes.Structure):
+    """Arguments of `scale_by`; native/scale_by.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p), ("w", c_void_p), ("y", c_void_p), ("width", c_int32), ("span", c_int32)
+    ]  # fmt: skip
+
+
+@OPS.add(ScaleBy)
+def _scale_by(op: ScaleBy, site: Site) -> list[Call]:
+    arguments = VxScaleBy(
+        site.address(op.x), site.vector(op.w), site.address(op.out), op.x.width, op.span
+    )
+    return [site.call(op, "scale_by", arguments)]
+
+
+class VxGate(ctypes.Structure):
+    """Arguments of `gate`; native/gate.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p), ("g", c_void_p), ("y", c_void_p), ("width", c_int32), ("span", c_int32),
+        ("kind", c_int32),
+    ]  # fmt: skip
+
+
+@OPS.add(Gate)
+def _gate(op: Gate, site: Site) -> list[Call]:
+    arguments = VxGate(
+        site.address(op.x), site.address(op.g), site.address(op.out), op.x.width, op.span,
+        GATES[op.kind],
+    )  # fmt: skip
+    return [site.call(op, "gate", arguments)]
 
 
 @OPS.add(Attention)

@@ -15,6 +15,7 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.layer_norm import LayerNorm
@@ -22,6 +23,7 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import Rows, Value, WeightRef
 from vllmx_core.passes.uses import read_at_once
 
@@ -31,7 +33,7 @@ from vllmx_cuda.device import Device, Memory
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
-from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
+from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
 from vllmx_cuda.kv_cache import LayerPages
 from vllmx_cuda.layout import Scratch
 from vllmx_cuda.matrices.form import ProductScratch, Target
@@ -216,6 +218,27 @@ def _add(op: Add, to: Lowering) -> Enqueue:
 @OPS.add(Scale)
 def _scale(op: Scale, to: Lowering) -> Enqueue:
     return _flat(to, "scale", (op.x,), op.out, op.factor)
+
+
+@OPS.add(ScaleBy)
+def _scale_by(op: ScaleBy, to: Lowering) -> Enqueue:
+    width, span = op.x.width, op.span
+    kernel = to.variant("scale_by", VX_VEC=_shared_vector(width, span))
+    arguments = (to.place(op.x), to.vector(op.w), to.place(op.out), width, span)
+    return _by_rows(to, kernel, width, arguments)
+
+
+@OPS.add(Gate)
+def _gate(op: Gate, to: Lowering) -> Enqueue:
+    width, span = op.x.width, op.span
+    kernel = to.variant("gate", VX_VEC=_shared_vector(width, span), VX_ACT=GATES[op.kind])
+    arguments = (to.place(op.x), to.place(op.g), to.place(op.out), width, span)
+    return _by_rows(to, kernel, width, arguments)
+
+
+def _shared_vector(width: int, span: int) -> int:
+    """VX_VEC where so many neighbouring features share a factor: no thread has two of them."""
+    return vector_width(width if span == 1 else span)
 
 
 def _by_rows(

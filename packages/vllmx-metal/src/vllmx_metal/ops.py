@@ -15,12 +15,14 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_metal.attention import attention
@@ -156,6 +158,37 @@ def _add(op: Add, frame: MetalFrame) -> None:
 @OPS.add(Scale)
 def _scale(op: Scale, frame: MetalFrame) -> None:
     frame[op.out] = frame[op.x] * op.factor
+
+
+@OPS.add(ScaleBy)
+def _scale_by(op: ScaleBy, frame: MetalFrame) -> None:
+    x, w = frame[op.x], frame.array(op.w)
+    scaled = x.reshape(-1, op.w.rows, op.span) * w[:, None]
+    frame[op.out] = scaled.reshape(x.shape).astype(x.dtype)
+
+
+def _opens(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
+    """x times function(g), where they are of shapes that fit."""
+    return fused(lambda x, g: (x * function(g.astype(mx.float32))).astype(x.dtype))
+
+
+_OPENINGS: Mapping[str, Callable[[mx.array, mx.array], mx.array]] = {
+    kind: _opens(function)
+    for kind, function in {
+        **_FUNCTIONS,
+        "sigmoid": mx.sigmoid,
+        "identity": lambda g: g,
+        "tanh": mx.tanh,
+        "relu2": lambda g: mx.square(mx.maximum(g, 0)),
+    }.items()
+}
+
+
+@OPS.add(Gate)
+def _gate(op: Gate, frame: MetalFrame) -> None:
+    x, g = frame[op.x], frame[op.g]
+    parts = x.reshape(*g.shape, op.span)
+    frame[op.out] = _OPENINGS[op.kind](parts, g[..., None]).reshape(x.shape)
 
 
 @OPS.add(Head)

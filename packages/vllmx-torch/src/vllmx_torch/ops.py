@@ -15,12 +15,14 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
@@ -122,6 +124,27 @@ def _add(op: Add, frame: TorchFrame) -> None:
 @OPS.add(Scale)
 def _scale(op: Scale, frame: TorchFrame) -> None:
     frame[op.out] = frame[op.x] * op.factor
+
+
+@OPS.add(ScaleBy)
+def _scale_by(op: ScaleBy, frame: TorchFrame) -> None:
+    x, w = frame[op.x], frame.tensor(op.w)
+    frame[op.out] = (x.view(-1, op.w.rows, op.span) * w[:, None]).view_as(x)
+
+
+_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    **_ACTIVATIONS,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda g: g,
+    "tanh": torch.tanh,
+    "relu2": lambda g: functional.relu(g).square(),
+}
+
+
+@OPS.add(Gate)
+def _gate(op: Gate, frame: TorchFrame) -> None:
+    x, opened = frame[op.x], _GATES[op.kind](frame[op.g])
+    frame[op.out] = (x.view(*opened.shape, op.span) * opened[..., None]).view_as(x)
 
 
 @OPS.add(Head)

@@ -14,6 +14,7 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gate import Gate, GateKind
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
@@ -22,11 +23,12 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList, expect
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import LogitRows, StepInputs, TokenIds, Value, WeightRef
 
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, Linear, GatedLinear, Attention, GatedAct, Act, Add,
-    Scale, Head,
+    Scale, ScaleBy, Gate, Head,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -96,9 +98,15 @@ class Ops:
         """x + y."""
         return self._record(Add.of, x, y).out
 
-    def scale(self, x: Value, factor: float) -> Value:
-        """x * factor."""
+    def scale(self, x: Value, factor: float | WeightRef) -> Value:
+        """x * factor; a vector (G,) has a value for each F / G neighbouring features."""
+        if isinstance(factor, WeightRef):
+            return self._record(ScaleBy.of, x, factor).out
         return self._record(Scale.of, x, factor).out
+
+    def gate(self, x: Value, g: Value, kind: GateKind) -> Value:
+        """x (T, F) times act(g), g (T, G): each gate is for F / G neighbouring features."""
+        return self._record(Gate.of, x, g, kind).out
 
     def logits(
         self, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None = None

@@ -15,6 +15,8 @@ from vllmx_cuda.kernel_specs.types import (
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 """Values of VX_ACT."""
+GATES = {**ACTIVATIONS, "sigmoid": 4, "identity": 5, "tanh": 6, "relu2": 7}
+"""Values of VX_ACT in gate.cu."""
 _THREADS = 256
 _ACT_OPTIONS = {**ROW_OPTIONS, "VX_ACT": tuple(ACTIVATIONS.values())}
 
@@ -68,6 +70,22 @@ SCALE = Kernel(
     sizes=("count",),
     rule=_flat,
 )
+SCALE_BY = Kernel(
+    entry="scale_by",
+    source="scale_by.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("in elem* x, in f32* w, out elem* y, i32 width, i32 span"),
+    sizes=("rows", "width"),
+    rule=_rows,
+)
+GATE = Kernel(
+    entry="gate",
+    source="gate.cu",
+    options={**ROW_OPTIONS, "VX_ACT": tuple(GATES.values())},
+    arguments=arguments("in elem* x, in elem* g, out elem* y, i32 width, i32 span"),
+    sizes=("rows", "width"),
+    rule=_rows,
+)
 SOFTCAP = Kernel(
     entry="softcap",
     source="elementwise.cu",
@@ -104,4 +122,7 @@ BEGIN_STEP = Kernel(
     rule=_begin,
 )
 
-KERNELS = (GATED_ACT, ACTIVATION, ADD, SCALE, SOFTCAP, GATHER_ROWS, GATHER_COLUMNS, BEGIN_STEP)
+KERNELS = (
+    GATED_ACT, ACTIVATION, ADD, SCALE, SCALE_BY, GATE, SOFTCAP, GATHER_ROWS, GATHER_COLUMNS,
+    BEGIN_STEP,
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""`gate`: features times a gate, one for each feature, for each head or for the whole token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from vllmx_core.ops.activation import Activation, activation
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.values import Value
+
+GateKind = Activation | Literal["sigmoid", "identity", "tanh", "relu2"]
+"""relu2 is the square of relu."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+KINDS: tuple[GateKind, ...] = (*ACTIVATIONS, "sigmoid", "identity", "tanh", "relu2")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate(Op):
+    """x (T, F) times act(g), g (T, G) with G a divisor of F: each gate is for F / G neighbouring
+    features, such as those of a head."""
+
+    name: ClassVar[str] = "gate"
+    x: Value
+    g: Value
+    kind: GateKind
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, g: Value, kind: GateKind) -> Gate:
+        expect_features(x=x, g=g)
+        return cls(x, g, kind, Value(x.width))
+
+    @property
+    def span(self) -> int:
+        """Neighbouring features that share a gate."""
+        return self.x.width // self.g.width
+
+    def check(self) -> None:
+        expect(self.kind in KINDS, f"unknown gate {self.kind!r}: choose {', '.join(KINDS)}")
+        divides = self.x.width % self.g.width == 0
+        expect(divides, f"g has {self.g.width} features, which do not divide x's {self.x.width}")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = gate(frame[self.x], frame[self.g], self.kind)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        yield from (_case(33, 33, kind) for kind in KINDS)
+        yield from (_case(48, 3, kind) for kind in KINDS)
+        for width, gates in ((96, 2), (130, 130), (64, 32), (80, 20), (33, 1), (1, 1), (20, 4)):
+            yield _case(width, gates, "sigmoid")
+
+
+def _case(width: int, gates: int, kind: GateKind) -> Case:
+    return Case.between(
+        f"{kind}, {gates} for {width}",
+        width,
+        lambda ops, w, x: ops.gate(x, ops.linear(ops.scale(x, 4.0), w["g"]), kind),
+        lambda b: b.linear("g", gates, width),
+    )
+
+
+def gate(x: Floats, g: Floats, kind: GateKind) -> Floats:
+    """(T, F), (T, G) -> (T, F)."""
+    opened = opening(g, kind)
+    return (x.reshape(*g.shape, -1) * opened[..., None]).reshape(x.shape)
+
+
+def opening(g: Floats, kind: GateKind) -> Floats:
+    """act(g): how far each gate is open."""
+    if kind == "sigmoid":
+        with np.errstate(over="ignore"):  # exp(-g) = inf gives the right limit, 0
+            return like(g, 1 / (1 + np.exp(-g)))
+    if kind == "identity":
+        return g
+    if kind == "tanh":
+        return np.tanh(g)
+    if kind == "relu2":
+        return np.square(np.maximum(g, 0))
+    return activation(g, kind)

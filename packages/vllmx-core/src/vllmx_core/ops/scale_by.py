@@ -1,0 +1,61 @@
+"""`scale_by`: features times a weight, which `Ops.scale` records where it is given one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.case import Case
+from vllmx_core.ops.formulas import Floats, NumpyFrame
+from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
+from vllmx_core.ops.values import Value, WeightRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleBy(Op):
+    """x (T, F) * w, w (G,) with G a divisor of F: each value is for F / G neighbouring features,
+    one value for all."""
+
+    name: ClassVar[str] = "scale_by"
+    x: Value
+    w: WeightRef
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, w: WeightRef) -> ScaleBy:
+        expect_features(x=x)
+        return cls(x, w, Value(x.width))
+
+    @property
+    def span(self) -> int:
+        """Neighbouring features that share a value."""
+        return self.x.width // self.w.rows
+
+    def check(self) -> None:
+        expect_weight(self.w, "vector")
+        divides = self.x.width % self.w.rows == 0
+        given = f"{self.w.name!r} has {self.w.rows} values"
+        expect(divides, f"{given}, which do not divide x's {self.x.width} features")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = scale_by(frame[self.x], frame.weight(self.w))
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        sizes = ((33, 33), (130, 130), (48, 3), (33, 1), (1, 1), (80, 20), (64, 32))
+        return (_case(width, values) for width, values in sizes)
+
+
+def _case(width: int, values: int) -> Case:
+    return Case.between(
+        f"{values} for {width}",
+        width,
+        lambda ops, w, x: ops.scale(x, w["s"]),
+        lambda b: b.vector("s", values),
+    )
+
+
+def scale_by(x: Floats, w: Floats) -> Floats:
+    """(T, F), (G,) -> (T, F)."""
+    return (x.reshape(len(x), len(w), -1) * w[:, None]).reshape(x.shape)

@@ -1,0 +1,47 @@
+// gate: y = x * act(g), a gate for each `span` neighbouring features.
+//
+// Layout: x, y (T, F), g (T, F / span) of elem. With a span above 1, VX_VEC divides it, so that the features of a
+//         thread share their gate.
+// Grid:   (T, ceil(F / (256 * VX_VEC))), 256 threads, VX_VEC neighbours each.
+// Floor:  bytes: each input read once, the output written once.
+#include "activation.h"
+#include "vx.h"
+
+#define VX_SIGMOID 4
+#define VX_IDENTITY 5
+#define VX_TANH 6
+#define VX_RELU2 7
+
+VX_DEV float opened(float g) {
+#if VX_ACT == VX_SIGMOID
+  return 1.f / (1.f + expf(-g));
+#elif VX_ACT == VX_IDENTITY
+  return g;
+#elif VX_ACT == VX_TANH
+  return tanhf(g);
+#elif VX_ACT == VX_RELU2
+  return fmaxf(g, 0.f) * fmaxf(g, 0.f);
+#else
+  return activated(g);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+gate(const elem* __restrict__ x, const elem* __restrict__ g, elem* __restrict__ y, int width, int span) {
+  int i = (blockIdx.y * 256 + threadIdx.x) * VX_VEC;
+  if (i >= width) return;
+  const elem* gates = g + (size_t)blockIdx.x * (width / span);
+  float v[VX_VEC], open[VX_VEC];
+  load(v, x + (size_t)blockIdx.x * width + i);
+  if (span == 1) {
+    load(open, gates + i);
+  } else {
+    float shared = to_float(gates[i / span]);
+#pragma unroll
+    for (int j = 0; j < VX_VEC; j++) open[j] = shared;
+  }
+#pragma unroll
+  for (int j = 0; j < VX_VEC; j++) v[j] *= opened(open[j]);
+  store(y + (size_t)blockIdx.x * width + i, v);
+}
+VX_EXPORT(gate)
