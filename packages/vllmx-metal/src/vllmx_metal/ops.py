@@ -172,16 +172,22 @@ def _opens(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.a
     return fused(lambda x, g: (x * function(g.astype(mx.float32))).astype(x.dtype))
 
 
-_OPENINGS: Mapping[str, Callable[[mx.array, mx.array], mx.array]] = {
-    kind: _opens(function)
-    for kind, function in {
-        **_FUNCTIONS,
-        "sigmoid": mx.sigmoid,
-        "identity": lambda g: g,
-        "tanh": mx.tanh,
-        "relu2": lambda g: mx.square(mx.maximum(g, 0)),
-    }.items()
+def _sigmoid(g: mx.array) -> mx.array:
+    return mx.sigmoid(g)
+
+
+def _tanh(g: mx.array) -> mx.array:
+    return mx.tanh(g)
+
+
+_GATE_FUNCTIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
+    **_FUNCTIONS,
+    "sigmoid": _sigmoid,
+    "identity": lambda g: g,
+    "tanh": _tanh,
+    "relu2": lambda g: mx.square(mx.maximum(g, 0)),
 }
+_OPENINGS = {kind: _opens(function) for kind, function in _GATE_FUNCTIONS.items()}
 
 
 @OPS.add(Gate)
