@@ -62,10 +62,11 @@ def prepare(
     """Records a model for a backend: ops that it lacks are expanded. Raises UnsupportedOpError,
     before any weight is read, where that does not help."""
     recording = record(model, max_model_len, passes)
-    missing = unsupported_ops(recording.steps, supports)
-    if missing:
-        raise _refusal(recording.model, missing[0], backend)
-    return replace(recording, steps=expand_unsupported(recording.steps, supports))
+    steps = expand_unsupported(recording.steps, supports)
+    for op in steps.ops:
+        if not supports(op):
+            raise _refusal(recording.model, op, backend)
+    return replace(recording, steps=steps)
 
 
 def _refusal(model: str, op: Op, backend: str) -> UnsupportedOpError:

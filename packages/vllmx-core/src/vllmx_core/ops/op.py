@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllmx_core.errors import OpError
@@ -74,8 +75,13 @@ class Op:
         return f"{self.name!r} ({', '.join(facts)})" if facts else f"{self.name!r}"
 
     def _fields(self) -> Iterator[tuple[str, Any]]:
-        for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
-            yield field.name, getattr(self, field.name)
+        return ((name, getattr(self, name)) for name in _field_names(type(self)))  # type: ignore[arg-type]
+
+
+@cache
+def _field_names(kind: type[Op]) -> tuple[str, ...]:
+    """Kept for each type: every op of every layer asks."""
+    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
