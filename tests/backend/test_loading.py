@@ -55,11 +55,3 @@ def test_options_that_cannot_be_honoured(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(backend, **options)
-
-
-def test_more_than_one_rank_is_refused(backend: Backend) -> None:
-    class Pair:
-        rank, world_size = 0, 2
-
-    with pytest.raises(ConfigError, match="one rank, 2"):
-        backend.load(*decoder(), LoadOptions(**LIMITS), Pair())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_core.backend import Backend, LoadOptions
+from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.model import KVSpec
 from vllmx_core.registry import Registry
@@ -95,15 +95,6 @@ def test_auto_takes_the_dtype_of_the_checkpoint(dtype: str) -> None:
 def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*decoder(), **options)
-
-
-def test_more_than_one_rank_is_refused() -> None:
-    class Pair:
-        rank, world_size = 0, 2
-
-    backend: Backend = MetalBackend()
-    with pytest.raises(ConfigError, match="one rank, 2"):
-        backend.load(*decoder(), LoadOptions(**LIMITS), Pair())
 
 
 class TestMemory:

@@ -90,9 +90,8 @@ PROBLEMS = {
     "no_prefix": ("def vlmx_models():\n    return ()", "did you mean vllmx_models"),
     "other_name": ("@hookimpl\ndef my_hook():\n    return ()", "my_hook"),
     "nobody_reads": (
-        "from vllmx_core.specs import ParserSpec\n@hookimpl\ndef vllmx_parsers():\n"
-        "    return (ParserSpec('p', 'builtins:dict'),)",
-        "reads no ParserSpec",
+        "@hookimpl\ndef vllmx_parsers():\n    return ()",
+        "vllmx_parsers",
     ),
     "no_way_to_it": (
         MODEL.format(implementation="builtins:dict").replace('("A",)', "()"),

@@ -190,9 +190,3 @@ def test_refusals_name_value_limit_and_remedy() -> None:
         load(dtype="f8")
     with pytest.raises(ConfigError, match="no KV cache of bf16: choose auto, f32, int8, fp8"):
         load(kv_cache_dtype="bf16")
-
-    class Pair:
-        rank, world_size = 0, 2
-
-    with pytest.raises(ConfigError, match="one GPU so far, 2 ranks"):
-        CudaBackend(EmulatedDevice).load(model, source, options(), Pair())

@@ -99,16 +99,6 @@ class LoadedModel(Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """Ranks of one tensor-parallel group, as a backend sees them (vllmx-tp)."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-
 class Backend(Protocol):
     """Constructed without arguments when it was chosen; cheap until `load`."""
 
@@ -120,13 +110,7 @@ class Backend(Protocol):
         another one, unless that expands into ops that it has."""
         ...
 
-    def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
-    ) -> LoadedModel:
+    def load(self, model: Model, source: WeightSource, options: LoadOptions) -> LoadedModel:
         """Raises UnsupportedOpError for a model with an op that it lacks, before any weight is
         read, CapacityError when weights or one sequence of max_model_len do not fit,
         WeightFormatError when the checkpoint does not match the model's weight map."""

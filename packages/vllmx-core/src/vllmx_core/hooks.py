@@ -12,10 +12,8 @@ from vllmx_core.specs import (
     BackendSpec,
     CommandSpec,
     EncoderSpec,
-    ExecutorSpec,
     ModelSourceSpec,
     ModelSpec,
-    ParserSpec,
     QuantizationSpec,
     QuantizerSpec,
     WeightFormatSpec,
@@ -57,16 +55,6 @@ class Hooks:
     @hookspec
     def vllmx_encoders(self) -> tuple[EncoderSpec, ...]:
         """Fast code for quantised types."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_parsers(self) -> tuple[ParserSpec, ...]:
-        """Tool-call and reasoning parsers."""
-        raise NotImplementedError
-
-    @hookspec
-    def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:
-        """Executors."""
         raise NotImplementedError
 
     @hookspec

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.backend_kit.dtypes import short_dtype
 from vllmx_core.errors import ConfigError
 from vllmx_core.plan import F32
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
@@ -29,10 +30,6 @@ from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
 KV_DTYPES = ("bf16", "f16", "f32", "int8", "fp8")
 LIMITS = {"int8": 127.0, "fp8": 448.0}
 """The largest code of each 8-bit dtype."""
-_ALIASES = {
-    "bfloat16": "bf16", "float16": "f16", "fp16": "f16", "half": "f16", "float32": "f32",
-    "fp32": "f32", "float": "f32", "fp8_e4m3": "fp8",
-}  # fmt: skip
 _NOTHING = np.float32(1e-30)
 _E4M3 = float8_to_f32(np.arange(127, dtype=np.uint8), "f8e4m3")
 _E4M3_BETWEEN = (_E4M3[:-1] + _E4M3[1:]) / 2
@@ -44,7 +41,7 @@ Codes = npt.NDArray[np.int8] | npt.NDArray[np.uint8]
 def kv_dtype(wanted: str, has: Collection[str], automatic: str, backend: str) -> str:
     """The dtype that `LoadOptions.kv_cache_dtype` asks for; `automatic` for auto. Raises
     ConfigError for a name that nobody knows, and for a dtype that the backend does not have."""
-    name = _ALIASES.get(wanted, wanted)
+    name = "fp8" if wanted == "fp8_e4m3" else short_dtype(wanted)
     if name == "auto":
         return automatic
     choices = ", ".join(("auto", *has))

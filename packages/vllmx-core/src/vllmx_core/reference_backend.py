@@ -4,14 +4,16 @@ plugins and as the judge of other backends; it is asked for by name only."""
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from vllmx_core.backend import HOST_STEP_TIMEOUT_S, Communicator, LoadedInfo, LoadOptions
-from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.errors import CapacityError
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.model import Model
@@ -23,22 +25,21 @@ from vllmx_core.reference_sampler import sample
 from vllmx_core.weight_map import assemble
 from vllmx_core.weights import WeightSource
 
-_DTYPES = {"auto": "f32", "f32": "f32", "f64": "f64"}
+_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f64": np.float64}
 _DEFAULT_KV_BYTES = 1 << 30
 
 
 class ReferenceHandle:
     """A `StepHandle` whose step has run already."""
 
-    def __init__(self, queue: deque[ReferenceHandle], result: StepResult) -> None:
+    def __init__(self, queue: InFlight[ReferenceHandle], result: StepResult) -> None:
         self._queue = queue
         self._result = result
-        queue.append(self)
+        queue.add(self)
 
     def result(self) -> StepResult:
-        assert self._queue, "result() was called twice"
-        assert self._queue[0] is self, "result() out of the order of the steps"
-        self._queue.popleft()
+        self._queue.check_oldest(self)
+        self._queue.remove_oldest()
         return self._result
 
 
@@ -53,7 +54,7 @@ class ReferenceLoadedModel:
         self._weights, self._pages = weights, pages
         self._info = info
         self._last_ids: I32 = np.zeros(0, np.int32)
-        self._in_flight: deque[ReferenceHandle] = deque()
+        self._in_flight: InFlight[ReferenceHandle] = InFlight(info)
 
     @property
     def info(self) -> LoadedInfo:
@@ -61,9 +62,7 @@ class ReferenceLoadedModel:
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> ReferenceHandle:
         """Runs the step at once. Raises AssertionError for a third step in flight."""
-        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
-        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, f"T = {plan.num_tokens}"
-        assert plan.num_logit_rows <= self._info.max_logit_rows, f"L = {plan.num_logit_rows}"
+        self._in_flight.check_room(plan)
         start = time.perf_counter()
         tokens = self.resolve(plan.tokens)
         logits = self.logits(plan).astype(np.float32, copy=False)
@@ -86,7 +85,7 @@ class ReferenceLoadedModel:
         return np.where(tokens < 0, np.maximum(last[index], 0), tokens).astype(np.int32)
 
     def close(self) -> None:
-        self._in_flight.clear()
+        self._in_flight.close()
         self._weights, self._pages = NumpyWeights({}, {}), ()
 
 
@@ -102,17 +101,13 @@ class ReferenceBackend:
         return type(op).compute is not Op.compute
 
     def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
+        self, model: Model, source: WeightSource, options: LoadOptions
     ) -> ReferenceLoadedModel:
         """Raises ConfigError for a dtype other than float32 and float64, CapacityError when one
         sequence of max_model_len does not fit, WeightFormatError for a map that does not match.
         The KV cache holds floats of that dtype, rounded as `kv_cache_dtype` says."""
-        dtype = _dtype(options)
-        name = _DTYPES[options.dtype]
+        name = choose_dtype(options.dtype, "f32", _DTYPES, self.name)
+        dtype = np.dtype(_DTYPES[name])
         cached = kv_dtype(options.kv_cache_dtype, (*KV_DTYPES, "f64"), name, self.name)
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         weights = _weights(recording, source, dtype)
@@ -141,16 +136,6 @@ class ReferenceBackend:
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}
-
-
-def _dtype(options: LoadOptions) -> np.dtype[Any]:
-    if options.dtype not in _DTYPES:
-        raise ConfigError(
-            f"backend 'numpy' computes in f32 or f64, not in dtype {options.dtype}: choose float32"
-            " or another backend",
-            param="dtype",
-        )
-    return np.dtype({"f32": np.float32, "f64": np.float64}[_DTYPES[options.dtype]])
 
 
 def _weights(recording: Recording, source: WeightSource, dtype: np.dtype[Any]) -> NumpyWeights:

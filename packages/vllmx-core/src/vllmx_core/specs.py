@@ -120,21 +120,6 @@ class EncoderSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True)
-class ParserSpec(_Spec):
-    """A tool-call or reasoning parser (`kind` "tool" or "reasoning")."""
-
-    kind: str = "tool"
-    api: int = API_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorSpec(_Spec):
-    """How a step is spread over devices or ranks."""
-
-    api: int = API_VERSION
-
-
-@dataclass(frozen=True, slots=True)
 class CommandSpec(_Spec):
     """A sub-command of `vllmx`: a click.Command."""
 
@@ -158,8 +143,6 @@ Spec = (
     | QuantizationSpec
     | QuantizerSpec
     | EncoderSpec
-    | ParserSpec
-    | ExecutorSpec
     | CommandSpec
     | ModelSourceSpec
 )

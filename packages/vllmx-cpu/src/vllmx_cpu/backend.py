@@ -7,7 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.backend import HOST_STEP_TIMEOUT_S, Communicator, LoadedInfo, LoadOptions
+from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
 from vllmx_core.memory import format_bytes, free_bytes
@@ -26,9 +27,6 @@ from vllmx_cpu.tape import make_tape
 
 logger = logging.getLogger("vllmx.cpu")
 
-DTYPES = {
-    "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32",
-}  # fmt: skip
 NAME = "cpu"
 MAX_THREADS = 256
 
@@ -56,22 +54,10 @@ class CpuBackend:
             "free memory": format_bytes(free_bytes()),
         }
 
-    def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
-    ) -> CpuLoadedModel:
+    def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CpuLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
-        if comm is not None and comm.world_size > 1:
-            raise ConfigError(
-                f"the CPU backend runs on one rank, {comm.world_size} were asked for: install"
-                " vllmx-tp or set --tensor-parallel-size 1",
-                param="tensor_parallel_size",
-            )
         isa = native.choose_isa()
-        dtype = _dtype(options, model)
+        dtype = choose_dtype(options.dtype, model.shape.dtype, VX_DTYPES, "CPU")
         threads = _num_threads(options)
         plan = plan_load(model, source, options, dtype, threads)
         weights = load_weights(
@@ -123,18 +109,6 @@ def _info(
         | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.activation_bytes)},
         step_timeout_s=HOST_STEP_TIMEOUT_S,
     )
-
-
-def _dtype(options: LoadOptions, model: Model) -> str:
-    """auto is the checkpoint's. Raises ConfigError for one that the kernels do not have."""
-    wanted = model.shape.dtype if options.dtype == "auto" else options.dtype
-    wanted = DTYPES.get(wanted, wanted)
-    if wanted not in VX_DTYPES:
-        raise ConfigError(
-            f"the CPU backend cannot compute in dtype {wanted!r}: choose {', '.join(VX_DTYPES)}",
-            param="dtype",
-        )
-    return wanted
 
 
 def _num_threads(options: LoadOptions) -> int:

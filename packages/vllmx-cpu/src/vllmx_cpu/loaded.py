@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
@@ -51,9 +51,8 @@ class CpuLoadedModel:
         self._recorded = recorded
         self._steps = steps
         self._sample = lowering.isa.op("sample", VxSampler)
-        self._in_flight: deque[CpuStep] = deque()
+        self._in_flight: InFlight[CpuStep] = InFlight(info)
         self._last: CpuStep | None = None
-        self._closed = False
 
     @property
     def info(self) -> LoadedInfo:
@@ -62,16 +61,13 @@ class CpuLoadedModel:
     def step(self, plan: StepPlan, rows: SamplingRows) -> CpuStep:
         """See `vllmx_core.backend.LoadedModel.step`. With enforce_eager the step has run when this
         returns."""
-        assert not self._closed, "the model is closed"
-        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
-        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
-        assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        self._in_flight.check_room(plan)
         step = CpuStep(self, plan, rows, self._last)
         if self._recorded is not None:
             self._submit(step, self._recorded)
         else:
             self._run_eagerly(step)
-        self._in_flight.append(step)
+        self._in_flight.add(step)
         self._last = step
         return step
 
@@ -97,18 +93,14 @@ class CpuLoadedModel:
 
     def finish(self, step: CpuStep) -> None:
         """Waits for the oldest step in flight."""
-        assert self._in_flight, "result() was called twice"
-        assert self._in_flight[0] is step, "result() out of the order of the steps"
+        self._in_flight.check_oldest(step)
         if self._recorded is not None:
             self._team.wait(step.job)
-        self._in_flight.popleft()
+        self._in_flight.remove_oldest()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         self._team.close()  # runs what is queued, then joins the threads
-        self._in_flight.clear()
+        self._in_flight.close()
         self._last = None
         self._recorded = None
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.backend import LoadOptions
-from vllmx_core.errors import CapacityError
+from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.kv_quant import kv_dtype
-from vllmx_core.memory import format_bytes, free_bytes
+from vllmx_core.memory import free_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.gated_linear import GatedLinear
@@ -28,9 +28,6 @@ from vllmx_cpu.lower import OPS
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
 from vllmx_cpu.structs import KV_DTYPES
-
-LOGITS_BYTES = 256 << 20
-"""Logit buffers beyond one row a sequence (prompt logprobs) grow to this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ def plan_load(
     specs = [spec for group in cut.values() for spec in group]
     shapes = matrix_shapes(specs, dtype, gated, kept)
     fused = fuse_gated_linears(recorded, gated)
-    max_rows = _max_rows(options, model.shape.vocab_size)
+    max_rows = step_limits(options, model.shape.vocab_size)
     arena = plan_arena(
         fused.ops, lambda value: value.width * max_rows[value.rows] * 4, [fused.logits]
     )
@@ -81,11 +78,8 @@ def plan_load(
     workspace_bytes = _workspace_bytes(fused, options, num_threads)
     free = free_bytes()
     weight_bytes = packed_bytes(specs, shapes)
-    if weight_bytes > free:
-        raise CapacityError(
-            f"the weights take {format_bytes(weight_bytes)} as {dtype}, {format_bytes(free)} of"
-            " memory are free: choose a smaller or quantised model, or a 16-bit --dtype"
-        )
+    remedy = "choose a smaller or quantised model, or a 16-bit --dtype"
+    check_weights_fit(weight_bytes, free, dtype, remedy=remedy)
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
     automatic = "f32" if dtype == "f32" else "bf16"
     cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, automatic, "cpu")
@@ -95,12 +89,6 @@ def plan_load(
         {name: [spec.name for spec in group] for name, group in cut.items()},
         shapes, max_rows, arena, panel_bytes, workspace_bytes, kv, recording.constants,
     )  # fmt: skip
-
-
-def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
-    tokens = max(options.max_num_batched_tokens, options.num_seqs)
-    rows = max(options.num_seqs, LOGITS_BYTES // (4 * vocab_size))
-    return {"T": tokens, "L": min(tokens, rows)}
 
 
 def _panel_bytes(steps: OpList, max_rows: Mapping[Rows, int]) -> int:

@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
-from vllmx_core.errors import ConfigError
+from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
@@ -16,7 +16,7 @@ from vllmx_core.weights import WeightSource
 
 from vllmx_cuda.arch import capability
 from vllmx_cuda.device import Device
-from vllmx_cuda.dtypes import automatic, resolve
+from vllmx_cuda.dtypes import ITEM_BYTES, automatic
 from vllmx_cuda.graphs import Graphs
 from vllmx_cuda.kv_cache import CODES
 from vllmx_cuda.loaded import CudaLoadedModel
@@ -74,20 +74,8 @@ class CudaBackend:
 
         return facts()
 
-    def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
-    ) -> CudaLoadedModel:
+    def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CudaLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
-        if comm is not None and comm.world_size > 1:
-            raise ConfigError(
-                f"the CUDA backend runs on one GPU so far, {comm.world_size} ranks were asked for:"
-                " set --tensor-parallel-size 1",
-                param="tensor_parallel_size",
-            )
         wgmma = wants_wgmma() if self._wgmma is None else self._wgmma
         device = self._open_device()
         try:
@@ -106,7 +94,7 @@ class CudaBackend:
 
 def _dtype(options: LoadOptions, model: Model, device: Device) -> str:
     auto = automatic(model.shape.dtype, capability(device.info.arch))
-    dtype = resolve(options.dtype, auto)
+    dtype = choose_dtype(options.dtype, auto, ITEM_BYTES, "CUDA")
     if dtype != model.shape.dtype and options.dtype == "auto":
         logger.info(
             "%s multiplies %s slowly: computing in %s; values beyond 65504 would overflow, in which"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import suppress
 
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.errors import VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 
@@ -21,7 +21,7 @@ class CudaLoadedModel:
         self._info = info
         self._device = program.device
         self._program: Program | None = program
-        self._in_flight: deque[CudaStep] = deque()
+        self._in_flight: InFlight[CudaStep] = InFlight(info)
 
     @property
     def info(self) -> LoadedInfo:
@@ -36,16 +36,14 @@ class CudaLoadedModel:
         """See `vllmx_core.backend.LoadedModel.step`."""
         program = self._program
         assert program is not None, "the model is closed"
-        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
-        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
-        assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        self._in_flight.check_room(plan)
         with self._device.faults():
             self._device.activate()
             begin = self._device.event()
             sampled = program.run(plan, rows)
             end = self._device.event()
         step = CudaStep(self._device, self._in_flight, sampled, begin, end)
-        self._in_flight.append(step)
+        self._in_flight.add(step)
         return step
 
     def close(self) -> None:
@@ -54,7 +52,7 @@ class CudaLoadedModel:
         with suppress(VllmxError), self._device.faults():
             self._device.activate()
             self._device.synchronize()
-        self._in_flight.clear()
+        self._in_flight.close()
         self._program = None
         self._device.close()
 
@@ -65,7 +63,7 @@ class CudaStep:
     def __init__(
         self,
         device: Device,
-        queue: deque[CudaStep],
+        queue: InFlight[CudaStep],
         sampled: Sampled,
         begin: Event,
         end: Event,
@@ -75,14 +73,13 @@ class CudaStep:
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
-        assert self._queue, "result() was called twice"
-        assert self._queue[0] is self, "result() out of the order of the steps"
+        self._queue.check_oldest(self)
         try:
             with self._device.faults():
                 self._end.wait()
                 elapsed_s = self._end.seconds_since(self._begin)
             result = self._sampled.read()
         finally:  # until here the step owns its pinned memory, whatever thread enqueues the next
-            self._queue.popleft()
+            self._queue.remove_oldest()
         result.elapsed_s = elapsed_s
         return result

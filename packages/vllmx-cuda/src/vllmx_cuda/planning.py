@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.errors import CapacityError
+from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import OpList
@@ -31,8 +31,8 @@ from vllmx_cuda.work import WorkKinds
 
 logger = logging.getLogger("vllmx.cuda")
 
-LOGITS_BYTES = 256 << 20
-"""Logit rows beyond one a sequence (prompt logprobs) grow to this size."""
+ROW_MULTIPLE = 4
+"""Some products want whole fours of rows; the rest is padding."""
 GRAPH_BYTES = 2 << 20
 """Kept free for each captured graph."""
 
@@ -73,18 +73,16 @@ def plan_load(
     recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
     steps, specs, constants = recording.steps, recording.specs, recording.constants
     free, processors = device.free_bytes(), device.info.num_processors
-    max_rows = _max_rows(options, model.shape.vocab_size)
+    max_rows = step_limits(options, model.shape.vocab_size, multiple=ROW_MULTIPLE)
     tokens = max_rows["T"]
     table_values = sum(table.size for table in constants.values())
     target = Target(dtype, number(device.info.arch))
     weights = plan_weights(specs, table_values, source, target, tokens)
-    if weights.num_bytes > free:
-        raise CapacityError(
-            f"the weights take {format_bytes(weights.num_bytes)} as {dtype},"
-            f" {format_bytes(free)} of {format_bytes(device.info.memory_bytes)} are free on"
-            f" {device.info.name}: choose a smaller model, a 16-bit --dtype, or end what"
-            " else runs on the GPU"
-        )
+    check_weights_fit(
+        weights.num_bytes, free, dtype,
+        where=f" on {device.info.name} of {format_bytes(device.info.memory_bytes)}",
+        remedy="choose a smaller model, a 16-bit --dtype, or end what else runs on the GPU",
+    )  # fmt: skip
     buckets = bucket_sizes(options.num_seqs)
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
@@ -109,10 +107,3 @@ def plan_load(
         steps, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
         layout, staging_bytes, kv,
     )  # fmt: skip
-
-
-def _max_rows(options: LoadOptions, vocab_size: int) -> dict[Rows, int]:
-    """Whole fours: some products want their rows so, and have rows of padding."""
-    tokens = max(options.max_num_batched_tokens, options.num_seqs)
-    rows = max(options.num_seqs, LOGITS_BYTES // (4 * vocab_size))
-    return {"T": -(-tokens // 4) * 4, "L": -(-min(tokens, rows) // 4) * 4}

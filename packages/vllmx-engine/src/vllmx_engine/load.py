@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
+from vllmx_core.backend_kit.dtypes import short_dtype
 from vllmx_core.checkpoint import (
     Checkpoint,
     build_model,
@@ -41,10 +42,6 @@ AUTOMATIC_CONTEXT = 1 << 20
 """A longer context must be asked for: its tables alone take hundreds of megabytes."""
 TABLE_SHARE = 8
 """One part in so many of the free memory may go to tables that grow with the context."""
-_DTYPES = {
-    "auto": "auto", "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32",
-    "float": "f32",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
                 param="num_kv_blocks",
             )
     return LoadOptions(
-        dtype=_DTYPES[config.dtype],
+        dtype=short_dtype(config.dtype),
         kv_cache_dtype=config.kv_cache_dtype,
         max_model_len=max_model_len,
         shrink_to_fit=config.max_model_len is None,

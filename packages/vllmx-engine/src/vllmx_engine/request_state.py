@@ -192,10 +192,6 @@ class RequestState:
         """Nothing more will come."""
         return self.num_unfinished == 0
 
-    def is_finished(self) -> bool:
-        """`finished`, to be asked later."""
-        return self.num_unfinished == 0
-
     def has_news(self) -> bool:
         """There is something to hand out."""
         return self.num_unfinished == 0 or any(choice.has_news for choice in self.choices)

@@ -10,14 +10,12 @@ from vllmx_core.plan import I32, AnyArray
 
 from vllmx_engine.sequence import Sequence
 
-FLOAT_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
+FLOAT_DEFAULTS = {
+    "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0,
+}  # fmt: skip
+"""What a logit row has that scores a prompt token: greedy, and everything else off."""
+FLOAT_FIELDS = tuple(FLOAT_DEFAULTS)
 """Rows of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
 _NEVER = np.int32(2**31 - 1)
 

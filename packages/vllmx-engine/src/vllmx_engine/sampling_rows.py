@@ -20,9 +20,11 @@ from vllmx_core.plan import (
 )
 
 from vllmx_engine.logit_rules import Counts, LogitRules
-from vllmx_engine.rows import FLOAT_FIELDS, RowTable
+from vllmx_engine.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
 from vllmx_engine.scheduler import Batch
 from vllmx_engine.sequence import Limits, Sequence
+
+_FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
 Number = TypeVar("Number", np.int32, np.float32)
 
@@ -135,8 +137,7 @@ class RowsBuilder:
     def _gather(self, owners: LogitOwners, position: I32) -> SamplingRows:
         """position (L,). Rows that score get the defaults."""
         table, rows, num_logits = self._table, owners.rows, position.size
-        floats: F32 = np.zeros((len(FLOAT_FIELDS), num_logits), np.float32)
-        floats[1] = floats[3] = 1.0  # top_p and repetition_penalty are off at 1
+        floats: F32 = np.repeat(_FLOAT_DEFAULTS, num_logits, axis=1)
         top_k, seed = np.zeros(num_logits, np.int32), np.zeros(num_logits, np.uint64)
         target, num_logprobs = np.full((2, num_logits), -1, np.int32)
         at = owners.logits

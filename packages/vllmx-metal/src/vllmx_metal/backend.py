@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterable
 from importlib.metadata import version
 
-from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
-from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
@@ -17,7 +18,7 @@ from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident
-from vllmx_metal.dtypes import DTYPES, choose_dtype
+from vllmx_metal.dtypes import DTYPES
 from vllmx_metal.kernel_choice import choose_kernels
 from vllmx_metal.kv_cache import MOST_SEQS, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
@@ -26,9 +27,6 @@ from vllmx_metal.owner import Owner
 from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
 logger = logging.getLogger("vllmx.metal")
-
-LOGITS_BYTES = 256 << 20
-"""Logits beyond one row a sequence (prompt logprobs) grow to this size."""
 
 
 class MetalBackend:
@@ -52,20 +50,8 @@ class MetalBackend:
             "free memory": format_bytes(device.free_bytes),
         }
 
-    def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
-    ) -> MetalLoadedModel:
+    def load(self, model: Model, source: WeightSource, options: LoadOptions) -> MetalLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
-        if comm is not None and comm.world_size > 1:
-            raise ConfigError(
-                f"the metal backend runs on one rank, {comm.world_size} were asked for: set"
-                " --tensor-parallel-size 1",
-                param="tensor_parallel_size",
-            )
         owner = Owner()
         try:
             return owner.call(lambda: self._load(model, source, options, owner))
@@ -78,18 +64,16 @@ class MetalBackend:
     ) -> MetalLoadedModel:
         """In the owner's thread."""
         device = current_device()
-        dtype = choose_dtype(options.dtype, model.shape.dtype)
+        dtype = choose_dtype(options.dtype, model.shape.dtype, DTYPES, self.name)
         cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, self.name)
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         specs, constants = recording.specs, recording.constants
         most_seqs = options.max_num_seqs or MOST_SEQS
-        max_tokens = max(options.max_num_batched_tokens, most_seqs)
-        max_rows = max(most_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
-        max_rows = min(max_tokens, max_rows)
+        most = step_limits(options, model.shape.vocab_size, num_seqs=most_seqs)
         weights_size = planned_bytes(specs, constants, source, DTYPES[dtype])
         _check_weights(weights_size, dtype, device)
         step_bytes = _activation_bytes(
-            model.shape, specs, options.max_model_len, max_tokens, max_rows
+            model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
         kv = plan_kv(model.shape.kv, options, cached, device, weights_size + step_bytes)
         kernels = choose_kernels(DTYPES[dtype])
@@ -103,8 +87,8 @@ class MetalBackend:
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
             max_num_seqs=kv.num_seqs,
-            max_num_batched_tokens=max_tokens,
-            max_logit_rows=max_rows,
+            max_num_batched_tokens=most["T"],
+            max_logit_rows=most["L"],
             weight_bytes=held_bytes(weights),
             kv_cache_bytes=kv.num_bytes,
             details={
@@ -122,16 +106,12 @@ class MetalBackend:
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:
-    """Raises CapacityError before anything is read."""
-    if size > device.free_bytes:
-        where = f"{format_bytes(device.free_bytes)} of memory are free on {device.name}"
-        remedy = "choose a smaller model, a quantised one or --isq q4_0"
-        if device.is_gpu:
-            where += f", of {format_bytes(device.working_set_bytes)} that macOS gives its GPU"
-            remedy += ", or raise the share with `sudo sysctl iogpu.wired_limit_mb=...`"
-        raise CapacityError(
-            f"the weights take {format_bytes(size)} (computed in {dtype}), {where}: {remedy}"
-        )
+    where = f" on {device.name}"
+    remedy = "choose a smaller model, a quantised one or --isq q4_0"
+    if device.is_gpu:
+        where += f", of {format_bytes(device.working_set_bytes)} that macOS gives its GPU"
+        remedy += ", or raise the share with `sudo sysctl iogpu.wired_limit_mb=...`"
+    check_weights_fit(size, device.free_bytes, dtype, where=where, remedy=remedy)
 
 
 def _activation_bytes(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
@@ -48,8 +48,7 @@ class MetalLoadedModel:
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
         self._last_rows = 0  # L of the last step that had any
         self._last_end_s = 0.0
-        self._in_flight: deque[MetalStepHandle] = deque()
-        self._closed = False
+        self._in_flight: InFlight[MetalStepHandle] = InFlight(info)
 
     @property
     def info(self) -> LoadedInfo:
@@ -57,25 +56,20 @@ class MetalLoadedModel:
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> MetalStepHandle:
         """See `vllmx_core.backend.LoadedModel.step`. What a step raises, its result() raises."""
-        assert not self._closed, "the model is closed"
-        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
-        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
-        assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        self._in_flight.check_room(plan)
         lowest = int(plan.tokens.min())  # MLX checks no index: a wrong one would read anything
         assert -lowest <= self._last_rows, f"reference {lowest} to {self._last_rows} sampled rows"
         self._last_rows = plan.num_logit_rows or self._last_rows
         handle = MetalStepHandle(self)
         plan, rows = detached(plan), copy.deepcopy(rows)
-        self._in_flight.append(handle)
+        self._in_flight.add(handle)
         self._owner.submit(lambda: self._run(handle, plan, rows))
         return handle
 
     def close(self) -> None:
         """See `vllmx_core.backend.LoadedModel.close`."""
-        if self._closed:
+        if not self._in_flight.close():
             return
-        self._closed = True
-        self._in_flight.clear()
         self._owner.call(self._free)
         self._owner.close()
 
@@ -126,11 +120,10 @@ class MetalLoadedModel:
     # In the engine's thread
 
     def _result(self, handle: MetalStepHandle) -> StepResult:
-        assert self._in_flight, "result() was called twice"
-        assert self._in_flight[0] is handle, "result() out of the order of the steps"
+        self._in_flight.check_oldest(handle)
         if len(self._in_flight) == 1:  # no later step will wait for this one
             self._owner.submit(self._finish_running)
-        self._in_flight.popleft()
+        self._in_flight.remove_oldest()
         arrays, seconds = handle.done.result()
         ids = arrays.pop("ids")
         return StepResult(ids, LogprobRows(**arrays) if arrays else None, seconds)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_core.backend_kit.dtypes import SHORT_NAMES
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Activation
 
@@ -17,14 +18,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-_DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "half": "f16",
-    "float32": "f32",
-    "float": "f32",
-    "float64": "f32",
-}
+_DTYPES = {**SHORT_NAMES, "float64": "f32"}
 _ABSENT = object()
 LARGEST_FLOAT = sys.float_info.max
 

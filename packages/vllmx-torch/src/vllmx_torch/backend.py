@@ -9,12 +9,13 @@ import torch
 from vllmx_core.backend import (
     DEVICE_STEP_TIMEOUT_S,
     HOST_STEP_TIMEOUT_S,
-    Communicator,
     LoadedInfo,
     LoadOptions,
 )
+from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.cores import available_cores
-from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.errors import ConfigError
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
@@ -37,12 +38,6 @@ from vllmx_torch.ops import OPS
 from vllmx_torch.weights import DTYPES, WeightLoader, weight_bytes
 
 logger = logging.getLogger("vllmx.torch")
-
-DTYPE_NAMES = {
-    "bfloat16": "bf16", "float16": "f16", "half": "f16", "float32": "f32", "float": "f32",
-}  # fmt: skip
-LOGITS_BYTES = 256 << 20
-"""Logits beyond one row a sequence (prompt logprobs) grow to this size."""
 
 
 class TorchBackend:
@@ -67,36 +62,25 @@ class TorchBackend:
             "device": describe(device), "free memory": format_bytes(free_bytes(device))
         }  # fmt: skip
 
-    def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
-    ) -> TorchLoadedModel:
+    def load(self, model: Model, source: WeightSource, options: LoadOptions) -> TorchLoadedModel:
         """See `vllmx_core.backend.Backend.load`. On the CPU it sets torch's number of threads, of
         which there is one for the whole process."""
-        if comm is not None and comm.world_size > 1:
-            raise ConfigError(
-                f"the torch backend runs on one rank, {comm.world_size} were asked for: set"
-                " --tensor-parallel-size 1",
-                param="tensor_parallel_size",
-            )
         device = choose_device()
-        dtype = _dtype(options.dtype, model.shape.dtype)
+        dtype = choose_dtype(options.dtype, model.shape.dtype, DTYPES, self.name)
         cached = kv_dtype(options.kv_cache_dtype, dtypes_of(device), dtype, self.name)
         if device.type == "cpu":
             torch.set_num_threads(_num_threads(options))
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         specs, constants = recording.specs, recording.constants
-        max_tokens = max(options.max_num_batched_tokens, options.num_seqs)
-        max_rows = max(options.num_seqs, LOGITS_BYTES // (4 * model.shape.vocab_size))
-        max_rows = min(max_tokens, max_rows)
+        most = step_limits(options, model.shape.vocab_size)
         weights_size = weight_bytes(specs, constants, DTYPES[dtype])
         free = free_bytes(device)
-        _check_weights(weights_size, free, dtype, device)
+        check_weights_fit(
+            weights_size, free, dtype, where=f" on {device}",
+            remedy="choose a smaller model, or a 16-bit --dtype",
+        )  # fmt: skip
         used = weights_size + _activation_bytes(
-            model.shape, specs, options.max_model_len, max_tokens, max_rows
+            model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
         kv = plan_kv(model.shape.kv, options, cached, device, free, used)
         loader = WeightLoader(source, DTYPES[dtype], device)
@@ -109,8 +93,8 @@ class TorchBackend:
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
             max_num_seqs=options.num_seqs,
-            max_num_batched_tokens=max_tokens,
-            max_logit_rows=max_rows,
+            max_num_batched_tokens=most["T"],
+            max_logit_rows=most["L"],
             weight_bytes=weights_size,
             kv_cache_bytes=kv.num_bytes,
             details={"torch": torch.__version__},
@@ -124,17 +108,6 @@ class TorchBackend:
         )  # fmt: skip
 
 
-def _dtype(wanted: str, automatic: str) -> str:
-    """Raises ConfigError for one that is not of `DTYPES`."""
-    name = automatic if wanted == "auto" else wanted
-    name = DTYPE_NAMES.get(name, name)
-    if name not in DTYPES:
-        raise ConfigError(
-            f"the torch backend has no dtype {name!r}: choose {', '.join(DTYPES)}", param="dtype"
-        )
-    return name
-
-
 def _num_threads(options: LoadOptions) -> int:
     if options.num_threads is None:
         return available_cores()
@@ -143,15 +116,6 @@ def _num_threads(options: LoadOptions) -> int:
             f"num_threads must be at least 1, got {options.num_threads}", param="num_threads"
         )
     return options.num_threads
-
-
-def _check_weights(size: int, free: int, dtype: str, device: torch.device) -> None:
-    """Raises CapacityError before anything is read."""
-    if size > free:
-        raise CapacityError(
-            f"the weights take {format_bytes(size)} as {dtype}, {format_bytes(free)} of memory are"
-            f" free on {device}: choose a smaller model, or a 16-bit --dtype"
-        )
 
 
 def _activation_bytes(

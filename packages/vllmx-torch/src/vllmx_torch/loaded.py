@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
@@ -45,8 +45,7 @@ class TorchLoadedModel:
         self._device, self._sampling_device = device, sampling_device
         self._last_ids = torch.zeros(1, dtype=torch.int64, device=device)  # (L,) of the last step
         self._clock = StepClock(device)
-        self._in_flight: deque[TorchStepHandle] = deque()
-        self._closed = False
+        self._in_flight: InFlight[TorchStepHandle] = InFlight(info)
 
     @property
     def info(self) -> LoadedInfo:
@@ -56,10 +55,7 @@ class TorchLoadedModel:
     def step(self, plan: StepPlan, rows: SamplingRows) -> TorchStepHandle:
         """See `vllmx_core.backend.LoadedModel.step`. On the CPU the step has run when this
         returns."""
-        assert not self._closed, "the model is closed"
-        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
-        assert 0 < plan.num_tokens <= self._info.max_num_batched_tokens, plan.num_tokens
-        assert plan.num_logit_rows <= self._info.max_logit_rows, plan.num_logit_rows
+        self._in_flight.check_room(plan)
         started = self._clock.start()
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
         results = self._sampled(step, rows)
@@ -67,7 +63,7 @@ class TorchLoadedModel:
             self._last_ids = results["ids"].long().to(self._device)
         download = Download(results, self._device, self._clock, started)
         handle = TorchStepHandle(self._in_flight, download)
-        self._in_flight.append(handle)
+        self._in_flight.add(handle)
         return handle
 
     def _sampled(self, step: TorchStep, rows: SamplingRows) -> dict[str, Tensor]:
@@ -77,10 +73,8 @@ class TorchLoadedModel:
         return sample(logits.to(self._sampling_device), rows, fed_tokens.to(self._sampling_device))
 
     def close(self) -> None:
-        if self._closed:
+        if not self._in_flight.close():
             return
-        self._closed = True
-        self._in_flight.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._weights, self._pages, self._scratch = {}, (), Scratch()
@@ -92,15 +86,14 @@ class TorchLoadedModel:
 class TorchStepHandle:
     """`vllmx_core.backend.StepHandle`."""
 
-    def __init__(self, queue: deque[TorchStepHandle], download: Download) -> None:
+    def __init__(self, queue: InFlight[TorchStepHandle], download: Download) -> None:
         self._queue, self._download = queue, download
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
-        assert self._queue, "result() was called twice"
-        assert self._queue[0] is self, "result() out of the order of the steps"
+        self._queue.check_oldest(self)
         arrays, seconds = self._download.wait()
-        self._queue.popleft()
+        self._queue.remove_oldest()
         ids = arrays.pop("ids")
         logprobs = LogprobRows(**arrays) if arrays else None
         return StepResult(ids.astype(np.int32, copy=False), logprobs, seconds)

@@ -9,12 +9,12 @@ and `expected_tokens` says what it should have been.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Collection
 
 import numpy as np
 
-from vllmx_core.backend import Communicator, LoadedInfo, LoadOptions
+from vllmx_core.backend import LoadedInfo, LoadOptions
+from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.errors import CapacityError
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
@@ -119,9 +119,7 @@ class FakeLoadedModel:
         self._prefix = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
         self._weights = position_weights(1024)
         self._last_ids: I32 = np.zeros(0, np.int32)
-        self._in_flight: deque[FakeStep] = deque()
         self._busy_until = 0.0
-        self._closed = False
         self._info = LoadedInfo(
             backend="fake",
             device="none",
@@ -136,6 +134,7 @@ class FakeLoadedModel:
             kv_cache_bytes=self._pages.nbytes,
             details={"verify_pages": verify_pages, "strict": strict},
         )
+        self._in_flight: InFlight[FakeStep] = InFlight(self._info)
 
     @property
     def info(self) -> LoadedInfo:
@@ -144,12 +143,11 @@ class FakeLoadedModel:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._in_flight.closed
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
         """Raises AssertionError for a third step in flight or a plan that breaks the contract."""
-        assert not self._closed, "step after close"
-        assert len(self._in_flight) < 2, "a third step in flight: call result() of the first"
+        self._in_flight.check_room(plan)
         assert rows.num_rows == plan.num_logit_rows, (rows.num_rows, plan.num_logit_rows)
         if self._strict:
             check_plan(plan, self._info, self.rules.vocab_size, self._last_ids.shape[0])
@@ -163,14 +161,12 @@ class FakeLoadedModel:
 
     def close(self) -> None:
         """Frees the cache."""
-        self._closed = True
-        self._in_flight.clear()
+        self._in_flight.close()
 
     def finish(self, step: FakeStep) -> None:
         """Takes `step` off the queue, where it must be the oldest."""
-        assert self._in_flight, "result() was called twice"
-        assert self._in_flight[0] is step, "result() out of the order of the steps"
-        self._in_flight.popleft()
+        self._in_flight.check_oldest(step)
+        self._in_flight.remove_oldest()
 
     def _enqueue(self, result: StepResult, num_tokens: int) -> FakeStep:
         result.elapsed_s = self._step_s + num_tokens * self._token_s
@@ -180,7 +176,7 @@ class FakeLoadedModel:
             handle.failure = FakeError(f"step {self.num_steps} fails as the test ordered")
         if self.num_steps in self.hang_steps:
             handle.hang_s = self.hang_s
-        self._in_flight.append(handle)
+        self._in_flight.add(handle)
         self.num_steps += 1
         self.num_tokens += num_tokens
         return handle
@@ -344,13 +340,7 @@ class FakeBackend:
         """Any op: it computes none."""
         return True
 
-    def load(
-        self,
-        model: Model,
-        source: WeightSource,
-        options: LoadOptions,
-        comm: Communicator | None = None,
-    ) -> FakeLoadedModel:
+    def load(self, model: Model, source: WeightSource, options: LoadOptions) -> FakeLoadedModel:
         """Raises CapacityError when one sequence of max_model_len does not fit."""
         size = options.block_size
         needed = -(-options.max_model_len // size)

@@ -16,9 +16,7 @@ from vllmx_core.hooks import GROUP, Hooks
 from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     BackendSpec,
-    ExecutorSpec,
     ModelSpec,
-    ParserSpec,
     QuantizerSpec,
     Spec,
 )
@@ -28,9 +26,6 @@ HEAVY = (
     "safetensors", "gguf", "huggingface_hub", "PIL", "asyncio",
 )  # fmt: skip
 """Modules that neither a plugin's module nor a probe may import."""
-
-UNREAD = (ParserSpec, ExecutorSpec)
-"""Specs that nothing asks for yet."""
 
 _SCRIPT = """
 import importlib, json, sys
@@ -137,8 +132,6 @@ def _problems(spec: Spec) -> list[str]:
 
 def _unread(spec: Spec, what: str) -> list[str]:
     """Why nothing of vllmx would ever use a spec."""
-    if isinstance(spec, UNREAD):
-        return [f"{what}: this vllmx reads no {type(spec).__name__}, the hook is reserved"]
     if isinstance(spec, ModelSpec) and not (
         spec.architectures or spec.model_types or spec.gguf_names
     ):

@@ -15,6 +15,7 @@ from vllmx_cuda.kernel_specs.types import (
     at_most,
     ceil_div,
     has_tensor_cores,
+    multiple_of,
     shared_bytes,
     vector_width,
 )
@@ -102,8 +103,7 @@ def _prefill_bytes(head_size: int, keys: int) -> int:
 
 def _check_heads(sizes: Sizes) -> None:
     at_least("kv_heads", sizes["kv_heads"], 1)
-    if sizes["heads"] % sizes["kv_heads"]:
-        at_least(f"heads, a multiple of {sizes['kv_heads']} kv heads,", sizes["heads"], 1 << 30)
+    multiple_of("heads", sizes["heads"], sizes["kv_heads"])
 
 
 def _store(sizes: Sizes, options: Options) -> Launch:

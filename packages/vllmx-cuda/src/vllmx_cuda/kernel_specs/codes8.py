@@ -14,6 +14,7 @@ from vllmx_cuda.kernel_specs.types import (
     at_least,
     by_outputs,
     ceil_div,
+    multiple_of,
 )
 from vllmx_cuda.kernel_specs.w4 import ROW_TILES, TILES, WARPS
 
@@ -46,8 +47,7 @@ def _coded_rows(sizes: Sizes, options: Options) -> Launch:
 
 def _blocks(sizes: Sizes, options: Options) -> Launch:
     at_least("tokens", sizes["tokens"], 1)
-    if sizes["width"] % STEP:
-        at_least(f"width, a multiple of {STEP},", sizes["width"], 1 << 30)
+    multiple_of("width", sizes["width"], STEP)
     grid = (ceil_div(sizes["outputs"], BLOCK), ceil_div(sizes["tokens"], BLOCK), 1)
     return Launch(grid, 256, 3 * 2 * BLOCK * GROUP)
 
@@ -69,8 +69,7 @@ def _rescale(sizes: Sizes, options: Options) -> Launch:
 def _mma(sizes: Sizes, options: Options) -> Launch:
     for name in ("tokens", "splits", "outputs"):
         at_least(name, sizes[name], 1)
-    if sizes["width"] % STEP:
-        at_least(f"width, a multiple of {STEP},", sizes["width"], 1 << 30)
+    multiple_of("width", sizes["width"], STEP)
     rows, tokens = 16 * options["VX_ROWS"], 8 * options["VX_TILES"]
     ring = (4 if options["VX_ROWS"] == 1 else 3) * rows * MMA_COLS
     grid = (ceil_div(sizes["outputs"], rows), ceil_div(sizes["tokens"], tokens), sizes["splits"])

@@ -182,6 +182,11 @@ def at_least(name: str, value: int, low: int) -> None:
         raise ConfigError(f"{name} must be at least {low}, got {value}", param=name)
 
 
+def multiple_of(name: str, value: int, factor: int) -> None:
+    if value % factor:
+        raise ConfigError(f"{name} must be a multiple of {factor}, got {value}", param=name)
+
+
 def at_most(name: str, value: int, high: int, why: str) -> None:
     if value > high:
         raise ConfigError(f"{name} must be at most {high} ({why}), got {value}", param=name)

@@ -1,0 +1,59 @@
+"""The steps of a model that were enqueued and not read: two at the most, read in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from vllmx_core.backend import LoadedInfo
+from vllmx_core.plan import StepPlan
+
+MAX_STEPS = 2
+
+Step = TypeVar("Step")
+
+
+class InFlight(Generic[Step]):
+    """The queue of one model. What breaks the contract of `LoadedModel` is an AssertionError: the
+    engine never does it.
+
+    Args:
+        info: its limits hold for each step.
+    """
+
+    __slots__ = ("_max_logit_rows", "_max_tokens", "_steps", "closed")
+
+    def __init__(self, info: LoadedInfo) -> None:
+        self._max_tokens = info.max_num_batched_tokens
+        self._max_logit_rows = info.max_logit_rows
+        self._steps: deque[Step] = deque()
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def check_room(self, plan: StepPlan) -> None:
+        """Before a step is enqueued: there is room for it, and it keeps the limits."""
+        assert not self.closed, "the model is closed"
+        assert len(self._steps) < MAX_STEPS, "a third step in flight: call result() of the first"
+        assert 0 < plan.num_tokens <= self._max_tokens, f"T = {plan.num_tokens}"
+        assert plan.num_logit_rows <= self._max_logit_rows, f"L = {plan.num_logit_rows}"
+
+    def add(self, step: Step) -> None:
+        """A step was enqueued."""
+        self._steps.append(step)
+
+    def check_oldest(self, step: Step) -> None:
+        """Before a step is read: it was not read yet, and all before it were."""
+        assert self._steps, "result() was called twice"
+        assert self._steps[0] is step, "result() out of the order of the steps"
+
+    def remove_oldest(self) -> None:
+        """The oldest step was read: what it held on the device may be used again."""
+        self._steps.popleft()
+
+    def close(self) -> bool:
+        """Forgets all steps; False when the model was closed before."""
+        self._steps.clear()
+        was_open, self.closed = not self.closed, True
+        return was_open

@@ -1,0 +1,38 @@
+"""How large a step may be, and whether there is room for the weights."""
+
+from __future__ import annotations
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.errors import CapacityError
+from vllmx_core.memory import format_bytes
+from vllmx_core.ops.values import Rows
+
+LOGITS_BYTES = 256 << 20
+"""Logits beyond one row a sequence (prompt logprobs) grow to this size."""
+
+
+def step_limits(
+    options: LoadOptions, vocab_size: int, *, num_seqs: int | None = None, multiple: int = 1
+) -> dict[Rows, int]:
+    """The greatest T and L of a step.
+
+    Args:
+        num_seqs: sequences that run together, where that is not `options.num_seqs`.
+        multiple: both are rounded up to a multiple of it, for kernels that pad rows.
+    """
+    sequences = num_seqs or options.num_seqs
+    tokens = max(options.max_num_batched_tokens, sequences)
+    rows = min(tokens, max(sequences, LOGITS_BYTES // (4 * vocab_size)))
+    return {"T": -(-tokens // multiple) * multiple, "L": -(-rows // multiple) * multiple}
+
+
+def check_weights_fit(
+    num_bytes: int, free: int, dtype: str, *, where: str = "", remedy: str
+) -> None:
+    """Raises CapacityError, before anything is read, for weights larger than the memory that is
+    free; `where` begins with a space and says of what."""
+    if num_bytes > free:
+        raise CapacityError(
+            f"the weights take {format_bytes(num_bytes)} as {dtype}, {format_bytes(free)} of memory"
+            f" are free{where}: {remedy}"
+        )
