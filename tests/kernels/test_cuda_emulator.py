@@ -74,11 +74,8 @@ def test_launches_that_do_not_fit_are_refused(emulator: Emulator) -> None:
         variant.launch({"rows": 1})
     with pytest.raises(ConfigError, match="rows must be at least 1"):
         variant.launch({"rows": 0, "width": 4})
-    heads = KERNELS["store_kv"].variant(**{
-        name: choices[0] for name, choices in KERNELS["store_kv"].options.items()
-    })  # fmt: skip
     with pytest.raises(ConfigError, match="heads must be a multiple of 5, got 12"):
-        heads.launch(dict.fromkeys(KERNELS["store_kv"].sizes, 1) | {"heads": 12, "kv_heads": 5})
+        KERNELS["kv_store"].rule({"tokens": 1, "heads": 12, "kv_heads": 5}, {})
     sizes = {"rows": 1, "width": 4}
     with pytest.raises(TypeError, match="takes 5 arguments, got 2"):
         emulator.launch(variant, sizes, [x, x])

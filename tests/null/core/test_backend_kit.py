@@ -51,7 +51,7 @@ def test_limits_of_a_step() -> None:
 
 def test_weights_that_do_not_fit() -> None:
     check_weights_fit(2048, 2048, "bf16", remedy="none")
-    with pytest.raises(CapacityError, match="take 2048 bytes as bf16, 1024 .* free on x: buy"):
+    with pytest.raises(CapacityError, match=r"take 2048 bytes as bf16, 1024 .* free on x: buy"):
         check_weights_fit(2048, 1024, "bf16", where=" on x", remedy="buy more")
 
 
