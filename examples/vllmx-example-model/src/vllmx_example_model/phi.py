@@ -101,10 +101,10 @@ class Phi:
         table = PartSpec("model.embed_tokens.weight", c.vocab_size)
         head = PartSpec("lm_head.weight", c.vocab_size, bias="lm_head.bias")
         return (
-            WeightSpec("embed", "embedding", (table,), hidden, shard="vocab"),
+            WeightSpec("embed", "embedding", (table,), hidden, shard="vocab", role="vocabulary"),
             *(spec for layer in range(c.num_layers) for spec in self._layer(layer)),
             *_norm("norm", "model.final_layernorm", hidden),
-            WeightSpec("head", "linear", (head,), hidden, shard="vocab"),
+            WeightSpec("head", "linear", (head,), hidden, shard="vocab", role="vocabulary"),
         )
 
     def _layer(self, layer: int) -> Iterator[WeightSpec]:

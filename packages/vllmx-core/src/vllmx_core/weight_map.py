@@ -1,12 +1,20 @@
-"""From a model's weight map and a checkpoint to plain float32 arrays."""
+"""From a model's weight map and a checkpoint to parts, and to plain float32 arrays.
+
+Every backend reads a spec's parts through `parts_of` and its bias through `bias_of`, so that what a
+map can pick is picked the same way everywhere.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import numpy as np
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights import PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weight_picks import entry_of, rows_of, transposed
+from vllmx_core.weights import PartSpec, RowRuns, WeightPart, WeightSource, WeightSpec
 
 TieKey = tuple[tuple[PartSpec, ...], float]
 
@@ -17,23 +25,48 @@ def tie_key(spec: WeightSpec) -> TieKey:
     return spec.parts, spec.offset
 
 
+def parts_of(spec: WeightSpec, source: WeightSource) -> tuple[WeightPart, ...]:
+    """The parts of a weight in the order of its rows, each (rows, cols) or a vector's (rows,), with
+    everything picked that the map picks. Nothing is read but what tells shapes. Raises
+    WeightFormatError for a tensor that is missing or has another shape than the map says."""
+    return tuple(_part(spec, part, source) for part in spec.parts)
+
+
+def bias_parts(spec: WeightSpec, source: WeightSource) -> tuple[WeightPart | None, ...]:
+    """The (rows,) bias of each part, None where it has none. Raises as `parts_of`."""
+    return tuple(None if part.bias is None else _bias(part, source) for part in spec.parts)
+
+
+def bias_of(spec: WeightSpec, source: WeightSource) -> F32 | None:
+    """(rows,) bias of a weight, with zeros for parts that have none; None where no part has one.
+    Raises WeightFormatError as `parts_of`."""
+    biases = bias_parts(spec, source)
+    if not any(biases):
+        return None
+    found = zip(spec.parts, biases, strict=True)
+    return np.concatenate(
+        [np.zeros(part.rows, np.float32) if bias is None else bias.dequantize()
+         for part, bias in found]
+    )  # fmt: skip
+
+
+def has_bias(spec: WeightSpec) -> bool:
+    """Whether a matrix has a bias that is added; a table that is tied to it gathers without."""
+    return spec.kind != "embedding" and any(part.bias is not None for part in spec.parts)
+
+
 def assemble(spec: WeightSpec, source: WeightSource) -> tuple[F32, F32 | None]:
-    """The logical weight, (rows, cols) or a vector's (rows,), and its bias (rows,) or None; parts
-    without a bias beside others with one get zeros. Raises WeightFormatError for a tensor that is
-    missing or has another shape than the map says."""
-    tensors, biases = [], []
-    for part in spec.parts:
-        shape = (part.rows,) if spec.kind == "vector" else (part.rows, spec.cols)
-        tensors.append(checked(source.part(part.name), shape).dequantize())
-        if part.bias is None:
-            biases.append(np.zeros(part.rows, np.float32))
-        else:
-            biases.append(checked(source.part(part.bias), (part.rows,)).dequantize())
+    """The logical weight, (rows, cols), a vector's (rows,) or a stack's (count, rows, cols), and
+    its bias as `bias_of` gives it, a stack's (count, rows). Raises as `parts_of`."""
+    if spec.kind == "stack":
+        found = [assemble(matrix, source) for matrix in spec.matrices]
+        biases = [bias for _, bias in found if bias is not None]
+        return np.stack([weight for weight, _ in found]), np.stack(biases) if biases else None
+    tensors = [part.dequantize() for part in parts_of(spec, source)]
     weight = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
     if spec.offset:
         weight = weight + np.float32(spec.offset)
-    has_bias = any(part.bias is not None for part in spec.parts)
-    return weight, np.concatenate(biases) if has_bias else None
+    return weight, bias_of(spec, source)
 
 
 def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
@@ -44,3 +77,66 @@ def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
             f" {list(shape)}: config.json and weights do not belong together"
         )
     return part
+
+
+def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPart:
+    part = _named(wanted, source)
+    if spec.shape is not None:
+        return _shaped(part, spec.shape)
+    if wanted.entry is not None:
+        part = entry_of(part, wanted.entry)
+    if wanted.transposed:
+        part = transposed(part)
+    if wanted.runs is not None:
+        part = _picked(part, wanted.runs, wanted.rows)
+    if wanted.first_col is not None:
+        begin, end = wanted.first_col, wanted.first_col + spec.cols
+        if len(part.shape) != 2 or end > part.shape[1]:
+            raise WeightFormatError(
+                f"tensor {part.name!r} has shape {list(part.shape)}, of which the columns {begin}"
+                f" to {end - 1} are wanted: config.json and weights do not belong together"
+            )
+        part = part.cols(begin, end)
+    return checked(part, (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols))
+
+
+def _named(wanted: PartSpec, source: WeightSource) -> WeightPart:
+    names = source.names() if wanted.alternatives else ()
+    found = (name for name in (wanted.name, *wanted.alternatives) if name in names)
+    return source.part(next(found, wanted.name))
+
+
+def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:
+    index = runs.index(rows)
+    if not part.shape or len(index) != rows or (len(index) and index[-1] >= part.shape[0]):
+        raise WeightFormatError(
+            f"tensor {part.name!r} has shape {list(part.shape)}, of which the rows {runs.begin} to"
+            f" {int(index.max(initial=runs.begin))} are wanted: config.json and weights do not"
+            " belong together"
+        )
+    return rows_of(part, index)
+
+
+def _shaped(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
+    """The values of a tensor of this shape as one row, axes of length 1 left out."""
+    if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
+        checked(part, shape)
+    flat = (math.prod(shape),)
+    if part.decode is None and part.cut is None:
+        raw = part.buffers["weight"]
+        return replace(part, shape=flat, buffers={"weight": replace(raw, shape=flat)})
+
+    def decode(_: WeightPart, begin: int, end: int) -> F32:
+        return part.dequantize().reshape(-1)[begin:end]
+
+    return WeightPart(part.name, flat, part.layout, {}, decode)
+
+
+def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:
+    assert wanted.bias is not None
+    part = source.part(wanted.bias)
+    if wanted.entry is not None:
+        part = entry_of(part, wanted.entry)
+    if wanted.runs is not None:
+        part = _picked(part, wanted.runs, wanted.rows)
+    return checked(part, (wanted.rows,))

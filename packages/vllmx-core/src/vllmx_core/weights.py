@@ -184,6 +184,25 @@ class WeightPart:
         }
         return replace(self, shape=(end - begin, *self.shape[1:]), buffers=buffers)
 
+    @property
+    def col_unit(self) -> int:
+        """`cols` cuts at multiples of so many input features (and at the last one): what shares a
+        scale or lies in one block stays together."""
+        kind, options = self.layout.kind, self.layout.options
+        if kind == "fp8" and options["strategy"] == "block":
+            return int(options["block_cols"])
+        if kind in ("dense", "int8", "fp8"):  # a scale for each row
+            return 1
+        return self.layout.group_size or self.shape[-1]
+
+    def cols(self, begin: int, end: int) -> WeightPart:
+        """Input features from `begin` to before `end` as a part of their own, of the same layout
+        where its buffers lie row by row, else as integers or as float32. Both ends are multiples
+        of `col_unit`, or the end of the matrix."""
+        from vllmx_core.weight_picks import cols_of
+
+        return cols_of(self, begin, end)
+
 
 def made_part(
     name: str,
@@ -244,13 +263,48 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Every `stride`-th row from `begin` on, `length` rows at a time: `RowRuns(0, D, 2 * D)` takes
+    the first half of each pair of heads, `RowRuns(1, 1, 2)` every other row."""
+
+    begin: int
+    length: int
+    stride: int
+
+    def index(self, rows: int) -> npt.NDArray[np.int64]:
+        """(rows,) rows of the tensor, `rows` being a multiple of `length`."""
+        first = self.begin + self.stride * np.arange(rows // self.length)
+        return (first[:, None] + np.arange(self.length)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class PartSpec:
-    """A checkpoint tensor that becomes `rows` consecutive rows of a logical weight."""
+    """A checkpoint tensor, or what is picked of it, that becomes `rows` consecutive rows of a
+    logical weight.
+
+    Picks are applied in this order: an entry of the leading axis, the transposed form, rows,
+    columns. `vllmx_core.weight_map.parts_of` applies them for every backend.
+    """
 
     name: str
     rows: int
     bias: str | None = None
-    """Checkpoint name of the (rows,) bias that belongs to this part."""
+    """Checkpoint name of the (rows,) bias that belongs to this part; entry and rows are picked of
+    it too."""
+    alternatives: tuple[str, ...] = ()
+    """Other names of the same tensor, for checkpoints that differ; the first that is there."""
+    entry: int | None = None
+    """Of a tensor with one more axis in front, such as the expert of a stack."""
+    transposed: bool = False
+    """Whether the tensor lies as (input features, output features)."""
+    runs: RowRuns | None = None
+    """Which rows; None: all, or those from the first on where the weight has columns picked."""
+    first_col: int | None = None
+    """The first of the weight's columns; None: it has all."""
+
+
+Role = Literal["", "vocabulary", "experts", "heads"]
+"""What a weight's rows are, beyond features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,21 +312,45 @@ class WeightSpec:
     """One line of a model's weight map: logical name, where it comes from, how it may be split.
 
     kind "linear": a (rows, cols) matrix for `Ops.linear` or `Ops.logits`; "embedding": a
-    (rows, cols) table for `Ops.embedding`; "vector": (rows,) float values for norms and sinks.
+    (rows, cols) table for `Ops.embedding`; "vector": (rows,) float values for norms and sinks;
+    "stack": `count` matrices of (rows, cols), such as the experts of a layer.
     A table that is tied to the LM head is named by two specs with the same part; a backend may
     hold it once.
     """
 
     name: str
-    kind: Literal["linear", "embedding", "vector"]
+    kind: Literal["linear", "embedding", "vector", "stack"]
     parts: tuple[PartSpec, ...]
+    """Of a stack: those of its first matrix, then those of the second ..."""
     cols: int = 0
-    shard: Literal["none", "column", "row", "vocab"] = "none"
+    shard: Literal["none", "column", "row", "vocab", "expert", "head"] = "none"
     """How tensor parallelism splits it: columns = output features of each part, rows = input
-    features followed by an all-reduce, vocab = output features of table and head."""
+    features followed by an all-reduce, vocab = output features of table and head, expert = whole
+    matrices of a stack, head = the rows of whole heads."""
     offset: float = 0.0
     """Added to a vector at load (Gemma stores norm weights minus one)."""
+    role: Role = ""
+    count: int = 1
+    """Matrices of a stack."""
+    shape: tuple[int, ...] | None = None
+    """Of the one tensor of a "vector" whose values are more than a row, such as the taps of a
+    convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored."""
 
     @property
     def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
+        """Of the weight, or of each matrix of a stack."""
+        return sum(part.rows for part in self.parts) // self.count
+
+    @property
+    def matrices(self) -> tuple[WeightSpec, ...]:
+        """The matrices of a stack as linears of their own; any other weight itself."""
+        if self.kind != "stack":
+            return (self,)
+        each = len(self.parts) // self.count
+        return tuple(
+            replace(
+                self, name=f"{self.name}[{index}]", kind="linear", count=1,
+                parts=self.parts[index * each : (index + 1) * each],
+            )
+            for index in range(self.count)
+        )  # fmt: skip

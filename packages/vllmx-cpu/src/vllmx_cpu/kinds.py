@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
+from vllmx_core.weight_map import parts_of
 from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
@@ -24,7 +25,7 @@ class NativeKind:
 
 def native_kind(spec: WeightSpec, source: WeightSource) -> str | None:
     """The kind that all parts have in common, if the kernels multiply it."""
-    kinds = {_part_kind(source.part(part.name)) for part in spec.parts}
+    kinds = {_part_kind(part) for part in parts_of(spec, source)}
     kind = kinds.pop()
     if kinds or kind is None or spec.offset != 0.0 or (kind.order and spec.kind != "linear"):
         return None
@@ -38,7 +39,9 @@ def segments(
     several, one below the other, each of one type; any other spec as it is."""
     if spec.kind != "linear" or spec.name in gated:
         return (spec,)
-    runs = [tuple(run) for _, run in groupby(spec.parts, lambda p: _part_kind(source.part(p.name)))]
+    kinds = map(_part_kind, parts_of(spec, source))
+    pairs = groupby(zip(kinds, spec.parts, strict=True), lambda pair: pair[0])
+    runs = [tuple(part for _, part in run) for _, run in pairs]
     if len(runs) == 1:
         return (spec,)
     return tuple(

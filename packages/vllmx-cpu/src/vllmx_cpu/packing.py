@@ -13,7 +13,7 @@ import numpy as np
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.progress import show_progress
 from vllmx_core.weight_files import ReadingRoom
-from vllmx_core.weight_map import checked
+from vllmx_core.weight_map import bias_of, parts_of
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.coded import affine_rows, float8_rows
@@ -157,9 +157,7 @@ def load_weights(
                 shape,
                 allocate(shape.num_bytes),
                 _bias(spec, source, shape),
-                column_order(source.part(spec.parts[0].name))
-                if shape.kind in CODED_KINDS
-                else None,
+                column_order(parts_of(spec, source)[0]) if shape.kind in CODED_KINDS else None,
             )
             jobs += _matrix_jobs(spec, source, tied[key], decoded, room)
         matrices[spec.name] = tied[key]
@@ -169,22 +167,17 @@ def load_weights(
 
 
 def _vector(spec: WeightSpec, source: WeightSource) -> F32:
-    parts = [checked(source.part(p.name), (p.rows,)).dequantize() for p in spec.parts]
+    parts = [part.dequantize() for part in parts_of(spec, source)]
     vector = np.concatenate(parts) + np.float32(spec.offset)
     return np.ascontiguousarray(vector, np.float32)
 
 
 def _bias(spec: WeightSpec, source: WeightSource, shape: MatrixShape) -> F32 | None:
-    if all(part.bias is None for part in spec.parts):
+    bias = bias_of(spec, source)
+    if bias is None:
         return None
     packed = np.zeros(shape.tiles * TILE_ROWS, np.float32)
-    row = 0
-    for part in spec.parts:
-        if part.bias is not None:
-            values = checked(source.part(part.bias), (part.rows,)).dequantize()
-            where = [shape.packed_row(row + i) for i in range(part.rows)]
-            packed[where] = values
-        row += part.rows
+    packed[[shape.packed_row(row) for row in range(spec.rows)]] = bias
     return packed
 
 
@@ -199,17 +192,17 @@ def _matrix_jobs(
     the kernels do not read go to `decoded`, with the dtype that they get."""
     jobs: list[Callable[[], None]] = []
     first = 0
-    for part_spec in spec.parts:
-        part = checked(source.part(part_spec.name), (part_spec.rows, spec.cols))
+    for part in parts_of(spec, source):
+        rows = part.shape[0]
         if part.layout != DENSE and matrix.shape.kind in VX_DTYPES:
             decoded.append((part, matrix.shape.kind))
         begin = 0
-        while begin < part_spec.rows:
+        while begin < rows:
             boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
-            end = min(part_spec.rows, boundary - first)
+            end = min(rows, boundary - first)
             jobs.append(_piece(matrix, part, spec.offset, first, begin, end, room))
             begin = end
-        first += part_spec.rows
+        first += rows
     return jobs
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import F32, AnyArray
-from vllmx_core.weight_map import TieKey, tie_key
+from vllmx_core.weight_map import TieKey, bias_parts, has_bias, parts_of, tie_key
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cuda.device import Device, Memory
@@ -25,7 +25,7 @@ from vllmx_cuda.matrices.dense import dense_pieces
 from vllmx_cuda.matrices.form import Segment
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.pieces import Piece
-from vllmx_cuda.matrices.plan import MatrixPlan, WeightPlan, has_bias
+from vllmx_cuda.matrices.plan import MatrixPlan, WeightPlan
 from vllmx_cuda.streaming import stream
 
 logger = logging.getLogger("vllmx.cuda")
@@ -98,20 +98,20 @@ def _segments(plan: MatrixPlan, device: Device, pieces: list[Piece]) -> tuple[Se
 
 def _vector_pieces(spec: WeightSpec, source: WeightSource, target: Memory) -> Iterator[Piece]:
     begin = 0
-    for part in spec.parts:
-        span = target.at(4 * begin, 4 * part.rows)
-        yield from dense_pieces(source.part(part.name), span, "f32", spec.offset)
-        begin += part.rows
+    for part in parts_of(spec, source):
+        size = 4 * part.shape[0]
+        yield from dense_pieces(part, target.at(begin, size), "f32", spec.offset)
+        begin += size
 
 
 def _bias_pieces(
     spec: WeightSpec, source: WeightSource, target: Memory, dtype: str
 ) -> Iterator[Piece]:
     begin = 0
-    for part in spec.parts:
+    for part, bias in zip(spec.parts, bias_parts(spec, source), strict=True):
         size = part.rows * ITEM_BYTES[dtype]
-        if part.bias is not None:
-            yield from dense_pieces(source.part(part.bias), target.at(begin, size), dtype, 0.0)
+        if bias is not None:
+            yield from dense_pieces(bias, target.at(begin, size), dtype, 0.0)
         begin += size
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import AnyArray
 from vllmx_core.progress import show_progress
-from vllmx_core.weight_map import TieKey, checked, tie_key
-from vllmx_core.weights import DENSE, PartSpec, WeightPart, WeightSource, WeightSpec
+from vllmx_core.weight_map import TieKey, bias_of, has_bias, parts_of, tie_key
+from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 from vllmx_metal.dtypes import DTYPES, to_mlx
 from vllmx_metal.matrices import DenseMatrix, LinearWeight, Matrix, stacked
@@ -39,19 +39,16 @@ def planned_bytes(
         if spec.kind == "vector":
             rest += spec.rows * 4
             continue
-        has_bias = spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
-        rest += spec.rows * dtype.size * has_bias
+        rest += spec.rows * dtype.size * has_bias(spec)
         matrices[tie_key(spec)] = sum(
-            _matrix_bytes(spec, part, source, dtype) for part in spec.parts
+            _matrix_bytes(spec, part, dtype) for part in parts_of(spec, source)
         )
     return sum(matrices.values()) + rest
 
 
-def _matrix_bytes(spec: WeightSpec, part: PartSpec, source: WeightSource, dtype: mx.Dtype) -> int:
-    found = checked(source.part(part.name), (part.rows, spec.cols))
-    form = None if spec.offset else native_form(found)
-    dense = part.rows * spec.cols * dtype.size
-    return dense if form is None else form.num_bytes(part.rows, spec.cols)
+def _matrix_bytes(spec: WeightSpec, part: WeightPart, dtype: mx.Dtype) -> int:
+    form, (rows, cols) = None if spec.offset else native_form(part), part.shape
+    return rows * cols * dtype.size if form is None else form.num_bytes(rows, cols)
 
 
 def held_bytes(weights: Mapping[str, MetalWeight]) -> int:
@@ -96,36 +93,29 @@ class WeightLoader:
 
     def _weight(self, spec: WeightSpec) -> MetalWeight:
         if spec.kind == "vector":
-            found = [checked(self.source.part(part.name), (part.rows,)) for part in spec.parts]
+            found = parts_of(spec, self.source)
             return self._joined([self._dense(part, spec.offset, mx.float32) for part in found])
         key = tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
-            self._matrices[key] = stacked([self._matrix(spec, part) for part in spec.parts])
+            parts = parts_of(spec, self.source)
+            self._matrices[key] = stacked([self._matrix(spec, part) for part in parts])
             mx.eval(self._matrices[key].arrays)  # what they were made of is freed
         if spec.kind == "embedding":
             return self._matrices[key]
         return LinearWeight(self._matrices[key], self._bias(spec))
 
     def _bias(self, spec: WeightSpec) -> mx.array | None:
-        if all(part.bias is None for part in spec.parts):
-            return None
-        pieces = [
-            mx.zeros(part.rows, self.dtype)
-            if part.bias is None
-            else self._dense(checked(self.source.part(part.bias), (part.rows,)), 0.0, self.dtype)
-            for part in spec.parts
-        ]
-        return self._joined(pieces)
+        bias = bias_of(spec, self.source)
+        return None if bias is None else mx.array(bias).astype(self.dtype)
 
-    def _matrix(self, spec: WeightSpec, part: PartSpec) -> Matrix:
-        found = checked(self.source.part(part.name), (part.rows, spec.cols))
-        form = None if spec.offset else native_form(found)
+    def _matrix(self, spec: WeightSpec, part: WeightPart) -> Matrix:
+        form = None if spec.offset else native_form(part)
         if form is not None:
-            matrix = quantised_matrix(found, form, self.dtype)
+            matrix = quantised_matrix(part, form, self.dtype)
             if matrix is not None:
                 mx.eval(matrix.arrays)
                 return matrix
-        return DenseMatrix(self._dense(found, spec.offset, self.dtype))
+        return DenseMatrix(self._dense(part, spec.offset, self.dtype))
 
     def _dense(self, part: WeightPart, offset: float, dtype: mx.Dtype) -> mx.array:
         plain = part.layout == DENSE and part.decode is None and part.cut is None and not offset

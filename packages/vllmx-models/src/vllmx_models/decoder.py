@@ -87,10 +87,10 @@ class Decoder:
         head = table if spec.tied_embeddings else (PartSpec("lm_head.weight", spec.vocab_size),)
         blocks = (self._block_weights(layer) for layer in range(len(spec.layers)))
         return (
-            WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab"),
+            WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab", role="vocabulary"),
             *(weight for block in blocks for weight in block),
             self._vector("norm", "model.norm.weight", spec.hidden_size),
-            WeightSpec("lm_head", "linear", head, spec.hidden_size, "vocab"),
+            WeightSpec("lm_head", "linear", head, spec.hidden_size, "vocab", role="vocabulary"),
         )
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:

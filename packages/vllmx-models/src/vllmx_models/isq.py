@@ -50,7 +50,7 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     already."""
     specs = [spec for spec in model.weights() if spec.kind in ("linear", "embedding")]
     cols = {part.name: spec.cols for spec in specs for part in spec.parts}
-    vocabulary = {part.name for spec in specs if spec.shard == "vocab" for part in spec.parts}
+    vocabulary = {part.name for spec in specs if spec.role == "vocabulary" for part in spec.parts}
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
     if name in ("int8", "fp8"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllmx_core.memory import format_bytes
 from vllmx_core.plan import AnyArray
 from vllmx_core.progress import show_progress
-from vllmx_core.weight_map import TieKey, checked, tie_key
+from vllmx_core.weight_map import TieKey, bias_of, has_bias, parts_of, tie_key
 from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 logger = logging.getLogger("vllmx.torch")
@@ -48,8 +48,7 @@ def weight_bytes(
         if spec.kind == "vector":
             rest += spec.rows * 4
             continue
-        has_bias = spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
-        rest += spec.rows * dtype.itemsize * has_bias
+        rest += spec.rows * dtype.itemsize * has_bias(spec)
         matrices[tie_key(spec)] = spec.rows * spec.cols * dtype.itemsize
     return sum(matrices.values()) + rest
 
@@ -83,35 +82,27 @@ class WeightLoader:
     def _weight(self, spec: WeightSpec) -> TorchWeight:
         if spec.kind == "vector":
             vector = torch.empty(spec.rows, dtype=torch.float32, device=self.device)
-            self._fill(vector, spec, (), spec.offset)
+            self._fill(vector, spec)
             return vector
         key = tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
             shape = (spec.rows, spec.cols)
             self._matrices[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._fill(self._matrices[key], spec, (spec.cols,), spec.offset)
+            self._fill(self._matrices[key], spec)
         if spec.kind == "embedding":
             return self._matrices[key]
         return LinearWeight(self._matrices[key], self._bias(spec))
 
     def _bias(self, spec: WeightSpec) -> Tensor | None:
-        if all(part.bias is None for part in spec.parts):
-            return None
-        bias = torch.zeros(spec.rows, dtype=self.dtype, device=self.device)
-        first = 0
-        for part in spec.parts:
-            if part.bias is not None:
-                found = checked(self.source.part(part.bias), (part.rows,))
-                self._copy(bias[first : first + part.rows], found, 0.0)
-            first += part.rows
-        return bias
+        bias = bias_of(spec, self.source)
+        return None if bias is None else torch.from_numpy(bias).to(self.device, self.dtype)
 
-    def _fill(self, out: Tensor, spec: WeightSpec, cols: tuple[int, ...], offset: float) -> None:
+    def _fill(self, out: Tensor, spec: WeightSpec) -> None:
         first = 0
-        for part in spec.parts:
-            found = checked(self.source.part(part.name), (part.rows, *cols))
-            self._copy(out[first : first + part.rows], found, offset)
-            first += part.rows
+        for part in parts_of(spec, self.source):
+            rows = part.shape[0]
+            self._copy(out[first : first + rows], part, spec.offset)
+            first += rows
 
     def _copy(self, out: Tensor, part: WeightPart, offset: float) -> None:
         """Into `out`, rounded to its dtype."""

@@ -15,7 +15,10 @@ from vllmx_core.testing.kv_dtype_checks import KVDtypeChecks
 from vllmx_core.testing.op_checks import OpChecks
 from vllmx_core.testing.sampler_checks import SamplerChecks
 from vllmx_core.testing.step_checks import StepChecks
+from vllmx_core.testing.weight_checks import WeightChecks
 
 
-class BackendSuite(OpChecks, AttentionChecks, KVDtypeChecks, SamplerChecks, StepChecks):
+class BackendSuite(
+    OpChecks, AttentionChecks, KVDtypeChecks, SamplerChecks, StepChecks, WeightChecks
+):
     """Override `make_backend`, and the attributes of `Harness` where the backend promises less."""

@@ -6,17 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from vllmx_core.weight_map import TieKey, checked, tie_key
+from vllmx_core.weight_map import TieKey, bias_parts, has_bias, parts_of, tie_key
 from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cuda.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
 from vllmx_cuda.matrices.kinds import form_of
-
-
-def has_bias(spec: WeightSpec) -> bool:
-    return spec.kind == "linear" and any(part.bias is not None for part in spec.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +91,10 @@ def plan_weights(
     matrices: dict[TieKey, MatrixPlan] = {}
     rest, scratch = 4 * table_values, ScratchBytes()
     for spec in specs:
-        for part in spec.parts:
-            if part.bias is not None:
-                checked(source.part(part.bias), (part.rows,))
+        bias_parts(spec, source)
         if spec.kind == "vector":
             rest += 4 * spec.rows
-            for part in spec.parts:
-                checked(source.part(part.name), (part.rows,))
+            parts_of(spec, source)
             continue
         rest += spec.rows * (4 + ITEM_BYTES[target.dtype]) * has_bias(spec)
         key = tie_key(spec)
@@ -115,7 +108,7 @@ def _plan_matrix(
     spec: WeightSpec, source: WeightSource, target: Target, gathered: bool
 ) -> MatrixPlan:
     """A table that rows are gathered from is one segment, of a form that can do it."""
-    parts = [checked(source.part(p.name), (p.rows, spec.cols)) for p in spec.parts]
+    parts = parts_of(spec, source)
     plain: Form = Dense(target.dtype, spec.offset)
     forms = [plain if spec.offset else form_of(part, target, gathered=gathered) for part in parts]
     if gathered and any(form != forms[0] for form in forms):

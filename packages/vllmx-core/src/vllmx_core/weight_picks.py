@@ -1,0 +1,219 @@
+"""Parts cut out of other parts: some rows, some columns, an entry of a stack, the transposed form.
+
+Layouts whose buffers lie row by row stay as they are, so that a backend multiplies what it would
+have multiplied whole. Others stay integers where they have integers, and become float32 where they
+do not. Nothing is read before somebody asks for rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core.coded import CodedRows
+from vllmx_core.errors import WeightFormatError
+from vllmx_core.plan import F32
+from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart, made_part
+
+Index = npt.NDArray[np.int64]
+_ROW_WISE = ("dense", "gguf", "int8", "fp4")
+
+
+def entry_of(part: WeightPart, entry: int) -> WeightPart:
+    """One (rows, cols) matrix, or (rows,) vector, of a part with one more axis in front. Raises
+    WeightFormatError where there is no such entry, or no such axis."""
+    count = part.shape[0] if part.shape else 0
+    if len(part.shape) not in (2, 3) or entry >= count:
+        raise WeightFormatError(
+            f"tensor {part.name!r} has shape {list(part.shape)}, of which entry {entry} is wanted:"
+            " config.json and weights do not belong together"
+        )
+    rows = part.shape[1]
+    flat = replace(
+        part,
+        shape=(count * rows, *part.shape[2:]),
+        buffers={key: _joined_axes(raw, part.shape) for key, raw in part.buffers.items()},
+    )
+    return rows_of(flat, np.arange(entry * rows, (entry + 1) * rows))
+
+
+def _joined_axes(raw: RawTensor, shape: tuple[int, ...]) -> RawTensor:
+    """A buffer whose first two axes are those of the part, as if they were one."""
+    if raw.shape[:2] != shape[:2]:
+        return raw
+    return replace(raw, shape=(shape[0] * shape[1], *raw.shape[2:]))
+
+
+def transposed(part: WeightPart) -> WeightPart:
+    """The (cols, rows) matrix of a (rows, cols) part. Raises WeightFormatError for a layout that is
+    not plain numbers: blocks and groups run along the columns."""
+    if part.layout != DENSE or len(part.shape) != 2:
+        raise WeightFormatError(
+            f"tensor {part.name!r} is stored as {part.layout.kind} with its axes the other way"
+            " round, which no kernel multiplies: convert the checkpoint from its unquantised form"
+        )
+    whole = part.cut(0, part.shape[0]) if part.cut is not None else part
+    raw = whole.buffers["weight"]
+
+    def make(begin: int, end: int) -> WeightPart:
+        # rows lie across the whole tensor: what is read is kept for those who take the next ones
+        values = np.ascontiguousarray(raw.in_memory().view()[:, begin:end].T)
+        return replace(part, shape=values.shape, buffers={"weight": _raw(raw, values)}, cut=None)
+
+    return made_part(part.name, part.shape[::-1], DENSE, make)
+
+
+def rows_of(part: WeightPart, index: Index) -> WeightPart:
+    """These rows, in this order."""
+    shape = (len(index), *part.shape[1:])
+
+    def make(begin: int, end: int) -> WeightPart:
+        pieces = [part.rows(first, last) for first, last in _runs(index[begin:end])]
+        return pieces[0] if len(pieces) == 1 else _stacked(pieces)
+
+    if _is_row_wise(part):
+        return made_part(part.name, shape, part.layout, make, coded=part.coded is not None)
+
+    def decode(_: WeightPart, begin: int, end: int) -> F32:
+        return np.concatenate([part.dequantize(*run) for run in _runs(index[begin:end])])
+
+    def coded(_: WeightPart, begin: int, end: int) -> CodedRows:
+        return _stacked_codes([part.coded_rows(*run) for run in _runs(index[begin:end])])
+
+    return _computed(part, shape, decode, coded)
+
+
+def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:
+    """See `WeightPart.cols`."""
+    unit, cols = part.col_unit, part.shape[-1]
+    assert 0 <= begin < end <= cols, (begin, end, cols)
+    assert begin % unit == 0, (begin, unit)
+    assert end % unit == 0 or end == cols, (end, unit)
+    shape = (*part.shape[:-1], end - begin)
+    if _is_row_wise(part):
+        layout = _of_width(part.layout, end - begin)
+
+        def make(first: int, last: int) -> WeightPart:
+            piece = part.rows(first, last)
+            buffers = {key: _raw_cols(raw, cols, begin, end) for key, raw in piece.buffers.items()}
+            made = (last - first, end - begin)
+            return replace(piece, shape=made, layout=layout, buffers=buffers)
+
+        return made_part(part.name, shape, layout, make, coded=part.coded is not None)
+
+    def decode(_: WeightPart, first: int, last: int) -> F32:
+        return part.dequantize(first, last)[:, begin:end]
+
+    def coded(_: WeightPart, first: int, last: int) -> CodedRows:
+        return _code_cols(part.coded_rows(first, last), begin, end)
+
+    return _computed(part, shape, decode, coded, (begin, end))
+
+
+def _is_row_wise(part: WeightPart) -> bool:
+    layout = part.layout
+    return layout.kind in _ROW_WISE or (
+        layout.kind == "fp8" and layout.options["strategy"] != "block"
+    )
+
+
+def _runs(index: Index) -> Iterator[tuple[int, int]]:
+    """(first, last) of each stretch of neighbours."""
+    breaks = np.flatnonzero(np.diff(index) != 1) + 1
+    for run in np.split(index, breaks):
+        yield int(run[0]), int(run[-1]) + 1
+
+
+def _stacked(pieces: list[WeightPart]) -> WeightPart:
+    """Parts of a row-wise layout one below the other, as one copy."""
+    count = sum(piece.shape[0] for piece in pieces)
+    first = pieces[0]
+    buffers = {}
+    for key, raw in first.buffers.items():
+        if raw.shape[:1] != first.shape[:1]:  # one for all rows
+            buffers[key] = raw
+            continue
+        data = np.concatenate([piece.buffers[key].data for piece in pieces])
+        buffers[key] = replace(raw, shape=(count, *raw.shape[1:]), stored=data)
+    return replace(first, shape=(count, *first.shape[1:]), buffers=buffers)
+
+
+def _raw(like: RawTensor, values: npt.NDArray[np.generic]) -> RawTensor:
+    flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    return replace(like, shape=values.shape, stored=flat)
+
+
+def _raw_cols(raw: RawTensor, cols: int, begin: int, end: int) -> RawTensor:
+    """The entries of a row's buffer that belong to these columns: of whole blocks, codes packed to
+    bytes, scales of groups; one for the row stays."""
+    if len(raw.shape) < 2 or raw.shape[-1] == 1:
+        return raw
+    width = raw.shape[-1]
+    first, last = begin * width // cols, -(-end * width // cols)
+    return _raw(raw, raw.view()[..., first:last])
+
+
+def _of_width(layout: QuantLayout, cols: int) -> QuantLayout:
+    """With groups and blocks of a whole row as wide as the row is now."""
+    if layout.kind == "int8":
+        return replace(layout, group_size=cols)
+    if layout.kind == "fp8":
+        return replace(layout, options={**layout.options, "block_cols": cols})
+    return layout
+
+
+def _computed(
+    part: WeightPart,
+    shape: tuple[int, ...],
+    decode: Callable[[WeightPart, int, int], F32],
+    coded: Callable[[WeightPart, int, int], CodedRows],
+    cols: tuple[int, int] | None = None,
+) -> WeightPart:
+    """A part of integers if the layout has such, else of floats; with no buffers that a kernel
+    could take as they are stored."""
+    if part.coded is None:
+
+        def make(begin: int, end: int) -> WeightPart:
+            values = np.ascontiguousarray(decode(part, begin, end))
+            raw = RawTensor(part.name, "f32", values.shape, values.view(np.uint8).reshape(-1))
+            return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
+
+        return made_part(part.name, shape, DENSE, make)
+    options, buffers = {}, {}
+    if part.layout.options.get("act_order") and "g_idx" in part.buffers:
+        groups = np.asarray(part.buffers["g_idx"].view())
+        buffers["g_idx"] = _raw(
+            part.buffers["g_idx"], groups[slice(*cols) if cols else slice(None)]
+        )
+        options["act_order"] = True
+    layout = QuantLayout("integers", part.layout.bits, part.layout.group_size, options)
+    return WeightPart(part.name, shape, layout, buffers, decode, coded)
+
+
+def _stacked_codes(pieces: list[CodedRows]) -> CodedRows:
+    first = pieces[0]
+    zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+    return CodedRows(
+        np.concatenate([piece.codes for piece in pieces]),
+        np.concatenate([piece.scales for piece in pieces]),
+        np.concatenate(zeros) if zeros else None,
+        first.group_of,
+    )
+
+
+def _code_cols(rows: CodedRows, begin: int, end: int) -> CodedRows:
+    cols, groups = rows.codes.shape[1], rows.scales.shape[1]
+    group_of = rows.group_of
+    if group_of is None:
+        group_of = (np.arange(cols) // (cols // groups)).astype(np.int32)
+    of_cols = group_of[begin:end]
+    first, last = int(of_cols.min()), int(of_cols.max()) + 1
+    zeros = None if rows.zeros is None else rows.zeros[:, first:last]
+    equal = rows.group_of is None and (end - begin) % (last - first) == 0
+    return CodedRows(
+        rows.codes[:, begin:end], rows.scales[:, first:last], zeros,
+        None if equal else of_cols - np.int32(first),
+    )  # fmt: skip
