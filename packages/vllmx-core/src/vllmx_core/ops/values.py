@@ -10,7 +10,7 @@ from vllmx_core.errors import OpError
 
 Rows = Literal["T", "L"]
 """How many rows an array has: the tokens of the step, or those that want logits."""
-WeightKind = Literal["linear", "embedding", "vector", "constant"]
+WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
