@@ -10,8 +10,16 @@ import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, InvalidRequestError, WeightFormatError
 from vllmx_core.memory import format_bytes
+from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.testing.attention_checks import attention_model
-from vllmx_core.testing.harness import PAGE, VOCAB
+from vllmx_core.testing.harness import (
+    PAGE,
+    VOCAB,
+    all_logprobs,
+    load_options,
+    log_softmax,
+    mixed_steps,
+)
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
@@ -28,11 +36,32 @@ def load(model: SyntheticModel, source: ArraySource, **options: Any) -> CpuLoade
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_the_cache_of_a_checkpoint_in_halves_is_bf16(dtype: str) -> None:
+def test_the_cache_is_of_the_type_of_the_checkpoint(dtype: str) -> None:
     model, source = decoder()
     loaded = load(replace(model, shape=replace(model.shape, dtype=dtype)), source)
-    assert loaded.info.kv_cache_dtype == ("f32" if dtype == "f32" else "bf16")
+    assert loaded.info.kv_cache_dtype == dtype
     loaded.close()
+
+
+def test_keys_and_values_in_f16_are_nearer_than_in_bf16() -> None:
+    """Of a model whose weights f16 holds exactly, beside float64."""
+    builder = Builder(VOCAB)
+    model = tiny_decoder(builder)
+    source = ArraySource(builder.arrays, "f16")
+    model = replace(model, shape=replace(model.shape, dtype="f16"))
+    oracle = ReferenceBackend().load(model, source, load_options("f64", {}))
+    errors = {}
+    for kv in ("auto", "bf16"):
+        loaded = load(model, source, kv_cache_dtype=kv, num_kv_blocks=64, block_size=PAGE)
+        errors[kv] = max(
+            np.abs(
+                all_logprobs(loaded, make_plan(rows, PAGE), VOCAB)
+                - log_softmax(oracle.logits(make_plan(rows, PAGE)))
+            ).max()
+            for rows in mixed_steps()
+        )
+        loaded.close()
+    assert errors["auto"] < errors["bf16"] / 2, errors
 
 
 @pytest.mark.parametrize(

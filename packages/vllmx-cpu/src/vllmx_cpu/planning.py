@@ -81,8 +81,7 @@ def plan_load(
     remedy = "choose a smaller or quantised model, or a 16-bit --dtype"
     check_weights_fit(weight_bytes, free, dtype, remedy=remedy)
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
-    automatic = "f32" if dtype == "f32" else "bf16"
-    cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, automatic, "cpu")
+    cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
     kv = plan_kv(model.shape.kv, options, cached, free, used)
     return LoadPlan(
         recorded, fused, specs,
