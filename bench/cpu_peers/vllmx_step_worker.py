@@ -62,10 +62,10 @@ def touch_pages(model: LoadedModel) -> None:
         plan = StepPlan(
             tokens=blocks % _NUM_IDS,
             positions=np.zeros_like(blocks),
-            slots=blocks * BLOCK_SIZE,
+            slots=(blocks * BLOCK_SIZE,),
             query_start=np.arange(len(blocks) + 1, dtype=np.int32),
             context_len=np.ones_like(blocks),
-            block_table=blocks[:, None],
+            block_tables=(blocks[:, None],),
             logit_rows=np.zeros(1, np.int32),
         )
         model.step(plan, rows).result()
@@ -88,10 +88,10 @@ def prefill_plan(case: Case) -> StepPlan:
     return StepPlan(
         tokens=np.random.default_rng(0).integers(_NUM_IDS, size=case.context, dtype=np.int32),
         positions=positions,
-        slots=positions.copy(),
+        slots=(positions.copy(),),
         query_start=np.array([0, case.context], np.int32),
         context_len=np.array([case.context], np.int32),
-        block_table=np.arange(row_blocks(case), dtype=np.int32)[None],
+        block_tables=(np.arange(row_blocks(case), dtype=np.int32)[None],),
         logit_rows=np.array([case.context - 1], np.int32),
     )
 
@@ -107,10 +107,10 @@ class DecodePlan:
         self.plan = StepPlan(
             tokens=rows.copy(),
             positions=np.full(case.batch, start - 1, np.int32),
-            slots=np.empty(case.batch, np.int32),
+            slots=(np.empty(case.batch, np.int32),),
             query_start=np.arange(case.batch + 1, dtype=np.int32),
             context_len=np.full(case.batch, start, np.int32),
-            block_table=self._table,
+            block_tables=(self._table,),
             logit_rows=rows.copy(),
         )
 
@@ -121,7 +121,7 @@ class DecodePlan:
         plan.context_len += 1
         position = int(plan.positions[0])
         blocks = self._table[:, position // BLOCK_SIZE]
-        plan.slots[:] = blocks * BLOCK_SIZE + position % BLOCK_SIZE
+        plan.slots[0][:] = blocks * BLOCK_SIZE + position % BLOCK_SIZE
         return plan
 
     def take_tokens_from_device(self) -> None:

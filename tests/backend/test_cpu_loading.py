@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError, InvalidRequestError, WeightFormatError
+from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.memory import format_bytes
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.testing.attention_checks import attention_model
@@ -24,7 +25,7 @@ from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel, tiny_decoder
 from vllmx_cpu.backend import CpuBackend
-from vllmx_cpu.kv_cache import KVPlan, plan_kv
+from vllmx_cpu.kv_cache import plan_kv
 from vllmx_cpu.loaded import CpuLoadedModel
 from vllmx_cpu.memory import allocate
 
@@ -127,10 +128,10 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
 class TestCacheSize:
     GIB = 1 << 30
 
-    def plan(self, free: int, used: int = 0, **options: Any) -> KVPlan:
+    def plan(self, free: int, used: int = 0, **options: Any) -> CachePlan:
         model = tiny_decoder(Builder(VOCAB))
         chosen = LoadOptions(**({"max_model_len": 4096, "max_num_seqs": 8} | options))
-        return plan_kv(model.shape.kv, chosen, "f32", free, used)
+        return plan_kv(model.shape, chosen, "f32", free, used)
 
     def test_no_more_than_all_sequences_at_full_length(self) -> None:
         assert self.plan(64 * self.GIB).num_blocks == 8 * 4096 // 16

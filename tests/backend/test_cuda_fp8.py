@@ -61,7 +61,7 @@ def test_static_scales_of_fp8(scales: Mapping[str, float], limit: tuple[float, f
     got, _ = log_probabilities(CudaBackend(lambda: device), source, "bf16", prompt)
     want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt)
     assert limit[0] < abs(got - want).mean() < limit[1]
-    layers, split = len(MODEL.shape.kv), "k_proj" in scales
+    layers, split = len(MODEL.shape.caches), "k_proj" in scales
     assert device.entries["f8e4m3"] == (6 if split else 4) * layers
     norms = device.entries["rms_norm_codes"] + device.entries["add_rms_norm_codes"]
     assert norms == (1 if split else 2) * layers
@@ -81,7 +81,7 @@ def test_fp8_on_a_gpu_that_has_none(name: str, arch: str, dtype: str) -> None:
         assert abs(got - want).mean() < 0.02
         # q, k and v are apart where their rows are not whole blocks
         products = 6 if name == "fp8 blocks" else 4
-        assert device.entries["codes8_mma"] == products * len(MODEL.shape.kv)
+        assert device.entries["codes8_mma"] == products * len(MODEL.shape.caches)
         assert not device.entries["f8e4m3"]
 
 
@@ -104,7 +104,7 @@ def test_fp8_blocks_times_codes(
         want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt, model)
         assert abs(got - want).mean() < (0.1 if tokens > 32 else 0.02)
         few = tokens <= 32
-        layers = len(MODEL.shape.kv)  # of q, k, v, o, gate, up, down: not all are whole blocks
+        layers = len(MODEL.shape.caches)  # of q, k, v, o, gate, up, down: not all are whole blocks
         assert device.entries["codes8_mma" if few else product] == 7 * layers
         assert not device.entries[product if few else "codes8_mma"]
         assert not device.entries["codes8_dequantize"]
@@ -117,7 +117,7 @@ def test_fp8_in_bf16_without_tensor_cores() -> None:
     device = CountingDevice(emulator=EMULATOR, arch="sm_75")
     source = Quantised(EIGHT_BITS["fp8 blocks"])
     log_probabilities(CudaBackend(lambda: device), source, "bf16", [7, 11, 13])
-    assert device.entries["codes8_gemv"] == 6 * len(MODEL.shape.kv)
+    assert device.entries["codes8_gemv"] == 6 * len(MODEL.shape.caches)
 
 
 def test_a_code_that_is_nan_is_not_hidden() -> None:

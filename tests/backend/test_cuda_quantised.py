@@ -104,14 +104,14 @@ def test_eight_bits_answer_as_on_the_cpu(name: str) -> None:
 
 def test_norms_write_codes_for_the_products_behind_them() -> None:
     """Two of a layer's four products; none where rows are few and stay as they are."""
-    for tokens, coded in ((16, 2 * len(MODEL.shape.kv)), (3, 0)):
+    for tokens, coded in ((16, 2 * len(MODEL.shape.caches)), (3, 0)):
         device = CountingDevice(emulator=EMULATOR)
         source = Quantised(EIGHT_BITS["int8"])
         log_probabilities(CudaBackend(lambda device=device: device), source, "bf16", [9] * tokens)
         fused = device.entries["rms_norm_codes"] + device.entries["add_rms_norm_codes"]
         assert (fused, device.entries["quantize_rows"]) == (coded, coded)
         assert device.entries["i8"] == 2 * coded
-        assert device.entries["codes8_gemv"] == (0 if coded else 4 * len(MODEL.shape.kv))
+        assert device.entries["codes8_gemv"] == (0 if coded else 4 * len(MODEL.shape.caches))
 
 
 class RefusingDevice(CountingDevice):
@@ -132,7 +132,7 @@ class RefusingDevice(CountingDevice):
 def test_codes_that_cublaslt_refuses(name: str, few: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations stay as they are then: few rows meet the codes, for many they are dequantised."""
     monkeypatch.setattr(codes8, "OWN_TOKENS", 32)
-    source, layers = Quantised(EIGHT_BITS[name]), len(MODEL.shape.kv)
+    source, layers = Quantised(EIGHT_BITS[name]), len(MODEL.shape.caches)
     for prompt, entry in (([9, 4] * 8, few), ([7, 11, 13] * 13, "codes8_dequantize")):
         device = RefusingDevice(emulator=EMULATOR)
         got, _ = log_probabilities(CudaBackend(lambda d=device: d), source, "bf16", prompt)
@@ -164,7 +164,7 @@ def test_codes_of_gguf_meet_tensor_cores(name: str, arch: str) -> None:
         want, _ = log_probabilities(_cpu(), source.twin(), "f32", prompt[:tokens])
         assert abs(got - want).mean() < 0.01
         parts = 5 if name == "Q4_K_M" else 4  # of q, k and v the last in 6 bits
-        assert device.entries["w4_linear"] == parts * len(MODEL.shape.kv)
+        assert device.entries["w4_linear"] == parts * len(MODEL.shape.caches)
         assert not device.entries["w4_dequantize"]
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
-from vllmx_core.model import KVSpec
+from vllmx_core.kv_capacity import CachePlan
+from vllmx_core.model import KVSpec, ModelShape
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import gumbel_noise
 from vllmx_core.specs import BackendSpec
@@ -121,11 +122,11 @@ class TestMemory:
         class Planned(Exception):
             pass
 
-        def stop(self: Any) -> None:
-            sizes.append(self.num_bytes)
+        def stop(plan: CachePlan) -> None:
+            sizes.append(plan.num_bytes)
             raise Planned
 
-        monkeypatch.setattr("vllmx_metal.kv_cache.KVPlan.allocate", stop)
+        monkeypatch.setattr("vllmx_metal.backend.allocate", stop)
         for is_gpu in (True, False):
             device = Device("any", is_gpu, 24 * GIB, 20 * GIB)
             monkeypatch.setattr("vllmx_metal.backend.current_device", lambda d=device: d)
@@ -155,8 +156,9 @@ class TestMemory:
         limits = {"max_model_len": 40960, "shrink_to_fit": True, "memory_fraction": 1.0}
         device = Device("Apple M9", True, free_mib << 20, free_mib << 20)
         dtype = options.get("kv_cache_dtype", "bf16")
-        plan = plan_kv([KVSpec(2, 32)], LoadOptions(**limits | options), dtype, device, 10 << 20)
-        assert plan.num_seqs == expected
+        shape = ModelShape(97, 64, 40960, (KVSpec(2, 32),))
+        asked = LoadOptions(**limits | options)
+        assert plan_kv(shape, asked, dtype, device, 10 << 20)[1] == expected
 
     def test_the_number_of_sequences_is_reported(self) -> None:
         for asked, found in ((None, 32), (5, 5)):
@@ -227,14 +229,14 @@ def test_threads_end_with_their_model() -> None:
 
 
 def test_what_a_step_raises_its_result_raises() -> None:
-    model, source = decoder()
-    loaded = load(model, source)
+    loaded = load(*decoder())
     good = make_plan([Row([1, 2, 3], 0, [0])], PAGE)
 
-    def broken(ops: Any, w: Any, step: Any) -> Any:
-        raise ValueError("no such op")
+    class Broken:
+        def run(self, frame: Any) -> Any:
+            raise ValueError("no such op")
 
-    loaded._model = replace(model, body=broken)
+    loaded._interpreter = Broken()
     with pytest.raises(ValueError, match="no such op"):
         loaded.step(good, sampling_rows(1)).result()
     loaded.close()

@@ -282,7 +282,7 @@ def test_stale_pages_that_leak_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
         page = pages.v.shape[1]
         for row in range(plan.num_rows):
             length = int(plan.context_len[row])
-            last = pages.v[plan.block_table[row, (length - 1) // page]]
+            last = pages.v[plan.block_tables[0][row, (length - 1) // page]]
             end = plan.query_start[row + 1]
             out[plan.query_start[row] : end] += 0 * last.sum()
         return out
@@ -373,7 +373,7 @@ def test_a_wrong_forward_pass_is_found(body: Any, message: str) -> None:
 def test_layers_that_do_not_match_the_cache_are_found() -> None:
     model: SyntheticModel = tiny_decoder(Builder(19))
     kv = (KVSpec(2, 8), KVSpec(2, 8, window=5))
-    suite = body_of(shape=replace(model.shape, kv=kv))()
+    suite = body_of(shape=replace(model.shape, caches=kv))()
     with pytest.raises(AssertionError, match="layer 1"):
         suite.test_attention_layers_match_the_kv_cache()
 

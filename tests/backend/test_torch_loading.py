@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.errors import CapacityError, ConfigError
+from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.plan import LogitEdits, TokenCounts
 from vllmx_core.sampling import gumbel_noise
 from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs
@@ -26,7 +27,7 @@ pytest.importorskip("vllmx_torch")
 from vllmx_torch import noise  # noqa: E402
 from vllmx_torch.backend import TorchBackend  # noqa: E402
 from vllmx_torch.device import DEVICE_VARIABLE, available_devices, choose_device  # noqa: E402
-from vllmx_torch.kv_cache import KVPlan, plan_kv  # noqa: E402
+from vllmx_torch.kv_cache import allocate, plan_kv  # noqa: E402
 from vllmx_torch.loaded import TorchLoadedModel  # noqa: E402
 from vllmx_torch.weights import LinearWeight  # noqa: E402
 
@@ -181,10 +182,10 @@ class TestCacheSize:
 
     def plan(
         self, free: int, device: str = "cpu", used: int = 0, kv: str = "f32", **options: Any
-    ) -> KVPlan:
+    ) -> CachePlan:
         model = tiny_decoder(Builder(VOCAB))
         chosen = LoadOptions(**({"max_model_len": 4096, "max_num_seqs": 8} | options))
-        return plan_kv(model.shape.kv, chosen, kv, torch.device(device), free, used)
+        return plan_kv(model.shape, chosen, kv, torch.device(device), free, used)
 
     def test_a_device_of_its_own_is_filled_and_the_host_is_not(self) -> None:
         many = 1 << 20
@@ -194,7 +195,7 @@ class TestCacheSize:
     @pytest.mark.parametrize("kv", ["f32", "bf16", "int8", "fp8"])
     def test_bytes_are_those_of_the_pages(self, kv: str) -> None:
         plan = self.plan(self.GIB, kv=kv, num_kv_blocks=256)
-        pages = plan.allocate(torch.device("cpu"))
+        pages = allocate(plan, torch.device("cpu"))
         assert plan.num_bytes == sum(page.k.num_bytes + page.v.num_bytes for page in pages)
 
     @pytest.mark.parametrize(

@@ -97,9 +97,9 @@ def test_decode_plans_walk_through_blocks_of_their_own(
         plan = decode.advance()
         assert (plan.context_len == plan.positions + 1).all()
         for row, position in enumerate(plan.positions):
-            block = plan.block_table[row, position // worker.BLOCK_SIZE]
-            assert plan.slots[row] == block * worker.BLOCK_SIZE + position % worker.BLOCK_SIZE
-        written += plan.slots.tolist()
+            block = plan.block_tables[0][row, position // worker.BLOCK_SIZE]
+            assert plan.slots[0][row] == block * worker.BLOCK_SIZE + position % worker.BLOCK_SIZE
+        written += plan.slots[0].tolist()
         contexts.append(int(plan.context_len[0]))
     assert len(set(written)) == len(written)
     assert max(written) < batch * worker.row_blocks(case) * worker.BLOCK_SIZE

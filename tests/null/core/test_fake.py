@@ -199,22 +199,22 @@ def test_simulated_time_overlaps() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": [8, 1, 2]}, "slots and block_table"),
+        ({"slots": ([8, 1, 2],)}, "slots and block_tables"),
         ({"positions": [1, 2, 3]}, "positions"),
         ({"context_len": [4]}, "positions"),
         ({"tokens": [97, 0, 0]}, "vocabulary"),
         ({"tokens": [-1, 0, 0]}, "step before"),
         ({"query_start": [0, 2]}, "query_start"),
-        ({"block_table": [[64]]}, "does not exist"),
+        ({"block_tables": ([[64]],)}, "does not exist"),
         ({"logit_rows": [3]}, "logit row"),
     ],
 )
-def test_a_plan_that_breaks_its_contract_is_refused(
-    change: dict[str, list[int]], message: str
-) -> None:
+def test_a_plan_that_breaks_its_contract_is_refused(change: dict[str, Any], message: str) -> None:
     plan = make_plan([Row([1, 2, 3], 0, [0])], 8)
     for name, value in change.items():
-        setattr(plan, name, np.array(value, np.int32))
+        grouped = isinstance(value, tuple)
+        made = tuple(np.array(part, np.int32) for part in (value if grouped else (value,)))
+        setattr(plan, name, made if grouped else made[0])
     with pytest.raises(AssertionError, match=message):
         fake().step(plan, sampling_rows(1))
 

@@ -196,8 +196,8 @@ def test_the_table_on_the_device_is_that_of_the_plan(deferred: bool) -> None:
         whole += asked(device, loaded, rows)["upload_rows"]
         assert device.table is not None
         there = array(device.table, np.int32).reshape(-1, MAX_LEN // PAGE)
-        blocks = plan.block_table.shape[1]
-        np.testing.assert_array_equal(there[:count, :blocks], plan.block_table)
+        blocks = plan.block_tables[0].shape[1]
+        np.testing.assert_array_equal(there[:count, :blocks], plan.block_tables[0])
         lengths[:count] += 1
     assert 0 < whole < 20
 

@@ -77,7 +77,9 @@ def test_one_length_for_all_when_nothing_is_spare() -> None:
 
 def test_a_plan_of_nothing_but_padding() -> None:
     empty = np.zeros(0, np.int32)
-    plan = StepPlan(empty, empty, empty, np.zeros(1, np.int32), empty, empty.reshape(0, 0), empty)
+    plan = StepPlan(
+        empty, empty, (empty,), np.zeros(1, np.int32), empty, (empty.reshape(0, 0),), empty
+    )  # fmt: skip
     work = plan_items(plan, Visibility(), 4, 9)
     assert (work.items == -1).all()
     assert work.first_item.tolist() == [0] * 5

@@ -37,6 +37,9 @@ class LoadOptions:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    group_caches: bool = False
+    """The caller makes a block table for each cache group (`vllmx_core.cache_groups`), so that
+    layers with a window need not keep what the others do; False: one table for all layers."""
     memory_fraction: float = 0.9
     num_threads: int | None = None
     enforce_eager: bool = False
@@ -60,7 +63,8 @@ class LoadedInfo:
     kv_cache_dtype: str
     block_size: int
     num_kv_blocks: int
-    """Blocks that the engine may use, numbered 0 ... num_kv_blocks - 1."""
+    """Blocks that the engine may use, numbered 0 ... num_kv_blocks - 1, for all cache groups
+    together."""
     max_num_seqs: int
     """Sequences that run together: as many as were asked for, or the backend's choice."""
     max_num_batched_tokens: int
@@ -73,6 +77,10 @@ class LoadedInfo:
     """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
     """After which a step here must be taken for hung, where the user does not say."""
+    cache_windows: tuple[int | None, ...] = (None,)
+    """One entry for each cache group, in the order of `StepPlan.block_tables`: how many of a
+    sequence's tokens, the newest included, its layers see. Pages before them may be given to
+    others; None: all pages stay."""
 
 
 class StepHandle(Protocol):

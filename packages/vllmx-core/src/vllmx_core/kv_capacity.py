@@ -1,14 +1,107 @@
-"""How many KV blocks a device gets: what was asked for, or what its memory leaves."""
+"""The KV cache of a load, for every backend: its groups, the size of its blocks and how many of
+them there are, by what was asked for or what the device's memory leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from vllmx_core.backend import LoadOptions
-from vllmx_core.errors import CapacityError
+from vllmx_core.cache_groups import CacheLayout, blocks_of, cache_layout, longest_sequence
+from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
+from vllmx_core.kv_quant import LIMITS
 from vllmx_core.memory import format_bytes
+from vllmx_core.model import KVSpec, ModelShape, SharedKV
+
+PageBytes = Callable[[KVSpec, int, str], tuple[int, int]]
+"""(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
+_ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The cache that options and memory come to; a backend allocates it."""
+
+    layout: CacheLayout
+    dtype: str
+    num_blocks: int
+    block_size: int
+    page_bytes: tuple[tuple[int, int], ...]
+    """(keys, values) of one block in each place."""
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(k + v for k, v in self.page_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def plain_page_bytes(kv: KVSpec, block_size: int, dtype: str) -> tuple[int, int]:
+    """Numbers without padding, and a float32 scale for each vector of 8-bit codes."""
+    vector = kv.head_size * _ITEM_BYTES[dtype] + (4 if dtype in LIMITS else 0)
+    size = block_size * kv.num_kv_heads * vector
+    return size, size
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """The block sizes that a backend has."""
+
+    backend: str
+    multiple: int = 1
+    power_of_two: bool = False
+
+    def check(self, size: int) -> None:
+        """Raises ConfigError for another one."""
+        wanted = f"a multiple of {self.multiple}"
+        fits = size >= 1 and size % self.multiple == 0
+        if self.power_of_two:
+            wanted = "a power of two"
+            fits = fits and size & (size - 1) == 0
+        if not fits:
+            raise ConfigError(
+                f"block_size {size} cannot be used by the {self.backend} backend: choose {wanted}"
+                if size >= 1
+                else f"block_size must be at least 1, got {size}",
+                param="block_size",
+            )
+
+
+def plan_cache(
+    shape: ModelShape,
+    options: LoadOptions,
+    dtype: str,
+    sizes: BlockSizes,
+    free: int,
+    used: int,
+    *,
+    default_bytes: int | None = None,
+    page_bytes: PageBytes = plain_page_bytes,
+) -> CachePlan:
+    """The groups of the model's layers over as many blocks as `num_kv_blocks` finds.
+
+    Raises ConfigError for a block size that the backend does not have, CapacityError as
+    `num_kv_blocks` does, UnsupportedModelError for layers that share pages.
+    """
+    sizes.check(options.block_size)
+    for layer, spec in enumerate(shape.caches):
+        if isinstance(spec, SharedKV):
+            raise UnsupportedModelError(
+                f"layer {layer} reads the pages of layer {spec.layer}, and the {sizes.backend}"
+                " backend has no attention without keys of its own: a newer version may"
+            )
+    layout = cache_layout(shape, grouped=options.group_caches)
+    pages = tuple(page_bytes(kv, options.block_size, dtype) for kv in layout.places)
+    one = max(1, sum(k + v for k, v in pages))
+    blocks = num_kv_blocks(options, layout, one, free, used, default_bytes=default_bytes)
+    return CachePlan(layout, dtype, blocks, options.block_size, pages)
 
 
 def num_kv_blocks(
     options: LoadOptions,
+    layout: CacheLayout,
     block_bytes: int,
     free: int,
     used: int,
@@ -19,15 +112,17 @@ def num_kv_blocks(
     leaves beside `used`, up to all sequences at full length.
 
     Args:
-        block_bytes: of one block in all layers.
+        block_bytes: of one block in all places.
         free: memory of the device before the weights are loaded.
         used: weights and activations.
         default_bytes: without a flag no more than this, unless one sequence needs more.
 
     Raises CapacityError when a sequence of max_model_len does not fit (with shrink_to_fit: when not
-    even one block does).
+    even one block for each group does).
     """
-    needed = -(-options.max_model_len // options.block_size)
+    needed = blocks_of(
+        layout.windows, options.max_model_len, options.block_size, options.max_num_batched_tokens
+    )
     if options.num_kv_blocks is not None:
         blocks = options.num_kv_blocks
         _check_memory(blocks * block_bytes, free - used, "num_kv_blocks")
@@ -39,8 +134,8 @@ def num_kv_blocks(
         if default_bytes is not None:
             budget = min(budget, max(default_bytes, needed * block_bytes))
         blocks = min(budget // block_bytes, needed * options.num_seqs)
-    if blocks < (1 if options.shrink_to_fit else needed):
-        raise _too_small(options, blocks, block_bytes, needed, free, used)
+    if blocks < (len(layout.groups) if options.shrink_to_fit else needed):
+        raise _too_small(options, layout, blocks, block_bytes, needed, free, used)
     return blocks
 
 
@@ -55,7 +150,13 @@ def _check_memory(wanted: int, left: int, param: str) -> None:
 
 
 def _too_small(
-    options: LoadOptions, blocks: int, block_bytes: int, needed: int, free: int, used: int
+    options: LoadOptions,
+    layout: CacheLayout,
+    blocks: int,
+    block_bytes: int,
+    needed: int,
+    free: int,
+    used: int,
 ) -> CapacityError:
     have, want = blocks * block_bytes, needed * block_bytes
     if options.num_kv_blocks is not None:
@@ -66,7 +167,10 @@ def _too_small(
         remedy = "raise --memory-fraction or free memory"
         if used + want > free:
             remedy = "use a machine with more memory"
-    fits = blocks * options.block_size
+    fits = longest_sequence(
+        layout.windows, blocks, options.block_size, options.max_num_batched_tokens,
+        options.max_model_len,
+    )  # fmt: skip
     lower = f"lower --max-model-len to {fits} or " if fits else ""
     return CapacityError(
         f"one sequence of max_model_len {options.max_model_len} needs {format_bytes(want)} of KV"

@@ -20,8 +20,8 @@ from vllmx_core.plan import AnyArray
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
-    "Activation", "Array", "AttentionSpec", "KVSpec", "Model", "ModelShape", "Ops", "StepInputs",
-    "Weight",
+    "Activation", "Array", "AttentionSpec", "CacheSpec", "KVSpec", "Model", "ModelShape", "Ops",
+    "SharedKV", "StepInputs", "Weight",
 ]  # fmt: skip
 
 Array = Value
@@ -41,6 +41,18 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKV:
+    """An attention layer that keeps nothing: it reads the pages of an earlier one."""
+
+    layer: int
+    """The layer that owns them."""
+
+
+CacheSpec = KVSpec | SharedKV
+"""What one attention layer keeps."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the engine and the backends must know of a model before it is loaded."""
 
@@ -48,10 +60,15 @@ class ModelShape:
     hidden_size: int
     max_model_len: int
     """Context length that the checkpoint claims."""
-    kv: tuple[KVSpec, ...]
+    caches: tuple[CacheSpec, ...]
     """One entry for each attention layer."""
     dtype: str = "bf16"
     """Checkpoint dtype by its config: bf16, f16 or f32."""
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Of the layers that have pages of their own."""
+        return tuple(spec for spec in self.caches if isinstance(spec, KVSpec))
 
 
 class Model(Protocol):

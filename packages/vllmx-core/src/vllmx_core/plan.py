@@ -3,8 +3,8 @@
 All arrays are C-contiguous numpy arrays that the engine owns and reuses: a backend that needs them
 after `LoadedModel.step` has returned must have copied them by then.
 
-Alphabet of shapes: T tokens, R rows (sequences of this step), B blocks of the widest row, L logit
-rows, V vocabulary, W = ceil(V / 32).
+Alphabet of shapes: T tokens, R rows (sequences of this step), B blocks of the widest row, G cache
+groups, L logit rows, V vocabulary, W = ceil(V / 32).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StepPlan:
     """One step, flattened and without padding: decode rows and prefill chunks side by side.
 
     Row r owns tokens `query_start[r] : query_start[r + 1]`. Its attention context is
-    `context_len[r]` tokens long *including* the tokens of this step, and its KV entry for position
-    p lies in block `block_table[r, p // P]` at offset `p % P`. No row reads what another row of the
-    same step writes.
+    `context_len[r]` tokens long *including* the tokens of this step, and in the layers of group g
+    its KV entry for position p lies in block `block_tables[g][r, p // P]` at offset `p % P`. No row
+    reads what another row of the same step writes.
     """
 
     tokens: I32
@@ -39,15 +39,17 @@ class StepPlan:
     was refused (-1), the backend feeds id 0; the engine throws the result away."""
     positions: I32
     """(T,) position of each token in its sequence."""
-    slots: I32
-    """(T,) where this token's K/V go: block * P + offset."""
+    slots: tuple[I32, ...]
+    """For each cache group (T,) where this token's K/V go: block * P + offset."""
     query_start: I32
     """(R + 1,) first token of each row; the last entry is T."""
     context_len: I32
     """(R,) tokens in the KV cache after this step's writes."""
-    block_table: I32
-    """(R, B) physical blocks of each row; entries beyond the row's context are undefined. May be a
-    view whose rows are further apart than B (see `strides`)."""
+    block_tables: tuple[I32, ...]
+    """For each cache group (R, B), one B for all: the physical blocks of each row. Undefined are
+    entries beyond the row's context and, in a group with a window, those of pages that the row's
+    first token of this step no longer sees; nobody may read them. May be views whose rows are
+    further apart than B (see `strides`)."""
     logit_rows: I32
     """(L,) indices into the T tokens whose next-token logits are wanted, ascending."""
 

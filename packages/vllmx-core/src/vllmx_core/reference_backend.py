@@ -13,9 +13,10 @@ import numpy.typing as npt
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.in_flight import InFlight
-from vllmx_core.errors import CapacityError
 from vllmx_core.interpreter import Interpreter
+from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
+from vllmx_core.memory import free_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.formulas import Floats, NumpyFrame, NumpyWeights, Pages
 from vllmx_core.ops.op import Op, OpList
@@ -27,6 +28,7 @@ from vllmx_core.weights import WeightSource
 
 _DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f64": np.float64}
 _DEFAULT_KV_BYTES = 1 << 30
+_BLOCK_SIZES = BlockSizes("numpy")
 
 
 class ReferenceHandle:
@@ -111,11 +113,9 @@ class ReferenceBackend:
         cached = kv_dtype(options.kv_cache_dtype, (*KV_DTYPES, "f64"), name, self.name)
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         weights = _weights(recording, source, dtype)
-        blocks = _num_blocks(model, options, dtype.itemsize)
-        pages = tuple(
-            Pages(*(np.zeros((blocks, options.block_size, kv.num_kv_heads, kv.head_size), dtype)
-                    for _ in range(2)))
-            for kv in model.shape.kv
+        cache = plan_cache(
+            model.shape, options, name, _BLOCK_SIZES, free_bytes(), 0,
+            default_bytes=_DEFAULT_KV_BYTES,
         )  # fmt: skip
         info = LoadedInfo(
             backend=self.name,
@@ -123,16 +123,17 @@ class ReferenceBackend:
             dtype=name,
             kv_cache_dtype=cached,
             block_size=options.block_size,
-            num_kv_blocks=blocks,
+            num_kv_blocks=cache.num_blocks,
             max_num_seqs=options.num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
             weight_bytes=weights.num_bytes,
-            kv_cache_bytes=sum(page.k.nbytes + page.v.nbytes for page in pages),
+            kv_cache_bytes=cache.num_bytes,
             details={},
             step_timeout_s=HOST_STEP_TIMEOUT_S,
+            cache_windows=cache.layout.windows,
         )
-        return ReferenceLoadedModel(recording.steps, weights, pages, info)
+        return ReferenceLoadedModel(recording.steps, weights, _pages(cache, dtype), info)
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}
@@ -151,20 +152,10 @@ def _weights(recording: Recording, source: WeightSource, dtype: np.dtype[Any]) -
     return NumpyWeights(arrays, biases)
 
 
-def _num_blocks(model: Model, options: LoadOptions, item_bytes: int) -> int:
-    entry = sum(2 * kv.num_kv_heads * kv.head_size for kv in model.shape.kv) * item_bytes
-    block_bytes = max(1, entry * options.block_size)
-    needed = -(-options.max_model_len // options.block_size)
-    blocks = options.num_kv_blocks
-    if blocks is None:
-        memory = options.kv_cache_memory_bytes or _DEFAULT_KV_BYTES
-        blocks = min(memory // block_bytes, needed * options.num_seqs)
-    if blocks < (1 if options.shrink_to_fit else needed):
-        fits = blocks * options.block_size
-        raise CapacityError(
-            f"{blocks} KV blocks of {options.block_size} tokens ({blocks * block_bytes} bytes) do"
-            f" not hold one sequence of max_model_len {options.max_model_len}: lower"
-            f" --max-model-len to {fits} or give the KV cache {needed * block_bytes} bytes",
-            param="max_model_len",
-        )
-    return blocks
+def _pages(cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Pages, ...]:
+    """Those of each layer; layers of different groups have a place in common."""
+    layout, places = cache.layout, []
+    for kv in layout.places:
+        shape = (cache.num_blocks, cache.block_size, kv.num_kv_heads, kv.head_size)
+        places.append((np.zeros(shape, dtype), np.zeros(shape, dtype)))
+    return tuple(Pages(*places[place], group) for group, place in layout.layers)

@@ -17,6 +17,7 @@ from vllmx_core.ops.op import Op
 from vllmx_core.weights import WeightSource
 
 from vllmx_cpu import native
+from vllmx_cpu.kv_cache import allocate_pages
 from vllmx_cpu.loaded import CpuLoadedModel, RecordedStep
 from vllmx_cpu.lower import OPS, Lowering, lower_all
 from vllmx_cpu.memory import allocate
@@ -65,7 +66,7 @@ class CpuBackend:
             progress=options.progress,
         )  # fmt: skip
         lowering = Lowering(
-            isa, weights, plan.segments, plan.kv.allocate(), plan.kv.block_size,
+            isa, weights, plan.segments, allocate_pages(plan.kv), plan.kv.block_size,
             plan.kv.dtype, allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
@@ -108,6 +109,7 @@ def _info(
         details=details
         | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.activation_bytes)},
         step_timeout_s=HOST_STEP_TIMEOUT_S,
+        cache_windows=plan.kv.layout.windows,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,13 +111,13 @@ class CpuStep:
         self, owner: CpuLoadedModel, plan: StepPlan, rows: SamplingRows, previous: CpuStep | None
     ) -> None:
         self._owner = owner
-        self._arrays: Mapping[str, I32] = {
+        self._arrays: dict[str, I32] = {
             name: np.array(getattr(plan, name), np.int32, order="C")
-            for name in (
-                "tokens", "positions", "slots", "query_start", "context_len", "block_table",
-                "logit_rows",
-            )
-        }  # fmt: skip
+            for name in ("tokens", "positions", "query_start", "context_len", "logit_rows")
+        }
+        # One group after the other; a copy even where there is only one.
+        self._arrays["slots"] = np.concatenate(plan.slots)  # (G * T,)
+        self._arrays["block_table"] = np.concatenate(plan.block_tables)  # (G * R, B)
         width = self._arrays["block_table"].shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import free_bytes
 from vllmx_core.model import Model
@@ -23,7 +24,7 @@ from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cpu.kinds import segments
-from vllmx_cpu.kv_cache import KVPlan, plan_kv
+from vllmx_cpu.kv_cache import plan_kv
 from vllmx_cpu.lower import OPS
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
@@ -45,7 +46,7 @@ class LoadPlan:
     arena: ArenaPlan
     panel_bytes: int
     workspace_bytes: int
-    kv: KVPlan
+    kv: CachePlan
     constants: Mapping[str, AnyArray]
 
     @property
@@ -82,7 +83,7 @@ def plan_load(
     check_weights_fit(weight_bytes, free, dtype, remedy=remedy)
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
     cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
-    kv = plan_kv(model.shape.kv, options, cached, free, used)
+    kv = plan_kv(model.shape, replace(options, group_caches=False), cached, free, used)
     return LoadPlan(
         recorded, fused, specs,
         {name: [spec.name for spec in group] for name, group in cut.items()},

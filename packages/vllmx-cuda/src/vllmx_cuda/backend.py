@@ -18,7 +18,7 @@ from vllmx_cuda.arch import capability
 from vllmx_cuda.device import Device
 from vllmx_cuda.dtypes import ITEM_BYTES, automatic
 from vllmx_cuda.graphs import Graphs
-from vllmx_cuda.kv_cache import CODES
+from vllmx_cuda.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.loaded import CudaLoadedModel
 from vllmx_cuda.lower import OPS, Lowering
 from vllmx_cuda.planning import LoadPlan, plan_load
@@ -123,7 +123,8 @@ def _load(
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
     lowering = Lowering(
-        device, dtype, weights, plan.kv.allocate(device), plan.kv.block_size, plan.kv.kind,
+        device, dtype, weights, allocate(plan.kv, device), plan.kv.block_size,
+        kind_of(plan.kv.dtype),
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
         plan.layout.in_place, plan.layout.scratch(device), products,
         wgmma,

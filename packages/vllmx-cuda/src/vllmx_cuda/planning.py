@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import OpList
@@ -20,7 +21,7 @@ from vllmx_cuda.arch import number
 from vllmx_cuda.buckets import bucket_sizes
 from vllmx_cuda.device import Device
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
-from vllmx_cuda.kv_cache import CODES, KVPlan, plan_kv
+from vllmx_cuda.kv_cache import CODES, plan_kv
 from vllmx_cuda.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.lower import OPS
 from vllmx_cuda.matrices.form import Target
@@ -54,7 +55,7 @@ class LoadPlan:
     work: WorkKinds
     layout: StepLayout
     staging_bytes: int
-    kv: KVPlan
+    kv: CachePlan
 
 
 def plan_load(
@@ -95,7 +96,7 @@ def plan_load(
     used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
     used += 4 * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
-    kv = plan_kv(model.shape.kv, options, kv_dtype, free, used)
+    kv = plan_kv(model.shape, replace(options, group_caches=False), kv_dtype, free, used)
     logger.info(
         "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
         " (%s) and KV cache (%s)",

@@ -152,7 +152,7 @@ def _nothing() -> StepPlan:
     """Padding alone: nothing is stored, nothing attended to."""
     empty = np.zeros(0, np.int32)
     return StepPlan(
-        empty, empty, empty, np.zeros(1, np.int32), empty, empty.reshape(0, 0), empty
+        empty, empty, (empty,), np.zeros(1, np.int32), empty, (empty.reshape(0, 0),), empty
     )  # fmt: skip
 
 

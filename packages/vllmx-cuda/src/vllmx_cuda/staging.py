@@ -177,7 +177,7 @@ class Staging:
         packed, sizes = self._pinned[slot], layout.sizes
         _put(packed, layout.tokens, sizes.tokens, plan.tokens, 0)
         _put(packed, layout.positions, sizes.tokens, plan.positions, 0)
-        _put(packed, layout.slots, sizes.tokens, plan.slots, -1)
+        _put(packed, layout.slots, sizes.tokens, plan.slots[0], -1)
         _put(packed, layout.logit_rows, sizes.logit_rows, plan.logit_rows, 0)
         _put(packed, layout.context_len, sizes.rows, plan.context_len, 0)
         for index, visibility in enumerate(self._kinds.visibilities):
@@ -200,9 +200,9 @@ class Staging:
     def _patches(self, plan: StepPlan, capacity: int, slot: int) -> I32:
         """(N, 2) where the plan's block table differs from the one on the device; none where the
         whole table is sent."""
-        rows, blocks = plan.block_table.shape
+        rows, blocks = plan.block_tables[0].shape
         blocks = min(blocks, self._max_blocks)
-        table, sent = plan.block_table[:, :blocks], self._sent[:rows, :blocks]
+        table, sent = plan.block_tables[0][:, :blocks], self._sent[:rows, :blocks]
         # found in one dimension: numpy is ten times slower in two
         row, column = np.divmod(np.flatnonzero(table != sent), max(1, blocks))
         patches = np.empty((len(row), 2), np.int32)

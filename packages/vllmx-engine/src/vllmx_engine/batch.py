@@ -55,7 +55,7 @@ class BatchBuilder:
             rows = batch.decodes
         select = _selector(rows)
         plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
-        plan.block_table = self._block_table(rows, select)
+        plan.block_tables = (self._block_table(rows, select),)
         owners, sampling = self._sampling.build(batch, rows, plan)
         table = self._table
         step = Step(
@@ -83,10 +83,10 @@ class BatchBuilder:
         return StepPlan(
             tokens=tokens,
             positions=positions,
-            slots=self._slots_of(positions, self._first_block[select]),
+            slots=(self._slots_of(positions, self._first_block[select]),),
             query_start=self._ascending[: count + 1],
             context_len=context_len,
-            block_table=table.blocks,
+            block_tables=(),  # `build` fills them in
             logit_rows=self._ascending[:count],
         )
 
@@ -112,10 +112,10 @@ class BatchBuilder:
         return StepPlan(
             tokens=tokens,
             positions=positions,
-            slots=self._slots_of(positions, np.repeat(self._first_block[rows], lengths)),
+            slots=(self._slots_of(positions, np.repeat(self._first_block[rows], lengths)),),
             query_start=query_start,
             context_len=np.add(first, lengths, out=self._context_len[: rows.size]),
-            block_table=table.blocks,
+            block_tables=(),  # `build` fills them in
             logit_rows=_logit_rows(num_decodes, chunks, query_start),
         )
 

@@ -54,9 +54,9 @@ def attention(
         q = rotate(q, cos, sin, interleaved=spec.interleaved)
         k = rotate(k, cos, sin, interleaved=spec.interleaved)
     q = q.astype(qkv.dtype)
-    pages.k.write(step.slots, k)
-    pages.v.write(step.slots, v)
-    cut = step.batches(spec)
+    pages.k.write(step.slots[pages.group], k)
+    pages.v.write(step.slots[pages.group], v)
+    cut = step.batches(spec, pages.group)
     if cut.order is not None:
         q = q[cut.order]
     outs, first = [], 0

@@ -20,7 +20,7 @@ from vllmx_metal import step
 from vllmx_metal.device import Device, current_device, keep_resident
 from vllmx_metal.dtypes import DTYPES
 from vllmx_metal.kernel_choice import choose_kernels
-from vllmx_metal.kv_cache import MOST_SEQS, plan_kv
+from vllmx_metal.kv_cache import MOST_SEQS, allocate, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
@@ -75,7 +75,7 @@ class MetalBackend:
         step_bytes = _activation_bytes(
             model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
-        kv = plan_kv(model.shape.kv, options, cached, device, weights_size + step_bytes)
+        kv, seqs = plan_kv(model.shape, options, cached, device, weights_size + step_bytes)
         kernels = choose_kernels(DTYPES[dtype])
         loader = WeightLoader(source, DTYPES[dtype])
         weights = loader.load(specs, constants, progress=options.progress)
@@ -86,7 +86,7 @@ class MetalBackend:
             kv_cache_dtype=cached,
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
-            max_num_seqs=kv.num_seqs,
+            max_num_seqs=seqs,
             max_num_batched_tokens=most["T"],
             max_logit_rows=most["L"],
             weight_bytes=held_bytes(weights),
@@ -96,9 +96,10 @@ class MetalBackend:
                 "decode attention": "own kernel" if kernels.decode else "MLX",
                 "prefill attention": "own kernel" if kernels.prefill else "MLX",
             },
+            cache_windows=kv.layout.windows,
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
-        pages = kv.allocate()
+        pages = allocate(kv)
         keep_resident(device, info.weight_bytes + info.kv_cache_bytes, step_bytes)
         return MetalLoadedModel(
             recording.steps, weights, pages, DTYPES[dtype], info, owner, device, kernels
@@ -128,7 +129,7 @@ def _activation_bytes(
     layer = 4 * max_tokens * (2 * max(widths, default=0) + 4 * shape.hidden_size)
     logits = 4 * max_rows * vocab_size * 4
     attention = 0
-    for kv in shape.kv:
+    for kv in shape.kv_specs:
         keys = max(step.BATCH_KEYS, max_model_len)
         gathered = 2 * keys * kv.num_kv_heads * kv.head_size * 4
         heads = max(kv.num_kv_heads, shape.hidden_size // kv.head_size)

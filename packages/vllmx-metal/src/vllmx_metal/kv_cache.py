@@ -1,5 +1,5 @@
-"""KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each attention layer,
-and for 8-bit codes a scale for each vector beside them.
+"""KV pages as MLX arrays: (blocks * P, K, D) for keys and as many values in each place of the
+cache, and for 8-bit codes a scale for each vector beside them.
 
 MLX has values, not places: a write gives a new array. It takes the old one's memory, instead of
 copying it, only where nothing else holds the old one. So the pages are rebound with every write,
@@ -8,21 +8,21 @@ nobody keeps a reference, and a step is submitted after the one before has let g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from vllmx_core.backend import LoadOptions
-from vllmx_core.errors import ConfigError
-from vllmx_core.kv_capacity import num_kv_blocks
+from vllmx_core.kv_capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
 from vllmx_core.memory import GIB
-from vllmx_core.model import KVSpec
+from vllmx_core.model import KVSpec, ModelShape
 
 from vllmx_metal.device import Device
 from vllmx_metal.dtypes import DTYPES
 from vllmx_metal.kv_quant import CODES, dequantise, quantise
 
 _STORED: Mapping[str, mx.Dtype] = {**DTYPES, **CODES}
+BLOCK_SIZES = BlockSizes("metal")
 
 DEFAULT_HOST_BYTES = 4 * GIB
 """In the host's memory, which others need too, the cache is no larger than this without a flag,
@@ -37,8 +37,7 @@ TYPICAL_TOKENS = 4096
 
 @dataclass(slots=True)
 class Pages:
-    """All keys, or all values, of one attention layer, as the last step that was built leaves
-    them."""
+    """All keys, or all values, of one place, as the last step that was built leaves them."""
 
     dtype: str
     data: mx.array  # (blocks * P, K, D)
@@ -71,49 +70,30 @@ class LayerPages:
 
     k: Pages
     v: Pages
+    group: int = 0
+    """Which of the step's block tables lists them."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         return (*self.k.arrays, *self.v.arrays)
 
 
-@dataclass(frozen=True, slots=True)
-class KVPlan:
-    """The cache that options and memory come to."""
-
-    num_seqs: int
-    """Sequences that run together."""
-    num_blocks: int
-    block_size: int
-    dtype: str
-    layers: tuple[KVSpec, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_blocks * block_bytes(self.layers, self.block_size, self.dtype)
-
-    def allocate(self) -> tuple[LayerPages, ...]:
-        """Zeroed pages."""
-        pages = tuple(LayerPages(self._zeros(kv), self._zeros(kv)) for kv in self.layers)
-        mx.eval([page.arrays for page in pages])
-        return pages
-
-    def _zeros(self, kv: KVSpec) -> Pages:
-        shape = (self.num_blocks * self.block_size, kv.num_kv_heads)
-        data = mx.zeros((*shape, kv.head_size), _STORED[self.dtype])
-        return Pages(self.dtype, data, mx.zeros(shape) if self.dtype in CODES else None)
+def allocate(plan: CachePlan) -> tuple[LayerPages, ...]:
+    """Zeroed pages of each layer; layers of different groups have a place in common."""
+    places = [(_zeros(plan, kv), _zeros(plan, kv)) for kv in plan.layout.places]
+    pages = tuple(LayerPages(*places[place], group) for group, place in plan.layout.layers)
+    mx.eval([page.arrays for page in pages])
+    return pages
 
 
-def block_bytes(layers: Sequence[KVSpec], block_size: int, dtype: str) -> int:
-    """Of one block in all layers."""
-    item_bytes, scale_bytes = _STORED[dtype].size, 4 if dtype in CODES else 0
-    return block_size * sum(
-        2 * kv.num_kv_heads * (kv.head_size * item_bytes + scale_bytes) for kv in layers
-    )
+def _zeros(plan: CachePlan, kv: KVSpec) -> Pages:
+    shape = (plan.num_blocks * plan.block_size, kv.num_kv_heads)
+    data = mx.zeros((*shape, kv.head_size), _STORED[plan.dtype])
+    return Pages(plan.dtype, data, mx.zeros(shape) if plan.dtype in CODES else None)
 
 
 def _default_num_seqs(
-    layers: Sequence[KVSpec], options: LoadOptions, dtype: str, device: Device, used: int
+    shape: ModelShape, options: LoadOptions, dtype: str, device: Device, used: int
 ) -> int:
     """Sequences that run together where nobody asked for a number: as many as the memory beside
     `used` holds at `TYPICAL_TOKENS` or at full length, whichever is shorter, within limits."""
@@ -121,26 +101,23 @@ def _default_num_seqs(
     if options.num_kv_blocks is not None:
         held = options.num_kv_blocks * options.block_size // tokens
     else:
-        size = max(1, tokens * block_bytes(layers, 1, dtype))
+        token_bytes = sum(sum(plain_page_bytes(kv, 1, dtype)) for kv in shape.kv_specs)
         budget = int(device.free_bytes * options.memory_fraction) - used
         if options.kv_cache_memory_bytes is not None:
             budget = options.kv_cache_memory_bytes
-        held = budget // size
+        held = budget // max(1, tokens * token_bytes)
     return min(max(held, FEWEST_SEQS), MOST_SEQS)
 
 
 def plan_kv(
-    layers: Sequence[KVSpec], options: LoadOptions, dtype: str, device: Device, used: int
-) -> KVPlan:
-    """See `vllmx_core.kv_capacity.num_kv_blocks`; without `max_num_seqs` for 8 to 32 sequences, by
-    what the memory holds. Raises ConfigError for a block without tokens."""
-    if options.block_size < 1:
-        raise ConfigError(
-            f"block_size must be at least 1, got {options.block_size}", param="block_size"
-        )
-    seqs = options.max_num_seqs or _default_num_seqs(layers, options, dtype, device, used)
+    shape: ModelShape, options: LoadOptions, dtype: str, device: Device, used: int
+) -> tuple[CachePlan, int]:
+    """See `vllmx_core.kv_capacity.plan_cache`. Also the number of sequences that run together:
+    without `max_num_seqs` 8 to 32, by what the memory holds."""
+    BLOCK_SIZES.check(options.block_size)
+    seqs = options.max_num_seqs or _default_num_seqs(shape, options, dtype, device, used)
     options = replace(options, max_num_seqs=seqs)
-    size = max(1, block_bytes(layers, options.block_size, dtype))
     most = None if device.is_gpu else DEFAULT_HOST_BYTES
-    blocks = num_kv_blocks(options, size, device.free_bytes, used, default_bytes=most)
-    return KVPlan(seqs, blocks, options.block_size, dtype, tuple(layers))
+    free = device.free_bytes
+    plan = plan_cache(shape, options, dtype, BLOCK_SIZES, free, used, default_bytes=most)
+    return plan, seqs

@@ -62,9 +62,9 @@ class MetalStep:
     kernels: PagedKernels
     tokens: mx.array  # (T,)
     positions: mx.array  # (T,)
-    slots: mx.array  # (T,)
+    slots: tuple[mx.array, ...]  # (T,) of each cache group
     logit_rows: mx.array  # (L,)
-    _batches: dict[tuple[int | None, bool, bool], Batches] = field(default_factory=dict)
+    _batches: dict[tuple[int, int | None, bool, bool], Batches] = field(default_factory=dict)
     _rotations: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
     @classmethod
@@ -78,8 +78,8 @@ class MetalStep:
             referred = mx.maximum(last_ids[mx.maximum(-tokens - 1, 0)], 0)  # (T,)
             tokens = mx.where(tokens < 0, referred, tokens)
         return cls(
-            plan, block_size, kernels, tokens, mx.array(plan.positions), mx.array(plan.slots),
-            mx.array(plan.logit_rows),
+            plan, block_size, kernels, tokens, mx.array(plan.positions),
+            tuple(mx.array(slots) for slots in plan.slots), mx.array(plan.logit_rows),
         )  # fmt: skip
 
     def rotation(self, table: mx.array) -> tuple[mx.array, mx.array]:
@@ -90,15 +90,16 @@ class MetalStep:
             self._rotations[id(table)] = cos, sin
         return self._rotations[id(table)]
 
-    def batches(self, spec: AttentionSpec) -> Batches:
-        """Every query token of the step once; made for the first layer of its kind that asks."""
+    def batches(self, spec: AttentionSpec, group: int) -> Batches:
+        """Every query token of the step once, over the pages of a cache group; made for the first
+        layer of its kind that asks."""
         by_kernel = self.kernels.prefill and prefill_fits(spec)
-        key = (spec.window, spec.causal, by_kernel)
+        key = (group, spec.window, spec.causal, by_kernel)
         if key not in self._batches:
-            self._batches[key] = self._cut(spec, by_kernel)
+            self._batches[key] = self._cut(spec, self.plan.block_tables[group], by_kernel)
         return self._batches[key]
 
-    def _cut(self, spec: AttentionSpec, by_kernel: bool) -> Batches:
+    def _cut(self, spec: AttentionSpec, table: I32, by_kernel: bool) -> Batches:
         tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS)
         single = tiles.queries == 1
         paged = spec.causal & np.where(single, self.kernels.decode, by_kernel)  # (tiles,)
@@ -106,11 +107,12 @@ class MetalStep:
         for chosen, made in ((paged & single, self._rows), (paged & ~single, self._prefill)):
             if chosen.any():
                 groups.append(tiles.take(np.flatnonzero(chosen)))
-                batches.append(AttentionBatch(len(groups[-1].tokens()), made(groups[-1])))
+                batches.append(AttentionBatch(len(groups[-1].tokens()), made(groups[-1], table)))
         rest = tiles.take(np.flatnonzero(~paged))
         for group in rest.groups(BATCH_KEYS, padding=PADDING, slack=SLACK):
             groups.append(group)
-            batches.append(AttentionBatch(len(group.tokens()), self._gathered(group, spec)))
+            over = self._gathered(group, table, spec)
+            batches.append(AttentionBatch(len(group.tokens()), over))
         order = np.concatenate([group.tokens() for group in groups])
         in_order = np.array_equal(order, np.arange(len(order)))
         return Batches(
@@ -119,21 +121,20 @@ class MetalStep:
             None if in_order else mx.array(np.argsort(order).astype(np.int32)),
         )
 
-    def _rows(self, tiles: QueryTiles) -> DecodeRows:
-        table = self.plan.block_table[tiles.row]
-        return decode_rows(table, tiles.first_key, tiles.last_key, self.block_size)
+    def _rows(self, tiles: QueryTiles, table: I32) -> DecodeRows:
+        return decode_rows(table[tiles.row], tiles.first_key, tiles.last_key, self.block_size)
 
-    def _prefill(self, tiles: QueryTiles) -> PrefillTiles:
+    def _prefill(self, tiles: QueryTiles, table: I32) -> PrefillTiles:
         return PrefillTiles.of(
-            self.plan.block_table[tiles.row], self.plan.positions[tiles.first_token],
+            table[tiles.row], self.plan.positions[tiles.first_token],
             tiles.queries, self.block_size,
         )  # fmt: skip
 
-    def _gathered(self, tiles: QueryTiles, spec: AttentionSpec) -> GatheredTiles:
+    def _gathered(self, tiles: QueryTiles, table: I32, spec: AttentionSpec) -> GatheredTiles:
         keys = tiles.first_key[:, None] + np.arange(tiles.longest)  # (N, C) positions
         # Padding repeats the tile's last key, so that no other row's NaN comes in.
         held = np.minimum(keys, tiles.last_key[:, None])
-        blocks = self.plan.block_table[tiles.row[:, None], held // self.block_size]
+        blocks = table[tiles.row[:, None], held // self.block_size]
         slots = blocks * self.block_size + held % self.block_size
         queries = self.plan.positions[tiles.tokens()].reshape(len(tiles), -1)  # (N, Q) positions
         behind = queries[:, :, None] - keys[:, None, :]  # (N, Q, C)
@@ -164,6 +165,7 @@ def detached(plan: StepPlan) -> StepPlan:
         return np.array(array, np.int32, order="C")
 
     return StepPlan(
-        copy(plan.tokens), copy(plan.positions), copy(plan.slots), copy(plan.query_start),
-        copy(plan.context_len), copy(plan.block_table), copy(plan.logit_rows),
+        copy(plan.tokens), copy(plan.positions), tuple(map(copy, plan.slots)),
+        copy(plan.query_start), copy(plan.context_len), tuple(map(copy, plan.block_tables)),
+        copy(plan.logit_rows),
     )  # fmt: skip

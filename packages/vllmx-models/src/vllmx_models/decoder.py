@@ -75,9 +75,9 @@ class Decoder:
     @property
     def shape(self) -> ModelShape:
         spec = self.spec
-        kv = (KVSpec(spec.num_kv_heads, spec.head_size, layer.window) for layer in spec.layers)
+        caches = (KVSpec(spec.num_kv_heads, spec.head_size, layer.window) for layer in spec.layers)
         return ModelShape(
-            spec.vocab_size, spec.hidden_size, spec.max_model_len, tuple(kv), spec.dtype
+            spec.vocab_size, spec.hidden_size, spec.max_model_len, tuple(caches), spec.dtype
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:

@@ -160,7 +160,9 @@ def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
     heads = checkpoint.config.get("num_attention_heads")
     kv_heads = checkpoint.config.get("num_key_value_heads") or heads
     shared = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
-    return Layers(len(model.shape.kv), shared, tied)
+    layers = checkpoint.config.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) else len(model.shape.caches)
+    return Layers(count, shared, tied)
 
 
 def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], str]:

@@ -85,10 +85,10 @@ def attention(
         table = weights.rope[step.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
-    pages.k.write(step.slots, k)
-    pages.v.write(step.slots, v)
+    pages.k.write(step.slots[pages.group], k)
+    pages.v.write(step.slots[pages.group], v)
     out = torch.empty_like(q)  # (T, H, D)
-    for batch in step.batches(spec.window, spec.causal):
+    for batch in step.batches(pages.group, spec.window, spec.causal):
         attended = _attend(q[batch.tokens], batch, spec, weights.sinks, pages, scratch)
         out.index_copy_(0, batch.tokens, attended)
     return out.view(-1, heads * size)

@@ -31,7 +31,7 @@ from vllmx_torch.device import (
     free_bytes,
     has_float64,
 )
-from vllmx_torch.kv_cache import plan_kv
+from vllmx_torch.kv_cache import allocate, plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
@@ -82,7 +82,7 @@ class TorchBackend:
         used = weights_size + _activation_bytes(
             model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
-        kv = plan_kv(model.shape.kv, options, cached, device, free, used)
+        kv = plan_kv(model.shape, options, cached, device, free, used)
         loader = WeightLoader(source, DTYPES[dtype], device)
         weights = loader.load(specs, constants, progress=options.progress)
         info = LoadedInfo(
@@ -99,10 +99,11 @@ class TorchBackend:
             kv_cache_bytes=kv.num_bytes,
             details={"torch": torch.__version__},
             step_timeout_s=HOST_STEP_TIMEOUT_S if device.type == "cpu" else DEVICE_STEP_TIMEOUT_S,
+            cache_windows=kv.layout.windows,
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
-        pages = kv.allocate(device)
+        pages = allocate(kv, device)
         return TorchLoadedModel(
             recording.steps, weights, pages, info, device, sampling_device
         )  # fmt: skip
@@ -132,7 +133,7 @@ def _activation_bytes(
     layer = 4 * max_tokens * (2 * max(widths, default=0) + 4 * shape.hidden_size)
     logits = 4 * max_rows * vocab_size * 4
     attention = 0
-    for kv in shape.kv:
+    for kv in shape.kv_specs:
         keys = max(step.BATCH_KEYS, max_model_len)
         gathered = 2 * keys * kv.num_kv_heads * kv.head_size * (2 + 4)
         heads = max(kv.num_kv_heads, shape.hidden_size // kv.head_size)

@@ -36,38 +36,42 @@ class TorchStep:
     block_size: int
     tokens: Tensor  # (T,)
     positions: Tensor  # (T,)
-    slots: Tensor  # (T,)
-    block_table: Tensor  # (R, B)
+    slots: Tensor  # (G, T)
+    block_tables: Tensor  # (G, R, B)
     logit_rows: Tensor  # (L,)
-    _batches: dict[tuple[int | None, bool], list[AttentionBatch]] = field(default_factory=dict)
+    _batches: dict[tuple[int, int | None, bool], list[AttentionBatch]] = field(default_factory=dict)
 
     @classmethod
     def upload(
         cls, plan: StepPlan, block_size: int, last_ids: Tensor, device: torch.device
     ) -> TorchStep:
         """The plan on the device, references to `last_ids` (of the step before) resolved there."""
-        tokens, positions, slots, table, rows = (
+        tokens, positions, slots, tables, rows = (
             upload(array, np.int64, device)
             for array in (
-                plan.tokens, plan.positions, plan.slots, plan.block_table, plan.logit_rows
+                plan.tokens, plan.positions, np.stack(plan.slots), np.stack(plan.block_tables),
+                plan.logit_rows,
             )
         )  # fmt: skip
         if (plan.tokens < 0).any():
             referred = last_ids[(-tokens - 1).clamp(min=0)].clamp(min=0)  # (T,)
             tokens = torch.where(tokens < 0, referred, tokens)
-        return cls(plan, block_size, tokens, positions, slots, table, rows)
+        return cls(plan, block_size, tokens, positions, slots, tables, rows)
 
-    def batches(self, window: int | None, causal: bool) -> list[AttentionBatch]:
-        """Every query token of the step once; made for the first layer that asks."""
-        key = (window, causal)
+    def batches(self, group: int, window: int | None, causal: bool) -> list[AttentionBatch]:
+        """Every query token of the step once, over the pages of a cache group; made for the first
+        layer that asks."""
+        key = (group, window, causal)
         if key not in self._batches:
             tiles = QueryTiles.cut(self.plan, window, causal, TILE_TOKENS)
             self._batches[key] = [
-                self._batch(group, window, causal) for group in tiles.groups(BATCH_KEYS)
+                self._batch(found, group, window, causal) for found in tiles.groups(BATCH_KEYS)
             ]
         return self._batches[key]
 
-    def _batch(self, tiles: QueryTiles, window: int | None, causal: bool) -> AttentionBatch:
+    def _batch(
+        self, tiles: QueryTiles, group: int, window: int | None, causal: bool
+    ) -> AttentionBatch:
         device, queries = self.tokens.device, int(tiles.queries[0])
         packed = np.stack([tiles.row, tiles.first_token, tiles.first_key, tiles.last_key])
         row, first_token, first_key, last_key = upload(packed, np.int64, device)[:, :, None]
@@ -75,7 +79,7 @@ class TorchStep:
         keys = first_key + torch.arange(tiles.longest, device=device)  # (N, C) positions
         # Padding repeats the tile's last key, so that no other row's NaN comes in.
         held = torch.minimum(keys, last_key)
-        blocks = self.block_table[row, held // self.block_size]
+        blocks = self.block_tables[group, row, held // self.block_size]
         slots = blocks * self.block_size + held % self.block_size
         behind = self.positions[tokens][:, :, None] - keys[:, None, :]  # (N, Q, C)
         mask = (keys <= last_key)[:, None, :].expand_as(behind)

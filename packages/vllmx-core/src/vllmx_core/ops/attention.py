@@ -120,8 +120,9 @@ class Attention(Op):
     def compute(self, frame: NumpyFrame) -> None:
         pages, weights = frame.pages[self.spec.layer], self.bound(frame.weight)
         frame[self.out] = attention(
-            frame[self.qkv], self.spec, frame.plan, pages.k, pages.v, frame.kv_dtype, weights
-        )
+            frame[self.qkv], self.spec, frame.plan, pages.k, pages.v, frame.kv_dtype, weights,
+            pages.group,
+        )  # fmt: skip
 
 
 def rotate(x: Floats, table: Floats, *, interleaved: bool) -> Floats:
@@ -147,10 +148,11 @@ def attention(
     v_pages: Floats,
     kv_dtype: str | None = None,
     weights: AttentionWeights[Floats] = NO_WEIGHTS,
+    group: int = 0,
 ) -> Floats:
     """(T, (H + 2K) * D) -> (T, H * D). Writes this step's keys and values to the pages (blocks, P,
     K, D), rounded as a cache of `kv_dtype` would (None: as they are), then each row attends to what
-    the pages hold."""
+    the pages hold; where they are, the plan's block table of `group` says."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     split = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
@@ -164,15 +166,15 @@ def attention(
         k = rotate(k, table, interleaved=spec.interleaved)
     if kv_dtype is not None:
         k, v = kv_quant.rounded(k, kv_dtype), kv_quant.rounded(v, kv_dtype)
-    page = k_pages.shape[1]
-    k_pages[plan.slots // page, plan.slots % page] = k
-    v_pages[plan.slots // page, plan.slots % page] = v
+    page, slots = k_pages.shape[1], plan.slots[group]
+    k_pages[slots // page, slots % page] = k
+    v_pages[slots // page, slots % page] = v
     out = np.empty_like(q)  # (T, H, D)
     for row in range(plan.num_rows):
         tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
         query_positions = plan.positions[tokens]
         key_positions = _visible(spec, query_positions, int(plan.context_len[row]))
-        blocks = plan.block_table[row, key_positions // page]
+        blocks = plan.block_tables[group][row, key_positions // page]
         keys = k_pages[blocks, key_positions % page]  # (C, K, D)
         values = v_pages[blocks, key_positions % page]  # (C, K, D)
         mask = attention_mask(spec, query_positions, key_positions)

@@ -26,6 +26,8 @@ class Pages:
 
     k: Floats  # (blocks, P, K, D)
     v: Floats  # (blocks, P, K, D)
+    group: int = 0
+    """Which of the step's block tables lists its pages."""
 
 
 @dataclass(frozen=True, slots=True)

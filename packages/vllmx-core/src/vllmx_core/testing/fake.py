@@ -1,29 +1,33 @@
 """A backend without model math whose sampled ids prove that the schedule was right.
 
 Its KV "cache" is one 64-bit word for each slot, written through `StepPlan.slots` and read back
-through `block_table` and `context_len`. Each id is a hash of what the row's pages hold, so a wrong
-slot, a stale or stolen block, a bad prefix hit, a lost chunk or a mixed-up row changes the output,
-and `expected_tokens` says what it should have been.
+through `block_tables` and `context_len`. Each id is a hash of what the row's pages hold (in a cache
+group with a window, those that the row's newest token sees), so a wrong slot, a stale or stolen
+block, one that was freed too early, a bad prefix hit, a lost chunk or a mixed-up row changes the
+output, and `expected_tokens` says what it should have been.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.cache_groups import blocks_of, cache_layout, longest_sequence
 from vllmx_core.errors import CapacityError
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
-from vllmx_core.plan import I32, U64, AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import I32, U64, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.testing.fake_rules import (
     EOS_SALT,
     POSITION_FACTOR,
     FakeRules,
-    count_digest,
+    count_digests,
+    draw_digests,
     entries,
     expected_rank,
     expected_tokens,
@@ -133,6 +137,7 @@ class FakeLoadedModel:
             weight_bytes=0,
             kv_cache_bytes=self._pages.nbytes,
             details={"verify_pages": verify_pages, "strict": strict},
+            cache_windows=self.rules.windows,
         )
         self._in_flight: InFlight[FakeStep] = InFlight(self._info)
 
@@ -190,49 +195,59 @@ class FakeLoadedModel:
 
     def _write(self, plan: StepPlan, tokens: I32) -> None:
         """Entries into both caches; the running sum continues from the row's token before."""
-        fresh = entries(tokens, plan.positions)  # (T,)
-        self._pages.reshape(-1)[plan.slots] = fresh
-        terms = fresh * self._weights_to(int(plan.positions.max(initial=-1)) + 1)[plan.positions]
-        sums = np.cumsum(terms, dtype=np.uint64)  # (T,)
+        weights = self._weights_to(int(plan.positions.max(initial=-1)) + 1)[plan.positions]
         first = plan.query_start[:-1]
         lengths = np.diff(plan.query_start)
         before = plan.positions[first] - 1  # (R,)
-        block = plan.block_table[np.arange(plan.num_rows), np.maximum(before, 0) // self._size]
-        start = np.where(before >= 0, self._prefix[block, before % self._size], np.uint64(0))
-        start += terms[first] - sums[first]
-        self._prefix.reshape(-1)[plan.slots] = sums + np.repeat(start, lengths)
+        for group, window in enumerate(self.rules.windows):
+            table, slots = plan.block_tables[group], plan.slots[group]
+            fresh = entries(tokens, plan.positions, group)  # (T,)
+            self._pages.reshape(-1)[slots] = fresh
+            if window is not None:
+                continue
+            terms = fresh * weights
+            sums = np.cumsum(terms, dtype=np.uint64)  # (T,)
+            block = table[np.arange(plan.num_rows), np.maximum(before, 0) // self._size]
+            start = np.where(before >= 0, self._prefix[block, before % self._size], np.uint64(0))
+            start += terms[first] - sums[first]
+            self._prefix.reshape(-1)[slots] = sums + np.repeat(start, lengths)
 
     def _read(self, plan: StepPlan) -> U64:
         """(L,) history up to each logit row's token, as the pages hold it."""
         row = np.searchsorted(plan.query_start, plan.logit_rows, side="right") - 1  # (L,)
         length = plan.positions[plan.logit_rows] + 1  # (L,)
-        if not self._verify_pages:
-            block = plan.block_table[row, (length - 1) // self._size]
-            return self._prefix[block, (length - 1) % self._size]
         history = np.zeros(row.shape[0], np.uint64)
-        widest = int(length.max(initial=0)) + self._size
-        at_once = max(1, _CHUNK_WORDS // widest)
-        for start in range(0, row.shape[0], at_once):
-            part = slice(start, start + at_once)
-            history[part] = self._read_pages(plan.block_table[row[part]], length[part])
+        for table, window in zip(plan.block_tables, self.rules.windows, strict=True):
+            if window is None and not self._verify_pages:
+                block = table[row, (length - 1) // self._size]
+                history += self._prefix[block, (length - 1) % self._size]
+                continue
+            widest = int(length.max(initial=0)) + self._size
+            at_once = max(1, _CHUNK_WORDS // widest)
+            for start in range(0, row.shape[0], at_once):
+                part = slice(start, start + at_once)
+                history[part] += self._read_pages(table[row[part]], length[part], window)
         return history
 
-    def _read_pages(self, table: I32, length: I32) -> U64:
-        """table (N, B), length (N,) -> (N,) sums over whole pages and the part of the last."""
+    def _read_pages(self, table: I32, length: I32, window: int | None) -> U64:
+        """table (N, B), length (N,) -> (N,) sums over the tokens that the newest one sees."""
         blocks = -(-int(length.max()) // self._size)
         weights = self._weights_to(blocks * self._size)[: blocks * self._size]
-        used = np.arange(blocks) * self._size < length[:, None]  # (N, blocks)
+        seen = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
+        block = np.arange(blocks)
+        used = (block * self._size < length[:, None]) & (block >= seen[:, None] // self._size)
         held = self._pages[np.where(used, table[:, :blocks], 0)]  # (N, blocks, P)
         held = held.reshape(length.shape[0], -1) * weights
-        held[np.arange(held.shape[1]) >= length[:, None]] = 0
+        position = np.arange(held.shape[1])
+        held[(position >= length[:, None]) | (position < seen[:, None])] = 0
         total: U64 = held.sum(axis=1, dtype=np.uint64)
         return total
 
     def _sample(self, plan: StepPlan, rows: SamplingRows, tokens: I32, history: U64) -> I32:
         fed = tokens[plan.logit_rows]  # (L,)
-        value = mix(history + _count_digests(rows, fed))
+        value = mix(history + count_digests(rows, fed))
         position = rows.position.astype(np.uint64)
-        draws = _draw_digests(rows)
+        draws = draw_digests(rows)
         drawn = mix((value ^ draws) + position * np.uint64(POSITION_FACTOR))
         rules = self.rules
         ids = (np.where(draws != 0, drawn, value) % np.uint64(rules.vocab_size)).astype(np.int32)
@@ -278,42 +293,6 @@ class FakeLoadedModel:
         return self._info.block_size
 
 
-def _draw_digests(rows: SamplingRows) -> U64:
-    """`fake_rules.draw_digest` of every row."""
-    digest = mix(rows.seed)
-    columns: tuple[AnyArray, ...] = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    for column in columns:
-        digest = mix(digest ^ np.ascontiguousarray(column).view(np.uint32).astype(np.uint64))
-    return np.where(rows.temperature == 0.0, np.uint64(0), digest | np.uint64(1))
-
-
-def _count_digests(rows: SamplingRows, fed: I32) -> U64:
-    """`fake_rules.count_digest` of every row, the pending token counted in."""
-    digests = np.zeros(rows.num_rows, np.uint64)
-    penalised = (
-        (rows.repetition_penalty != 1)
-        | (rows.frequency_penalty != 0)
-        | (rows.presence_penalty != 0)
-    )
-    for i in np.flatnonzero(penalised):
-        seen: dict[int, int] = {}
-        if rows.counts is not None:
-            part = slice(int(rows.counts.start[i]), int(rows.counts.start[i + 1]))
-            ids, counts = rows.counts.ids[part].tolist(), rows.counts.output_counts[part].tolist()
-            seen = dict(zip(ids, counts, strict=True))
-            assert len(seen) == len(ids), f"ids of counts row {i} are not unique"
-            if rows.counts.pending[i]:
-                seen[int(fed[i])] = seen.get(int(fed[i]), 0) + 1
-        digests[i] = count_digest(
-            list(seen),
-            list(seen.values()),
-            float(rows.repetition_penalty[i]),
-            float(rows.frequency_penalty[i]),
-            float(rows.presence_penalty[i]),
-        )
-    return digests
-
-
 def _allowed(rows: SamplingRows, i: int) -> frozenset[int] | None:
     if rows.mask_index is None or rows.masks is None or rows.mask_index[i] < 0:
         return None
@@ -342,24 +321,13 @@ class FakeBackend:
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> FakeLoadedModel:
         """Raises CapacityError when one sequence of max_model_len does not fit."""
-        size = options.block_size
-        needed = -(-options.max_model_len // size)
-        blocks = options.num_kv_blocks
-        if blocks is None and options.kv_cache_memory_bytes is not None:
-            blocks = options.kv_cache_memory_bytes // (8 * size)
-        if blocks is None:
-            blocks = min(needed * options.num_seqs, max(needed, 1 << 14))
-        if blocks < (1 if options.shrink_to_fit else needed):
-            raise CapacityError(
-                f"{blocks} KV blocks of {size} tokens hold {blocks * size} tokens, but"
-                f" max_model_len is {options.max_model_len}: lower --max-model-len to"
-                f" {blocks * size} or raise --num-kv-blocks to {needed}",
-                param="num_kv_blocks",
-            )
+        rules = getattr(model, "rules", FakeRules(vocab_size=model.shape.vocab_size))
+        if options.group_caches:
+            rules = replace(rules, windows=cache_layout(model.shape, grouped=True).windows)
         return FakeLoadedModel(
-            getattr(model, "rules", FakeRules(vocab_size=model.shape.vocab_size)),
-            num_blocks=blocks,
-            block_size=size,
+            rules,
+            num_blocks=_num_blocks(options, rules.windows),
+            block_size=options.block_size,
             max_num_seqs=options.num_seqs,
             max_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
@@ -368,3 +336,23 @@ class FakeBackend:
 
     def environment(self) -> dict[str, str]:
         return {"fake": "no model math"}
+
+
+def _num_blocks(options: LoadOptions, windows: tuple[int | None, ...]) -> int:
+    """As `vllmx_core.kv_capacity.num_kv_blocks`, without a device's memory."""
+    size, step = options.block_size, options.max_num_batched_tokens
+    needed = blocks_of(windows, options.max_model_len, size, step)
+    blocks = options.num_kv_blocks
+    if blocks is None and options.kv_cache_memory_bytes is not None:
+        blocks = options.kv_cache_memory_bytes // (8 * size)
+    if blocks is None:
+        blocks = min(needed * options.num_seqs, max(needed, 1 << 14))
+    if blocks < (len(windows) if options.shrink_to_fit else needed):
+        fits = longest_sequence(windows, blocks, size, step, options.max_model_len)
+        raise CapacityError(
+            f"{blocks} KV blocks of {size} tokens hold {fits} tokens, but max_model_len is"
+            f" {options.max_model_len}: lower --max-model-len to {fits} or raise --num-kv-blocks to"
+            f" {needed}",
+            param="num_kv_blocks",
+        )
+    return blocks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllmx_core.plan import I32, U64
+from vllmx_core.plan import I32, U64, AnyArray, SamplingRows
 from vllmx_core.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -39,6 +39,8 @@ class FakeRules:
     """About one token in this many is `eos_id`, by the history's hash."""
     nan_token: int | None = None
     """A row that is fed this token "has NaN logits" and answers -1."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the cache groups: the history holds each group's last so many tokens; None: all."""
 
 
 # --- numpy, for whole steps ---------------------------------------------------------------------
@@ -50,9 +52,9 @@ def mix(values: U64) -> U64:
     return values ^ (values >> np.uint64(31))
 
 
-def entries(tokens: I32, positions: I32) -> U64:
-    """(T,) what the fake KV cache keeps for each token."""
-    product = tokens.astype(np.uint64) * np.uint64(_TOKEN)
+def entries(tokens: I32, positions: I32, group: int = 0) -> U64:
+    """(T,) what a group of the fake KV cache keeps for each token."""
+    product = tokens.astype(np.uint64) * np.uint64(_TOKEN) + np.uint64(group)
     return mix(product + positions.astype(np.uint64) * np.uint64(POSITION_FACTOR))
 
 
@@ -60,6 +62,42 @@ def position_weights(length: int) -> U64:
     """(length,) odd factors: the history is the sum of entry * weight, so that neither a missing
     nor a misplaced page goes unseen."""
     return mix(np.arange(length, dtype=np.uint64) + np.uint64(_WEIGHT)) | np.uint64(1)
+
+
+def draw_digests(rows: SamplingRows) -> U64:
+    """`draw_digest` of every row."""
+    digest = mix(rows.seed)
+    columns: tuple[AnyArray, ...] = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    for column in columns:
+        digest = mix(digest ^ np.ascontiguousarray(column).view(np.uint32).astype(np.uint64))
+    return np.where(rows.temperature == 0.0, np.uint64(0), digest | np.uint64(1))
+
+
+def count_digests(rows: SamplingRows, fed: I32) -> U64:
+    """`count_digest` of every row, the pending token counted in."""
+    digests = np.zeros(rows.num_rows, np.uint64)
+    penalised = (
+        (rows.repetition_penalty != 1)
+        | (rows.frequency_penalty != 0)
+        | (rows.presence_penalty != 0)
+    )
+    for i in np.flatnonzero(penalised):
+        seen: dict[int, int] = {}
+        if rows.counts is not None:
+            part = slice(int(rows.counts.start[i]), int(rows.counts.start[i + 1]))
+            ids, counts = rows.counts.ids[part].tolist(), rows.counts.output_counts[part].tolist()
+            seen = dict(zip(ids, counts, strict=True))
+            assert len(seen) == len(ids), f"ids of counts row {i} are not unique"
+            if rows.counts.pending[i]:
+                seen[int(fed[i])] = seen.get(int(fed[i]), 0) + 1
+        digests[i] = count_digest(
+            list(seen),
+            list(seen.values()),
+            float(rows.repetition_penalty[i]),
+            float(rows.frequency_penalty[i]),
+            float(rows.presence_penalty[i]),
+        )
+    return digests
 
 
 # --- plain Python, one token at a time ----------------------------------------------------------
@@ -71,12 +109,15 @@ def mix_int(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def history_hash(tokens: Sequence[int]) -> int:
-    """What the pages of a sequence that holds `tokens` add up to."""
+def history_hash(tokens: Sequence[int], windows: Sequence[int | None] = (None,)) -> int:
+    """What the pages of a sequence that holds `tokens` add up to, over all cache groups."""
     total = 0
-    for position, token in enumerate(tokens):
-        entry = mix_int((token * _TOKEN + position * POSITION_FACTOR) & _MASK)
-        total += entry * (mix_int((position + _WEIGHT) & _MASK) | 1)
+    for group, window in enumerate(windows):
+        first = 0 if window is None else max(0, len(tokens) - window)
+        for position in range(first, len(tokens)):
+            product = tokens[position] * _TOKEN + group
+            entry = mix_int((product + position * POSITION_FACTOR) & _MASK)
+            total += entry * (mix_int((position + _WEIGHT) & _MASK) | 1)
     return total & _MASK
 
 
@@ -182,7 +223,7 @@ def expected_tokens(
         for word in bad_words_ids:
             if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1]):
                 bias[word[-1]] = -np.inf
-        token = choose(history_hash(tokens), draw, counts, len(tokens), rules)
+        token = choose(history_hash(tokens, rules.windows), draw, counts, len(tokens), rules)
         token = restrict(token, rules.vocab_size, params.allowed_token_ids, list(bias.items()))
         if token < 0:
             break
@@ -195,5 +236,5 @@ def expected_tokens(
 def expected_rank(tokens: Sequence[int], token: int, rules: FakeRules) -> int:
     """Rank of `token` after `tokens`: the fake order of likelihood starts at the greedy id and
     goes on cyclically; the log-probability of rank r is -r / 4."""
-    first = likeliest(history_hash(tokens), 0, 0, len(tokens), rules.vocab_size)
+    first = likeliest(history_hash(tokens, rules.windows), 0, 0, len(tokens), rules.vocab_size)
     return (token - first) % rules.vocab_size + 1

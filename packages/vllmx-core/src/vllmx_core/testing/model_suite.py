@@ -24,7 +24,7 @@ import pytest
 
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.model import Model
+from vllmx_core.model import KVSpec, Model, SharedKV
 from vllmx_core.ops.attention import Attention
 from vllmx_core.plan import F32
 from vllmx_core.recording import record
@@ -88,8 +88,11 @@ class ModelSuite:
         model = self.make_model(dict(self.config))
         layers = [op for op in record(model, MAX_MODEL_LEN).steps.ops if isinstance(op, Attention)]
         specs = [op.spec for op in layers]
-        assert [spec.layer for spec in specs] == list(range(len(model.shape.kv)))
-        for spec, kv in zip(specs, model.shape.kv, strict=True):
+        caches = model.shape.caches
+        assert [spec.layer for spec in specs] == list(range(len(caches)))
+        for spec, kept in zip(specs, caches, strict=True):
+            kv = caches[kept.layer] if isinstance(kept, SharedKV) else kept
+            assert isinstance(kv, KVSpec), f"layer {spec.layer} shares pages of one that has none"
             mine = (spec.num_kv_heads, spec.head_size, spec.window)
             assert mine == (kv.num_kv_heads, kv.head_size, kv.window), f"layer {spec.layer}"
         for rope in (op.rope for op in layers if op.rope is not None):
@@ -117,7 +120,7 @@ class ModelSuite:
         """The last logits see every earlier token (inside the window, where there is one)."""
         model = self.make_model(dict(self.config))
         source = random_weights(model)
-        windows = [kv.window or 9 for kv in model.shape.kv]
+        windows = [kv.window or 9 for kv in model.shape.kv_specs]
         text = _text(model, min(9, *windows))
         last = _logits(model, source, text, len(text))[-1]
         for position in range(len(text) - 1):

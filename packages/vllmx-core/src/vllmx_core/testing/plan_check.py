@@ -11,7 +11,7 @@ from vllmx_core.plan import StepPlan
 def check_plan(plan: StepPlan, info: LoadedInfo, vocab_size: int, num_last_ids: int) -> None:
     """Raises AssertionError that names the broken rule. `num_last_ids`: L of the step before, which
     negative tokens may refer to."""
-    _check_arrays(plan)
+    _check_arrays(plan, len(info.cache_windows))
     size = info.block_size
     assert 0 < plan.num_tokens <= info.max_num_batched_tokens, f"T = {plan.num_tokens}"
     assert plan.num_logit_rows <= info.max_logit_rows, f"L = {plan.num_logit_rows}"
@@ -25,13 +25,16 @@ def check_plan(plan: StepPlan, info: LoadedInfo, vocab_size: int, num_last_ids: 
     expected = np.arange(plan.num_tokens) - plan.query_start[row + 1] + plan.context_len[row]
     assert (plan.positions == expected).all(), "positions do not end at context_len - 1"
     assert (plan.positions >= 0).all(), "a row has more tokens than context"
-    assert -(-int(plan.context_len.max()) // size) <= plan.block_table.shape[1], "B is too small"
-    block = plan.block_table[row, plan.positions // size]
-    assert ((block >= 0) & (block < info.num_kv_blocks)).all(), "a block does not exist"
-    slots = block * size + plan.positions % size
-    assert (plan.slots == slots).all(), "slots and block_table disagree"
-    assert np.unique(plan.slots).shape == plan.slots.shape, "two tokens go to one slot"
-    _check_sharing(plan, size)
+    widest = plan.block_tables[0].shape[1]
+    assert -(-int(plan.context_len.max()) // size) <= widest, "B is too small"
+    for table, slots in zip(plan.block_tables, plan.slots, strict=True):
+        block = table[row, plan.positions // size]
+        assert ((block >= 0) & (block < info.num_kv_blocks)).all(), "a block does not exist"
+        expected = block * size + plan.positions % size
+        assert (slots == expected).all(), "slots and block_tables disagree"
+    slots = np.concatenate(plan.slots)
+    assert np.unique(slots).shape == slots.shape, "two tokens go to one slot"
+    _check_sharing(plan, info)
     rising = np.diff(plan.logit_rows) > 0
     assert rising.all(), "logit_rows do not rise"
     if plan.num_logit_rows:
@@ -39,25 +42,40 @@ def check_plan(plan: StepPlan, info: LoadedInfo, vocab_size: int, num_last_ids: 
         assert plan.logit_rows[-1] < plan.num_tokens, "a logit row is not below T"
 
 
-def _check_arrays(plan: StepPlan) -> None:
-    for name in ("tokens", "positions", "slots", "query_start", "context_len", "logit_rows"):
-        array = getattr(plan, name)
+def _check_arrays(plan: StepPlan, num_groups: int) -> None:
+    names = ("tokens", "positions", "query_start", "context_len", "logit_rows")
+    arrays = [(name, getattr(plan, name)) for name in names]
+    for name, array in arrays + [("slots", slots) for slots in plan.slots]:
         assert array.dtype == np.int32, f"{name} is {array.dtype}, not int32"
         assert array.ndim == 1, f"{name} has {array.ndim} dimensions"
         assert array.flags.c_contiguous, f"{name} is not contiguous"
-    table = plan.block_table
-    assert table.dtype == np.int32, f"block_table is {table.dtype}, not int32"
-    assert table.ndim == 2, f"block_table has {table.ndim} dimensions"
-    assert table.shape[1] == 1 or table.strides[1] == 4, "rows of block_table are not contiguous"
-    assert table.shape[0] == plan.num_rows == plan.query_start.shape[0] - 1, "R differs"
-    assert plan.positions.shape == plan.slots.shape == plan.tokens.shape, "T differs"
+    assert len(plan.slots) == len(plan.block_tables) == num_groups, "G differs"
+    widths = set()
+    for table in plan.block_tables:
+        assert table.dtype == np.int32, f"a block table is {table.dtype}, not int32"
+        assert table.ndim == 2, f"a block table has {table.ndim} dimensions"
+        assert table.shape[1] == 1 or table.strides[1] == 4, "rows of a table are not contiguous"
+        assert table.shape[0] == plan.num_rows == plan.query_start.shape[0] - 1, "R differs"
+        widths.add(table.shape[1])
+    assert len(widths) == 1, "B differs"
+    for slots in plan.slots:
+        assert plan.positions.shape == slots.shape == plan.tokens.shape, "T differs"
 
 
-def _check_sharing(plan: StepPlan, size: int) -> None:
-    """A block that is written in this step belongs to one row alone: others would see it change."""
+def _check_sharing(plan: StepPlan, info: LoadedInfo) -> None:
+    """A block that is written in this step belongs to one row of one group alone: others would see
+    it change. What fell out of a window belongs to nobody."""
+    size, owned = info.block_size, []
     used = -(-plan.context_len // size)  # (R,)
-    reads = np.arange(plan.block_table.shape[1]) < used[:, None]  # (R, B)
-    blocks = plan.block_table[reads]
+    column = np.arange(plan.block_tables[0].shape[1])
+    for table, window in zip(plan.block_tables, info.cache_windows, strict=True):
+        held = column < used[:, None]  # (R, B)
+        if window is not None:
+            first = plan.positions[plan.query_start[:-1]] - window + 1  # (R,)
+            held &= column >= (np.maximum(first, 0) // size)[:, None]
+        owned.append(table[held])
+    blocks = np.concatenate(owned)
     assert blocks.min() >= 0, "a block of a row's context is negative"
     count = np.bincount(blocks)
-    assert (count[np.unique(plan.slots // size)] == 1).all(), "a written block is shared"
+    written = np.unique(np.concatenate(plan.slots) // size)
+    assert (count[written] == 1).all(), "a written block is shared"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -21,33 +21,46 @@ class Row:
 
     tokens: Sequence[int]
     start: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | Sequence[Sequence[int]]
+    """Those of the only cache group, or of each."""
     logits: Wanted = "last"
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The blocks of each group, which are as many."""
+        if all(np.ndim(block) == 0 for block in self.blocks):
+            return [cast("list[int]", list(self.blocks))]
+        return [list(blocks) for blocks in cast("Sequence[Sequence[int]]", self.blocks)]
 
 
 def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
-    """The plan of one step. Unused entries of the block table are -1, table rows are strided."""
+    """The plan of one step. Unused entries of the block tables are -1, table rows are strided."""
     lengths = [len(row.tokens) for row in rows]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    widest = max((len(row.blocks) for row in rows), default=1)
-    table = np.full((len(rows), widest + 3), -1, np.int32)
-    positions, slots, logit_rows = [], [], []
+    listed = [row.tables for row in rows]
+    widest = max((len(blocks) for tables in listed for blocks in tables), default=1)
+    groups = range(len(listed[0]) if listed else 1)
+    tables = [np.full((len(rows), widest + 3), -1, np.int32) for _ in groups]
+    slots: list[list[int]] = [[] for _ in groups]
+    positions, logit_rows = [], []
     for index, row in enumerate(rows):
-        table[index, : len(row.blocks)] = row.blocks
+        for table, blocks in zip(tables, listed[index], strict=True):
+            table[index, : len(blocks)] = blocks
         for offset in range(len(row.tokens)):
             position = row.start + offset
             positions.append(position)
-            slots.append(row.blocks[position // block_size] * block_size + position % block_size)
+            for found, blocks in zip(slots, listed[index], strict=True):
+                found.append(blocks[position // block_size] * block_size + position % block_size)
             last = offset == len(row.tokens) - 1
             if row.logits == "all" or (row.logits == "last" and last):
                 logit_rows.append(int(starts[index]) + offset)
     return StepPlan(
         tokens=_int32(token for row in rows for token in row.tokens),
         positions=_int32(positions),
-        slots=_int32(slots),
+        slots=tuple(map(_int32, slots)),
         query_start=starts,
         context_len=_int32(row.start + len(row.tokens) for row in rows),
-        block_table=table[:, :widest],
+        block_tables=tuple(table[:, :widest] for table in tables),
         logit_rows=_int32(logit_rows),
     )
 
@@ -85,7 +98,8 @@ class _Sequence:
     tokens: list[int]
     """Prompt and, where they are known, outputs; a placeholder stands for one in flight."""
     prompt_length: int
-    blocks: list[int]
+    blocks: list[list[int]]
+    """Of each cache group; -1 for those that fell out of its window."""
     seed: int
     temperature: float
     computed: int = 0
@@ -93,7 +107,8 @@ class _Sequence:
 
 @dataclass(slots=True)
 class Driver:
-    """Runs prompts to a fixed length, chunked and batched as told.
+    """Runs prompts to a fixed length, chunked and batched as told. Blocks that fell out of a window
+    go to whoever asks next.
 
     Args:
         chunk: most prompt tokens of one row in a step.
@@ -109,6 +124,7 @@ class Driver:
     _launched: list[tuple[StepPlan, SamplingRows, StepHandle, list[_Sequence]]] = field(
         default_factory=list
     )
+    _free: list[int] = field(default_factory=list)
 
     def generate(
         self,
@@ -120,19 +136,20 @@ class Driver:
     ) -> list[list[int]]:
         """`n` ids after each prompt. Raises what the model raises."""
         temperatures = np.broadcast_to(np.asarray(temperature, np.float64), (len(prompts),))
-        size = self.model.info.block_size
-        needed = [-(-(len(prompt) + n) // size) for prompt in prompts]
-        order = np.random.default_rng(7).permutation(sum(needed)) + self.first_block
-        taken = iter(order.tolist())
+        info = self.model.info
+        needed = sum(-(-(len(prompt) + n) // info.block_size) for prompt in prompts)
+        end = min(self.first_block + needed * len(info.cache_windows), info.num_kv_blocks)
+        order = np.random.default_rng(7).permutation(np.arange(self.first_block, end))
+        self._free = order.tolist()
         sequences = [
             _Sequence(
                 list(prompt),
                 len(prompt),
-                [next(taken) for _ in range(count)],
+                [[] for _ in info.cache_windows],
                 seeds[i] if seeds else i,
                 float(temperatures[i]),
             )
-            for i, (prompt, count) in enumerate(zip(prompts, needed, strict=True))
+            for i, prompt in enumerate(prompts)
         ]
         while any(self._unfinished(sequence, n) for sequence in sequences):
             self._launch([s for s in sequences if self._unfinished(s, n)])
@@ -152,6 +169,7 @@ class Driver:
             known = sequence.tokens[sequence.computed :][: self.chunk]
             complete = sequence.computed + len(known) == len(sequence.tokens)
             wanted: Wanted = "last" if complete else "none"
+            self._make_room(sequence, len(known))
             rows.append(Row(known, sequence.computed, sequence.blocks, wanted))
             if complete:
                 sampled.append(sequence)
@@ -168,6 +186,16 @@ class Driver:
         for index, sequence in enumerate(sampled):
             sequence.tokens.append(-(index + 1))
         self._launched.append((plan, columns, handle, sampled))
+
+    def _make_room(self, sequence: _Sequence, count: int) -> None:
+        """Blocks for the next `count` tokens; what their first one no longer sees is given back."""
+        info, computed = self.model.info, sequence.computed
+        for window, blocks in zip(info.cache_windows, sequence.blocks, strict=True):
+            gone = 0 if window is None else max(0, computed - window + 1) // info.block_size
+            self._free += [block for block in blocks[:gone] if block >= 0]
+            blocks[:gone] = [-1] * gone
+            while len(blocks) * info.block_size < computed + count:
+                blocks.append(self._free.pop())
 
     def _collect(self) -> None:
         plan, columns, handle, sampled = self._launched.pop(0)

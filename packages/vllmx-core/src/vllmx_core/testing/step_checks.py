@@ -105,7 +105,8 @@ class StepChecks(Harness):
             plan, rows = make_plan([Row([1, 2, 3], 0, [0], "all")], PAGE), sampling_rows(3)
             expected = loaded.step(plan, rows).result().ids
             handle = loaded.step(plan, rows)
-            for array in (plan.tokens, plan.positions, plan.slots, plan.block_table, rows.target):
+            arrays = (plan.tokens, plan.positions, *plan.slots, *plan.block_tables, rows.target)
+            for array in arrays:
                 array[...] = 7
             np.testing.assert_array_equal(handle.result().ids, expected)
 
@@ -115,7 +116,7 @@ class StepChecks(Harness):
             rows = [Row([1, 2, 3], 0, [0], "all"), Row(list(range(18)), 0, [1, 2], "all")]
             plan = make_plan(rows, PAGE)
             expected = all_logprobs(loaded, plan, VOCAB)
-            plan.block_table[0, 1:] = 1 << 30
+            plan.block_tables[0][0, 1:] = 1 << 30
             np.testing.assert_array_equal(all_logprobs(loaded, plan, VOCAB), expected)
 
     def test_references_to_the_step_before(self) -> None:

@@ -87,7 +87,7 @@ class Builder:
         self.arrays: dict[str, F32] = {}
         self.specs: list[WeightSpec] = []
         self.tables: dict[str, F32] = {}
-        self.kv: list[KVSpec] = []
+        self.caches: list[KVSpec] = []
 
     def embedding(self, name: str, cols: int) -> Self:
         """A (V, cols) table."""
@@ -130,12 +130,12 @@ class Builder:
 
     def attention(self, spec: AttentionSpec) -> None:
         """Announces the KV cache of a layer; layers in their order."""
-        assert spec.layer == len(self.kv), "layers out of order"
-        self.kv.append(KVSpec(spec.num_kv_heads, spec.head_size, spec.window))
+        assert spec.layer == len(self.caches), "layers out of order"
+        self.caches.append(KVSpec(spec.num_kv_heads, spec.head_size, spec.window))
 
     def build(self, hidden_size: int, body: Body) -> SyntheticModel:
         """The model; its weights are `ArraySource(builder.arrays)`."""
-        shape = ModelShape(self.vocab_size, hidden_size, 4096, tuple(self.kv), dtype="f32")
+        shape = ModelShape(self.vocab_size, hidden_size, 4096, tuple(self.caches), dtype="f32")
         return SyntheticModel(shape, tuple(self.specs), self.tables, body)
 
     def _array(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> PartSpec:
