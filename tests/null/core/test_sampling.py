@@ -92,7 +92,8 @@ def test_ids_are_held_against_the_vocabulary() -> None:
     ):
         params = SamplingParams(**{name: value})  # type: ignore[arg-type]
         params.check_vocab(11)
-        with pytest.raises(InvalidRequestError, match=f"{name}.*10.*ends at 9") as caught:
+        said = f"{name} names 10, .* token ids 0 to 9"
+        with pytest.raises(InvalidRequestError, match=said) as caught:
             params.check_vocab(10)
         assert caught.value.param == name
 

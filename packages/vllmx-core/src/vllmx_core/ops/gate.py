@@ -43,7 +43,7 @@ class Gate(Op):
 
     def check(self) -> None:
         expect(self.kind in KINDS, f"unknown gate {self.kind!r}: choose {', '.join(KINDS)}")
-        divides = self.x.width % self.g.width == 0
+        divides = self.g.width > 0 and self.x.width % self.g.width == 0
         expect(divides, f"g has {self.g.width} features, which do not divide x's {self.x.width}")
 
     def compute(self, frame: NumpyFrame) -> None:

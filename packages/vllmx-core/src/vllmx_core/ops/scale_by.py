@@ -34,7 +34,7 @@ class ScaleBy(Op):
 
     def check(self) -> None:
         expect_weight(self.w, "vector")
-        divides = self.x.width % self.w.rows == 0
+        divides = self.w.rows > 0 and self.x.width % self.w.rows == 0
         given = f"{self.w.name!r} has {self.w.rows} values"
         expect(divides, f"{given}, which do not divide x's {self.x.width} features")
 
