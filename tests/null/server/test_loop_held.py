@@ -70,7 +70,7 @@ async def test_the_meter_sees_work_and_no_waiting() -> None:
 async def test_a_large_answer_goes_out_in_pieces(
     make_server: MakeServer, path: str, body: dict[str, Any]
 ) -> None:
-    """Each of these held the loop for 60 to 300 ms in one piece."""
+    """Answers that hold many numbers are made and encoded a piece at a time."""
     async with make_server(**BIG) as served:
         with loop_meter() as meter:
             answer = await asyncio.to_thread(answer_of, served, request_bytes(path, body))
