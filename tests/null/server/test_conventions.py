@@ -111,6 +111,19 @@ async def test_a_text_that_the_context_cannot_hold(served: Served) -> None:
     assert scored["usage"]["prompt_tokens"] == 511
 
 
+async def test_a_chat_that_the_context_cannot_hold(served: Served) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES}
+    used = (await served.post(CHAT, **body, max_tokens=1)).json()["usage"]["prompt_tokens"]
+    room = 512 - used
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = await refused(served, CHAT, **body, **{name: room + 1})
+        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+        assert f"to {room}," in error["message"]
+    for fields in ({}, {"max_tokens": None}, {"max_tokens": room}):
+        usage = (await served.post(CHAT, **body, **fields, ignore_eos=True)).json()["usage"]
+        assert usage["total_tokens"] == 512
+
+
 async def test_prompts_that_lose_their_beginning(served: Served) -> None:
     text = "ab" * 400 + "c"
     fixed: dict[str, Any] = {"max_tokens": 10, "return_token_ids": True, "echo": True}

@@ -216,6 +216,7 @@ class AsyncLLM:
         client: str = "",
         cache_salt: str = "",
         add_special_tokens: bool = False,
+        fit_max_tokens: bool = True,
     ) -> RequestStream:
         """Renders a conversation with the model's chat template and goes on as `submit`.
 
@@ -232,6 +233,7 @@ class AsyncLLM:
                 request_id=request_id,
                 options=RequestOptions(priority, client, cache_salt),
                 add_special_tokens=add_special_tokens,
+                fit_max_tokens=fit_max_tokens,
             )
 
         self.check_open(found.num_choices)

@@ -49,6 +49,7 @@ async def _submit(
         chat=body.chat_options(),
         kind="delta" if body.stream else "final",
         add_special_tokens=bool(body.add_special_tokens),
+        fit_max_tokens=body.token_limit is None,  # what the model recommends is no one's mistake
         **caller_of(request, body),
     )
     return [stream]
