@@ -108,7 +108,7 @@ class Scheduler:
         sequence.root = self.cache.root(request.cache_salt)
         self.live[sequence.request_id] = sequence
         self.share.enter(request.client)
-        self._ranks[self.queue.priority(sequence)] += 1
+        self._ranks[self.queue.asked(sequence)] += 1
         leader = self._leaders.get(request.leader or "")
         if leader is not None and self._can_share(sequence):
             followers = self._followers.setdefault(leader.request_id, {})
@@ -128,7 +128,7 @@ class Scheduler:
             self.queue.remove(sequence)
         self._release_followers(sequence)
         self.share.leave(sequence.request.client)
-        rank = self.queue.priority(sequence)
+        rank = self.queue.asked(sequence)
         self._ranks[rank] -= 1
         if not self._ranks[rank]:
             del self._ranks[rank]
@@ -315,7 +315,7 @@ class Scheduler:
         cached = self.prefixes.cached_blocks(sequence)
         if self._missing_blocks(sequence, cached) > 0:
             return False
-        self.queue.remove(sequence)
+        self.queue.admit(sequence)
         self.running.append(sequence)
         self.prefills.append(sequence)
         self.prefills.sort(key=self.queue.order)

@@ -64,6 +64,7 @@ class Sequence:
         "num_prompt",
         "num_scored",
         "prompt_logprobs",
+        "rank",
         "request",
         "request_id",
         "root",
@@ -85,6 +86,8 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.arrival = arrival
+        self.rank = request.priority
+        """Its priority; a smaller one once it had to wait for long (see `WaitingQueue`)."""
         self.tokens = array("i", request.prompt)
         """Prompt and generated ids that the host has seen."""
         self.num_prompt = len(self.tokens)

@@ -1,4 +1,4 @@
-"""Who is next: priority, then fair share of each client, then arrival."""
+"""Who is next: priority, then fair share of each client, then arrival; each priority gets turns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from vllmx_engine.ordered import Ordered
 from vllmx_engine.sequence import Sequence
 
 _MAX_REMEMBERED = 4096
+_TURN_EVERY = 16
+"""Of so many admissions, while several priorities wait, one is of another than the best."""
+_NO_PRIORITY = 1 << 31
+"""Greater than any."""
 _Head = tuple[float, int, str]
 """What a client was served, its first request's arrival, and the client."""
 
@@ -81,12 +85,13 @@ class FairShare:
 class _Class:
     """Requests of one priority."""
 
-    __slots__ = ("_clients", "_heads", "_service", "preempted")
+    __slots__ = ("_clients", "_heads", "_service", "ahead")
 
     def __init__(self, service: Callable[[str], float]) -> None:
         self._service = service
-        self.preempted: Ordered[Sequence] = Ordered()
-        """They ran before and go first, so that new ones do not take their place time and again."""
+        self.ahead: Ordered[Sequence] = Ordered()
+        """Who goes first: those that ran before, so that new ones do not take their place time and
+        again, and those of a lower priority whose turn it is."""
         self._clients: dict[str, Ordered[Sequence]] = {}
         """New requests of each client, by arrival."""
         self._heads: list[_Head] = []
@@ -95,7 +100,7 @@ class _Class:
         the one in front is put where it belongs by now before it is believed."""
 
     def __bool__(self) -> bool:
-        return bool(self._clients or self.preempted)
+        return bool(self._clients or self.ahead)
 
     def push(self, client: str, sequence: Sequence) -> None:
         line = self._clients.get(client)
@@ -114,8 +119,8 @@ class _Class:
 
     def first(self) -> Sequence:
         """Of the client that was served least; there must be one."""
-        if self.preempted:
-            return self.preempted.first()
+        if self.ahead:
+            return self.ahead.first()
         while True:
             head = self._heads[0]
             line = self._clients.get(head[2])
@@ -139,12 +144,23 @@ class WaitingQueue:
     """Sequences that wait for a row. `fcfs`: arrival alone decides.
 
     To find who is next, and to take anyone out, costs the same whoever else waits.
+
+    So that nobody starves, each 16th admission gives another priority a turn, one after the other:
+    its first sequence is put before all others. It keeps the rank that it is given, or whoever
+    waits would preempt it as soon as it runs. With M priorities waiting, each has its next turn
+    after 16 M admissions at most.
     """
 
     def __init__(self, share: FairShare, *, fcfs: bool) -> None:
         self._service: Callable[[str], float] = _equal if fcfs else share.service
         self._fcfs = fcfs
         self._classes: Ordered[_Class] = Ordered()
+        self._turns: OrderedDict[int, None] = OrderedDict()
+        """Priorities by their next turn; some of them may have nobody left."""
+        self._num_admitted = 0
+        """Since the last turn, while others waited."""
+        self._best_admitted = _NO_PRIORITY
+        """Of the same."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -157,8 +173,10 @@ class WaitingQueue:
         if group is None:
             group = _Class(self._service)
             self._classes.add(priority, group)
-        if sequence.was_preempted:
-            group.preempted.add(sequence.arrival, sequence)
+            self._turns.setdefault(priority)
+            self._drop_old_turns()
+        if _goes_ahead(sequence):
+            group.ahead.add(sequence.arrival, sequence)
         else:
             group.push(self._client(sequence), sequence)
         self._length += 1
@@ -172,16 +190,54 @@ class WaitingQueue:
         priority = self.priority(sequence)
         group = self._classes.get(priority)
         assert group is not None, sequence.request_id
-        if sequence.was_preempted:
-            group.preempted.pop(sequence.arrival)
+        if _goes_ahead(sequence):
+            group.ahead.pop(sequence.arrival)
         else:
             group.remove(self._client(sequence), sequence)
         if not group:
             self._classes.pop(priority)
         self._length -= 1
 
+    def admit(self, sequence: Sequence) -> None:
+        """Takes one out that gets a row; this may make it another priority's turn."""
+        self.remove(sequence)
+        if not self._classes:
+            self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
+            return
+        rank = self.priority(sequence)
+        self._num_admitted += 1
+        self._best_admitted = min(self._best_admitted, rank)
+        if self._num_admitted >= _TURN_EVERY:
+            best = min(self._best_admitted, self._classes.least())
+            self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
+            self._give_turn(best)
+
+    def _give_turn(self, best: int) -> None:
+        """Puts the first one of the next priority that is not `best` before all others."""
+        for _ in range(len(self._turns)):
+            priority, _ = self._turns.popitem(last=False)
+            group = self._classes.get(priority)
+            if group is None:
+                continue
+            self._turns[priority] = None
+            if priority != best:
+                sequence = group.first()
+                self.remove(sequence)
+                sequence.rank = best
+                self.push(sequence)
+                return
+
+    def _drop_old_turns(self) -> None:
+        if len(self._turns) > 2 * len(self._classes) + 16:
+            left = [priority for priority in self._turns if priority in self._classes]
+            self._turns = OrderedDict.fromkeys(left)
+
     def priority(self, sequence: Sequence) -> int:
         """Smaller is served first."""
+        return 0 if self._fcfs else sequence.rank
+
+    def asked(self, sequence: Sequence) -> int:
+        """Its priority before any turn that it was given."""
         return 0 if self._fcfs else sequence.request.priority
 
     def outranks(self, sequence: Sequence, other: Sequence) -> bool:
@@ -194,6 +250,10 @@ class WaitingQueue:
 
     def _client(self, sequence: Sequence) -> str:
         return "" if self._fcfs else sequence.request.client
+
+
+def _goes_ahead(sequence: Sequence) -> bool:
+    return sequence.was_preempted or sequence.rank != sequence.request.priority
 
 
 def _equal(client: str) -> float:
