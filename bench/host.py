@@ -37,10 +37,21 @@ PARTS = ("schedule", "prepare", "commit")
 
 
 class InstantStep:
-    """A step that is done."""
+    """A step that is done, or waits for its parameters."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
+
+    def sample(self, rows: SamplingRows) -> InstantStep:
+        count, width = rows.num_rows, rows.max_logprobs
+        if width >= 0:
+            self._result.logprobs = LogprobRows(
+                np.zeros(count, np.float32),
+                np.ones(count, np.int32),
+                np.zeros((count, width), np.int32),
+                np.zeros((count, width), np.float32),
+            )
+        return self
 
     def result(self) -> StepResult:
         return self._result
@@ -66,16 +77,11 @@ class InstantModel:
         )
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> InstantStep:
-        count, width = plan.num_logit_rows, rows.max_logprobs
-        result = StepResult(np.arange(count, dtype=np.int32), elapsed_s=0.01)
-        if width >= 0:
-            result.logprobs = LogprobRows(
-                np.zeros(count, np.float32),
-                np.ones(count, np.int32),
-                np.zeros((count, width), np.int32),
-                np.zeros((count, width), np.float32),
-            )
-        return InstantStep(result)
+        return self.forward(plan).sample(rows)
+
+    def forward(self, plan: StepPlan) -> InstantStep:
+        ids = np.arange(plan.num_logit_rows, dtype=np.int32)
+        return InstantStep(StepResult(ids, elapsed_s=0.01))
 
     def close(self) -> None:
         pass

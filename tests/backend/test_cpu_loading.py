@@ -28,6 +28,7 @@ from vllmx_cpu.backend import CpuBackend
 from vllmx_cpu.kv_cache import plan_kv
 from vllmx_cpu.loaded import CpuLoadedModel
 from vllmx_cpu.memory import allocate
+from vllmx_cpu.structs import VxJob
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -112,6 +113,36 @@ def test_logprobs_beyond_the_limit_are_refused() -> None:
     plan = make_plan([Row([1], 0, [0])], PAGE)
     with pytest.raises(InvalidRequestError, match=r"at most 64.*got 65"):
         loaded.step(plan, sampling_rows(1, num_logprobs=65))
+    loaded.close()
+
+
+def test_a_whole_step_is_one_native_job_and_halves_are_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load(*decoder())
+    jobs: list[int] = []
+    submit = loaded._team.submit
+
+    def counted(job: VxJob) -> None:
+        jobs.append(job.num_records)
+        submit(job)
+
+    monkeypatch.setattr(loaded._team, "submit", counted)
+    plan = make_plan([Row([1], 0, [0])], PAGE)
+    loaded.step(plan, sampling_rows(1)).result()
+    loaded.forward(plan).sample(sampling_rows(1)).result()
+    assert jobs == [jobs[0], jobs[0] - 1, 1]
+    loaded.close()
+
+
+def test_a_half_step_that_cannot_be_sampled_gives_its_place_back() -> None:
+    loaded = load(*decoder())
+    plan = make_plan([Row([1], 0, [0])], PAGE)
+    wanted = loaded.step(plan, sampling_rows(1)).result().ids
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="at most 64"):
+            loaded.forward(plan).sample(sampling_rows(1, num_logprobs=65))
+    assert (loaded.step(plan, sampling_rows(1)).result().ids == wanted).all()
     loaded.close()
 
 

@@ -236,9 +236,14 @@ def test_what_a_step_raises_its_result_raises() -> None:
         def run(self, frame: Any) -> Any:
             raise ValueError("no such op")
 
+    whole = loaded._interpreter
     loaded._interpreter = Broken()
     with pytest.raises(ValueError, match="no such op"):
         loaded.step(good, sampling_rows(1)).result()
+    with pytest.raises(ValueError, match="no such op"):
+        loaded.forward(good).sample(sampling_rows(1)).result()
+    loaded._interpreter = whole
+    loaded.step(good, sampling_rows(1)).result()
     loaded.close()
 
 

@@ -26,7 +26,7 @@ from vllmx_core.ops.op import Op
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy, scale_by
-from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
+from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel, ReferenceStep
 from vllmx_core.testing.attention_checks import FEATURES
 from vllmx_core.testing.backend_suite import BackendSuite
 from vllmx_core.testing.model_suite import ModelSuite
@@ -140,6 +140,27 @@ def with_columns(**changes: Any) -> Change:
     return change
 
 
+def late(**changes: Any) -> Change:
+    """A second half of a step with something wrong in it."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        def draw(self: Any, rows: Any) -> None:
+            rows = replace(rows, **{k: v for k, v in changes.items() if k != "last_ids"})
+            whole(self, rows)
+            if "last_ids" in changes:
+                self._owner.last_ids = changes["last_ids"](self._owner.last_ids)
+
+        def sample(self: Any, rows: Any) -> Any:
+            with self._owner.in_flight.sampling(self, rows):
+                draw(self, rows)
+            return self
+
+        whole = ReferenceStep.draw
+        patch.setattr(ReferenceStep, "sample", sample)
+
+    return change
+
+
 def method(name: str, *arguments: Any) -> Callable[[Suite], None]:
     """A test of the suite with its parameters."""
     return lambda suite: getattr(suite, name)(*arguments)
@@ -248,6 +269,16 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     "pending ignored": (
         with_columns(counts=lambda c: c and replace(c, pending=np.zeros_like(c.pending))),
         method("test_penalties", 0.0, {"repetition_penalty": 1.7}),
+    ),
+    "masks that come late ignored": (
+        late(masks=None, mask_index=None),
+        method("test_a_step_is_sampled_when_the_one_before_was_read"),
+    ),
+    "parameters that come late ignored": (
+        late(counts=None), method("test_halves_of_a_step_are_the_step", False)
+    ),
+    "ids that come late forgotten": (
+        late(last_ids=np.zeros_like), method("test_halves_and_whole_steps_take_turns")
     ),
     "targets ignored": (
         with_columns(target=lambda t: np.full_like(t, -1)), method("test_targets_are_scored")
@@ -391,7 +422,7 @@ def test_the_numpy_backend_refuses_what_it_cannot_compute() -> None:
     builder = Builder(19)
     model = tiny_decoder(builder)
     refusals = {
-        "float32": LoadOptions(dtype="bf16"),
+        "choose f32, f64": LoadOptions(dtype="bf16"),
         "'int3': choose auto, bf16.*int8": LoadOptions(kv_cache_dtype="int3"),
     }
     for message, options in refusals.items():

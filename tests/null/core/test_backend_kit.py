@@ -12,7 +12,7 @@ from vllmx_core.backend_kit.limits import LOGITS_BYTES, check_weights_fit, step_
 from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.plan import StepPlan
 from vllmx_core.testing.fake import FakeLoadedModel
-from vllmx_core.testing.plans import Row, make_plan
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 
 INFO = FakeLoadedModel(max_tokens=4, max_logit_rows=2).info
 
@@ -72,6 +72,25 @@ def test_steps_in_flight() -> None:
     assert (steps.close(), steps.close()) == (True, False)
     with pytest.raises(AssertionError, match="closed"):
         steps.check_room(plan(1))
+
+
+def test_a_step_that_waits_for_its_sampler() -> None:
+    steps: InFlight[str] = InFlight(INFO)
+    steps.add("first")
+    steps.add_unsampled("second", plan(1))
+    with pytest.raises(AssertionError, match=r"waits for sample\(\)"):
+        steps.check_room(plan(1))
+    steps.check_oldest("first")
+    steps.remove_oldest()
+    with pytest.raises(AssertionError, match=r"result\(\) before sample\(\)"):
+        steps.check_oldest("second")
+    with pytest.raises(RuntimeError), steps.sampling("second", sampling_rows(1)):
+        raise RuntimeError("no sampler")
+    assert len(steps) == 0
+    steps.add_unsampled("third", plan(1))
+    with steps.sampling("third", sampling_rows(1)):
+        pass
+    steps.check_oldest("third")
 
 
 def test_steps_that_are_too_large() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError
+from vllmx_core.errors import CapacityError, EngineDeadError
 from vllmx_core.plan import LogitEdits
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.attention_checks import attention_model
@@ -154,6 +154,40 @@ def test_the_next_step_is_submitted_before_the_last_is_read() -> None:
     array(loaded._program.last_ids, np.int32)[:2] = [70, 80]  # type: ignore[union-attr]
     second.result()
     assert device.tokens == [80, 70]
+
+
+@pytest.mark.parametrize("columns", [{}, {"temperature": 0.7, "top_p": 0.9}])
+def test_a_step_in_halves_is_the_same_graphs_and_a_copy_of_the_parameters(
+    columns: dict[str, Any],
+) -> None:
+    device = IdleDevice(deferred=True)
+    loaded = load(device)
+    plan = make_plan(decode_rows(3, 9), PAGE)
+    device.log.clear()
+    pending = loaded.forward(plan)
+    first_half = ["event", "upload", "graph", "event"]
+    assert device.log == first_half
+    handle = pending.sample(sampling_rows(3, **columns))
+    assert device.log == [*first_half, "event", "upload", "graph", "download", "event"]
+    handle.result()
+
+
+def test_a_half_step_that_cannot_be_sampled_gives_its_place_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = load(IdleDevice(deferred=True))
+    plan = make_plan(decode_rows(2, 9), PAGE)
+    first, pending = loaded.step(plan, sampling_rows(2)), loaded.forward(plan)
+
+    def fail(*arguments: Any) -> None:
+        raise CapacityError("no room for logprobs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded._program, "sample", fail)
+        with pytest.raises(CapacityError, match="no room"):
+            pending.sample(sampling_rows(2))
+    second = loaded.step(plan, sampling_rows(2))
+    assert first.result().ids.size == second.result().ids.size == 2
 
 
 def test_a_step_holds_its_pinned_memory_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,16 @@ class StepHandle(Protocol):
         ...
 
 
+class ForwardStep(Protocol):
+    """A step whose forward pass was enqueued and whose logits wait for their parameters."""
+
+    def sample(self, rows: SamplingRows) -> StepHandle:
+        """Enqueues the rest of the step and returns without waiting for it. Call once, before the
+        next `forward` or `step`; the step before may be read first. Where it raises, the step has
+        ended and counts no more."""
+        ...
+
+
 class LoadedModel(Protocol):
     """A model on a device, with its KV cache. Not thread-safe: one thread owns it."""
 
@@ -100,6 +110,12 @@ class LoadedModel(Protocol):
     def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
         """Enqueues one step and returns without waiting for it. At most two steps are in flight;
         the second may refer to the first one's ids by negative tokens."""
+        ...
+
+    def forward(self, plan: StepPlan) -> ForwardStep:
+        """`step` in two parts, for rows that depend on the ids of the step before: enqueue this
+        one's forward pass, read that one, then sample. It counts as a step in flight from here on;
+        results are those of `step`. Slower than `step` where nothing is late."""
         ...
 
     def close(self) -> None:

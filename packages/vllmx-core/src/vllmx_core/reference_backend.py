@@ -31,17 +31,35 @@ _DEFAULT_KV_BYTES = 1 << 30
 _BLOCK_SIZES = BlockSizes("numpy")
 
 
-class ReferenceHandle:
-    """A `StepHandle` whose step has run already."""
+class ReferenceStep:
+    """A `ForwardStep` whose forward pass has run, and its own `StepHandle`."""
 
-    def __init__(self, queue: InFlight[ReferenceHandle], result: StepResult) -> None:
-        self._queue = queue
-        self._result = result
-        queue.add(self)
+    def __init__(self, owner: ReferenceLoadedModel, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        self._owner = owner
+        self._fed = owner.resolve(plan.tokens)[plan.logit_rows]  # (L,)
+        self._logits = owner.logits(plan).astype(np.float32, copy=False)  # (L, V)
+        self._seconds = time.perf_counter() - start
+        self._result: StepResult | None = None
+
+    def sample(self, rows: SamplingRows) -> ReferenceStep:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        with self._owner.in_flight.sampling(self, rows):
+            self.draw(rows)
+        return self
+
+    def draw(self, rows: SamplingRows) -> None:
+        """Samples the logits."""
+        start = time.perf_counter()
+        self._result = sample(self._logits, rows, self._fed)
+        self._result.elapsed_s = self._seconds + time.perf_counter() - start
+        self._owner.last_ids = self._result.ids.copy()
 
     def result(self) -> StepResult:
-        self._queue.check_oldest(self)
-        self._queue.remove_oldest()
+        """See `vllmx_core.backend.StepHandle.result`."""
+        self._owner.in_flight.check_oldest(self)
+        self._owner.in_flight.remove_oldest()
+        assert self._result is not None, "a step in flight was sampled"
         return self._result
 
 
@@ -55,23 +73,27 @@ class ReferenceLoadedModel:
         self._interpreter = Interpreter(steps, lambda op: type(op).compute)
         self._weights, self._pages = weights, pages
         self._info = info
-        self._last_ids: I32 = np.zeros(0, np.int32)
-        self._in_flight: InFlight[ReferenceHandle] = InFlight(info)
+        self.last_ids: I32 = np.zeros(0, np.int32)
+        self.in_flight: InFlight[ReferenceStep] = InFlight(info)
 
     @property
     def info(self) -> LoadedInfo:
         return self._info
 
-    def step(self, plan: StepPlan, rows: SamplingRows) -> ReferenceHandle:
+    def step(self, plan: StepPlan, rows: SamplingRows) -> ReferenceStep:
         """Runs the step at once. Raises AssertionError for a third step in flight."""
-        self._in_flight.check_room(plan)
-        start = time.perf_counter()
-        tokens = self.resolve(plan.tokens)
-        logits = self.logits(plan).astype(np.float32, copy=False)
-        result = sample(logits, rows, tokens[plan.logit_rows])
-        result.elapsed_s = time.perf_counter() - start
-        self._last_ids = result.ids.copy()
-        return ReferenceHandle(self._in_flight, result)
+        self.in_flight.check_room(plan)
+        step = ReferenceStep(self, plan)
+        step.draw(rows)
+        self.in_flight.add(step)
+        return step
+
+    def forward(self, plan: StepPlan) -> ReferenceStep:
+        """See `vllmx_core.backend.LoadedModel.forward`."""
+        self.in_flight.check_room(plan)
+        step = ReferenceStep(self, plan)
+        self.in_flight.add_unsampled(step, plan)
+        return step
 
     def logits(self, plan: StepPlan) -> Floats:
         """(L, V) of the plan; writes its keys and values."""
@@ -83,11 +105,11 @@ class ReferenceLoadedModel:
     def resolve(self, tokens: I32) -> I32:
         """Ids in place of references to the step before; id 0 where that one's row was broken."""
         index = np.where(tokens < 0, -tokens - 1, 0)
-        last = self._last_ids if self._last_ids.size else np.zeros(1, np.int32)
+        last = self.last_ids if self.last_ids.size else np.zeros(1, np.int32)
         return np.where(tokens < 0, np.maximum(last[index], 0), tokens).astype(np.int32)
 
     def close(self) -> None:
-        self._in_flight.close()
+        self.in_flight.close()
         self._weights, self._pages = NumpyWeights({}, {}), ()
 
 

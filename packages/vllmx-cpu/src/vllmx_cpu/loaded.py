@@ -58,44 +58,87 @@ class CpuLoadedModel:
         return self._info
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> CpuStep:
-        """See `vllmx_core.backend.LoadedModel.step`. With enforce_eager the step has run when this
-        returns."""
+        """See `vllmx_core.backend.LoadedModel.step`: one native job. With enforce_eager the step
+        has run when this returns."""
         self._in_flight.check_room(plan)
-        step = CpuStep(self, plan, rows, self._last)
-        if self._recorded is not None:
-            self._submit(step, self._recorded)
-        else:
+        step = CpuStep(self, plan, self._last)
+        sampler = SamplerCall(rows)
+        if self._recorded is None:
             self._run_eagerly(step)
+            self._sample_eagerly(step, sampler)
+        else:
+            self._submit(step.job, self._recorded.tape.records, self._bound(sampler))
+        step.sampler = sampler
         self._in_flight.add(step)
         self._last = step
         return step
 
-    def _submit(self, step: CpuStep, recorded: RecordedStep) -> None:
-        forward = recorded.tape.records
-        logits = recorded.arena.ctypes.data + recorded.logits_offset
-        step.sampler.bind(logits, self._vocab_size, self._sampler_workspace)
-        sampler = VxRecord(self._sample, step.sampler.address)
-        step.records = (VxRecord * (len(forward) + 1))()
-        ctypes.memmove(step.records, forward, ctypes.sizeof(forward))
-        step.records[len(forward)] = sampler
-        step.job.records = step.records
-        step.job.num_records = len(step.records)
-        self._team.submit(step.job)
+    def forward(self, plan: StepPlan) -> CpuStep:
+        """See `vllmx_core.backend.LoadedModel.forward`: a native job for each half."""
+        self._in_flight.check_room(plan)
+        step = CpuStep(self, plan, self._last)
+        if self._recorded is None:
+            self._run_eagerly(step)
+        else:
+            self._submit(step.job, self._recorded.tape.records)
+        self._in_flight.add_unsampled(step, plan)
+        return step
+
+    def sample(self, step: CpuStep, rows: SamplingRows) -> None:
+        """The second half of a step."""
+        with self._in_flight.sampling(step, rows):
+            try:
+                sampler = SamplerCall(rows)
+            except BaseException:
+                self._wait(step)  # before its memory goes
+                raise
+            if self._recorded is None:
+                self._sample_eagerly(step, sampler)
+            else:
+                step.second_job = VxJob(step=step.job.step)  # its tokens are resolved by then
+                self._submit(step.second_job, (), self._bound(sampler))
+            step.sampler = sampler
+        self._last = step
+
+    def _bound(self, sampler: SamplerCall) -> VxRecord:
+        """The sampler behind the tape."""
+        assert self._recorded is not None, "no tape"
+        logits = self._recorded.arena.ctypes.data + self._recorded.logits_offset
+        sampler.bind(logits, self._vocab_size, self._sampler_workspace)
+        return VxRecord(self._sample, sampler.address)
+
+    def _submit(
+        self, job: VxJob, forward: ctypes.Array[VxRecord] | tuple[()], *more: VxRecord
+    ) -> None:
+        records = (VxRecord * (len(forward) + len(more)))()
+        if forward:
+            ctypes.memmove(records, forward, ctypes.sizeof(forward))
+        records[len(forward) :] = list(more)
+        job.records = records  # which keeps them
+        job.num_records = len(records)
+        self._team.submit(job)
 
     def _run_eagerly(self, step: CpuStep) -> None:
-        run = EagerRun(self._lowering, self._team, step)
+        step.eager = EagerRun(self._lowering, self._team, step)
         for op in self._steps.ops:
-            run.op(op)
-        logits = run.address(self._steps.logits)
-        step.sampler.bind(logits, self._vocab_size, self._sampler_workspace)
-        run.call(Call("sample", self._sample, step.sampler.struct))
+            step.eager.op(op)
+
+    def _sample_eagerly(self, step: CpuStep, sampler: SamplerCall) -> None:
+        assert step.eager is not None, "the forward pass has run"
+        logits = step.eager.address(self._steps.logits)
+        sampler.bind(logits, self._vocab_size, self._sampler_workspace)
+        step.eager.call(Call("sample", self._sample, sampler.struct))
+        step.eager = None
 
     def finish(self, step: CpuStep) -> None:
         """Waits for the oldest step in flight."""
         self._in_flight.check_oldest(step)
-        if self._recorded is not None:
-            self._team.wait(step.job)
+        self._wait(step)
         self._in_flight.remove_oldest()
+
+    def _wait(self, step: CpuStep) -> None:
+        if self._recorded is not None:
+            self._team.wait(step.job if step.second_job is None else step.second_job)
 
     def close(self) -> None:
         self._team.close()  # runs what is queued, then joins the threads
@@ -105,11 +148,9 @@ class CpuLoadedModel:
 
 
 class CpuStep:
-    """A step in flight: copies of everything that the engine may overwrite, and the native job."""
+    """A step in flight: copies of everything that the engine may overwrite, and its native jobs."""
 
-    def __init__(
-        self, owner: CpuLoadedModel, plan: StepPlan, rows: SamplingRows, previous: CpuStep | None
-    ) -> None:
+    def __init__(self, owner: CpuLoadedModel, plan: StepPlan, previous: CpuStep | None) -> None:
         self._owner = owner
         self._arrays: dict[str, I32] = {
             name: np.array(getattr(plan, name), np.int32, order="C")
@@ -121,13 +162,17 @@ class CpuStep:
         width = self._arrays["block_table"].shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}
-        self.records: ctypes.Array[VxRecord] | None = None
-        self.sampler = SamplerCall(rows)
+        self.sampler: SamplerCall | None = None
+        self.eager: EagerRun | None = None
+        """The forward pass, until it was sampled."""
         self.job = VxJob(
             step=VxStep(**shape, B=width, block_stride=width, **pointers),
             tokens=pointers["tokens"],
         )
+        self.second_job: VxJob | None = None
+        """The sampler's own, where it came late."""
         if previous is not None:
+            assert previous.sampler is not None, "the step before was sampled"
             self._previous_ids = previous.sampler.ids
             self.job.previous_ids = self._previous_ids.ctypes.data
             self.job.num_previous_ids = len(self._previous_ids)
@@ -140,10 +185,17 @@ class CpuStep:
     def num_logit_rows(self) -> int:
         return int(self.job.step.L)
 
+    def sample(self, rows: SamplingRows) -> CpuStep:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        self._owner.sample(self, rows)
+        return self
+
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
         self._owner.finish(self)
-        return self.sampler.result(self.job.seconds)
+        assert self.sampler is not None, "a step in flight was sampled"
+        late_s = 0.0 if self.second_job is None else self.second_job.seconds
+        return self.sampler.result(self.job.seconds + late_s)
 
 
 class EagerRun:

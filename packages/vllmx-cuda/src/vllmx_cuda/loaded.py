@@ -9,8 +9,8 @@ from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.errors import VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 
-from vllmx_cuda.device import Device, Event
-from vllmx_cuda.program import Program
+from vllmx_cuda.device import Event
+from vllmx_cuda.program import PlacedStep, Program
 from vllmx_cuda.sampler import Sampled
 
 
@@ -42,9 +42,52 @@ class CudaLoadedModel:
             begin = self._device.event()
             sampled = program.run(plan, rows)
             end = self._device.event()
-        step = CudaStep(self._device, self._in_flight, sampled, begin, end)
+        step = CudaStep(self, begin, end, sampled)
         self._in_flight.add(step)
         return step
+
+    def forward(self, plan: StepPlan) -> CudaStep:
+        """See `vllmx_core.backend.LoadedModel.forward`."""
+        program = self._program
+        assert program is not None, "the model is closed"
+        self._in_flight.check_room(plan)
+        with self._device.faults():
+            self._device.activate()
+            begin = self._device.event()
+            placed = program.forward(plan)
+            end = self._device.event()
+        step = CudaStep(self, begin, end)
+        step.placed = placed
+        self._in_flight.add_unsampled(step, plan)
+        return step
+
+    def sample(self, step: CudaStep, rows: SamplingRows) -> None:
+        """The second half of a step."""
+        with self._in_flight.sampling(step, rows), self._device.faults():
+            program, placed = self._program, step.placed
+            assert program is not None, "the model is closed"
+            assert placed is not None, "the step waits for its sampler"
+            self._device.activate()
+            try:
+                begin = self._device.event()
+                sampled = program.sample(placed, rows)
+                step.finish_sampling(sampled, begin, self._device.event())
+            except BaseException:
+                with suppress(VllmxError):
+                    self._device.synchronize()  # its pinned memory is used again from here on
+                raise
+
+    def read(self, step: CudaStep) -> StepResult:
+        """Waits for the oldest step in flight."""
+        self._in_flight.check_oldest(step)
+        try:
+            with self._device.faults():
+                elapsed_s = step.wait()
+            result = step.read()
+        finally:  # until here the step owns its pinned memory, whatever thread enqueues the next
+            self._in_flight.remove_oldest()
+        result.elapsed_s = elapsed_s
+        return result
 
     def close(self) -> None:
         if self._program is None:
@@ -58,28 +101,39 @@ class CudaLoadedModel:
 
 
 class CudaStep:
-    """`vllmx_core.backend.StepHandle`."""
+    """`vllmx_core.backend.ForwardStep` and its `StepHandle`.
+
+    Args:
+        begin, end: of what was enqueued of it.
+        sampled: None until it was sampled.
+    """
 
     def __init__(
-        self,
-        device: Device,
-        queue: InFlight[CudaStep],
-        sampled: Sampled,
-        begin: Event,
-        end: Event,
+        self, owner: CudaLoadedModel, begin: Event, end: Event, sampled: Sampled | None = None
     ) -> None:
-        self._device, self._queue = device, queue
-        self._sampled, self._begin, self._end = sampled, begin, end
+        self._owner, self._spans, self._sampled = owner, [(begin, end)], sampled
+        self.placed: PlacedStep | None = None
+
+    def finish_sampling(self, sampled: Sampled, begin: Event, end: Event) -> None:
+        """The sampler was enqueued, between these events."""
+        self._sampled = sampled
+        self._spans.append((begin, end))
+
+    def wait(self) -> float:
+        """Waits until the device has run all of it; how long that took in seconds."""
+        self._spans[-1][1].wait()
+        return sum(end.seconds_since(begin) for begin, end in self._spans)
+
+    def read(self) -> StepResult:
+        """What it came to."""
+        assert self._sampled is not None, "a step in flight was sampled"
+        return self._sampled.read()
+
+    def sample(self, rows: SamplingRows) -> CudaStep:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        self._owner.sample(self, rows)
+        return self
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
-        self._queue.check_oldest(self)
-        try:
-            with self._device.faults():
-                self._end.wait()
-                elapsed_s = self._end.seconds_since(self._begin)
-            result = self._sampled.read()
-        finally:  # until here the step owns its pinned memory, whatever thread enqueues the next
-            self._queue.remove_oldest()
-        result.elapsed_s = elapsed_s
-        return result
+        return self._owner.read(self)

@@ -27,11 +27,13 @@ logger = logging.getLogger("vllmx.cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """What all steps of one bucket share."""
+class PlacedStep:
+    """Where a step's arrays lie; all steps of one bucket share one."""
 
     layout: Layout
     memory: StepMemory
+    captured: bool
+    """Whether it is a bucket, whose launches are always the same."""
 
 
 @dataclass
@@ -48,21 +50,20 @@ class Program:
     staging: Staging
     sampler: DeviceSampler
     graphs: Graphs
-    _buckets: dict[int, _Bucket] = field(default_factory=dict)
+    _buckets: dict[int, PlacedStep] = field(default_factory=dict)
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled:
         """Enqueues a whole step."""
-        if plan.num_tokens == plan.num_rows:
-            bucket = bucket_of(plan.num_tokens, self.plan.buckets)
-            if bucket is not None:
-                return self._run_bucket(self._bucket(bucket), plan, rows)
-        tiles = tuple(plan_tiles(plan, tokens) for tokens in self.plan.work.tile_tokens)
-        sizes = self._sizes(plan, tiles)
-        layout = self.staging.layout(sizes)
-        self.staging.upload(plan, rows, layout, StepWork(self._items(plan, sizes), tiles))
-        memory = self.staging.memory(layout)
-        self._enqueue(sizes, memory)
-        return self.sampler.sample(self.logits, memory, rows)
+        return self._sample(self._forward(plan, rows), rows)
+
+    def forward(self, plan: StepPlan) -> PlacedStep:
+        """Enqueues a step as far as its logits, which `sample` must take before the next one."""
+        return self._forward(plan, None)
+
+    def sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled:
+        """Enqueues the rest; the sampler's parameters go in a copy of their own."""
+        self.staging.upload_parameters(rows, placed.layout)
+        return self._sample(placed, rows)
 
     def capture_buckets(self, limit_s: float, *, progress: bool = False) -> int:
         """Captures decode steps, the largest bucket first, until all are or the time is over: the
@@ -77,30 +78,49 @@ class Program:
                 self.staging.upload(
                     _nothing(), _no_rows(drawn), bucket.layout, self._no_work(bucket.layout.sizes)
                 )
-                self._replay(bucket, drawn)
+                self._replay_forward(bucket)
+                self._replay_ids(bucket, drawn)
             self.device.synchronize()
             if progress:
                 show_progress("capturing graphs", done + 1, total)
         return total
 
-    def _run_bucket(self, bucket: _Bucket, plan: StepPlan, rows: SamplingRows) -> Sampled:
-        work = StepWork(self._items(plan, bucket.layout.sizes), self._no_tiles)
-        self.staging.upload(plan, rows, bucket.layout, work)
-        picked = is_plain(rows) and rows.num_rows > 0
-        self._replay(bucket, None if not picked else not rows.all_greedy)
-        return self.sampler.sample(self.logits, bucket.memory, rows, picked=picked)
+    def _forward(self, plan: StepPlan, rows: SamplingRows | None) -> PlacedStep:
+        size = None
+        if plan.num_tokens == plan.num_rows:
+            size = bucket_of(plan.num_tokens, self.plan.buckets)
+        if size is not None:
+            bucket = self._bucket(size)
+            work = StepWork(self._items(plan, bucket.layout.sizes), self._no_tiles)
+            self.staging.upload(plan, rows, bucket.layout, work)
+            self._replay_forward(bucket)
+            return bucket
+        tiles = tuple(plan_tiles(plan, tokens) for tokens in self.plan.work.tile_tokens)
+        sizes = self._sizes(plan, tiles)
+        layout = self.staging.layout(sizes)
+        self.staging.upload(plan, rows, layout, StepWork(self._items(plan, sizes), tiles))
+        placed = PlacedStep(layout, self.staging.memory(layout), captured=False)
+        self._enqueue(sizes, placed.memory)
+        return placed
 
-    def _replay(self, bucket: _Bucket, drawn: bool | None) -> None:
-        """The pass to the logits and, unless `drawn` is None, the ids of every row."""
+    def _sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled:
+        picked = placed.captured and is_plain(rows) and rows.num_rows > 0
+        if picked:
+            self._replay_ids(placed, not rows.all_greedy)
+        return self.sampler.sample(self.logits, placed.memory, rows, picked=picked)
+
+    def _replay_forward(self, bucket: PlacedStep) -> None:
+        """The pass to the logits."""
         sizes, memory = bucket.layout.sizes, bucket.memory
         self.graphs.run(sizes, lambda: self._enqueue(sizes, memory))
-        if drawn is not None:
-            self.graphs.run(
-                (sizes, drawn),
-                lambda: self.sampler.enqueue_ids(
-                    self.logits, memory, sizes.logit_rows, drawn=drawn
-                ),
-            )
+
+    def _replay_ids(self, bucket: PlacedStep, drawn: bool) -> None:
+        """The ids of every row; `drawn`: some row is not greedy."""
+        sizes, memory = bucket.layout.sizes, bucket.memory
+        self.graphs.run(
+            (sizes, drawn),
+            lambda: self.sampler.enqueue_ids(self.logits, memory, sizes.logit_rows, drawn=drawn),
+        )
 
     def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
         self.device.launch(
@@ -113,13 +133,15 @@ class Program:
         for op in self.ops:
             op(sizes, memory)
 
-    def _bucket(self, size: int) -> _Bucket:
+    def _bucket(self, size: int) -> PlacedStep:
         found = self._buckets.get(size)
         if found is None:
             items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
             none = tuple(0 for _ in self.plan.work.tile_tokens)
             layout = self.staging.layout(StepSizes(size, size, size, items, none))
-            found = self._buckets[size] = _Bucket(layout, self.staging.memory(layout))
+            found = self._buckets[size] = PlacedStep(
+                layout, self.staging.memory(layout), captured=True
+            )
         return found
 
     def _sizes(self, plan: StepPlan, tiles: tuple[I32, ...]) -> StepSizes:

@@ -58,7 +58,13 @@ class Layout:
     tiles: tuple[int, ...]
     patches: int
     parameters: Mapping[str, int]
+    """Of the sampler, behind everything else."""
     num_bytes: int
+
+    @property
+    def parameters_begin(self) -> int:
+        """Where the sampler's parameters begin."""
+        return min(self.parameters.values())
 
     @classmethod
     def of(cls, sizes: StepSizes, num_visibilities: int) -> Layout:
@@ -170,9 +176,11 @@ class Staging:
             table_stride=self._max_blocks,
         )
 
-    def upload(self, plan: StepPlan, rows: SamplingRows, layout: Layout, work: StepWork) -> None:
+    def upload(
+        self, plan: StepPlan, rows: SamplingRows | None, layout: Layout, work: StepWork
+    ) -> None:
         """Packs a step and enqueues its copy; plan and rows may change afterwards. Padding tokens
-        are id 0 at position 0 and write to no slot."""
+        are id 0 at position 0 and write to no slot. Without rows, `upload_parameters` follows."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         packed, sizes = self._pinned[slot], layout.sizes
         _put(packed, layout.tokens, sizes.tokens, plan.tokens, 0)
@@ -187,15 +195,21 @@ class Staging:
             _put(packed, begin, sizes.tokens + 1, found.first_item, found.num_items)
         for begin, tiles in zip(layout.tiles, work.tiles, strict=True):
             _put(packed, begin, tiles.size, tiles.reshape(-1), 0)
-        for name in read_parameters(rows):
-            kind, padding = PARAMETERS[name]
-            begin, values = layout.parameters[name], parameter(rows, name)
-            target = packed[begin : begin + parameter_bytes(name, sizes.logit_rows)].view(kind)
-            target[: len(values)] = values
-            target[len(values) :] = padding
         patches = self._patches(plan, sizes.patches, slot)
         _put(packed, layout.patches, 2 * sizes.patches, patches.reshape(-1), -1)
-        self._device.upload(self._packed, packed[: layout.num_bytes])
+        end = layout.parameters_begin
+        if rows is not None:
+            _put_parameters(packed, layout, rows)
+            end = layout.num_bytes
+        self._device.upload(self._packed, packed[:end])
+
+    def upload_parameters(self, rows: SamplingRows, layout: Layout) -> None:
+        """What `upload` left out for the step that it packed last: the same pinned buffer, in a
+        part that its copy does not read."""
+        packed, begin = self._pinned[self._next - 1], layout.parameters_begin
+        _put_parameters(packed, layout, rows)
+        target = self._packed.at(begin, layout.num_bytes - begin)
+        self._device.upload(target, packed[begin : layout.num_bytes])
 
     def _patches(self, plan: StepPlan, capacity: int, slot: int) -> I32:
         """(N, 2) where the plan's block table differs from the one on the device; none where the
@@ -218,6 +232,16 @@ class Staging:
         packed.view(np.int32).reshape(rows, blocks)[...] = table
         self._device.upload_rows(self._table, 4 * self._max_blocks, packed, 4 * blocks)
         return patches[:0]
+
+
+def _put_parameters(packed: Bytes, layout: Layout, rows: SamplingRows) -> None:
+    for name in read_parameters(rows):
+        kind, padding = PARAMETERS[name]
+        begin, values = layout.parameters[name], parameter(rows, name)
+        num_bytes = parameter_bytes(name, layout.sizes.logit_rows)
+        target = packed[begin : begin + num_bytes].view(kind)
+        target[: len(values)] = values
+        target[len(values) :] = padding
 
 
 def _put(packed: Bytes, begin: int, count: int, values: AnyArray, padding: int) -> None:

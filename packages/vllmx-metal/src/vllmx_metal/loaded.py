@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -56,15 +57,32 @@ class MetalLoadedModel:
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> MetalStepHandle:
         """See `vllmx_core.backend.LoadedModel.step`. What a step raises, its result() raises."""
-        self._in_flight.check_room(plan)
-        lowest = int(plan.tokens.min())  # MLX checks no index: a wrong one would read anything
-        assert -lowest <= self._last_rows, f"reference {lowest} to {self._last_rows} sampled rows"
-        self._last_rows = plan.num_logit_rows or self._last_rows
-        handle = MetalStepHandle(self)
+        handle = self._begin(plan)
         plan, rows = detached(plan), copy.deepcopy(rows)
         self._in_flight.add(handle)
         self._owner.submit(lambda: self._run(handle, plan, rows))
         return handle
+
+    def forward(self, plan: StepPlan) -> MetalStepHandle:
+        """See `vllmx_core.backend.LoadedModel.forward`. The time between the halves of a step is
+        part of its `elapsed_s`: there is the host's clock alone."""
+        handle = self._begin(plan)
+        plan = detached(plan)
+        self._in_flight.add_unsampled(handle, plan)
+        self._owner.submit(lambda: self._run_forward(handle, plan))
+        return handle
+
+    def _begin(self, plan: StepPlan) -> MetalStepHandle:
+        self._in_flight.check_room(plan)
+        lowest = int(plan.tokens.min())  # MLX checks no index: a wrong one would read anything
+        assert -lowest <= self._last_rows, f"reference {lowest} to {self._last_rows} sampled rows"
+        self._last_rows = plan.num_logit_rows or self._last_rows
+        return MetalStepHandle(self)
+
+    def _sample(self, handle: MetalStepHandle, rows: SamplingRows) -> None:
+        with self._in_flight.sampling(handle, rows):
+            rows = copy.deepcopy(rows)
+            self._owner.submit(lambda: self._run_sampler(handle, rows))
 
     def close(self) -> None:
         """See `vllmx_core.backend.LoadedModel.close`."""
@@ -78,22 +96,49 @@ class MetalLoadedModel:
     def _run(self, handle: MetalStepHandle, plan: StepPlan, rows: SamplingRows) -> None:
         """Builds the step, waits for the one before it, submits."""
         try:
-            handle.arrays = self._graph(plan, rows)
-            self._finish_running()
-            handle.started_s = time.perf_counter()
-            mx.async_eval(handle.arrays, [page.arrays for page in self._pages])
-            self._running = handle
+            handle.arrays = self._sampled(*self._logits(plan), rows)
+            self._submit(handle, handle.arrays)
         except BaseException as error:  # whatever it is, the thread that waits gets it
             handle.done.set_exception(error)
 
-    def _graph(self, plan: StepPlan, rows: SamplingRows) -> dict[str, mx.array]:
+    def _run_forward(self, handle: MetalStepHandle, plan: StepPlan) -> None:
+        """`_run` as far as the logits."""
+        try:
+            handle.logits = self._logits(plan)
+            self._submit(handle, handle.logits)
+        except BaseException as error:
+            handle.done.set_exception(error)
+
+    def _run_sampler(self, handle: MetalStepHandle, rows: SamplingRows) -> None:
+        """The rest of the step, which is the one that runs."""
+        if handle.logits is None:
+            return  # its forward pass has failed
+        try:
+            handle.arrays = self._sampled(*handle.logits, rows)
+            handle.logits = None
+            mx.async_eval(handle.arrays)
+        except BaseException as error:
+            self._running = None
+            handle.done.set_exception(error)
+
+    def _submit(self, handle: MetalStepHandle, arrays: Any) -> None:
+        self._finish_running()
+        handle.started_s = time.perf_counter()
+        mx.async_eval(arrays, [page.arrays for page in self._pages])
+        self._running = handle
+
+    def _logits(self, plan: StepPlan) -> tuple[mx.array, mx.array]:
+        """(L, V) logits and the (L,) tokens that they come after."""
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
         frame = MetalFrame(step, self._weights, self._pages, self._dtype)
-        logits: mx.array = self._interpreter.run(frame)  # (L, V)
-        if not plan.num_logit_rows:
+        logits: mx.array = self._interpreter.run(frame)
+        return logits, step.tokens[step.logit_rows]
+
+    def _sampled(self, logits: mx.array, fed: mx.array, rows: SamplingRows) -> dict[str, mx.array]:
+        if not rows.num_rows:
             return {"ids": mx.zeros(0, mx.int32)}
-        results = sample(logits, rows, step.tokens[step.logit_rows])
+        results = sample(logits, rows, fed)
         self._last_ids = results["ids"]
         return results
 
@@ -130,13 +175,19 @@ class MetalLoadedModel:
 
 
 class MetalStepHandle:
-    """`vllmx_core.backend.StepHandle`."""
+    """`vllmx_core.backend.ForwardStep` and its `StepHandle`."""
 
     def __init__(self, model: MetalLoadedModel) -> None:
         self._model = model
+        self.logits: tuple[mx.array, mx.array] | None = None  # until they are sampled
         self.arrays: dict[str, mx.array] = {}
         self.started_s = 0.0
         self.done: Future[tuple[dict[str, AnyArray], float]] = Future()
+
+    def sample(self, rows: SamplingRows) -> MetalStepHandle:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        self._model._sample(self, rows)
+        return self
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""

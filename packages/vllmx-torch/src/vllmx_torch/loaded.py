@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -11,14 +11,14 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
-from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
 from vllmx_torch.attention import Scratch
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.ops import OPS, TorchFrame
 from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep
-from vllmx_torch.transfer import Download, StepClock
+from vllmx_torch.transfer import Download, Started, StepClock
 from vllmx_torch.weights import TorchWeight
 
 
@@ -56,21 +56,49 @@ class TorchLoadedModel:
         """See `vllmx_core.backend.LoadedModel.step`. On the CPU the step has run when this
         returns."""
         self._in_flight.check_room(plan)
-        started = self._clock.start()
-        step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
-        results = self._sampled(step, rows)
-        if plan.num_logit_rows:
-            self._last_ids = results["ids"].long().to(self._device)
-        download = Download(results, self._device, self._clock, started)
-        handle = TorchStepHandle(self._in_flight, download)
+        handle = self._forward(plan)
+        self._sample(handle, rows)
         self._in_flight.add(handle)
         return handle
 
-    def _sampled(self, step: TorchStep, rows: SamplingRows) -> dict[str, Tensor]:
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> TorchStepHandle:
+        """See `vllmx_core.backend.LoadedModel.forward`."""
+        self._in_flight.check_room(plan)
+        handle = self._forward(plan)
+        handle.spent_s = self._clock.pause(handle.started)
+        self._in_flight.add_unsampled(handle, plan)
+        return handle
+
+    @torch.inference_mode()
+    def sample(self, handle: TorchStepHandle, rows: SamplingRows) -> None:
+        """The second half of a step."""
+        with self._in_flight.sampling(handle, rows):
+            if handle.spent_s is not None:
+                handle.started = self._clock.start()
+            self._sample(handle, rows)
+
+    def finish(self, handle: TorchStepHandle) -> tuple[dict[str, AnyArray], float]:
+        """Waits for the oldest step in flight: its arrays and seconds."""
+        self._in_flight.check_oldest(handle)
+        assert handle.download is not None, "a step in flight was sampled"
+        arrays, seconds = handle.download.wait()
+        self._in_flight.remove_oldest()
+        return arrays, seconds if handle.spent_s is None else seconds + handle.spent_s()
+
+    def _forward(self, plan: StepPlan) -> TorchStepHandle:
+        started = self._clock.start()
+        step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
         frame = TorchFrame(step, self._weights, self._pages, self._scratch)
         logits: Tensor = self._interpreter.run(frame)  # (L, V)
-        fed_tokens = step.tokens[step.logit_rows]
-        return sample(logits.to(self._sampling_device), rows, fed_tokens.to(self._sampling_device))
+        return TorchStepHandle(self, started, logits, step.tokens[step.logit_rows])
+
+    def _sample(self, handle: TorchStepHandle, rows: SamplingRows) -> None:
+        logits, fed = (tensor.to(self._sampling_device) for tensor in handle.take_logits())
+        results = sample(logits, rows, fed)
+        if rows.num_rows:
+            self._last_ids = results["ids"].long().to(self._device)
+        handle.download = Download(results, self._device, self._clock, handle.started)
 
     def close(self) -> None:
         if not self._in_flight.close():
@@ -84,16 +112,36 @@ class TorchLoadedModel:
 
 
 class TorchStepHandle:
-    """`vllmx_core.backend.StepHandle`."""
+    """`vllmx_core.backend.ForwardStep` and its `StepHandle`.
 
-    def __init__(self, queue: InFlight[TorchStepHandle], download: Download) -> None:
-        self._queue, self._download = queue, download
+    Args:
+        logits: (L, V)
+        fed: (L,) tokens that they come after.
+    """
+
+    def __init__(
+        self, owner: TorchLoadedModel, started: Started, logits: Tensor, fed: Tensor
+    ) -> None:
+        self._owner, self.started = owner, started
+        self._logits: tuple[Tensor, Tensor] | None = (logits, fed)
+        self.spent_s: Callable[[], float] | None = None
+        """How long the forward pass took, where the sampler came late."""
+        self.download: Download | None = None
+
+    def take_logits(self) -> tuple[Tensor, Tensor]:
+        """Logits and tokens, which are not kept."""
+        assert self._logits is not None, "logits are sampled once"
+        logits, self._logits = self._logits, None
+        return logits
+
+    def sample(self, rows: SamplingRows) -> TorchStepHandle:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        self._owner.sample(self, rows)
+        return self
 
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
-        self._queue.check_oldest(self)
-        arrays, seconds = self._download.wait()
-        self._queue.remove_oldest()
+        arrays, seconds = self._owner.finish(self)
         ids = arrays.pop("ids")
         logprobs = LogprobRows(**arrays) if arrays else None
         return StepResult(ids.astype(np.int32, copy=False), logprobs, seconds)

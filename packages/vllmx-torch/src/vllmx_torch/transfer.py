@@ -4,7 +4,7 @@ an event tells when a step is done. Elsewhere they are plain copies."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,15 @@ class StepClock:
         now_s = time.perf_counter()
         begin_s, self._last_end_s = max(started.host_s, self._last_end_s), now_s
         return now_s - begin_s
+
+    def pause(self, started: Started) -> Callable[[], float] | None:
+        """What was spent until now, to be asked for once it has run; None where the device does
+        not tell, so that waiting between the halves of a step counts."""
+        if self._device.type == "cpu":
+            spent_s = self.seconds(started, None)
+            return lambda: spent_s
+        end = self.event()
+        return None if end is None else lambda: self.seconds(started, end)
 
 
 class Download:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from vllmx_core.backend import LoadedInfo
-from vllmx_core.plan import StepPlan
+from vllmx_core.plan import SamplingRows, StepPlan
 
 MAX_STEPS = 2
 
@@ -21,12 +23,14 @@ class InFlight(Generic[Step]):
         info: its limits hold for each step.
     """
 
-    __slots__ = ("_max_logit_rows", "_max_tokens", "_steps", "closed")
+    __slots__ = ("_max_logit_rows", "_max_tokens", "_steps", "_unsampled", "closed")
 
     def __init__(self, info: LoadedInfo) -> None:
         self._max_tokens = info.max_num_batched_tokens
         self._max_logit_rows = info.max_logit_rows
         self._steps: deque[Step] = deque()
+        self._unsampled: tuple[Step, int] | None = None
+        """The newest step and its L, while it waits for `sample`."""
         self.closed = False
 
     def __len__(self) -> int:
@@ -35,6 +39,7 @@ class InFlight(Generic[Step]):
     def check_room(self, plan: StepPlan) -> None:
         """Before a step is enqueued: there is room for it, and it keeps the limits."""
         assert not self.closed, "the model is closed"
+        assert self._unsampled is None, "the step before waits for sample()"
         assert len(self._steps) < MAX_STEPS, "a third step in flight: call result() of the first"
         assert 0 < plan.num_tokens <= self._max_tokens, f"T = {plan.num_tokens}"
         assert plan.num_logit_rows <= self._max_logit_rows, f"L = {plan.num_logit_rows}"
@@ -43,8 +48,31 @@ class InFlight(Generic[Step]):
         """A step was enqueued."""
         self._steps.append(step)
 
+    def add_unsampled(self, step: Step, plan: StepPlan) -> None:
+        """The forward pass of a step was enqueued."""
+        self._steps.append(step)
+        self._unsampled = step, plan.num_logit_rows
+
+    @contextmanager
+    def sampling(self, step: Step, rows: SamplingRows) -> Iterator[None]:
+        """Around the second part of a step that was added unsampled; where that raises, the step
+        is in flight no more."""
+        assert not self.closed, "the model is closed"
+        assert self._unsampled is not None, "sample() was called twice"
+        unsampled, num_logit_rows = self._unsampled
+        assert unsampled is step, "sample() was called twice"
+        assert rows.num_rows == num_logit_rows, f"{rows.num_rows} rows, L = {num_logit_rows}"
+        self._unsampled = None
+        try:
+            yield
+        except BaseException:
+            self._steps.pop()
+            raise
+
     def check_oldest(self, step: Step) -> None:
-        """Before a step is read: it was not read yet, and all before it were."""
+        """Before a step is read: it was sampled, it was not read yet, and all before it were."""
+        waits = self._unsampled is not None and self._unsampled[0] is step
+        assert not waits, "result() before sample()"
         assert self._steps, "result() was called twice"
         assert self._steps[0] is step, "result() out of the order of the steps"
 
@@ -55,5 +83,6 @@ class InFlight(Generic[Step]):
     def close(self) -> bool:
         """Forgets all steps; False when the model was closed before."""
         self._steps.clear()
+        self._unsampled = None
         was_open, self.closed = not self.closed, True
         return was_open

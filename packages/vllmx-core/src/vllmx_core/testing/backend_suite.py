@@ -4,14 +4,15 @@
         def make_backend(self) -> Backend:
             return MyBackend()
 
-Everything goes through the public face (`Backend.load`, `LoadedModel.step`); the judges are
-`vllmx_core.reference` in float64 and `vllmx_core.reference_sampler`.
+Everything goes through the public face (`Backend.load`, `LoadedModel.step` and `forward`); the
+judges are `vllmx_core.reference` in float64 and `vllmx_core.reference_sampler`.
 """
 
 from __future__ import annotations
 
 from vllmx_core.testing.attention_checks import AttentionChecks
 from vllmx_core.testing.kv_dtype_checks import KVDtypeChecks
+from vllmx_core.testing.late_checks import LateChecks
 from vllmx_core.testing.op_checks import OpChecks
 from vllmx_core.testing.sampler_checks import SamplerChecks
 from vllmx_core.testing.step_checks import StepChecks
@@ -19,6 +20,6 @@ from vllmx_core.testing.weight_checks import WeightChecks
 
 
 class BackendSuite(
-    OpChecks, AttentionChecks, KVDtypeChecks, SamplerChecks, StepChecks, WeightChecks
+    OpChecks, AttentionChecks, KVDtypeChecks, SamplerChecks, StepChecks, WeightChecks, LateChecks
 ):
     """Override `make_backend`, and the attributes of `Harness` where the backend promises less."""

@@ -57,20 +57,36 @@ class FakeError(RuntimeError):
 
 
 class FakeStep:
-    """A `StepHandle`: the ids are known at once, `result` waits for the simulated device."""
+    """A `ForwardStep` and its `StepHandle`: the ids are known at once, `result` waits for the
+    simulated device."""
 
-    def __init__(self, owner: FakeLoadedModel, result: StepResult, done_at: float) -> None:
+    def __init__(
+        self, owner: FakeLoadedModel, fed: I32, history: U64, elapsed_s: float, done_at: float
+    ) -> None:
         self._owner = owner
-        self._result = result
+        self._fed, self._history = fed, history
+        self._result = StepResult(np.zeros(0, np.int32), elapsed_s=elapsed_s)
         self._done_at = done_at
         self.failure: FakeError | None = None
         self.hang_s = 0.0
+
+    def sample(self, rows: SamplingRows) -> FakeStep:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        with self._owner.in_flight.sampling(self, rows):
+            self.draw(rows)
+        return self
+
+    def draw(self, rows: SamplingRows) -> None:
+        """Finds the ids."""
+        self._result.ids = self._owner.sampled(rows, self._fed, self._history)
+        self._result.logprobs = self._owner.logprobs(rows, self._history, self._result.ids)
 
     def result(self) -> StepResult:
         """Call once, in the order of the steps. Raises FakeError where the test ordered it."""
         if self.hang_s > 0:  # sleeping for 0 s takes 60 us
             time.sleep(self.hang_s)
-        self._owner.finish(self)
+        self._owner.in_flight.check_oldest(self)
+        self._owner.in_flight.remove_oldest()
         remaining = self._done_at - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
@@ -115,7 +131,7 @@ class FakeLoadedModel:
         self.rules = rules or FakeRules()
         self.fail_steps = frozenset(fail_steps)
         self.hang_steps, self.hang_s = frozenset(hang_steps), hang_s
-        self.num_steps = 0
+        self.num_steps = self.num_forwards = 0
         self.num_tokens = 0
         self._step_s, self._token_s = step_s, token_s
         self._verify_pages, self._strict = verify_pages, strict
@@ -139,7 +155,7 @@ class FakeLoadedModel:
             details={"verify_pages": verify_pages, "strict": strict},
             cache_windows=self.rules.windows,
         )
-        self._in_flight: InFlight[FakeStep] = InFlight(self._info)
+        self.in_flight: InFlight[FakeStep] = InFlight(self._info)
 
     @property
     def info(self) -> LoadedInfo:
@@ -148,43 +164,46 @@ class FakeLoadedModel:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._in_flight.closed
+        return self.in_flight.closed
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
         """Raises AssertionError for a third step in flight or a plan that breaks the contract."""
-        self._in_flight.check_room(plan)
+        self.in_flight.check_room(plan)
         assert rows.num_rows == plan.num_logit_rows, (rows.num_rows, plan.num_logit_rows)
+        step = self._enqueue(plan)
+        step.draw(rows)
+        self.in_flight.add(step)
+        return step
+
+    def forward(self, plan: StepPlan) -> FakeStep:
+        """See `vllmx_core.backend.LoadedModel.forward`."""
+        self.in_flight.check_room(plan)
+        step = self._enqueue(plan)
+        self.in_flight.add_unsampled(step, plan)
+        self.num_forwards += 1
+        return step
+
+    def close(self) -> None:
+        """Frees the cache."""
+        self.in_flight.close()
+
+    def _enqueue(self, plan: StepPlan) -> FakeStep:
         if self._strict:
             check_plan(plan, self._info, self.rules.vocab_size, self._last_ids.shape[0])
         tokens = self._resolve(plan.tokens)
         self._write(plan, tokens)
-        history = self._read(plan)  # (L,)
-        result = StepResult(self._sample(plan, rows, tokens, history))
-        result.logprobs = self._logprobs(rows, history, result.ids)
-        self._last_ids = result.ids.copy()
-        return self._enqueue(result, plan.num_tokens)
-
-    def close(self) -> None:
-        """Frees the cache."""
-        self._in_flight.close()
-
-    def finish(self, step: FakeStep) -> None:
-        """Takes `step` off the queue, where it must be the oldest."""
-        self._in_flight.check_oldest(step)
-        self._in_flight.remove_oldest()
-
-    def _enqueue(self, result: StepResult, num_tokens: int) -> FakeStep:
-        result.elapsed_s = self._step_s + num_tokens * self._token_s
-        self._busy_until = max(time.perf_counter(), self._busy_until) + result.elapsed_s
-        handle = FakeStep(self, result, self._busy_until)
+        elapsed_s = self._step_s + plan.num_tokens * self._token_s
+        self._busy_until = max(time.perf_counter(), self._busy_until) + elapsed_s
+        step = FakeStep(
+            self, tokens[plan.logit_rows], self._read(plan), elapsed_s, self._busy_until
+        )
         if self.num_steps in self.fail_steps:
-            handle.failure = FakeError(f"step {self.num_steps} fails as the test ordered")
+            step.failure = FakeError(f"step {self.num_steps} fails as the test ordered")
         if self.num_steps in self.hang_steps:
-            handle.hang_s = self.hang_s
-        self._in_flight.add(handle)
+            step.hang_s = self.hang_s
         self.num_steps += 1
-        self.num_tokens += num_tokens
-        return handle
+        self.num_tokens += plan.num_tokens
+        return step
 
     def _resolve(self, tokens: I32) -> I32:
         """Replaces references to the step before; one to a broken row (-1) becomes id 0."""
@@ -243,8 +262,9 @@ class FakeLoadedModel:
         total: U64 = held.sum(axis=1, dtype=np.uint64)
         return total
 
-    def _sample(self, plan: StepPlan, rows: SamplingRows, tokens: I32, history: U64) -> I32:
-        fed = tokens[plan.logit_rows]  # (L,)
+    def sampled(self, rows: SamplingRows, fed: I32, history: U64) -> I32:
+        """(L,) ids after the tokens `fed` and what came before them; the next step may refer to
+        them."""
         value = mix(history + count_digests(rows, fed))
         position = rows.position.astype(np.uint64)
         draws = draw_digests(rows)
@@ -261,9 +281,10 @@ class FakeLoadedModel:
         ids = np.where(rows.target >= 0, rows.target, ids)
         if rules.nan_token is not None:
             ids[fed == rules.nan_token] = -1
+        self._last_ids = ids.copy()
         return ids
 
-    def _logprobs(self, rows: SamplingRows, history: U64, ids: I32) -> LogprobRows | None:
+    def logprobs(self, rows: SamplingRows, history: U64, ids: I32) -> LogprobRows | None:
         """Rank 1 is the greedy id, the others follow cyclically, rank r has -r / 4. What nobody
         asked for: -inf, rank 0, id -1."""
         if rows.max_logprobs < 0:
