@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.testing.fake import FakeRules
+from vllmx_engine.messages import STEP_TOKENS
 
 from .harness import EOS, QUIET, RULES, VOCAB_SIZE, Harness, prompts
 
@@ -232,3 +233,25 @@ def test_prompt_logprobs_do_not_read_the_cache() -> None:
     harness.run()
     assert harness.first[name].num_cached_tokens == 0
     harness.check_outputs()
+
+
+def test_the_wait_of_a_request_comes_with_its_first_token() -> None:
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 1})
+    names = [harness.add([index] * 4, 6) for index in range(3)]
+    outputs: dict[str, list[float | None]] = {name: [] for name in names}
+    while harness.core.has_work:
+        for output in harness.step():
+            outputs[output.request_id].append(output.queue_s)
+    waits = [outputs[name][0] or 0.0 for name in names]
+    assert 0 < waits[0] < waits[1] < waits[2]
+    assert all(later == [None] * 5 for _, *later in outputs.values())
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    harness = Harness(rules=QUIET)
+    harness.add([1] * 20, 4)
+    harness.run()
+    stats = harness.core.stats()
+    assert stats.step_tokens == 20 + 3
+    counts = dict(zip((*STEP_TOKENS, None), stats.step_sizes, strict=True))
+    assert counts == {bound: {1: 3, 32: 1}.get(bound or 0, 0) for bound in counts}

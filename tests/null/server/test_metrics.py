@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 
 from prometheus_client.parser import text_string_to_metric_families
-from vllmx_engine.messages import CoreStats
+from vllmx_engine.messages import STEP_TOKENS, CoreStats
+from vllmx_engine.outputs import RequestMetrics
 from vllmx_server.metrics import BETWEEN_TOKENS_S, Histogram, Metrics
+
+from .conftest import Served
 
 
 def test_exposition_holds_vllms_names() -> None:
@@ -39,3 +42,47 @@ def test_histogram_counts_like_its_definition() -> None:
         histogram.observe(value)
     for bound, count in histogram.buckets():
         assert count == sum(value <= float(bound) for value in values)
+
+
+def test_the_times_of_a_request_add_up() -> None:
+    metrics = Metrics("m", CoreStats, {})
+    times = RequestMetrics(10.0, first_token_s=15.0, last_token_s=17.0, queue_s=3.0)
+    metrics.finish_request(times, longest=4)
+    metrics.finish_request(RequestMetrics(10.0), longest=0)  # ended before its first token
+    text = metrics.render().decode()
+    for name, count, total in (
+        ("request_queue_time_seconds", 1.0, 3.0),
+        ("request_prefill_time_seconds", 1.0, 2.0),
+        ("request_decode_time_seconds", 1.0, 2.0),
+        ("request_inference_time_seconds", 1.0, 4.0),
+        ("request_max_num_generation_tokens", 2.0, 4.0),
+    ):
+        assert f'vllmx:{name}_count{{model_name="m"}} {count}\n' in text
+        assert f'vllmx:{name}_sum{{model_name="m"}} {total}\n' in text
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    sizes = [0] * (len(STEP_TOKENS) + 1)
+    sizes[1], sizes[-1] = 2, 1
+    stats = CoreStats(step_tokens=20_012, step_sizes=tuple(sizes))
+    text = Metrics("m", lambda: stats, {}).render().decode()
+    for bound, count in (("1.0", 0.0), ("8.0", 2.0), ("16384.0", 2.0), ("+Inf", 3.0)):
+        line = f'vllmx:iteration_tokens_total_bucket{{le="{bound}",model_name="m"}} {count}\n'
+        assert line in text
+    assert 'vllmx:iteration_tokens_total_sum{model_name="m"} 20012.0\n' in text
+
+
+async def test_a_request_is_seen_in_all_of_them(served: Served) -> None:
+    answer = await served.complete("abcdefg", n=3, max_tokens=5, ignore_eos=True)
+    await served.becomes_idle()
+    text = (await served.client.get("/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{model_name="fake"}'
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert values[f"vllmx:request_{name}_time_seconds_count{label}"] == "1.0"
+    assert values[f"vllmx:request_max_num_generation_tokens_sum{label}"] == "5.0"
+    assert values[f"vllmx:request_params_n_sum{label}"] == "3.0"
+    assert answer["usage"]["completion_tokens"] == 15
+    assert float(values[f"vllmx:iteration_tokens_total_sum{label}"]) >= 7 + 3 * 4
+    steps = values[f"vllmx:iteration_tokens_total_count{label}"]
+    assert steps == values[f"vllmx:engine_steps_total{label}"]

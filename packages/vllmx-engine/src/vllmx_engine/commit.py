@@ -111,6 +111,7 @@ class Committer:
             logprobs=logprobs,
             prompt_logprobs=sequence.prompt_logprobs if is_first else None,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+            queue_s=sequence.queue_s if is_first else None,
         )
 
     def _score(

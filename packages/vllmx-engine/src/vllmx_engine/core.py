@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from vllmx_core.errors import EngineDeadError, InvalidRequestError
 from vllmx_engine.batch import BatchBuilder, Step
 from vllmx_engine.commit import Committer, error_output
 from vllmx_engine.cost import StepCost
-from vllmx_engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllmx_engine.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 from vllmx_engine.scheduler import Batch, Scheduler
 from vllmx_engine.sequence import Limits, Sequence, check_request
 
@@ -76,6 +77,8 @@ class EngineCore:
         self._outputs: list[CoreOutput] = []
         self._num_added = self._num_steps = self._num_failures = 0
         self._step_s = 0.0
+        self._step_tokens = 0
+        self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
         self._dead: EngineDeadError | None = None
 
     # --- the loop -----------------------------------------------------------------------------
@@ -135,6 +138,9 @@ class EngineCore:
         self._num_failures = 0
         self._step_s += result.elapsed_s
         self._cost.observe(step.batch.load, result.elapsed_s)
+        tokens = step.batch.load.num_decodes + step.batch.load.chunk_tokens
+        self._step_tokens += tokens
+        self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
         self._outputs += self._committer.commit(step, result)
 
     # --- failures -----------------------------------------------------------------------------
@@ -229,6 +235,8 @@ class EngineCore:
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             step_seconds=self._step_s,
+            step_tokens=self._step_tokens,
+            step_sizes=tuple(self._step_sizes),
         )
 
     def reset_prefix_cache(self) -> bool:

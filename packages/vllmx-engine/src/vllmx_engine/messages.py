@@ -17,6 +17,8 @@ from vllmx_core.plan import I32
 from vllmx_core.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Inclusive upper bounds of `CoreStats.step_sizes`; the last count is of larger steps."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -125,6 +127,8 @@ class CoreOutput(
     """With finish_reason "error": what a user may read."""
     error_code: str | None = None
     """`VllmxError.code` of it."""
+    queue_s: float | None = None
+    """From its arrival in the core to its first row; sent with the first token."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +149,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     step_seconds: float = 0.0
+    step_tokens: int = 0
+    """Tokens that steps computed, of prompts and answers."""
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+    """Steps by their tokens, see `STEP_TOKENS`."""
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):

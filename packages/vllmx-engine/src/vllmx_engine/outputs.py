@@ -48,6 +48,8 @@ class RequestMetrics(msgspec.Struct):
     last_token_s: float | None = None
     num_generation_tokens: int = 0
     """Of all choices."""
+    queue_s: float = 0.0
+    """How long the choice that was first to answer waited in the core before it began to run."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

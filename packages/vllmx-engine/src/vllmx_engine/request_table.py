@@ -79,6 +79,8 @@ class RequestTable:
         return stopped
 
     def _take_facts(self, state: RequestState, output: CoreOutput, now_s: float) -> None:
+        if output.queue_s is not None and state.metrics.first_token_s is None:
+            state.metrics.queue_s = output.queue_s
         state.tokens_came(len(output.ids), now_s)
         if output.num_cached_tokens:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -329,6 +330,7 @@ class Scheduler:
         if not self.prefixes.enabled:
             self.table.never_file(sequence.row)
         if not sequence.was_preempted:
+            sequence.queue_s = time.monotonic() - sequence.arrival_s
             sequence.num_cached_tokens = len(cached) * self.limits.block_size
             self.num_queried_tokens += sequence.num_prompt if self.prefixes.enabled else 0
             self.num_hit_tokens += sequence.num_cached_tokens

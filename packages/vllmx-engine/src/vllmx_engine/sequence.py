@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrival_s",
         "counts",
         "digests",
         "finished",
@@ -64,6 +66,7 @@ class Sequence:
         "num_prompt",
         "num_scored",
         "prompt_logprobs",
+        "queue_s",
         "rank",
         "request",
         "request_id",
@@ -86,6 +89,9 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.arrival = arrival
+        self.arrival_s = time.monotonic()
+        self.queue_s = 0.0
+        """From then to its first row."""
         self.rank = request.priority
         """Its priority; a smaller one once it had to wait for long (see `WaitingQueue`)."""
         self.tokens = array("i", request.prompt)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from vllmx_core.errors import VllmxError
-from vllmx_engine.outputs import RequestOutput
+from vllmx_engine.outputs import RequestMetrics, RequestOutput
 from vllmx_engine.request_stream import RequestStream
 
 from vllmx_server.metrics import Metrics
@@ -89,7 +89,16 @@ class Generation:
 class _Watch:
     """Observes the tokens and ends of one engine stream."""
 
-    __slots__ = ("_counts", "_last_s", "_metrics", "_open", "_started_s", "_stream", "_usage")
+    __slots__ = (
+        "_counts",
+        "_last_s",
+        "_metrics",
+        "_open",
+        "_started_s",
+        "_stream",
+        "_times",
+        "_usage",
+    )
 
     def __init__(
         self, stream: RequestStream, metrics: Metrics, usage: Usage, started_s: float
@@ -102,11 +111,13 @@ class _Watch:
         self._open = set(range(n))
         self._counts = [0] * n
         self._last_s = [0.0] * n
+        self._times: RequestMetrics | None = None
         metrics.begin(n, stream.request.core[0].max_tokens)
 
     def see(self, output: RequestOutput) -> None:
         """Takes note of an output: what is new, or all of it."""
         assert output.metrics is not None
+        self._times = output.metrics
         now_s = output.metrics.last_token_s or 0.0
         for choice in output.outputs:
             count = len(choice.token_ids)
@@ -138,6 +149,8 @@ class _Watch:
         self._open.discard(index)
         count, prompt = self._counts[index], len(self._stream.prompt_token_ids)
         self._metrics.finish(reason, prompt, count, time.monotonic() - self._started_s)
+        if not self._open:
+            self._metrics.finish_request(self._times, max(self._counts))
 
     def close(self, reason: str) -> None:
         """Every choice that has not ended ends for `reason`."""

@@ -24,7 +24,8 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from vllmx_engine.messages import CoreStats
+from vllmx_engine.messages import STEP_TOKENS, CoreStats
+from vllmx_engine.outputs import RequestMetrics
 
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -63,6 +64,27 @@ class Histogram:
         return list(zip(names, accumulate(self.counts), strict=True))
 
 
+class RequestTimes:
+    """Histograms of where the time of a request goes, all of its choices together."""
+
+    def __init__(self) -> None:
+        self.queue = Histogram(REQUEST_S)
+        self.prefill = Histogram(REQUEST_S)
+        self.decode = Histogram(REQUEST_S)
+        self.inference = Histogram(REQUEST_S)
+
+    def observe(self, times: RequestMetrics) -> None:
+        """Of a request that has ended; one that never had a token has nothing to show."""
+        first_s, last_s = times.first_token_s, times.last_token_s
+        if first_s is None or last_s is None:
+            return
+        begun_s = min(times.arrival_s + times.queue_s, first_s)
+        self.queue.observe(times.queue_s)
+        self.prefill.observe(first_s - begun_s)
+        self.decode.observe(last_s - first_s)
+        self.inference.observe(last_s - begun_s)
+
+
 class Metrics(Collector):
     """All metrics of one server.
 
@@ -85,6 +107,8 @@ class Metrics(Collector):
         self._generation_tokens = Histogram(TOKENS)
         self._max_tokens = Histogram(TOKENS)
         self._num_choices = Histogram(CHOICES)
+        self._longest_choice = Histogram(TOKENS)
+        self._times = RequestTimes()
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._http: dict[tuple[str, str, str], int] = {}
         self._registry = CollectorRegistry()
@@ -104,6 +128,12 @@ class Metrics(Collector):
         self._generation_tokens.observe(generated)
         self._request_time.observe(seconds)
 
+    def finish_request(self, times: RequestMetrics | None, longest: int) -> None:
+        """Counts one request whose choices have all ended, the longest with so many tokens."""
+        self._longest_choice.observe(longest)
+        if times is not None:
+            self._times.observe(times)
+
     def count_http(self, handler: str, method: str, status: int) -> None:
         """Counts one HTTP request."""
         key = (handler, method, f"{status // 100}xx")
@@ -116,7 +146,20 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
         yield from self._counters()
+        steps = Histogram(STEP_TOKENS)
+        now = self._stats()
+        steps.counts, steps.total = list(now.step_sizes), float(now.step_tokens)
         for name, text, histogram in (
+            ("iteration_tokens_total", "Tokens of an engine step", steps),
+            ("request_queue_time_seconds", "Wait of a request for its turn", self._times.queue),
+            ("request_prefill_time_seconds", "From a request's turn to its first token",
+             self._times.prefill),
+            ("request_decode_time_seconds", "From a request's first token to its last",
+             self._times.decode),
+            ("request_inference_time_seconds", "From a request's turn to its last token",
+             self._times.inference),
+            ("request_max_num_generation_tokens", "Tokens of a request's longest choice",
+             self._longest_choice),
             ("time_to_first_token_seconds", "From the request to a choice's first token",
              self.first_token),
             ("inter_token_latency_seconds", "Between two tokens of a choice", self.between_tokens),
