@@ -47,7 +47,8 @@ _AVX512_BF16 = (*_AVX512, "-mprefer-vector-width=512", "-mavx512bf16", "-mavx512
 _AMX = (*_AVX512_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "portable": ("-march=x86-64",),
+        # Those of the oldest processors are no slower with -O2, and 50 kB less of every download.
+        "portable": ("-march=x86-64", "-O2"),
         "avx2": _AVX2,
         "avx512": (*_AVX512, "-mprefer-vector-width=512"),
         "avx512bf16": _AVX512_BF16,
