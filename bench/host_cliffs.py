@@ -102,7 +102,7 @@ def prefix_lookups(options: argparse.Namespace) -> Iterator[float]:
     sequence = scheduler.live["second"]
     for _ in range(2):
         yield cpu_ms(
-            lambda: scheduler._missing_blocks(sequence, scheduler.prefixes.cached_blocks(sequence))
+            lambda: scheduler.blocks.wanted(sequence, scheduler.prefixes.look(sequence))
         )
 
 

@@ -179,29 +179,58 @@ class Harness:
         scheduler = self.core._scheduler
         table, pool, cache = scheduler.table, scheduler.pool, scheduler.cache
         rows = [sequence.row for sequence in scheduler.running]
-        owned = [table.table(row) for row in rows]
+        owned = [table.owned(row) for row in rows]
         pool.check(np.concatenate([np.zeros(0, np.int32), *owned]))
-        digests = {digest for digest, _, _ in cache._entries.values()}
-        parents = Counter(parent for _, parent, _ in cache._entries.values())
-        roots = {cache.root(request.cache_salt) for request in self.requests.values()}
-        assert parents.keys() <= digests | roots, "a cached block lost its parent"
-        assert cache._children == parents, "children are counted wrongly"
-        for row, blocks in zip(rows, owned, strict=True):
-            assert blocks.size * pool_size(self) >= table.computed[row], "tokens without a block"
+        assert table.num_owned(rows) == sum(blocks.size for blocks in owned)
+        self._check_cache()
+        for row in rows:
+            self._check_row(row)
         assert len(scheduler.running) + table.num_free == self.core.limits.max_rows
         assert len(scheduler.live) == len(scheduler.running) + scheduler.num_waiting
         for sequence in scheduler.live.values():
             self._check_found(sequence)
             assert sequence.num_passed <= self.core.limits.max_rows, "passed by too often"
 
+    def _check_cache(self) -> None:
+        """Groups without a window have chains without holes, and count who follows whom."""
+        cache = self.core._scheduler.cache
+        roots = {cache.root(request.cache_salt) for request in self.requests.values()}
+        seen: list[int] = []
+        for group, window in enumerate(self.core.limits.windows):
+            blocks = [places[group] for places in cache._places.values() if places[group] >= 0]
+            seen += blocks
+            if window is None:
+                digests = {cache._entries[block][0] for block in blocks}
+                parents = Counter(cache._entries[block][1] for block in blocks)
+                assert parents.keys() <= digests | roots, "a cached block lost its parent"
+                assert cache._children[group] == parents, "children are counted wrongly"
+        assert sorted(seen) == sorted(cache._entries), "a block is in two groups, or in none"
+
+    def _check_row(self, row: int) -> None:
+        """A row owns what its next token sees, and in a group with a window no block before that
+        but those that have still to be filed."""
+        table, size = self.core._scheduler.table, pool_size(self)
+        computed, filed = int(table.computed[row]), int(table.filed[row])
+        for group, window in enumerate(self.core.limits.windows):
+            end = int(table.num_blocks[row])
+            first = int(table.first[group, row])
+            if window is None:
+                assert first == 0
+            else:
+                end -= int(table.num_ahead[row])
+                seen = max(0, computed - window + 1) // size
+                assert first <= seen, "a block that is still seen was given back"
+                assert first == seen or first >= min(filed, seen), "a block outlived its window"
+            assert end * size >= computed, "tokens without a block"
+
     def _check_found(self, sequence: LiveSequence) -> None:
         """What a waiting sequence remembers of its last look is what a new one finds."""
-        look, remembered = self.core._scheduler.prefixes.cached_blocks, sequence.found
+        look, remembered = self.core._scheduler.prefixes.look, sequence.found
         if remembered is not None:
             sequence.found = None
-            anew = look(sequence).tolist()
+            anew = look(sequence).all_blocks.tolist()
             sequence.found = remembered
-            assert look(sequence).tolist() == anew
+            assert look(sequence).all_blocks.tolist() == anew
 
     def check_idle(self) -> None:
         """Nothing is left of any request."""

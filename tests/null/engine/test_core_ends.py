@@ -122,10 +122,8 @@ def test_a_fault_in_one_request_spares_the_others(
         sequence.request = msgspec.structs.replace(sequence.request, seed=-1)
     else:
         prefixes = harness.core._scheduler.prefixes
-        look_up = prefixes.cached_blocks
-        monkeypatch.setattr(
-            prefixes, "cached_blocks", lambda s: boom() if s is sequence else look_up(s)
-        )
+        look = prefixes.look
+        monkeypatch.setattr(prefixes, "look", lambda s: boom() if s is sequence else look(s))
     harness.run()
     assert harness.last[bad].error_code == "internal_error"
     assert "boom" not in (harness.last[bad].error or "")

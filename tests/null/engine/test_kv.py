@@ -18,7 +18,7 @@ def file_chain(cache: PrefixCache, blocks: list[int], parts: list[bytes]) -> lis
     parent, digests = cache.root(""), []
     for block, part in zip(blocks, parts, strict=True):
         digest = cache.digest(parent, part)
-        assert cache.insert(block, digest, parent, part) == block
+        assert cache.insert([block], digest, parent, part) == [block]
         digests.append(digest)
         parent = digest
     return digests
@@ -84,7 +84,7 @@ def test_distrust_keeps_what_others_own_or_continue() -> None:
     chain = [*shared.tolist(), *mine.tolist()]
     digests = file_chain(cache, chain, [tokens(1), tokens(2), tokens(3)])
     part = tokens(9)
-    cache.insert(int(other[0]), cache.digest(digests[1], part), digests[1], part)
+    cache.insert(other.tolist(), cache.digest(digests[1], part), digests[1], part)
     pool.acquire(shared)
     pool.distrust(np.array(chain, np.int32))
     kept = [block in cache for block in (*chain, int(other[0]))]
@@ -95,12 +95,12 @@ def test_find_compares_tokens_and_parents() -> None:
     cache = PrefixCache(key=b"k" * 32)
     root = cache.root("")
     digest = cache.digest(root, tokens(1, 2))
-    cache.insert(0, digest, root, tokens(1, 2))
-    assert cache.find(digest, root, tokens(1, 2)) == 0
+    cache.insert([0], digest, root, tokens(1, 2))
+    assert cache.find(digest, root, tokens(1, 2)) == [0]
     assert cache.find(digest, root, tokens(1, 3)) is None
     assert cache.find(digest, cache.root("salt"), tokens(1, 2)) is None
-    assert cache.insert(1, digest, root, tokens(1, 3)) is None
-    assert cache.insert(1, digest, root, tokens(1, 2)) == 0
+    assert cache.insert([1], digest, root, tokens(1, 3)) is None
+    assert cache.insert([1], digest, root, tokens(1, 2)) == [0]
     assert 1 not in cache
 
 

@@ -69,16 +69,16 @@ def test_a_further_look_at_a_cached_prefix_begins_where_the_last_one_ended(
     looked_up: list[bytes] = []
     find = scheduler.cache.find
 
-    def counted(digest: bytes, parent: bytes, tokens: bytes) -> int | None:
+    def counted(digest: bytes, parent: bytes, tokens: bytes) -> list[int] | None:
         looked_up.append(tokens)
         return find(digest, parent, tokens)
 
     monkeypatch.setattr(scheduler.cache, "find", counted)
     for count in (101, 1, 1):  # a hundred blocks, and the one that is not there
-        first = scheduler.prefixes.cached_blocks(sequence)
+        first = scheduler.prefixes.look(sequence).blocks[0]
         assert (first.size, len(looked_up)) == (100, count)
         looked_up.clear()
     scheduler.pool.allocate(scheduler.pool.num_available - 40)  # forgets the tail of the chain
-    left = scheduler.prefixes.cached_blocks(sequence)
+    left = scheduler.prefixes.look(sequence).blocks[0]
     assert left.tolist() == first[: left.size].tolist()
     assert (left.size, len(looked_up)) == (40, 1)

@@ -88,13 +88,13 @@ def test_a_step_looks_at_few_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) ->
         harness.add([index % 40] * 45, 3)
     looked_at: list[str] = []
     prefixes = harness.core._scheduler.prefixes
-    look = prefixes.cached_blocks
+    look = prefixes.look
 
     def counted(sequence: Sequence) -> I32:
         looked_at.append(sequence.request_id)
         return look(sequence)
 
-    monkeypatch.setattr(prefixes, "cached_blocks", counted)
+    monkeypatch.setattr(prefixes, "look", counted)
     harness.core.step()
     assert looked_at == [large, "r2", "r3", "r4"]
 

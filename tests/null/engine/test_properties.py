@@ -36,6 +36,10 @@ CONFIGS = st.fixed_dictionaries(
         "target_step_ms": st.sampled_from([None, 1.0]),
     }
 )
+# of cache groups: one without a window, as most models have it, or up to three of any kind
+WINDOWS: st.SearchStrategy[tuple[int | None, ...]] = st.just((None,)) | st.lists(
+    st.none() | st.sampled_from([1, 2, 7, 8, 9, 13, 21, 33]), min_size=1, max_size=3
+).map(tuple)
 PARAMS: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -75,11 +79,23 @@ class EngineMachine(RuleBasedStateMachine):
         config=CONFIGS,
         nan=st.booleans(),
         step_s=st.sampled_from([0.0, 1e-5]),
+        windows=WINDOWS,
     )
     def start(
-        self, model: dict[str, Any], config: dict[str, Any], nan: bool, step_s: float
+        self,
+        model: dict[str, Any],
+        config: dict[str, Any],
+        nan: bool,
+        step_s: float,
+        windows: tuple[int | None, ...],
     ) -> None:
-        rules = FakeRules(VOCAB_SIZE, eos_id=EOS, eos_rate=30, nan_token=NAN if nan else None)
+        rules = FakeRules(
+            VOCAB_SIZE,
+            eos_id=EOS,
+            eos_rate=30,
+            nan_token=NAN if nan else None,
+            windows=windows,
+        )
         self.harness = Harness({**model, "token_s": step_s}, config, rules)
 
     @rule(

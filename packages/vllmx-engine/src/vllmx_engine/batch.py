@@ -30,7 +30,7 @@ class BatchBuilder:
 
     A step of decodes alone costs a fixed number of numpy calls, whatever its rows; where the rows
     are the first ones of the table without a gap, slices take the place of gathers and the block
-    table is the table itself.
+    tables are the table itself.
     """
 
     def __init__(self, table: RowTable, limits: Limits) -> None:
@@ -40,11 +40,12 @@ class BatchBuilder:
         tokens, rows = limits.token_budget, limits.max_rows
         self._tokens = np.zeros(tokens, np.int32)
         self._positions = np.zeros(tokens, np.int32)
-        self._slots = np.zeros(tokens, np.int32)
+        self._slots = np.zeros((len(table.windows), tokens), np.int32)
+        self._flat = [blocks.reshape(-1) for blocks in table.blocks]  # (N * B,) of each group
         self._query_start = np.zeros(rows + 1, np.int32)
         self._context_len = np.zeros(rows, np.int32)
         self._ascending = np.arange(max(tokens, rows) + 1, dtype=np.int32)
-        self._first_block = np.arange(rows, dtype=np.int64) * table.blocks.shape[1]
+        self._first_block = np.arange(rows, dtype=np.int64) * table.blocks.shape[2]
         self._sampling = RowsBuilder(table, limits)
 
     def build(self, batch: Batch, number: int) -> tuple[StepPlan, SamplingRows, Step]:
@@ -55,7 +56,7 @@ class BatchBuilder:
             rows = batch.decodes
         select = _selector(rows)
         plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
-        plan.block_tables = (self._block_table(rows, select),)
+        plan.block_tables = self._block_tables(rows, select)
         owners, sampling = self._sampling.build(batch, rows, plan)
         table = self._table
         step = Step(
@@ -83,7 +84,7 @@ class BatchBuilder:
         return StepPlan(
             tokens=tokens,
             positions=positions,
-            slots=(self._slots_of(positions, self._first_block[select]),),
+            slots=self._slots_of(positions, self._first_block[select]),
             query_start=self._ascending[: count + 1],
             context_len=context_len,
             block_tables=(),  # `build` fills them in
@@ -112,27 +113,30 @@ class BatchBuilder:
         return StepPlan(
             tokens=tokens,
             positions=positions,
-            slots=(self._slots_of(positions, np.repeat(self._first_block[rows], lengths)),),
+            slots=self._slots_of(positions, np.repeat(self._first_block[rows], lengths)),
             query_start=query_start,
             context_len=np.add(first, lengths, out=self._context_len[: rows.size]),
             block_tables=(),  # `build` fills them in
             logit_rows=_logit_rows(num_decodes, chunks, query_start),
         )
 
-    def _slots_of(self, positions: I32, first_block: AnyArray) -> I32:
-        """(T,) slots; `first_block` is where each token's table row begins in the flat table."""
-        slots = self._slots[: positions.size]
-        blocks = self._table.blocks.ravel()[first_block + (positions >> self._shift)]
-        np.left_shift(blocks, self._shift, out=slots)
-        slots |= positions & (self._size - 1)
-        return slots
+    def _slots_of(self, positions: I32, first_block: AnyArray) -> tuple[I32, ...]:
+        """For each group (T,) slots; `first_block` is where each token's table row begins in the
+        flat table."""
+        entry = first_block + (positions >> self._shift)
+        offset = positions & (self._size - 1)
+        slots = self._slots[:, : positions.size]
+        for flat, out in zip(self._flat, slots, strict=True):
+            np.left_shift(flat[entry], self._shift, out=out)
+            out |= offset
+        return tuple(slots)
 
-    def _block_table(self, rows: AnyArray, select: AnyArray | slice) -> I32:
+    def _block_tables(self, rows: AnyArray, select: AnyArray | slice) -> tuple[I32, ...]:
         table = self._table
         widest = int(table.num_blocks[select].max())
         if isinstance(select, slice):
-            return table.blocks[select, :widest]
-        return table.blocks[:, :widest].take(rows, axis=0)
+            return tuple(table.blocks[:, select, :widest])
+        return tuple([blocks[:, :widest].take(rows, axis=0) for blocks in table.blocks])
 
 
 def _selector(rows: AnyArray) -> AnyArray | slice:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllmx_core.backend import LoadedModel, StepHandle
+from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
 
@@ -15,6 +15,7 @@ from vllmx_engine.batch import BatchBuilder, Step
 from vllmx_engine.commit import Committer, error_output
 from vllmx_engine.cost import StepCost
 from vllmx_engine.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
+from vllmx_engine.prefix_cache import CacheIdentity
 from vllmx_engine.scheduler import Batch, Scheduler
 from vllmx_engine.sequence import Limits, Sequence, check_request
 
@@ -70,6 +71,7 @@ class EngineCore:
             fcfs=config.scheduling_policy == "fcfs",
             prefix_caching=config.enable_prefix_caching,
             chunked_prefill=config.enable_chunked_prefill,
+            identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
         )
         self._builder = BatchBuilder(self._scheduler.table, self.limits)
         self._committer = Committer(self._scheduler)
@@ -279,4 +281,10 @@ def _limits(
         num_blocks=info.num_kv_blocks,
         block_size=info.block_size,
         vocab_size=vocab_size,
+        windows=info.cache_windows,
     )
+
+
+def _cache_dtype(info: LoadedInfo) -> str:
+    """Of what blocks hold: computed in one dtype and kept in another."""
+    return f"{info.dtype} as {info.kv_cache_dtype}"

@@ -17,9 +17,12 @@ from vllmx_engine.prefix_cache import PrefixCache
 class BlockPool:
     """Blocks 0 ... num_blocks - 1.
 
+    A block is the same memory for every cache group, so what one of them frees any other takes.
+
     Idle blocks are evicted in the order in which they were released. `release` walks a table from
-    its tail, and whoever holds a cached block holds its whole cached chain, so a block is always
-    released after those that continue it: the least recently used one is a leaf, without a search.
+    its tail, and in a group without a window whoever holds a cached block holds its whole cached
+    chain, so a block is always released after those that continue it: the least recently used one
+    is a leaf, without a search. In a group with a window no block needs those before it.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
@@ -63,9 +66,10 @@ class BlockPool:
         return blocks.size - int(np.count_nonzero(self._refs[blocks])) if blocks.size else 0
 
     def release(self, blocks: I32) -> None:
-        """Drops one reference of each block of a table, given in its order."""
-        self._refs[blocks] -= 1
-        for block in reversed(blocks[self._refs[blocks] == 0].tolist()):
+        """Drops one reference of each block, in the order in which sequences list them. A block
+        that several of them share may stand there as often."""
+        np.subtract.at(self._refs, blocks, 1)
+        for block in dict.fromkeys(reversed(blocks[self._refs[blocks] == 0].tolist())):
             if block in self._cache:
                 self._idle[block] = None
             else:
@@ -77,6 +81,13 @@ class BlockPool:
         for block in reversed(blocks.tolist()):
             if block in self._cache and self._refs[block] == 1 and self._cache.is_leaf(block):
                 self._cache.remove(block)
+
+    def forget_idle(self, block: int) -> None:
+        """Takes a block that no row owns out of the prefix cache; another is left alone."""
+        if block in self._idle:
+            del self._idle[block]
+            self._cache.remove(block)
+            self._free.append(block)
 
     def clear_idle(self) -> None:
         """Forgets all prefixes that no row owns."""

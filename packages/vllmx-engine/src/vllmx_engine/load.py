@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
 from vllmx_core.backend_kit.dtypes import short_dtype
+from vllmx_core.cache_groups import cache_layout, longest_sequence
 from vllmx_core.checkpoint import (
     Checkpoint,
     build_model,
@@ -126,14 +127,20 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
     max_model_len = config.max_model_len or min(longest, AUTOMATIC_CONTEXT)
     max_model_len = _with_tables_that_fit(config, model, max_model_len)
     if config.num_kv_blocks is not None:
-        held = config.num_kv_blocks * config.block_size
+        held = longest_sequence(
+            cache_layout(model.shape, grouped=True).windows,
+            config.num_kv_blocks,
+            config.block_size,
+            config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+            max_model_len,
+        )
         if config.max_model_len is None:
             max_model_len = min(max_model_len, held)
         elif held < max_model_len:
             raise ConfigError(
                 f"--num-kv-blocks {config.num_kv_blocks} of {config.block_size} tokens hold {held}"
                 f" tokens, fewer than --max-model-len {max_model_len}: lower --max-model-len to"
-                f" {held} or raise --num-kv-blocks to {-(-max_model_len // config.block_size)}",
+                f" {held} or raise --num-kv-blocks",
                 param="num_kv_blocks",
             )
     return LoadOptions(
@@ -146,6 +153,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        group_caches=True,
         memory_fraction=config.memory_fraction,
         num_threads=config.num_threads,
         enforce_eager=config.enforce_eager,
@@ -180,7 +188,13 @@ def _with_tables_that_fit(config: EngineConfig, model: Model, max_model_len: int
 def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo) -> int:
     """The context length that the KV cache holds; one log line where it is less than the model's
     own and the user asked for none."""
-    held = info.num_kv_blocks * info.block_size
+    held = longest_sequence(
+        info.cache_windows,
+        info.num_kv_blocks,
+        info.block_size,
+        info.max_num_batched_tokens,
+        options.max_model_len,
+    )
     if held < options.max_model_len:
         logger.warning(
             "max_model_len reduced from %d to %d: the KV cache has %d blocks of %d tokens in %s;"
@@ -192,7 +206,7 @@ def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo)
             gibibytes(info.kv_cache_bytes),
             config.memory_fraction,
         )
-    return min(held, options.max_model_len)
+    return held
 
 
 def _core_info(

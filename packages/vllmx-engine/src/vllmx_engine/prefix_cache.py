@@ -1,32 +1,64 @@
 """Full KV blocks by what they hold: a chain of BLAKE2b digests, so that equal prefixes meet.
 
-A block's digest covers its parent's digest and its own token ids; the parent of a sequence's first
-block is its root, the digest of its cache salt under a secret key, so that nobody can know a
-parent, let alone look for collisions. Two sequences share a block only when salt and all
-tokens up to the block's end agree; the tokens are compared as well, so that a colliding digest can
-at most cost a miss.
+A block's digest covers its parent's digest and its own content: its token ids and, beside them,
+whatever else decides what it holds, as bytes. The parent of a sequence's first block is its root:
+the digest, under a secret key, of its cache salt, its adapter and of what all sequences of one
+cache have in common. So nobody can know a parent, let alone look for collisions. Two sequences
+share a block only when their roots and all content up to the block's end agree; the content is
+compared as well, so that a colliding digest can at most cost a miss.
+
+A model with several cache groups keeps a block in each of them for the same tokens: what is cached
+is known by its group and its digest, and each group's block comes and goes alone.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 _DIGEST_BYTES = 16
 Entry = tuple[bytes, bytes, bytes]
-"""Digest, parent and tokens of a cached block. A new one is made whenever a block is filed."""
+"""Digest, parent and content of a cached block. A new one is made whenever a block is filed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What all blocks of one cache have in common, and those of another may not."""
+
+    model: str = ""
+    dtype: str = ""
+    """Of the keys and values."""
+    block_size: int = 0
 
 
 class PrefixCache:
-    """Digest -> block and back. It owns no block: see `BlockPool`."""
+    """Digest -> the block of each cache group, and back. It owns no block: see `BlockPool`.
 
-    def __init__(self, key: bytes | None = None) -> None:
+    Args:
+        windows: one for each cache group, as in `LoadedInfo.cache_windows`. In a group without a
+            window a block is of use with all those before it only, and is kept no longer than they.
+        key: of the roots' digests; a new secret by default.
+    """
+
+    def __init__(
+        self,
+        identity: CacheIdentity | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        key: bytes | None = None,
+    ) -> None:
+        self._identity = identity or CacheIdentity()
         self._key = secrets.token_bytes(32) if key is None else key
-        self._blocks: dict[bytes, int] = {}
+        self._places: dict[bytes, list[int]] = {}
+        """The block of each group that holds this digest; -1 where there is none."""
         self._entries: dict[int, Entry] = {}
-        self._children: Counter[bytes] = Counter()
-        """How many cached blocks follow a digest; those of none are left out."""
+        self._children: list[Counter[bytes] | None] = [
+            Counter() if window is None else None for window in windows
+        ]
+        """In each group without a window: how many cached blocks follow a digest; those of none
+        are left out."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -34,45 +66,74 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._entries
 
-    def root(self, salt: str) -> bytes:
-        """Parent digest of first blocks under a salt."""
-        data = salt.encode(errors="surrogatepass")
+    def root(self, salt: str, adapter: str = "") -> bytes:
+        """Parent digest of first blocks under a salt and an adapter."""
+        known = self._identity
+        data = repr((known.model, known.dtype, known.block_size, adapter, salt)).encode()
         return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key).digest()
 
-    def digest(self, parent: bytes, tokens: bytes) -> bytes:
+    def digest(self, parent: bytes, content: bytes) -> bytes:
         """Of a block that follows `parent`."""
-        return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+        return blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
 
     def entry(self, block: int) -> Entry | None:
         """Of a block that is cached. While it is the same object, the block was not forgotten, and
-        neither was any block before it in its chain."""
+        without a window neither was any block before it in its chain."""
         return self._entries.get(block)
 
-    def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
-        """The block that holds these tokens behind this parent."""
-        block = self._blocks.get(digest)
-        if block is None:
-            return None
-        return block if self._entries[block] == (digest, parent, tokens) else None
+    def is_known(self, digest: bytes) -> bool:
+        """Whether any group may hold a block of this digest."""
+        return digest in self._places
 
-    def insert(self, block: int, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
-        """Files a block; returns the one that stands for these tokens from now on, which is another
-        when the same prefix was filed before, or None when the digest is taken by other tokens."""
-        if digest in self._blocks:
-            return self.find(digest, parent, tokens)
-        self._blocks[digest] = block
-        self._entries[block] = (digest, parent, tokens)
-        self._children[parent] += 1
-        return block
+    def block_of(self, digest: bytes, group: int) -> int:
+        """The block of a group that holds this digest; -1: none."""
+        places = self._places.get(digest)
+        return -1 if places is None else places[group]
+
+    def find(self, digest: bytes, parent: bytes, content: bytes) -> Sequence[int] | None:
+        """The block of each group (-1: none) that holds this content behind this parent."""
+        places = self._places.get(digest)
+        if places is None:
+            return None
+        return places if self._entries[max(places)] == (digest, parent, content) else None
+
+    def insert(
+        self, blocks: Sequence[int], digest: bytes, parent: bytes, content: bytes
+    ) -> Sequence[int] | None:
+        """Files the block of each group (-1: none). Returns the blocks that stand for this content
+        from now on, which are others where the same was filed before, or None when the digest is
+        taken by other content."""
+        places = self._places.get(digest)
+        if places is None:
+            places = self._places[digest] = [-1] * len(blocks)
+        elif self._entries[max(places)] != (digest, parent, content):
+            return None
+        entry = (digest, parent, content)
+        for group, block in enumerate(blocks):
+            if places[group] < 0 <= block:
+                places[group] = block
+                self._entries[block] = entry
+                children = self._children[group]
+                if children is not None:
+                    children[parent] += 1
+        return places
 
     def remove(self, block: int) -> None:
         """Forgets a cached block."""
         digest, parent, _ = self._entries.pop(block)
-        del self._blocks[digest]
-        self._children[parent] -= 1
-        if not self._children[parent]:
-            del self._children[parent]
+        places = self._places[digest]
+        group = places.index(block)
+        places[group] = -1
+        if max(places) < 0:
+            del self._places[digest]
+        children = self._children[group]
+        if children is not None:
+            children[parent] -= 1
+            if not children[parent]:
+                del children[parent]
 
     def is_leaf(self, block: int) -> bool:
-        """Whether no cached block follows this one."""
-        return self._entries[block][0] not in self._children
+        """Whether no cached block of its group needs this one."""
+        digest = self._entries[block][0]
+        children = self._children[self._places[digest].index(block)]
+        return children is None or digest not in children

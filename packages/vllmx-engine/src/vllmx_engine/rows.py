@@ -26,12 +26,26 @@ class RowTable:
     Between steps, row r has `computed[r]` tokens in the KV cache (or on their way there). While it
     decodes, `last_token[r]` is the token to feed next, at position `computed[r]`: its id, or the
     reference -(i + 1) when logit row i of step `sampled_in[r]` has still to bring it.
+
+    A row has a block table in each of G cache groups. In a group without a window it owns blocks
+    0 ... num_blocks - 1, in one with a window first ... num_blocks - num_ahead - 1.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.block_size = block_size
-        self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # (N, B) block tables
+        self.windows = windows
+        self.blocks = np.zeros((len(windows), num_rows, max_blocks), np.int32)  # (G, N, B)
         self.num_blocks = np.zeros(num_rows, np.int32)
+        self.first = np.zeros((len(windows), num_rows), np.int32)
+        """The first block that a row owns in each group; those before it fell out of the window."""
+        self.num_ahead = np.zeros(num_rows, np.int32)
+        """The last so many blocks of a prompt have no memory yet in groups with a window."""
         self.computed = np.zeros(num_rows, np.int32)
         self.feed_end = np.zeros(num_rows, np.int32)
         """Decoding goes on while computed < feed_end; 0 for rows that do not decode."""
@@ -67,15 +81,14 @@ class RowTable:
             ready &= ~(self.waits[:high] & (self.last_token[:high] < 0))
         return np.flatnonzero(ready)
 
-    def admit(self, sequence: Sequence, client: int, blocks: I32, num_cached_blocks: int) -> None:
-        """Gives a sequence the lowest free row; its first blocks are cached ones."""
+    def admit(self, sequence: Sequence, client: int, num_cached_blocks: int) -> None:
+        """Gives a sequence the lowest free row, of which so many first blocks are cached ones;
+        whoever calls fills in the blocks."""
         row = heapq.heappop(self._free)
         self._high = max(self._high, row + 1)
         self.version += 1
         self.owner[row] = sequence
         sequence.row = row
-        self.blocks[row, : blocks.size] = blocks
-        self.num_blocks[row] = blocks.size
         self.computed[row] = num_cached_blocks * self.block_size
         self.filed[row] = num_cached_blocks
         self.feed_end[row] = 0
@@ -89,15 +102,15 @@ class RowTable:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
     def release(self, sequence: Sequence) -> I32:
-        """Takes the row back; returns the blocks it listed, in order."""
+        """Takes the row back; returns the blocks it owned, in order."""
         row = sequence.row
-        blocks: I32 = self.table(row).copy()
+        blocks = self.owned(row)
         heapq.heappush(self._free, row)
         self.version += 1
         self.epoch[row] += 1
         self.owner[row] = None
         self.feed_end[row] = 0
-        self.num_blocks[row] = 0
+        self.num_blocks[row] = self.num_ahead[row] = self.first[:, row] = 0
         self._num_waits -= int(self.waits[row])
         while self._high and self.owner[self._high - 1] is None:
             self._high -= 1
@@ -112,9 +125,26 @@ class RowTable:
         """Leaves the row's blocks out of the prefix cache."""
         self.filed[row] = _NEVER
 
-    def table(self, row: int) -> I32:
-        """(blocks,) view of a row's block table."""
-        return self.blocks[row, : self.num_blocks[row]]
+    def owned(self, row: int) -> I32:
+        """The blocks of a row by the tokens that they hold, those of all groups side by side."""
+        end = int(self.num_blocks[row])
+        if self.windows == (None,):
+            return self.blocks[0, row, :end].copy()
+        index = np.arange(end, dtype=np.int32)[:, None]  # (B, 1)
+        has_window = np.array([window is not None for window in self.windows])
+        ends = np.where(has_window, end - self.num_ahead[row], end)
+        held = (index >= self.first[:, row]) & (index < ends)  # (B, G)
+        blocks: I32 = self.blocks[:, row, :end].T[held]
+        return blocks
+
+    def num_owned(self, rows: AnyArray | list[int]) -> int:
+        """How many blocks `owned` lists for all these rows, each counted as often."""
+        num_windows = sum(window is not None for window in self.windows)
+        total = len(self.windows) * int(self.num_blocks[rows].sum())
+        if num_windows:
+            total -= num_windows * int(self.num_ahead[rows].sum())
+            total -= int(self.first[:, rows].sum())
+        return total
 
 
 def known_tokens(sequence: Sequence, start: int, end: int) -> I32:

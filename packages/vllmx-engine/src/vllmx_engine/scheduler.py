@@ -9,12 +9,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.plan import I32, AnyArray
+from vllmx_core.plan import AnyArray
 
 from vllmx_engine.cost import StepCost, StepLoad
 from vllmx_engine.kv import BlockPool
-from vllmx_engine.prefix_cache import PrefixCache
+from vllmx_engine.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.prefixes import Prefixes
+from vllmx_engine.row_blocks import RowBlocks
 from vllmx_engine.rows import RowTable
 from vllmx_engine.sequence import Limits, Sequence
 from vllmx_engine.waiting import FairShare, WaitingQueue
@@ -54,8 +55,8 @@ class Scheduler:
     One token budget a step: running decodes first, then unfinished prefills, then the waiting
     queue. Who is next and does not fit may be passed by others of its priority, as many times as
     sequences run at once at most; then they wait until it has had its turn. A sequence's prompt
-    gets all its blocks on admission, and one block at a time is added while it decodes; when there
-    is none, the newest sequence of the lowest priority gives up all of its own and waits again
+    gets all its blocks on admission (but see `RowBlocks` for windows), and one block at a time is
+    added in each cache group while it decodes; when there is none, the newest sequence of the lowest priority gives up all of its own and waits again
     (recompute). It does so too when a sequence of strictly higher priority waits for a row or for
     blocks. Blocks that are given up or freed while a step that reads or writes them is still in
     flight are safe to hand out at once: the device runs steps in order, so their next owner's
@@ -70,14 +71,16 @@ class Scheduler:
         fcfs: bool = False,
         prefix_caching: bool = True,
         chunked_prefill: bool = True,
+        identity: CacheIdentity | None = None,
     ) -> None:
         self.limits = limits
         self.cost = cost
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(identity, limits.windows)
         self.pool = BlockPool(limits.num_blocks, self.cache)
         size = limits.block_size
-        self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size)
+        self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size, limits.windows)
         self.prefixes = Prefixes(self.table, self.pool, self.cache, enabled=prefix_caching)
+        self.blocks = RowBlocks(limits, self.table, self.pool, self.prefixes)
         self.live: dict[str, Sequence] = {}
         """All sequences between `add` and `finish`, by request id."""
         self.running: list[Sequence] = []
@@ -176,6 +179,9 @@ class Scheduler:
             size = int(min(wanted, tokens_left, affordable, self._scorable(sequence, logits_left)))
             if chunks and size < min(wanted, self._least_chunk):
                 break
+            size = self.blocks.cover(sequence.row, start, size, len(self.running))
+            if not size:
+                continue
             chunk = self._cut(sequence, start, size)
             chunks.append(chunk)
             tokens_left -= size
@@ -196,21 +202,28 @@ class Scheduler:
         return len(self.prefills) + min(len(self.queue), self.table.num_free)
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
-        """Ready rows, each with a block for its next token, and the last one of those that had to
-        be preempted for them or for who waits."""
-        table, size = self.table, self.limits.block_size
+        """Ready rows, each with blocks for its next token, and the last one of those that had to
+        be preempted for them, for an unfinished prefill or for who waits."""
         victim: Sequence | None = None
         while True:
-            rows = table.ready()
-            full = rows[table.computed[rows] >= table.num_blocks[rows] * size]
-            if full.size <= self.pool.num_available and not self._must_yield(full.size):
+            rows = self.table.ready()
+            full = self.blocks.full_rows(rows)
+            wanted = self.blocks.num_groups * full.size + self.blocks.stuck(self.prefills)
+            is_short = wanted > self.pool.num_available
+            if not is_short and not self._must_yield(wanted):
                 break
+            if is_short and self._slide_all():
+                continue
             victim = max(self.running, key=self.queue.order)
             self._preempt(victim)
-        if full.size:
-            table.blocks[full, table.num_blocks[full]] = self.pool.allocate(full.size)
-            table.num_blocks[full] += 1
+        self.blocks.grow(full)
         return rows, victim
+
+    def _slide_all(self) -> bool:
+        """Blocks that no window sees are given back at once, though the prefix cache might have
+        had them when their step comes back."""
+        rows = np.array([sequence.row for sequence in self.running], np.intp)
+        return self.blocks.slide(rows, keep_unfiled=False)
 
     def _must_yield(self, num_taken: int) -> bool:
         """Whether the next one of the queue outranks running sequences, does not fit beside them
@@ -222,11 +235,12 @@ class Scheduler:
         if not lower or not self.table.num_free:
             return bool(lower)
         try:
-            missing = self._missing_blocks(head, self.prefixes.cached_blocks(head)) + num_taken
+            wanted = self.blocks.wanted(head, self.prefixes.look(head)) + num_taken
         except Exception:  # its admission will meet it again, and end it
             return False
-        held = int(self.table.num_blocks[lower].sum())
-        return 0 < missing <= held + len(lower)
+        missing = wanted - self._room
+        held = self.table.num_owned(lower)
+        return 0 < missing <= held + self.blocks.num_groups * len(lower)
 
     def _prefilling(self, victim: Sequence | None) -> Generator[Sequence]:
         """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but who waits
@@ -278,8 +292,8 @@ class Scheduler:
 
     @property
     def _room(self) -> int:
-        """Blocks beside the one that each running sequence may soon need."""
-        return self.pool.num_available - len(self.running)
+        """Blocks beside those that each running sequence may soon need."""
+        return self.blocks.room(len(self.running), self.prefills)
 
     def _cut(self, sequence: Sequence, start: int, size: int) -> Chunk:
         """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
@@ -312,37 +326,22 @@ class Scheduler:
     # --- rows and blocks --------------------------------------------------------------------------
     def _admit(self, sequence: Sequence) -> bool:
         """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
-        its known tokens, and leaves one more block for each running row."""
-        cached = self.prefixes.cached_blocks(sequence)
-        if self._missing_blocks(sequence, cached) > 0:
+        its known tokens, and leaves one more block in each group for each running row."""
+        hit = self.prefixes.look(sequence)
+        if self.blocks.wanted(sequence, hit) > self._room:
             return False
         self.queue.admit(sequence)
+        sequence.found = None
         self.running.append(sequence)
         self.prefills.append(sequence)
         self.prefills.sort(key=self.queue.order)
-        sequence.found = None
-        if cached.size:
-            self.pool.acquire(cached)
-        blocks = self.pool.allocate(self._num_blocks_of(sequence) - cached.size)
-        if cached.size:
-            blocks = np.concatenate([cached, blocks])
-        self.table.admit(sequence, self.share.slot(sequence.request.client), blocks, len(cached))
-        if not self.prefixes.enabled:
-            self.table.never_file(sequence.row)
+        self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
         if not sequence.was_preempted:
             sequence.queue_s = time.monotonic() - sequence.arrival_s
-            sequence.num_cached_tokens = len(cached) * self.limits.block_size
+            sequence.num_cached_tokens = hit.num_blocks * self.limits.block_size
             self.num_queried_tokens += sequence.num_prompt if self.prefixes.enabled else 0
             self.num_hit_tokens += sequence.num_cached_tokens
         return True
-
-    def _missing_blocks(self, sequence: Sequence, cached: I32) -> int:
-        """How many more blocks would have to be free for its admission."""
-        taken = self._num_blocks_of(sequence) - len(cached) + self.pool.num_idle_of(cached)
-        return taken - self._room
-
-    def _num_blocks_of(self, sequence: Sequence) -> int:
-        return -(-len(sequence.tokens) // self.limits.block_size)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, and a result on its way still counts."""
@@ -358,10 +357,7 @@ class Scheduler:
         self.running.remove(sequence)
         if sequence in self.prefills:
             self.prefills.remove(sequence)
-        blocks = self.table.release(sequence)
-        if forget:
-            self.pool.distrust(blocks)
-        self.pool.release(blocks)
+        self.blocks.leave(sequence, forget=forget)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, and nothing done, while sequences run."""

@@ -6,6 +6,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
+from vllmx_core.cache_groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 
 from vllmx_engine.logit_rules import LogitRules, make_rules
@@ -29,18 +30,26 @@ class Limits:
     num_blocks: int
     block_size: int
     vocab_size: int
+    windows: tuple[int | None, ...] = (None,)
+    """Of each cache group, as in `LoadedInfo.cache_windows`."""
+    max_tokens: int = field(init=False)
+    """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
 
-    @property
-    def max_tokens(self) -> int:
-        """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+    def __post_init__(self) -> None:
+        longest = longest_sequence(
+            self.windows, self.num_blocks, self.block_size, self.token_budget, self.max_model_len
+        )
+        object.__setattr__(self, "max_tokens", longest)
 
 
 @dataclass(slots=True)
 class Found:
-    """Blocks of the prefix cache that a look came upon, with their entries."""
+    """What a look into the prefix cache came upon in the groups without a window."""
 
+    num_blocks: int = 0
+    """All of those groups hold so many first blocks."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
+    """Of all those groups, one after the other for each block of the sequence."""
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -54,6 +63,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "arrival_s",
+        "content",
         "counts",
         "digests",
         "finished",
@@ -105,6 +115,8 @@ class Sequence:
         self.was_preempted = False
         self.root = b""
         """Digest of what sets its prefixes apart, the parent of its first block."""
+        self.content: dict[int, bytes] = {}
+        """What decides the content of a block, given by its number, beside its token ids."""
         self.digests: list[bytes] = []
         """Of its full blocks, as far as they were asked for."""
         self.found: Found | None = None
@@ -127,6 +139,12 @@ class Sequence:
         self.counts = None if self.rules is None else self.rules.counts
         self.is_plain = False
         """Committing a token needs no more than appending it; never so for the first one."""
+
+    def content_of(self, index: int, block_size: int) -> bytes:
+        """All that decides what a full block holds behind its parent. Token ids come first and are
+        equally many in each block, so that nothing else can be taken for them."""
+        ids = self.tokens[block_size * index : block_size * (index + 1)].tobytes()
+        return ids + self.content[index] if index in self.content else ids
 
     @property
     def all_scored(self) -> bool:
@@ -186,8 +204,8 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
         )
     if length >= limits.max_tokens:
         raise CapacityError(
-            f"the prompt has {length} tokens, but the {limits.num_blocks} KV blocks of"
-            f" {limits.block_size} tokens hold {limits.max_tokens - 1} and one more: shorten the"
+            f"the prompt has {length} tokens, but of one sequence the {limits.num_blocks} KV blocks"
+            f" of {limits.block_size} tokens hold {limits.max_tokens - 1} and one more: shorten the"
             " prompt or raise --num-kv-blocks or --memory-fraction",
             param="prompt",
         )
