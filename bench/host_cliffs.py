@@ -101,9 +101,7 @@ def prefix_lookups(options: argparse.Namespace) -> Iterator[float]:
     scheduler = core._scheduler
     sequence = scheduler.live["second"]
     for _ in range(2):
-        yield cpu_ms(
-            lambda: scheduler.blocks.wanted(sequence, scheduler.prefixes.look(sequence))
-        )
+        yield cpu_ms(lambda: scheduler.blocks.wanted(sequence, scheduler.prefixes.look(sequence)))
 
 
 def first_lookup(options: argparse.Namespace) -> float:

@@ -157,9 +157,7 @@ class RowBlocks:
         table.first[groups[which], rows[who]] = first[moved]
         offset = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         index = np.repeat(begin[moved], lengths) + offset
-        gone = table.blocks[
-            np.repeat(groups[which], lengths), np.repeat(rows[who], lengths), index
-        ]
+        gone = table.blocks[np.repeat(groups[which], lengths), np.repeat(rows[who], lengths), index]
         self._pool.release(gone)
         return True
 

@@ -56,11 +56,11 @@ class Scheduler:
     queue. Who is next and does not fit may be passed by others of its priority, as many times as
     sequences run at once at most; then they wait until it has had its turn. A sequence's prompt
     gets all its blocks on admission (but see `RowBlocks` for windows), and one block at a time is
-    added in each cache group while it decodes; when there is none, the newest sequence of the lowest priority gives up all of its own and waits again
-    (recompute). It does so too when a sequence of strictly higher priority waits for a row or for
-    blocks. Blocks that are given up or freed while a step that reads or writes them is still in
-    flight are safe to hand out at once: the device runs steps in order, so their next owner's
-    writes, of a later step, come after.
+    added in each cache group while it decodes; when there is none, the newest sequence of the
+    lowest priority gives up all of its own and waits again (recompute). It does so too when a
+    sequence of strictly higher priority waits for a row or for blocks. Blocks that are given up or
+    freed while a step that reads or writes them is still in flight are safe to hand out at once:
+    the device runs steps in order, so their next owner's writes, of a later step, come after.
     """
 
     def __init__(
