@@ -164,9 +164,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert 8.4 < found["bits_per_weight"] < 8.6
     assert found["types"]["Q8_0"]["relative_error"] < 0.01
     assert "blk.5.ffn_up.weight" in done.stderr
-    refused = subprocess.run([*command[:-1], "tiny"], capture_output=True, text=True, check=False)
+    command = [*command[:-1], "tiny", "--overwrite"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "q4_k_m" in refused.stderr
+    assert path.stat().st_size == found["bytes"], "nothing is replaced before all is checked"
 
 
 @pytest.mark.usefixtures("backend")
