@@ -21,7 +21,7 @@ from vllmx_core.testing.fake import (
     expected_tokens,
 )
 from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs, pack_ids
+from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
 from vllmx_engine.sequence import Sequence as LiveSequence
 
 VOCAB_SIZE = 48
@@ -95,6 +95,8 @@ class Harness:
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.first: dict[str, CoreOutput] = {}
+        self.scored: dict[str, list[TokenLogprobs]] = {}
+        """Log-probabilities of prompts."""
         self.last: dict[str, CoreOutput] = {}
         self.order: list[str] = []
         """Requests by the arrival of their first output."""
@@ -168,6 +170,10 @@ class Harness:
         name = output.request_id
         assert name not in self.aborted, f"{name} was aborted and still sends"
         assert name not in self.last, f"{name} sends after its end"
+        if is_piece(output):
+            assert name not in self.first, "log-probabilities of a prompt after its first token"
+            self.scored.setdefault(name, []).extend(output.prompt_logprobs or [])
+            return
         if name not in self.first:
             self.first[name] = output
             self.order.append(name)
@@ -294,8 +300,9 @@ class Harness:
             assert last.error_code in codes
         self._check_logprobs(request.params.logprobs, prompt, expected, self.logprobs[name])
         if request.params.prompt_logprobs is not None and expected:
-            got = self.first[name].prompt_logprobs
-            self._check_logprobs(request.params.prompt_logprobs, prompt[:1], prompt[1:], got or [])
+            assert self.first[name].prompt_logprobs == []
+            got = self.scored.get(name, [])
+            self._check_logprobs(request.params.prompt_logprobs, prompt[:1], prompt[1:], got)
         else:
             assert self.first[name].prompt_logprobs is None
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from vllmx_core.testing.fake import FakeRules
-from vllmx_engine.messages import STEP_TOKENS
+from vllmx_engine import commit
+from vllmx_engine.messages import STEP_TOKENS, CoreOutput, is_piece
 
 from .harness import EOS, QUIET, RULES, VOCAB_SIZE, Harness, prompts
 
@@ -223,6 +224,24 @@ def test_prompt_logprobs_are_cut_to_the_logit_rows(max_logit_rows: int, num_bloc
     assert max(record.num_logit_rows for record in harness.loaded.records) <= max_logit_rows
     harness.check_outputs()
     harness.check_idle()
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+def test_prompt_logprobs_come_in_small_pieces(
+    num_logprobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "_PIECE_LOGPROBS", 8)
+    harness = Harness(rules=QUIET)
+    name = harness.add([1] * 30, 3, params={"prompt_logprobs": num_logprobs})
+    outputs: list[CoreOutput] = []
+    while harness.core.has_work:
+        outputs += harness.step()
+    pieces = [len(output.prompt_logprobs or []) for output in outputs if is_piece(output)]
+    size = 8 // (num_logprobs + 1)
+    assert pieces[:-1] == [size] * (29 // size)
+    assert sum(pieces) == 29
+    assert [output.ids for output in outputs[: len(pieces)]] == [[]] * len(pieces)
+    harness.check_output(name)
 
 
 def test_prompt_logprobs_do_not_read_the_cache() -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from queue import SimpleQueue
 
+import pytest
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine import commit
 from vllmx_engine.core_loop import CoreLoop
 from vllmx_engine.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown, ToCore
-from vllmx_engine.messages import CoreOutput, CoreRequest, pack_ids
+from vllmx_engine.messages import CoreOutput, CoreRequest, is_piece, pack_ids
 
 from .harness import QUIET, Harness
 
 
-def request(name: str) -> AddRequest:
-    params = SamplingParams(temperature=0.0, max_tokens=20)
+def request(name: str, prompt: Sequence[int] = (1, 2), **fields: int) -> AddRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=20, **fields)  # type: ignore[arg-type]
     return AddRequest(
-        CoreRequest(request_id=name, prompt=pack_ids([1, 2]), params=params, max_tokens=20, seed=0)
+        CoreRequest(request_id=name, prompt=pack_ids(prompt), params=params, max_tokens=20, seed=0)
     )
 
 
@@ -64,3 +67,28 @@ def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> No
     inbox.put(Shutdown())
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_each_piece_of_a_prompts_logprobs_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that only generates, whose news are not held back."""
+    monkeypatch.setattr(commit, "_PIECE_LOGPROBS", 4)
+    harness, inbox = Harness(rules=QUIET), SimpleQueue[ToCore]()
+    messages: list[list[CoreOutput]] = []
+
+    def take(message: FromCore) -> bool:
+        if isinstance(message, Outputs):
+            messages.append(message.outputs)
+            done = sum(output.finish_reason is not None for group in messages for output in group)
+            if done == 2:
+                inbox.put(Shutdown())
+        return True
+
+    inbox.put(request("plain"))
+    inbox.put(request("scored", range(20), prompt_logprobs=1))
+    CoreLoop(harness.core, inbox, take, lambda error: None).run()
+    pieces = [group for group in messages if any(map(is_piece, group))]
+    assert [len(group) for group in pieces] == [1] * 10
+    assert [len(output.prompt_logprobs or []) for (output,) in pieces] == [2] * 9 + [1]
+    outputs = [output for group in messages for output in group]
+    for name in ("plain", "scored"):
+        assert sum(len(output.ids) for output in outputs if output.request_id == name) == 20

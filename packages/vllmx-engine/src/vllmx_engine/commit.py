@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from vllmx_core.errors import NonFiniteLogitsError, VllmxError
 from vllmx_core.plan import LogprobRows, StepResult
@@ -16,6 +17,9 @@ from vllmx_engine.sequence import Sequence
 
 logger = logging.getLogger("vllmx.commit")
 
+_PIECE_LOGPROBS = 1 << 14
+"""Log-probabilities of a prompt in one output, or those of one token: a few ms to decode."""
+
 
 class Committer:
     """Ends sequences in the scheduler as their results say. Its counters are for `CoreStats`."""
@@ -28,7 +32,8 @@ class Committer:
 
     def commit(self, step: Step, result: StepResult) -> list[CoreOutput]:
         """Results of sequences that ended since the launch are dropped; those of preempted ones
-        count, because the step that computed them was sound."""
+        count, because the step that computed them was sound. Pieces of prompts' log-probabilities
+        come before all others."""
         table, owners = self._table, step.owners
         ids = result.ids[owners.logits]  # (S,)
         # rows of a later step keep their reference to it; a row's next owner has none yet to lose
@@ -38,7 +43,7 @@ class Committer:
         details = _Details(result.logprobs)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
-            self._score(scored, result, details, outputs)
+            outputs += self._score(scored, result, details)
         for index, (sequence, token) in enumerate(zip(owners.sequences, ids.tolist(), strict=True)):
             if sequence.finished:
                 continue
@@ -112,30 +117,41 @@ class Committer:
             finish_reason=reason,
             stop_id=token if reason == "stop" else None,
             logprobs=logprobs,
-            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+            prompt_logprobs=[]
+            if is_first and sequence.request.params.prompt_logprobs is not None
+            else None,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queue_s=sequence.queue_s if is_first else None,
         )
 
-    def _score(
-        self, scored: Scored, result: StepResult, details: _Details, outputs: list[CoreOutput]
-    ) -> None:
-        """Log-probabilities of prompt tokens."""
+    def _score(self, scored: Scored, result: StepResult, details: _Details) -> list[CoreOutput]:
+        """Log-probabilities of prompt tokens, in pieces."""
         sequence = scored.sequence
         if sequence.finished:
-            return
+            return []
         try:
             if bool((result.ids[scored.first : scored.first + scored.count] < 0).any()):
                 raise NonFiniteLogitsError(
                     "the model's logits for this request's prompt are not finite: check the weights"
                 )
-            assert sequence.prompt_logprobs is not None
-            for index in range(scored.count):
-                token = sequence.tokens[scored.start + index + 1]
-                entry = details.of(scored.first + index, token, scored.num_logprobs)
-                sequence.prompt_logprobs.append(entry)
+            return list(_pieces(scored, details))
         except Exception as error:  # one request's fault must not stop the others
-            outputs.append(self.fail(sequence, error))
+            return [self.fail(sequence, error)]
+
+
+def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
+    sequence = scored.sequence
+    size = max(1, _PIECE_LOGPROBS // (scored.num_logprobs + 1))
+    for start in range(0, scored.count, size):
+        entries = [
+            details.of(
+                scored.first + index,
+                sequence.tokens[scored.start + index + 1],
+                scored.num_logprobs,
+            )
+            for index in range(start, min(start + size, scored.count))
+        ]
+        yield CoreOutput(request_id=sequence.request_id, ids=[], prompt_logprobs=entries)
 
 
 def error_output(request_id: str, error: Exception) -> CoreOutput:

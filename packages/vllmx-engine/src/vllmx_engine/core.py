@@ -143,7 +143,7 @@ class EngineCore:
         tokens = step.batch.load.num_decodes + step.batch.load.chunk_tokens
         self._step_tokens += tokens
         self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
-        self._outputs += self._committer.commit(step, result)
+        self._outputs[:0] = self._committer.commit(step, result)
 
     # --- failures -----------------------------------------------------------------------------
     def _fail_broken(self, broken: list[tuple[Sequence, Exception]]) -> None:

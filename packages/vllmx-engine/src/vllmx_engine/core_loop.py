@@ -29,7 +29,7 @@ from vllmx_engine.ipc import (
     Stats,
     ToCore,
 )
-from vllmx_engine.messages import CoreOutput, choices_of
+from vllmx_engine.messages import CoreOutput, choices_of, is_piece
 from vllmx_engine.watchdog import Watchdog
 
 logger = logging.getLogger("vllmx.core")
@@ -71,7 +71,7 @@ class CoreLoop:
                     self._take_messages()
                     if self._core.has_work and not self._stopped:
                         outputs = self._core.step()
-                        if outputs and not self._emit(Outputs(outputs)):
+                        if outputs and not self._emit_all(outputs):
                             self._end_all()
                         self._report(time.monotonic())
             finally:
@@ -102,6 +102,16 @@ class CoreLoop:
                 logger.error("a second start message is ignored")
             case Ping():
                 self._emit(Pong())
+
+    def _emit_all(self, outputs: list[CoreOutput]) -> bool:
+        """In one message, but for pieces of prompts' log-probabilities, which come first: each is
+        as much as the other side should have to decode at once."""
+        num_pieces, taken = 0, True
+        while num_pieces < len(outputs) and is_piece(outputs[num_pieces]):
+            taken &= self._emit(Outputs([outputs[num_pieces]]))
+            num_pieces += 1
+        rest = outputs[num_pieces:] if num_pieces else outputs
+        return taken and (not rest or self._emit(Outputs(rest)))
 
     def _end_all(self) -> None:
         """Nobody reads: computing on would fill the memory with news."""

@@ -120,7 +120,8 @@ class CoreOutput(
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `ids`, when asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Sent once, with the first token: one for each prompt token but the first."""
+    """One for each prompt token but the first: in pieces as they are computed, without `ids`, whose
+    end is an empty list or the last piece with the first token."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; sent with the first token."""
     error: str | None = None
@@ -129,6 +130,11 @@ class CoreOutput(
     """`VllmxError.code` of it."""
     queue_s: float | None = None
     """From its arrival in the core to its first row; sent with the first token."""
+
+
+def is_piece(output: CoreOutput) -> bool:
+    """Whether it holds log-probabilities of a prompt and nothing else."""
+    return output.prompt_logprobs is not None and not output.ids
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):

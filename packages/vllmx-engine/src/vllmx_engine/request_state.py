@@ -166,6 +166,7 @@ class RequestState:
         "num_unfinished",
         "prompt_logprobs",
         "request",
+        "scored",
     )
 
     def __init__(
@@ -184,6 +185,8 @@ class RequestState:
         self.num_unfinished = len(self.choices)
         self.num_cached_tokens = 0
         self.prompt_logprobs: LogprobRows | None = None
+        self.scored: list[TokenLogprobs] = []
+        """Of its prompt, as they come, until the first token is there."""
         self.metrics = RequestMetrics(request.arrival_s)
         self.error: VllmxError | None = None
 

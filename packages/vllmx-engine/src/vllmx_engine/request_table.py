@@ -11,7 +11,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.logprob_rows import LogprobRows
-from vllmx_engine.messages import CoreOutput, FinishReason
+from vllmx_engine.messages import CoreOutput, FinishReason, is_piece
 from vllmx_engine.request import Request
 from vllmx_engine.request_state import (
     ChoiceState,
@@ -68,8 +68,11 @@ class RequestTable:
     def _take_one(self, choice: ChoiceState, output: CoreOutput, now_s: float) -> bool:
         """News of one sequence; returns whether the core must abort it."""
         state = choice.request
+        if is_piece(output):
+            state.scored += output.prompt_logprobs or []
+            return False
         stopped = choice.take(output)
-        if output.ids or output.prompt_logprobs is not None:
+        if output.ids:
             self._take_facts(state, output, now_s)
         if choice.finish_reason is not None:
             del self._choices[output.request_id]
@@ -85,7 +88,10 @@ class RequestTable:
         if output.num_cached_tokens:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
-            state.prompt_logprobs = LogprobRows([None, *output.prompt_logprobs], self._tokenizer)
+            state.prompt_logprobs = LogprobRows(
+                [None, *state.scored, *output.prompt_logprobs], self._tokenizer
+            )
+            state.scored = []
 
     def end(
         self, state: RequestState, reason: FinishReason, error: VllmxError | None = None

@@ -10,7 +10,7 @@ from vllmx_core.cache_groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 
 from vllmx_engine.logit_rules import LogitRules, make_rules
-from vllmx_engine.messages import CoreRequest, FinishReason, TokenLogprobs
+from vllmx_engine.messages import CoreRequest, FinishReason
 from vllmx_engine.prefix_cache import Entry
 
 _ID_BYTES = 4
@@ -75,7 +75,6 @@ class Sequence:
         "num_passed",
         "num_prompt",
         "num_scored",
-        "prompt_logprobs",
         "queue_s",
         "rank",
         "request",
@@ -128,9 +127,6 @@ class Sequence:
         """How many went before it, later in the queue, because it did not fit."""
         self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt
         """Prompt tokens whose logits were scheduled, for prompt_logprobs."""
-        self.prompt_logprobs: list[TokenLogprobs] | None = (
-            [] if params.prompt_logprobs is not None else None
-        )
         self.rules: LogitRules | None = (
             make_rules(request, limits.vocab_size)
             if leader is None or leader.rules is None
