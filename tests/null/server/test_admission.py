@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import QueueFullError
+from vllmx_engine import rule_limit
 from vllmx_engine.text_threads import Stopped
 from vllmx_server.body_budget import _FREE_BYTES, BodyBudget
 from vllmx_server.errors import OverloadedError
@@ -198,3 +199,79 @@ async def test_a_large_body_is_decoded_on_a_thread(served: Served) -> None:
     response = await served.client.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 200
     assert sizes == [100_000]
+
+
+LONG = "word " * 20_000
+TURN = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
+CALL = {"function": {"name": "f", "arguments": LONG}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [TURN], "tools": [TOOL]}),
+        ("/v1/chat/completions", {"messages": [TURN], "documents": [{"text": LONG}]}),
+        ("/v1/chat/completions", {"messages": [TURN], "chat_template_kwargs": {"x": LONG}}),
+        (
+            "/v1/chat/completions",
+            {"messages": [TURN, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TURN]},
+        ),
+        ("/tokenize", {"messages": [TURN], "tools": [TOOL]}),
+    ],
+    ids=["tools", "documents", "arguments", "calls", "tokenize"],
+)
+async def test_all_that_a_template_is_given_counts_as_text(
+    served: Served, path: str, body: dict[str, Any]
+) -> None:
+    """Else a long list of tools has the thread that is kept for small texts."""
+    sizes: list[int] = []
+
+    async def refuse(client: str, size: int, function: Any) -> Any:
+        if "decode" in function.__qualname__ or "read_json" in function.__qualname__:
+            return function(lambda: False)
+        sizes.append(size)
+        raise QueueFullError("enough is known")
+
+    served.llm.text.run = refuse  # type: ignore[method-assign]
+    response = await served.client.post(path, json=body)
+    assert response.status_code == 429, response.text
+    assert sizes[0] >= len(LONG)
+
+
+async def test_many_allowed_ids_are_checked_on_a_thread(served: Served) -> None:
+    sizes: list[int] = []
+    run = served.llm.text.run
+
+    async def noted(client: str, size: int, function: Any) -> Any:
+        sizes.append(size)
+        return await run(client, size, function)
+
+    served.llm.text.run = noted  # type: ignore[method-assign]
+    await served.complete("a", allowed_token_ids=[5] * 20_000, max_tokens=1)
+    assert sizes == [80_001]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "size"),
+    [
+        ("allowed_token_ids", [5] * 400, 400),
+        ("bad_words", ["xy" * 200], 400),
+        ("logit_bias", {str(token): 1 for token in range(200)}, 200),
+        ("stop", ["x" * 300, "y" * 100], 400),
+        ("stop_token_ids", [5] * 400, 400),
+    ],
+)
+async def test_what_all_prompts_repeat_is_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, size: int
+) -> None:
+    monkeypatch.setattr(rule_limit, "MAX_CALL_RULES", 5 * size)
+    body = {name: value, "max_tokens": 1}
+    await served.complete(["a"] * 5, **body)
+    response = await served.post("/v1/completions", prompt=["a"] * 6, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == name
+    assert "6 prompts" in error["message"]
+    assert f"at most {rule_limit.MAX_CALL_RULES} in all" in error["message"]
+    await served.becomes_idle()

@@ -56,6 +56,16 @@ async def is_closed(reader: asyncio.StreamReader, within_s: float = 5.0) -> None
         assert await reader.read() == b""
 
 
+async def test_chunks_in_http_1_0_are_refused(served: Served) -> None:
+    """A proxy of that version takes them for the next request."""
+    reader, writer = await served.connect()
+    lines = "Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    writer.write(f"POST {PATH} HTTP/1.0\r\n{lines}".encode())
+    status, _, body = await read_answer(reader)
+    assert (status, json.loads(body)["error"]["code"]) == (400, "bad_http")
+    await is_closed(reader)
+
+
 @pytest.mark.parametrize(
     ("lines", "status"),
     [

@@ -31,7 +31,7 @@ from vllmx_engine.load import plan_load
 from vllmx_engine.messages import CoreInfo, CoreOutput, CoreStats
 from vllmx_engine.outputs import RequestOutput
 from vllmx_engine.request import Prompt, Request, RequestBuilder, RequestOptions
-from vllmx_engine.request_size import chat_size, prompt_size, texts_size
+from vllmx_engine.request_size import chat_size, prompt_size, rules_size
 from vllmx_engine.request_state import OutputKind, RequestState
 from vllmx_engine.request_stream import RequestStream
 from vllmx_engine.request_table import RequestTable
@@ -201,7 +201,7 @@ class AsyncLLM:
             fit_max_tokens=fit_max_tokens,
         )
         self.check_open(params.num_choices)
-        size = prompt_size(prompt) + texts_size(params)
+        size = prompt_size(prompt) + rules_size(params)
         return self._launch(await self._run(client, size, build), kind)
 
     async def submit_chat(
@@ -217,12 +217,14 @@ class AsyncLLM:
         cache_salt: str = "",
         add_special_tokens: bool = False,
         fit_max_tokens: bool = True,
+        num_bytes: int = 0,
     ) -> RequestStream:
         """Renders a conversation with the model's chat template and goes on as `submit`.
 
         Without `params` the answer may be as long as the context holds. Templates write their own
         special tokens; `add_special_tokens` adds more. Raises TemplateError too. Cancelling stops
-        the rendering.
+        the rendering. `num_bytes`: of all that the template is given, where the caller knows it;
+        else tools and the like count as nothing in `text`'s budget.
         """
         found = params or self.sampling_params(max_tokens=None)
 
@@ -237,7 +239,7 @@ class AsyncLLM:
             )
 
         self.check_open(found.num_choices)
-        size = chat_size(messages) + texts_size(found)
+        size = max(chat_size(messages), num_bytes) + rules_size(found)
         return self._launch(await self.text.run(client, size, build), kind)
 
     async def generate(
@@ -290,15 +292,18 @@ class AsyncLLM:
         chat: ChatOptions | None = None,
         add_special_tokens: bool = False,
         client: str = "",
+        num_bytes: int = 0,
     ) -> list[int]:
-        """Token ids of a conversation. Raises TemplateError and what `encode` raises."""
+        """Token ids of a conversation; `num_bytes` as in `submit_chat`. Raises TemplateError and
+        what `encode` raises."""
 
         def encode(stopped: Stopped) -> list[int]:
             return self.tokenizer.encode(
                 self.render_chat(messages, chat, stopped), add_special_tokens
             )
 
-        return await self.text.run(client, chat_size(messages), encode)
+        size = max(chat_size(messages), num_bytes)
+        return await self.text.run(client, size, encode)
 
     async def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, *, client: str = ""

@@ -24,9 +24,11 @@ def prompt_size(prompt: Prompt) -> int:
     )
 
 
-def texts_size(params: SamplingParams) -> int:
-    """Of stop strings, which are compiled, and bad words, which are tokenised."""
-    return sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+def rules_size(params: SamplingParams) -> int:
+    """Of stop strings, which are compiled, bad words, which are tokenised, and allowed ids, of
+    which there may be a vocabulary's worth to check."""
+    texts = sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+    return texts + _BYTES_PER_ID * len(params.allowed_token_ids or ())
 
 
 def chat_size(messages: Sequence[ChatMessage | Message]) -> int:

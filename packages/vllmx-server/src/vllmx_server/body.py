@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from msgspec.json import Decoder
 from starlette.requests import Request
@@ -18,6 +18,11 @@ from vllmx_server.state import ServerState, client_of
 
 _INLINE_BYTES = 64 << 10
 """Decoding and checking so much takes about a millisecond."""
+
+
+def body_bytes(request: Request) -> int:
+    """Length of the body that `read_json` has read: no part of it is a longer text."""
+    return cast(int, request.scope["state"]["body_bytes"])
 
 
 class CheckedBody(Protocol):
@@ -51,6 +56,7 @@ async def read_json(request: Request, state: ServerState, decoder: Decoder[B]) -
     client = client_of(request)
     with state.bodies.hold(client) as held:
         data = await read_body(request, state.config, held)
+        request.scope["state"]["body_bytes"] = len(data)
         if len(data) <= _INLINE_BYTES:
             return parse(lambda: False)
         return await state.llm.text.run(client, len(data), parse)

@@ -177,6 +177,8 @@ def _check(request: h11.Request, *, is_first: bool) -> None:
     names = {name for name, _ in request.headers}
     if b"content-length" in names and b"transfer-encoding" in names:
         raise BadHTTPError("Content-Length and Transfer-Encoding exclude each other: send one")
+    if b"transfer-encoding" in names and request.http_version == b"1.0":
+        raise BadHTTPError("HTTP/1.0 has no Transfer-Encoding: send Content-Length")
     preface = (request.method, request.target, request.http_version) == (b"PRI", b"*", b"2.0")
     if request.http_version not in (b"1.0", b"1.1") and not (preface and is_first):
         version = request.http_version.decode()

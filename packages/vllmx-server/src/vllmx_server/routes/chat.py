@@ -13,6 +13,7 @@ from vllmx_core.sampling import MAX_LOGPROBS
 from vllmx_engine.outputs import CompletionOutput
 from vllmx_engine.request_stream import RequestStream
 
+from vllmx_server.body import body_bytes
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
@@ -50,6 +51,7 @@ async def _submit(
         kind="delta" if body.stream else "final",
         add_special_tokens=bool(body.add_special_tokens),
         fit_max_tokens=body.token_limit is None,  # what the model recommends is no one's mistake
+        num_bytes=body_bytes(request),
         **caller_of(request, body),
     )
     return [stream]

@@ -15,6 +15,7 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.logprob_limit import check_logprobs
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.rule_limit import check_rules
 from vllmx_engine.text.output import prompt_offsets
 
 from vllmx_server.chunks import Chunks, encode
@@ -37,6 +38,7 @@ async def _submit(
 ) -> list[RequestStream]:
     """One engine request for each prompt; all or none. Raises what the engine refuses."""
     params, prompts = _params(state, body), body.prompts()
+    check_rules(params, len(prompts))
     state.llm.check_open(len(prompts) * params.num_choices)
     streams: list[RequestStream] = []
     try:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
 
-from vllmx_server.body import read_json
+from vllmx_server.body import body_bytes, read_json
 from vllmx_server.schema.text import DETOKENIZE, TOKENIZE, TokenizeRequest
 from vllmx_server.state import ServerState, client_of, state_of
 
@@ -18,7 +18,7 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a text or of a rendered conversation."""
     state = state_of(request)
     body, client = await read_json(request, state, TOKENIZE), client_of(request)
-    tokens = await _tokens_of(state, body, client)
+    tokens = await _tokens_of(state, body, client, body_bytes(request))
     answer = await state.llm.text.run(
         client, len(tokens), lambda _: _tokenized(state, tokens, bool(body.return_token_strs))
     )
@@ -37,14 +37,16 @@ def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> byt
     )
 
 
-async def _tokens_of(state: ServerState, body: TokenizeRequest, client: str) -> list[int]:
+async def _tokens_of(
+    state: ServerState, body: TokenizeRequest, client: str, num_bytes: int
+) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return await state.llm.encode(body.prompt, special, client=client)
     messages = body.messages or []
     conversation = [message.for_template(index) for index, message in enumerate(messages)]
     return await state.llm.encode_chat(
-        conversation, body.chat_options(), bool(body.add_special_tokens), client
+        conversation, body.chat_options(), bool(body.add_special_tokens), client, num_bytes
     )
 
 

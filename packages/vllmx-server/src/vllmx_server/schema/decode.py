@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +14,7 @@ from vllmx_core.errors import InvalidRequestError
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Nesting of the free-form parts of a request (tool schemas, template arguments)."""
+_MANY_BYTES = 64 << 10
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
@@ -18,7 +22,10 @@ _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Parses a request body. Raises InvalidRequestError whose `param` is the field at fault."""
     try:
-        return decoder.decode(body)
+        if len(body) <= _MANY_BYTES:
+            return decoder.decode(body)
+        with _collector_at_rest():
+            return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except msgspec.DecodeError as error:
@@ -30,6 +37,21 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             "the body is nested too deeply: flatten it to at most"
             f" {MAX_DEPTH} levels of objects and lists"
         ) from None
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Decoding makes no cycles, but a collection for every few thousand of its objects, which walk
+    all that there are: of a million small ones that is most of the time, and no other thread runs
+    meanwhile."""
+    if not gc.isenabled():  # another thread decodes, or the program wants none
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def check_shape(value: Any, kind: Any, name: str) -> None:
