@@ -59,13 +59,20 @@ class RecordingModel(FakeLoadedModel):
         """Numbers of steps whose launch raises, once."""
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> FakeStep:
+        self._record(plan)
+        return super().step(plan, rows)
+
+    def forward(self, plan: StepPlan) -> FakeStep:
+        self._record(plan)
+        return super().forward(plan)
+
+    def _record(self, plan: StepPlan) -> None:
         lengths = np.diff(plan.query_start)
         decodes = int((plan.tokens[plan.query_start[:-1]][lengths == 1] < 0).sum())
         if self.num_steps in self.refuse_steps:
             self.refuse_steps.remove(self.num_steps)
             raise FakeError("no launch, as the test ordered")
         self.records.append(PlanRecord(decodes, lengths.tolist(), plan.num_logit_rows))
-        return super().step(plan, rows)
 
 
 @dataclass

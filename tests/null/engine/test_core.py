@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllmx_core.testing.fake import FakeRules
+from vllmx_core.testing.fake import FakeError, FakeRules, FakeStep
 from vllmx_engine import commit
+from vllmx_engine.logit_rules import LogitRules
 from vllmx_engine.messages import STEP_TOKENS, CoreOutput, is_piece
 
 from .harness import EOS, QUIET, RULES, VOCAB_SIZE, Harness, prompts
@@ -198,17 +199,50 @@ def test_rules_on_logits(overlap: bool) -> None:
     harness.check_idle()
 
 
-def test_bad_words_slow_down_their_own_row_only() -> None:
+def test_bad_words_hold_no_row_back() -> None:
+    """The row whose edits need its last token decodes in every step, as the other one does; only
+    the steps that it is in are launched in halves."""
     harness = Harness(rules=QUIET)
-    slow = harness.add([1, 2, 3], 8, bad_words_ids=[[1, 2], [3, 4, 5]])
-    fast = harness.add([4, 5, 6], 8)
-    counts = {slow: 0, fast: 0}
-    while fast not in harness.last:
+    edited = harness.add([1, 2, 3], 8, bad_words_ids=[[1, 2], [3, 4, 5]])
+    plain = harness.add([4, 5, 6], 12)
+    while edited not in harness.last:
         harness.step()
-        counts = {name: len(ids) for name, ids in harness.ids.items()}
-    assert counts == {slow: 4, fast: 8}
+    assert len(harness.ids[plain]) == len(harness.ids[edited]) == 8
+    halves = harness.loaded.num_forwards
+    assert halves >= 6, "steps in halves"
     harness.run()
+    assert harness.loaded.num_forwards <= halves + 1, "nobody waits any more"
     harness.check_outputs()
+    harness.check_idle()
+
+
+@pytest.mark.parametrize("when", ["forward", "result of the step before", "edits", "sample"])
+def test_a_step_in_halves_that_fails_takes_its_own_requests_along(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(rules=QUIET, model={"fail_steps": [4]} if when.startswith("result") else {})
+    edited = harness.add([1, 2, 3], 12, bad_words_ids=[[1, 2], [3, 4, 5]])
+    for _ in range(4):
+        harness.step()
+    waiting = harness.add([7, 8], 6)
+
+    def fail(*arguments: object) -> None:
+        monkeypatch.undo()
+        raise FakeError("as the test ordered")
+
+    if when == "forward":
+        harness.loaded.refuse_steps.add(harness.loaded.num_steps)
+    elif when == "edits":
+        monkeypatch.setattr(LogitRules, "edits", fail)
+    elif when == "sample":
+        monkeypatch.setattr(FakeStep, "draw", fail)
+    harness.run()
+    assert harness.last[edited].finish_reason == "error"
+    late = harness.add([5, 6], 6, bad_words_ids=[[1, 2]])
+    harness.run()
+    assert harness.last[late].finish_reason == "length"
+    assert waiting in harness.last
+    harness.check_idle()
 
 
 @pytest.mark.parametrize("num_blocks", [64, 7])

@@ -23,6 +23,8 @@ class Step:
     epochs: AnyArray  # (R,)
     context_len: I32  # (R,)
     owners: LogitOwners
+    waits_for_ids: bool
+    """Its edits wait for the ids of the step before: `BatchBuilder.edit` makes them."""
 
 
 class BatchBuilder:
@@ -57,8 +59,11 @@ class BatchBuilder:
         select = _selector(rows)
         plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
         plan.block_tables = self._block_tables(rows, select)
-        owners, sampling = self._sampling.build(batch, rows, plan)
         table = self._table
+        waits_for_ids = table.wait_for_ids(batch.decodes)
+        owners, sampling = self._sampling.build(batch, rows, plan)
+        if not waits_for_ids:
+            self._sampling.edit(owners, sampling)
         step = Step(
             number=number,
             batch=batch,
@@ -66,12 +71,18 @@ class BatchBuilder:
             epochs=table.epoch[rows],
             context_len=plan.context_len.copy(),
             owners=owners,
+            waits_for_ids=waits_for_ids,
         )
         table.computed[select] = plan.context_len
         sampled = select if not batch.chunks else owners.rows
         table.last_token[sampled] = -1 - owners.logits
         table.sampled_in[sampled] = number
         return plan, sampling, step
+
+    def edit(self, step: Step, sampling: SamplingRows) -> None:
+        """What was left out of the parameters of a step that `waits_for_ids`, which are known by
+        now."""
+        self._sampling.edit(step.owners, sampling)
 
     def _decode(self, rows: AnyArray, select: AnyArray | slice) -> StepPlan:
         """One token a row."""

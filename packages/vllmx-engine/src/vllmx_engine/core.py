@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
+from vllmx_core.plan import SamplingRows, StepPlan
 
 from vllmx_engine.batch import BatchBuilder, Step
 from vllmx_engine.commit import Committer, error_output
@@ -89,9 +90,9 @@ class EngineCore:
         n + 1, the host takes in the ids of step n, sends them, and in the next call schedules and
         prepares step n + 2. Decode rows of step n + 1 are fed ids that the host has not seen; the
         device fills them in (`StepPlan.tokens`). What the host learns late costs little: a row
-        that turns out to have ended with step n is computed once more for nothing, and a row whose
-        logits depend on the host seeing its last token (bad words of several tokens) sits out every
-        other step, at its own cost, while the others go on at full pace.
+        that turns out to have ended with step n is computed once more for nothing. Where what a row
+        may sample depends on its last token (bad words of several tokens), step n + 1 is launched
+        in halves: its forward pass, then step n is collected, then its sampler.
 
         The plain twin (async_scheduling off) collects what it has just launched; outputs are equal.
         Returns what is new, an empty list when nothing came. Raises EngineDeadError, and does so
@@ -120,13 +121,28 @@ class EngineCore:
         self.activity.doing, self.activity.batch = "launching a step", batch
         try:
             plan, rows, step = self._builder.build(batch, self._num_steps)
-            launched = _Launched(step, self._model.step(plan, rows))
+            if step.waits_for_ids:
+                handle = self._launch_in_halves(plan, rows, step)
+            else:
+                handle = self._model.step(plan, rows)
+            launched = _Launched(step, handle)
         except Exception as error:  # whatever a backend raises
             self._step_failed(self._sequences_of(batch), error)
             return None
         self._num_steps += 1
         self._fail_broken(step.owners.broken)
         return launched
+
+    def _launch_in_halves(self, plan: StepPlan, rows: SamplingRows, step: Step) -> StepHandle:
+        """The device computes the step's logits while the host takes in the step before, whose ids
+        decide what this one may sample."""
+        forward = self._model.forward(plan)
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._collect(before)
+        self.activity.doing, self.activity.batch = "launching a step", step.batch
+        self._builder.edit(step, rows)
+        return forward.sample(rows)
 
     def _collect(self, launched: _Launched) -> None:
         step = launched.step

@@ -54,7 +54,8 @@ class RowTable:
         self.filed = np.zeros(num_rows, np.int32)
         """Blocks that are in the prefix cache."""
         self.waits = np.zeros(num_rows, np.bool_)
-        """The row takes part in a step only when the host knows its last token."""
+        """What the row may sample depends on the tokens before: the host must know the last one
+        before it hands the row's parameters over, but not before its forward pass begins."""
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
         self.client = np.zeros(num_rows, np.int32)
@@ -76,10 +77,13 @@ class RowTable:
     def ready(self) -> AnyArray:
         """Rows that can decode one token now, ascending."""
         high = self._high
-        ready = self.computed[:high] < self.feed_end[:high]
-        if self._num_waits:
-            ready &= ~(self.waits[:high] & (self.last_token[:high] < 0))
-        return np.flatnonzero(ready)
+        return np.flatnonzero(self.computed[:high] < self.feed_end[:high])
+
+    def wait_for_ids(self, rows: AnyArray) -> bool:
+        """Whether one of these rows waits for an id that a step in flight has still to bring."""
+        if not self._num_waits:
+            return False
+        return bool((self.waits[rows] & (self.last_token[rows] < 0)).any())
 
     def admit(self, sequence: Sequence, client: int, num_cached_blocks: int) -> None:
         """Gives a sequence the lowest free row, of which so many first blocks are cached ones;

@@ -74,13 +74,16 @@ class RowsBuilder:
     def build(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
     ) -> tuple[LogitOwners, SamplingRows]:
-        """For the plan of `batch`, whose rows of the table are `rows`."""
+        """For the plan of `batch`, whose rows of the table are `rows`; `edit` puts the edits in."""
         owners, sampling = self._gathered(batch, rows, plan)
-        if owners.edited:
-            sampling.edits = _edits(owners, sampling)
         if owners.counted:
             sampling.counts = _counts(owners.counted, plan)
         return owners, sampling
+
+    def edit(self, owners: LogitOwners, sampling: SamplingRows) -> None:
+        """Bans and biases, as the tokens that the host knows by now have them."""
+        if owners.edited:
+            sampling.edits = _edits(owners, sampling)
 
     def _gathered(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
