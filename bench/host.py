@@ -5,6 +5,7 @@
 Times are CPU microseconds of the core's thread (other processes disturb them through caches only):
 median (p10-p90) of each part, and the mean of all three, which holds the steps that begin new KV
 blocks too. `--aligned` lets all rows begin their blocks in the same step, the worst case.
+`--groups 7` is a model with several cache groups, all but the first of them with a window.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class InstantStep:
 class InstantModel:
     """A `LoadedModel` without a device: every id is its logit row's number."""
 
-    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, max_tokens: int, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         self.info = LoadedInfo(
             backend="instant",
             device="none",
@@ -74,6 +77,7 @@ class InstantModel:
             weight_bytes=0,
             kv_cache_bytes=0,
             details={},
+            cache_windows=windows,
         )
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> InstantStep:
@@ -104,9 +108,10 @@ class Stopwatch:
 def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """Medians and deciles in us of `args.steps` decode steps at `num_rows` rows."""
     length = args.context + 16 + args.steps + 64
+    windows = (None, *[args.window] * (args.groups - 1))
     config = EngineConfig(max_num_seqs=num_rows, async_scheduling=not args.plain)
     core = EngineCore(
-        InstantModel(num_rows * (length // 16 + 2), 1 << 16),
+        InstantModel(num_rows * len(windows) * (length // 16 + 2), 1 << 16, windows),
         config,
         max_model_len=length,
         vocab_size=VOCAB_SIZE,
@@ -176,6 +181,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=448)
     parser.add_argument("--sampling", choices=SAMPLING, default="plain")
     parser.add_argument("--aligned", action="store_true")
+    parser.add_argument("--groups", type=int, default=1, help="cache groups, the first without")
+    parser.add_argument("--window", type=int, default=256, help="tokens, of the other groups")
     parser.add_argument("--plain", action="store_true", help="the loop without overlap")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from vllmx_engine.kv import BlockPool
-from vllmx_engine.prefix_cache import PrefixCache
+from vllmx_engine.prefix_cache import CacheIdentity, PrefixCache
+
+from .harness import QUIET, Harness
 
 SIZE = 4
 
@@ -104,8 +108,90 @@ def test_find_compares_tokens_and_parents() -> None:
     assert 1 not in cache
 
 
-def test_digests_depend_on_key_salt_parent_and_tokens() -> None:
+def test_digests_depend_on_key_salt_parent_and_content() -> None:
     one, other = PrefixCache(key=b"a"), PrefixCache(key=b"b")
-    roots = {one.root(""), one.root("s"), other.root("")}
-    assert len(roots) == 3
-    assert len({one.digest(root, part) for root in roots for part in (tokens(1), tokens(2))}) == 6
+    roots = {one.root(""), one.root("s"), one.root("", "adapter"), other.root("")}
+    assert len(roots) == 4
+    contents = (tokens(1), tokens(2), tokens(1) + b"image")
+    assert len({one.digest(root, part) for root in roots for part in contents}) == 12
+
+
+def test_roots_cover_what_a_cache_holds() -> None:
+    identities = [
+        CacheIdentity(model="m", dtype="f32", block_size=16),
+        CacheIdentity(model="n", dtype="f32", block_size=16),
+        CacheIdentity(model="m", dtype="int8", block_size=16),
+        CacheIdentity(model="m", dtype="f32", block_size=8),
+    ]
+    caches = [PrefixCache(identity, key=b"k") for identity in identities]
+    assert len({cache.root("") for cache in caches}) == 4
+    assert PrefixCache(identities[0], key=b"k").root("") == caches[0].root("")
+
+
+def test_content_beside_the_tokens_sets_sequences_apart() -> None:
+    harness = Harness(rules=QUIET)
+    for name in ("one", "other"):
+        harness.add([1] * 20, 2, name=name)
+        harness.core._scheduler.live[name].content[1] = name.encode()
+        harness.run()
+    harness.add([1] * 20, 2, name="again")
+    harness.core._scheduler.live["again"].content[1] = b"one"
+    harness.run()
+    cached = [harness.first[name].num_cached_tokens for name in ("one", "other", "again")]
+    assert cached == [0, 8, 16]
+
+
+def test_each_group_comes_and_goes_alone() -> None:
+    cache = PrefixCache(windows=(None, 8))
+    root, part = cache.root(""), tokens(1)
+    digest = cache.digest(root, part)
+    assert cache.insert([0, 1], digest, root, part) == [0, 1]
+    cache.remove(0)
+    assert cache.find(digest, root, part) == [-1, 1]
+    assert cache.insert([2, 3], digest, root, part) == [2, 1]
+    assert 3 not in cache
+    cache.remove(2)
+    cache.remove(1)
+    assert cache.find(digest, root, part) is None
+    assert not cache.is_known(digest)
+
+
+def test_a_block_that_two_rows_give_back_is_free_once() -> None:
+    pool = BlockPool(3, PrefixCache())
+    blocks = pool.allocate(2)
+    pool.acquire(blocks)
+    pool.release(np.concatenate([blocks, blocks]))
+    pool.check(np.zeros(0, np.int32))
+
+
+@pytest.mark.parametrize("missing", [0, 2, 3])
+def test_a_hit_asks_of_a_window_its_last_blocks(missing: int) -> None:
+    """Blocks of 8 and a window of 10: a prefix of four blocks is seen from block 2 on."""
+    harness = Harness(rules=replace(QUIET, windows=(None, 10)))
+    harness.add([1] * 40, 2)
+    harness.run()
+    scheduler = harness.core._scheduler
+    harness.add([1] * 40, 2)
+    (sequence,) = scheduler.live.values()
+    hit = scheduler.prefixes.look(sequence)
+    assert (hit.num_blocks, [blocks.size for blocks in hit.blocks]) == (4, [4, 2])
+    scheduler.pool.forget_idle(scheduler.cache.block_of(sequence.digests[missing], 1))
+    hit = scheduler.prefixes.look(sequence)
+    assert hit.num_blocks == {0: 4, 2: 2, 3: 3}[missing]
+    harness.run()
+    harness.check_outputs()
+
+
+def test_a_window_bounds_what_a_long_prompt_and_its_answer_hold() -> None:
+    harness = Harness(
+        rules=replace(QUIET, windows=(13,)), max_model_len=1000, model={"num_blocks": 7}
+    )
+    harness.add([3] * 500, 400)
+    held = []
+    while harness.core.has_work:
+        harness.step()
+        held.append(7 - harness.core.stats().num_free_blocks)
+    assert max(held[-300:]) == 3
+    assert harness.core.stats().num_preemptions == 0
+    harness.check_outputs()
+    harness.check_idle()
