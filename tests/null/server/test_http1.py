@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import ssl
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -331,12 +331,13 @@ async def test_tls_connections_that_do_not_go_on(
             reader, writer = await served.connect()
             writer.write(start)
             with suppress(ConnectionError):
-                assert GET not in await asyncio.wait_for(reader.read(), 5)
+                assert GET not in await asyncio.wait_for(reader.read(), 20)
         for protocol in (["http/1.1"], ["h2"]):
             trust.set_alpn_protocols(protocol)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
-            await asyncio.wait_for(reader.read(), 5)
-            writer.close()
+            with suppress(ConnectionError):  # on a busy machine the time ends within the handshake
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+                with closing(writer):
+                    await asyncio.wait_for(reader.read(), 20)
         await served.disconnect()
         await descriptors_become(before)
         assert (await served.client.get("/version")).status_code == 200
