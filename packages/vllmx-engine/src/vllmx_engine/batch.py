@@ -42,8 +42,9 @@ class BatchBuilder:
         tokens, rows = limits.token_budget, limits.max_rows
         self._tokens = np.zeros(tokens, np.int32)
         self._positions = np.zeros(tokens, np.int32)
-        self._slots = np.zeros((len(table.windows), tokens), np.int32)
-        self._flat = [blocks.reshape(-1) for blocks in table.blocks]  # (N * B,) of each group
+        self._tables = list(table.blocks)  # (N, B) of each group
+        self._flat = [blocks.reshape(-1) for blocks in table.blocks]  # (N * B,)
+        self._slots = [np.zeros(tokens, np.int32) for _ in table.windows]
         self._query_start = np.zeros(rows + 1, np.int32)
         self._context_len = np.zeros(rows, np.int32)
         self._ascending = np.arange(max(tokens, rows) + 1, dtype=np.int32)
@@ -136,18 +137,19 @@ class BatchBuilder:
         flat table."""
         entry = first_block + (positions >> self._shift)
         offset = positions & (self._size - 1)
-        slots = self._slots[:, : positions.size]
-        for flat, out in zip(self._flat, slots, strict=True):
-            np.left_shift(flat[entry], self._shift, out=out)
-            out |= offset
-        return tuple(slots)
+        found = []
+        for flat, buffer in zip(self._flat, self._slots, strict=True):
+            slots = buffer[: positions.size]
+            np.left_shift(flat[entry], self._shift, out=slots)
+            slots |= offset
+            found.append(slots)
+        return tuple(found)
 
     def _block_tables(self, rows: AnyArray, select: AnyArray | slice) -> tuple[I32, ...]:
-        table = self._table
-        widest = int(table.num_blocks[select].max())
+        widest = int(self._table.num_blocks[select].max())
         if isinstance(select, slice):
-            return tuple(table.blocks[:, select, :widest])
-        return tuple([blocks[:, :widest].take(rows, axis=0) for blocks in table.blocks])
+            return tuple([blocks[select, :widest] for blocks in self._tables])
+        return tuple([blocks[:, :widest].take(rows, axis=0) for blocks in self._tables])
 
 
 def _selector(rows: AnyArray) -> AnyArray | slice:

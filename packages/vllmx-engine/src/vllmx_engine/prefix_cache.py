@@ -103,12 +103,14 @@ class PrefixCache:
         """Files the block of each group (-1: none). Returns the blocks that stand for this content
         from now on, which are others where the same was filed before, or None when the digest is
         taken by other content."""
+        entry = (digest, parent, content)
         places = self._places.get(digest)
         if places is None:
+            if max(blocks) < 0:
+                return blocks
             places = self._places[digest] = [-1] * len(blocks)
-        elif self._entries[max(places)] != (digest, parent, content):
+        elif self._entries[max(places)] != entry:
             return None
-        entry = (digest, parent, content)
         for group, block in enumerate(blocks):
             if places[group] < 0 <= block:
                 places[group] = block

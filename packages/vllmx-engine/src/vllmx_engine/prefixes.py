@@ -166,20 +166,18 @@ class Prefixes:
         table, row = self._table, sequence.row
         first, end = int(table.filed[row]), num_tokens // self._size
         parent = sequence.digests[first - 1] if first else sequence.root
-        columns = table.blocks[:, row, first:end].T.tolist()
-        for index, blocks in zip(range(first, end), columns, strict=True):
+        for index in range(first, end):
+            blocks = table.blocks[:, row, index].tolist()
+            if table.has_gaps[row]:
+                blocks = np.where(table.first[:, row] > index, -1, blocks).tolist()
             content = sequence.content_of(index, self._size)
             digest = self._digest(sequence, index, parent, content)
-            if self._windows:
-                gone = table.first[:, row] > index
-                blocks = np.where(gone, -1, blocks).tolist() if gone.any() else blocks
-            if max(blocks) >= 0:
-                holders = self._cache.insert(blocks, digest, parent, content)
-                if holders is None:  # the digest stands for other content
-                    table.never_file(row)
-                    return
-                if holders != blocks:
-                    self._change_over(row, index, blocks, holders)
+            holders = self._cache.insert(blocks, digest, parent, content)
+            if holders is None:  # the digest stands for other content
+                table.never_file(row)
+                return
+            if holders != blocks:
+                self._change_over(row, index, blocks, holders)
             parent = digest
         table.filed[row] = end
 

@@ -153,6 +153,8 @@ class RowBlocks:
         if not moved.any():
             return False
         which, who = np.nonzero(moved)
+        if not keep_unfiled:
+            table.has_gaps[rows[who]] = True
         lengths = (first - begin)[moved]  # (M,)
         table.first[groups[which], rows[who]] = first[moved]
         offset = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -46,6 +46,8 @@ class RowTable:
         """The first block that a row owns in each group; those before it fell out of the window."""
         self.num_ahead = np.zeros(num_rows, np.int32)
         """The last so many blocks of a prompt have no memory yet in groups with a window."""
+        self.has_gaps = np.zeros(num_rows, np.bool_)
+        """A window let blocks go that were not filed."""
         self.computed = np.zeros(num_rows, np.int32)
         self.feed_end = np.zeros(num_rows, np.int32)
         """Decoding goes on while computed < feed_end; 0 for rows that do not decode."""
@@ -115,6 +117,7 @@ class RowTable:
         self.owner[row] = None
         self.feed_end[row] = 0
         self.num_blocks[row] = self.num_ahead[row] = self.first[:, row] = 0
+        self.has_gaps[row] = False
         self._num_waits -= int(self.waits[row])
         while self._high and self.owner[self._high - 1] is None:
             self._high -= 1
