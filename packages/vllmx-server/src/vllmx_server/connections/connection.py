@@ -132,7 +132,7 @@ class Connection:
             parse_socket_addr(family, name) if (name := self.writer.get_extra_info(key)) else None
             for key in ("peername", "sockname")
         )
-        return kind(
+        protocol = kind(
             self._shared.app,
             self._shared.config,
             self._shared.context,
@@ -143,6 +143,9 @@ class Connection:
             server,
             self.protocol_send,
         )
+        if isinstance(protocol, Http2):
+            protocol.send_timeout_s = self._shared.timeouts.send_s
+        return protocol
 
     # --- receiving --------------------------------------------------------------------------------
     async def _receive(self) -> None:

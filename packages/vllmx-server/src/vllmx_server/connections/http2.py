@@ -9,6 +9,7 @@ application does not read; and takes whatever a client sends, however often. Her
 - the rest of a body whose answer is out is dropped, with its window given back;
 - resets and frames that carry nothing have a budget (`FrameBudget`). Who exceeds it gets GOAWAY
   with ENHANCE_YOUR_CALM. The application never sees a stream that is reset as soon as it is opened;
+- a stream whose client never opens its window is given up after a time;
 - PRIORITY is ignored, as RFC 9113 has it; CONNECT and paths that are none are answered.
 """
 
@@ -41,7 +42,7 @@ from h2.settings import SettingCodes, Settings
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.protocol.events import Body, EndBody, Request, Response, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
+from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
 from vllmx_core.private_traceback import private_traceback
@@ -126,6 +127,9 @@ class Http2(H2Protocol):
     """Streams that end before their answer: by the client's RST_STREAM or by its fault."""
     CONTROLS, CONTROLS_PER_S = 2000, 200
     """PING, SETTINGS, PRIORITY, WINDOW_UPDATE, unknown frames, DATA with next to nothing."""
+
+    send_timeout_s = 300.0
+    """How long a stream's client may take nothing of its answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -315,7 +319,49 @@ class Http2(H2Protocol):
             event = replace(event, headers=headers)
         elif isinstance(event, Body):  # its reader will send updates of its windows
             self._controls.give(4 + len(event.data) // 4096)
-        await super().stream_send(event)
+        if self._may_wait(event):
+            await self._send_in_time(event)
+        else:
+            await super().stream_send(event)
+
+    def _may_wait(self, event: StreamEvent) -> bool:
+        """Whether sending it waits until the client takes something."""
+        if isinstance(event, Body):
+            buffer = self.stream_buffers.get(event.stream_id)
+            return buffer is not None and len(buffer.buffer) + len(event.data) >= BUFFER_HIGH_WATER
+        return isinstance(event, EndBody)
+
+    async def _send_in_time(self, event: StreamEvent) -> None:
+        """Gives the stream up when its client opens no window for `send_timeout_s`, twice that at
+        most."""
+        loop = asyncio.get_running_loop()
+        left_bytes = 1 << 62
+
+        def look() -> None:
+            nonlocal left_bytes, timer
+            buffer = self.stream_buffers.get(event.stream_id)
+            before, left_bytes = left_bytes, 0 if buffer is None else len(buffer.buffer)
+            if left_bytes < before:
+                timer = loop.call_later(self.send_timeout_s, look)
+            else:
+                self.task_group.spawn(self._abandon, event.stream_id)
+
+        timer = loop.call_later(self.send_timeout_s, look)
+        try:
+            await super().stream_send(event)
+        finally:
+            timer.cancel()
+
+    async def _abandon(self, stream_id: int) -> None:
+        """Ends a stream whose client takes nothing of its answer."""
+        with suppress(ProtocolError):
+            self.connection.reset_stream(stream_id, ErrorCodes.CANCEL)
+        if (buffer := self.stream_buffers.get(stream_id)) is not None:
+            await buffer.close()
+        await self._close_stream(stream_id)
+        await self._window_updated(stream_id)
+        await self._flush()
+        await self.send(Updated(idle=all(stream.idle for stream in self.streams.values())))
 
     async def send_task(self) -> None:
         try:
