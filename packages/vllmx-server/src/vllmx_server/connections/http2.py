@@ -336,6 +336,7 @@ class Http2(H2Protocol):
         most."""
         loop = asyncio.get_running_loop()
         left_bytes = 1 << 62
+        timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal left_bytes, timer
