@@ -265,8 +265,8 @@ def test_an_error_that_comes_while_a_stream_is_read_is_raised(engine: Engine) ->
     _, _, stream = engine.generate_stream(SamplingParams(max_tokens=400, ignore_eos=True), "hi")
     next(stream)
     frontend, state = engine._engine, stream._state
-    while not state.has_news():  # computed ahead
-        frontend._wait(state.has_news)
+    while not state.has_update():  # computed ahead
+        frontend._wait(state.has_update)
     read: list[object] = []
 
     def reader() -> None:

@@ -47,7 +47,7 @@ def test_deltas_merge_until_they_are_taken(bench: Bench) -> None:
     bench.table.take([news(request, "c")])
     first = state.output().outputs[0]
     assert (first.text, first.token_ids, first.finish_reason) == ("abc", [97, 98, 99], None)
-    assert not state.has_news()
+    assert not state.has_update()
     bench.table.take([news(request, "d", finish_reason="length")])
     last = state.output()
     assert last.finished

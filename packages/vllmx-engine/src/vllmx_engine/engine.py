@@ -23,7 +23,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.inline import HasEngine, InlineFrontend
+from vllmx_engine.inline import HasEngine, InlineEngine
 from vllmx_engine.messages import CoreInfo, FinishReason
 from vllmx_engine.outputs import CompletionOutput, RequestOutput
 from vllmx_engine.request import Request
@@ -35,7 +35,7 @@ class TextStream(Iterator[str]):
     """The text of one sequence as it grows. After the end `finish_reason` and `stop_reason` tell
     why; the request's error is raised from the iteration."""
 
-    def __init__(self, engine: InlineFrontend, state: RequestState) -> None:
+    def __init__(self, engine: InlineEngine, state: RequestState) -> None:
         self._engine = engine
         self._state = state
         self.token_ids: list[int] = []
@@ -65,7 +65,7 @@ class Engine(HasEngine):
     """
 
     def __init__(self, config: EngineConfig, *, registry: Registry | None = None) -> None:
-        self._engine = InlineFrontend(config, registry)
+        self._engine = InlineEngine(config, registry)
         self._seq_ids = itertools.count()
         self._streams: dict[int, RequestState] = {}
 

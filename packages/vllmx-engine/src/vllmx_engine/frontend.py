@@ -272,7 +272,7 @@ class ProcessFrontend(_Core):
         self._core: CoreProcess
         self._born_s = 0.0
         self._quick_failures = 0
-        self._last_news_s = 0.0
+        self._last_update_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
         self._heartbeat = Heartbeat(lambda: self._send(Ping()))
 
@@ -319,7 +319,7 @@ class ProcessFrontend(_Core):
     def _take(self, message: FromCore) -> None:
         self._heartbeat.heard()
         if not isinstance(message, Pong):  # which a core whose steps hang sends too
-            self._last_news_s = self._loop_s()
+            self._last_update_s = self._loop_s()
             super()._take(message)
 
     async def _spawn(self) -> None:
@@ -328,7 +328,7 @@ class ProcessFrontend(_Core):
             await core.stop(0.0)
             raise core.failure or EngineDeadError(core.describe_end())
         self._core, self.info = core, core.info
-        self._born_s = self._last_news_s = self._loop_s()
+        self._born_s = self._last_update_s = self._loop_s()
 
     def _on_lost(self, core: CoreProcess) -> None:
         if core is not getattr(self, "_core", None):
@@ -347,7 +347,7 @@ class ProcessFrontend(_Core):
         self._tell_lost(_dead(failure, text))
 
     async def _restart(self, core: CoreProcess) -> None:
-        if self._last_news_s - self._born_s > self.QUICK_S:
+        if self._last_update_s - self._born_s > self.QUICK_S:
             self._quick_failures = 0
         ended = await core.reap(timeout_s=1.0)
         if core.failure is None:

@@ -29,7 +29,7 @@ ON_WAIT_S = 0.1
 """Between two calls of `on_wait`."""
 
 
-class InlineFrontend:
+class InlineEngine:
     """An engine core and its requests. Several threads may use it: steps run on a thread of their
     own while anybody waits (see `Stepper`), and whatever else touches the core takes turns with
     them. Who waits, for a step or for a turn, watches that steps come back.
@@ -89,9 +89,9 @@ class InlineFrontend:
             raise
 
     def next_output(self, state: RequestState) -> RequestOutput:
-        """Steps until there are news of `state`, and hands them out. Raises the request's error."""
-        if not state.has_news():
-            self._wait(state.has_news)
+        """Steps until `state` has an update, and hands it out. Raises the request's error."""
+        if not state.has_update():
+            self._wait(state.has_update)
         with self._verdict:  # and not a turn: the next step may be under way
             if state.error is not None:
                 raise state.error
@@ -219,7 +219,7 @@ class Turn:
 class HasEngine:
     """A context manager that closes its engine."""
 
-    _engine: InlineFrontend
+    _engine: InlineEngine
 
     def close(self) -> None:
         """Frees the model. May be called twice."""

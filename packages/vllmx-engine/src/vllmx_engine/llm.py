@@ -16,7 +16,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.inline import HasEngine, InlineFrontend
+from vllmx_engine.inline import HasEngine, InlineEngine
 from vllmx_engine.messages import CoreInfo
 from vllmx_engine.outputs import RequestOutput
 from vllmx_engine.request import Prompt, Request, RequestOptions
@@ -54,7 +54,7 @@ class LLM(HasEngine):
     def __init__(
         self, model: str = DEMO_MODEL, *, registry: Registry | None = None, **config: Any
     ) -> None:
-        self._engine = InlineFrontend(EngineConfig(model=model, **config), registry)
+        self._engine = InlineEngine(EngineConfig(model=model, **config), registry)
 
     @property
     def info(self) -> CoreInfo:

@@ -53,10 +53,10 @@ class RequestMetrics(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
-    """News of a request.
+    """An update of a request.
 
-    With output kind "delta" (streams) it holds the choices that have news and of each only what is
-    new; with "cumulative" and "final" every choice and all of it.
+    With output kind "delta" (streams) it holds the choices that have something new and of each only
+    that; with "cumulative" and "final" every choice and all of it.
     """
 
     request_id: str

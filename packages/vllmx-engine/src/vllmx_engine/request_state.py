@@ -32,7 +32,7 @@ class ChoiceState:
         "_tokenizer",
         "cumulative_logprob",
         "finish_reason",
-        "has_news",
+        "has_update",
         "ids",
         "index",
         "logprobs",
@@ -61,12 +61,12 @@ class ChoiceState:
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.has_news = False
+        self.has_update = False
         self._tokenizer = tokenizer
         self._hide_logprobs = params.logprobs is None
 
     def take(self, output: CoreOutput) -> bool:
-        """Adds the news of one step; returns whether a stop string ended the sequence, of which
+        """Adds the update of one step; returns whether a stop string ended the sequence, of which
         the core knows nothing yet."""
         ids, stop = output.ids, None
         if ids:
@@ -79,7 +79,7 @@ class ChoiceState:
                 self.pieces.append(text)
             if output.logprobs is not None:
                 self._take_logprobs(output.logprobs[: len(ids)])
-            self.has_news = True
+            self.has_update = True
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         elif output.finish_reason is not None:
@@ -97,7 +97,7 @@ class ChoiceState:
         self.finish_reason = reason
         if stop_id is not None and stop_id in self.request.request.params.stop_token_ids:
             self.stop_reason = stop_id
-        self.has_news = True
+        self.has_update = True
 
     def _take_logprobs(self, rows: list[TokenLogprobs]) -> None:
         for row in rows:
@@ -124,11 +124,11 @@ class ChoiceState:
             output.text_offsets = self.text_offsets(drop)
         if drop:
             self.ids, self.pieces, self.logprobs = [], [], []
-        self.has_news = False
+        self.has_update = False
         return output
 
     def _part(self) -> CompletionOutput:
-        """The first tokens of what is held, with all of its text; the rest is news again."""
+        """The first tokens of what is held, with all of its text; the rest is an update again."""
         size = MAX_DELTA_ROWS
         output = CompletionOutput(
             index=self.index,
@@ -152,7 +152,7 @@ class ChoiceState:
 
 
 class RequestState:
-    """One request: its choices, and who is told when there are news."""
+    """One request: its choices, and who is told when there is an update."""
 
     __slots__ = (
         "_in_parts",
@@ -195,12 +195,12 @@ class RequestState:
         """Nothing more will come."""
         return self.num_unfinished == 0
 
-    def has_news(self) -> bool:
+    def has_update(self) -> bool:
         """There is something to hand out."""
-        return self.num_unfinished == 0 or any(choice.has_news for choice in self.choices)
+        return self.num_unfinished == 0 or any(choice.has_update for choice in self.choices)
 
     @property
-    def wants_news(self) -> bool:
+    def wants_update(self) -> bool:
         """Somebody should be told now."""
         return self.num_unfinished == 0 or self.kind != "final"
 
@@ -220,9 +220,9 @@ class RequestState:
         metrics.num_generation_tokens += count
 
     def output(self) -> RequestOutput:
-        """The news, or with the kinds "cumulative" and "final" all so far."""
+        """What is new, or with the kinds "cumulative" and "final" all so far."""
         drop = self.kind == "delta"
-        chosen = self._news() if drop else self._best()
+        chosen = self._updated() if drop else self._best()
         prompt_logprobs = self.prompt_logprobs
         if drop:
             self.prompt_logprobs = None
@@ -242,11 +242,11 @@ class RequestState:
     @property
     def has_rest(self) -> bool:
         """A stream's last output left something for another one."""
-        return self._in_parts and any(choice.has_news for choice in self.choices)
+        return self._in_parts and any(choice.has_update for choice in self.choices)
 
-    def _news(self) -> list[ChoiceState]:
-        """Choices with news; where they have log-probabilities, as many as make one output."""
-        chosen = [choice for choice in self.choices if choice.has_news]
+    def _updated(self) -> list[ChoiceState]:
+        """Choices with an update; where they have log-probabilities, as many as make one output."""
+        chosen = [choice for choice in self.choices if choice.has_update]
         if not self._in_parts:
             return chosen
         rows = accumulate(len(choice.logprobs) for choice in chosen)

@@ -29,7 +29,7 @@ class RequestStream:
     __slots__ = (
         "_ended",
         "_has_rest",
-        "_news",
+        "_has_update",
         "_on_abort",
         "_on_end",
         "_state",
@@ -48,7 +48,7 @@ class RequestStream:
         self._on_abort = on_abort
         self._state: RequestState
         self._waiter: asyncio.Future[None] | None = None
-        self._news = False
+        self._has_update = False
         self._has_rest = False
         self._ended = False
 
@@ -61,12 +61,12 @@ class RequestStream:
         return self.request.prompt_ids
 
     def attach(self, state: RequestState) -> None:
-        """Names the state whose news these are; called once, before any news."""
+        """Names the state whose updates these are; called once, before any update."""
         self._state = state
 
     def wake(self) -> None:
-        """There are news."""
-        self._news = True
+        """An update is ready."""
+        self._has_update = True
         if self._state.finished:
             self._on_end(self)
         if self._waiter is not None and not self._waiter.done():
@@ -95,17 +95,17 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._ended:
             raise StopAsyncIteration
-        if not self._news:
+        if not self._has_update:
             await self._wait()
         elif self._has_rest:
             await asyncio.sleep(0)  # a large output goes out in pieces, between which others run
-        self._news = False
+        self._has_update = False
         if self._state.finished and self._state.error is not None:
             self._ended = True
             raise self._state.error
         output = self._state.output()
         self._ended = output.finished
-        self._has_rest = self._news = not output.finished and self._state.has_rest
+        self._has_rest = self._has_update = not output.finished and self._state.has_rest
         return output
 
     async def _wait(self) -> None:

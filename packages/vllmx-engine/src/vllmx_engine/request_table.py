@@ -1,4 +1,4 @@
-"""All requests in flight of a frontend: who gets which news of a step."""
+"""All requests in flight of a frontend: who gets which update of a step."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class RequestTable:
         kind: OutputKind = "final",
         notify: Callable[[], None] | None = None,
     ) -> RequestState:
-        """Begins to expect news of `request`."""
+        """Begins to expect updates of `request`."""
         state = RequestState(request, self._tokenizer, kind, notify)
         for core, choice in zip(request.core, state.choices, strict=True):
             self._choices[core.request_id] = choice
         return state
 
     def take(self, outputs: list[CoreOutput]) -> list[str]:
-        """Spreads the news of a step over the requests; returns the ids that the core must abort,
+        """Spreads the updates of a step over the requests; returns ids that the core must abort,
         because a stop string or another choice's error ended them."""
         now_s = time.monotonic()
         aborted: list[str] = []
@@ -77,7 +77,7 @@ class RequestTable:
         if choice.finish_reason is not None:
             del self._choices[output.request_id]
             state.num_unfinished -= 1
-        if state.notify is not None and state.wants_news:
+        if state.notify is not None and state.wants_update:
             state.notify()
         return stopped
 
