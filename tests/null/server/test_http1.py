@@ -86,6 +86,7 @@ async def test_requests_that_can_be_read_in_two_ways(
     assert (found, headers["connection"]) == (status, "close")
     error = json.loads(body)["error"]
     assert error["code"] == "bad_http"
+    assert error["type"] == "invalid_request_error"
     assert "x" * 100 not in error["message"]
     writer.write(GET)
     await is_closed(reader)

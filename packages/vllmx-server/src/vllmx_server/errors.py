@@ -21,7 +21,9 @@ _TYPES = {
     415: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
+    501: "invalid_request_error",  # a Transfer-Encoding that is not known
     503: "service_unavailable_error",
+    505: "invalid_request_error",
 }
 _MAX_MESSAGE, _MAX_PARAM = 1000, 200
 _encode = msgspec.json.Encoder().encode
