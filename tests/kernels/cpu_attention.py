@@ -113,7 +113,7 @@ class Step:
             "slots": table[sequence, positions // page] * page + positions % page,
             "query_start": np.cumsum([0, *lengths]),
             "context_len": np.array([end for _, end, _ in self.rows]),
-            "block_table": blocks,
+            "block_tables": blocks,
             "logit_rows": np.zeros(1),
         }
         self.arrays = {

@@ -66,7 +66,7 @@ def test_public_configs(registry: Registry, path: Path) -> None:
     if names and names[0] in SERVED:
         model = registry.model_for(config).load()(config)
         assert model.shape.vocab_size == config["vocab_size"]
-        assert len(model.shape.kv) == config["num_hidden_layers"]
+        assert len(model.shape.caches) == config["num_hidden_layers"]
         assert model.shape.dtype == "bf16"
         specs = model.weights()
         assert len({spec.name for spec in specs}) == len(specs)
@@ -79,7 +79,7 @@ def test_qwen3_dimensions(registry: Registry) -> None:
     config = json.loads((COPIES / "Qwen--Qwen3-0.6B.json").read_text())
     model = registry.model_for(config).load()(config)
     assert model.shape.max_model_len == 40960
-    assert set(model.shape.kv) == {KVSpec(8, 128)}
+    assert set(model.shape.caches) == {KVSpec(8, 128)}
     weights = {spec.name: spec for spec in model.weights()}
     assert weights["layers.27.qkv"].rows == (16 + 8 + 8) * 128
     assert weights["layers.0.o"].cols == 16 * 128
@@ -91,7 +91,7 @@ def test_qwen3_dimensions(registry: Registry) -> None:
 
 def test_model_type_serves_where_architectures_is_missing(registry: Registry) -> None:
     config = {**BASE, "model_type": "qwen3"}
-    assert registry.model_for(config).load()(config).shape.kv[0].head_size == 128
+    assert registry.model_for(config).load()(config).shape.kv_specs[0].head_size == 128
 
 
 QUIRKS = [
@@ -188,7 +188,7 @@ def test_any_config_is_served_or_refused(
 
 
 def windows(model: Decoder) -> list[int | None]:
-    return [entry.window for entry in model.shape.kv]
+    return [entry.window for entry in model.shape.kv_specs]
 
 
 def test_windows(build: Any) -> None:

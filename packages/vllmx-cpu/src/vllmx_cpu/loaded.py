@@ -158,8 +158,8 @@ class CpuStep:
         }
         # One group after the other; a copy even where there is only one.
         self._arrays["slots"] = np.concatenate(plan.slots)  # (G * T,)
-        self._arrays["block_table"] = np.concatenate(plan.block_tables)  # (G * R, B)
-        width = self._arrays["block_table"].shape[1]
+        self._arrays["block_tables"] = np.concatenate(plan.block_tables)  # (G * R, B)
+        width = self._arrays["block_tables"].shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}
         self.sampler: SamplerCall | None = None

@@ -265,6 +265,7 @@ def _attention(op: Attention, site: Site) -> list[Call]:
         v_pages=pages.v.ctypes.data,
         workspace=model.workspace.ctypes.data,
         workspace_bytes=model.workspace.nbytes,
+        group=pages.group,
     )
     return [site.call(op, "attention", arguments)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.backend import LoadOptions
@@ -83,7 +83,7 @@ def plan_load(
     check_weights_fit(weight_bytes, free, dtype, remedy=remedy)
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
     cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
-    kv = plan_kv(model.shape, replace(options, group_caches=False), cached, free, used)
+    kv = plan_kv(model.shape, options, cached, free, used)
     return LoadPlan(
         recorded, fused, specs,
         {name: [spec.name for spec in group] for name, group in cut.items()},

@@ -37,7 +37,7 @@ class VxStep(Structure):
     _fields_ = [
         ("T", c_int32), ("R", c_int32), ("L", c_int32), ("B", c_int32), ("block_stride", c_int32),
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
-        ("query_start", c_void_p), ("context_len", c_void_p), ("block_table", c_void_p),
+        ("query_start", c_void_p), ("context_len", c_void_p), ("block_tables", c_void_p),
         ("logit_rows", c_void_p),
     ]  # fmt: skip
 
@@ -111,7 +111,7 @@ class VxAttention(Structure):
         ("window", c_int32), ("causal", c_int32), ("scale", c_float), ("softcap", c_float),
         ("norm_eps", c_float), ("rope", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("sinks", c_void_p), ("k_pages", c_void_p), ("v_pages", c_void_p),
-        ("workspace", c_void_p), ("workspace_bytes", c_size_t),
+        ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("group", c_int32),
     ]  # fmt: skip
 
 

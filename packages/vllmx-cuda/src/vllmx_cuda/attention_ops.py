@@ -55,7 +55,8 @@ def _store(op: Attention, to: Lowering) -> Enqueue:
         to.device.launch(
             kernel, {"tokens": sizes.tokens, **heads},
             (
-                qkv, step.positions, step.slots, q_norm, k_norm, rope, to.scratch.queries,
+                qkv, step.positions, step.slots[pages.group], q_norm, k_norm, rope,
+                to.scratch.queries,
                 pages.k, pages.v, pages.k_scales, pages.v_scales, *values,
             ),
         )  # fmt: skip
@@ -87,7 +88,8 @@ def _decode(op: Attention, to: Lowering) -> Enqueue:
             decode, {"items": sizes.items, **heads},
             (
                 scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, items,
-                first_item, step.positions, step.block_table, sinks, y, scratch.partial,
+                first_item, step.positions, step.block_tables[pages.group], sinks, y,
+                scratch.partial,
                 scratch.weights, *heads.values(), step.table_stride, to.page_shift,
                 window, spec.scale, softcap,
             ),
@@ -116,7 +118,7 @@ def _prefill(op: Attention, to: Lowering, chosen: PrefillKernel) -> Enqueue:
             kernel, {"tiles": tiles.num_bytes // 16, **heads},
             (
                 to.scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, tiles,
-                step.context_len, step.block_table, sinks, y, *heads.values(),
+                step.context_len, step.block_tables[pages.group], sinks, y, *heads.values(),
                 step.table_stride, to.page_shift, *values,
             ),
         )  # fmt: skip

@@ -135,7 +135,8 @@ def _load(
         device, plan, lowering.lower(plan.steps), lowering.variant("begin_step", VX_VEC=1),
         lowering.place(plan.steps.logits), last_ids,
         Staging(
-            device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks
+            device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks,
+            len(plan.kv.layout.groups),
         ),
         sampler, Graphs(device, enabled=not options.enforce_eager),
     )  # fmt: skip
@@ -158,6 +159,7 @@ def _info(plan: LoadPlan, options: LoadOptions, device: Device, weights_s: float
         max_logit_rows=plan.max_rows["L"],
         weight_bytes=plan.weights.num_bytes,
         kv_cache_bytes=plan.kv.num_bytes,
+        cache_windows=plan.kv.layout.windows,
         details={
             "architecture": device.info.arch,
             "ops": len(plan.steps.ops),

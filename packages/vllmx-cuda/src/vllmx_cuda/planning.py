@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.cache_groups import cache_layout
 from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
@@ -89,14 +90,15 @@ def plan_load(
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
     items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tile_tokens)
-    largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles)
+    groups = len(cache_layout(model.shape, grouped=options.group_caches).groups)
+    largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups)
     staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
     graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
     used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
-    used += 4 * max_rows["T"] * max_blocks + 4 * max_rows["L"]
+    used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
-    kv = plan_kv(model.shape, replace(options, group_caches=False), kv_dtype, free, used)
+    kv = plan_kv(model.shape, options, kv_dtype, free, used)
     logger.info(
         "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
         " (%s) and KV cache (%s)",

@@ -75,9 +75,8 @@ class Program:
                 return done
             bucket = self._bucket(size)
             for drawn in (False, True):
-                self.staging.upload(
-                    _nothing(), _no_rows(drawn), bucket.layout, self._no_work(bucket.layout.sizes)
-                )
+                nothing, work = _nothing(self._groups), self._no_work(bucket.layout.sizes)
+                self.staging.upload(nothing, _no_rows(drawn), bucket.layout, work)
                 self._replay_forward(bucket)
                 self._replay_ids(bucket, drawn)
             self.device.synchronize()
@@ -126,7 +125,7 @@ class Program:
         self.device.launch(
             self.begin, {"count": sizes.tokens, "patches": sizes.patches},
             (
-                memory.tokens, self.last_ids, memory.block_table, memory.patches, sizes.tokens,
+                memory.tokens, self.last_ids, self.staging.tables, memory.patches, sizes.tokens,
                 sizes.patches,
             ),
         )  # fmt: skip
@@ -138,7 +137,7 @@ class Program:
         if found is None:
             items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
             none = tuple(0 for _ in self.plan.work.tile_tokens)
-            layout = self.staging.layout(StepSizes(size, size, size, items, none))
+            layout = self.staging.layout(StepSizes(size, size, size, items, none, self._groups))
             found = self._buckets[size] = PlacedStep(
                 layout, self.staging.memory(layout), captured=True
             )
@@ -151,7 +150,9 @@ class Program:
         processors = self.device.info.num_processors
         items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
         num_tiles = tuple(map(len, tiles))
-        return StepSizes(plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles)
+        return StepSizes(
+            plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles, self._groups
+        )  # fmt: skip
 
     def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
         kinds = self.plan.work
@@ -163,18 +164,23 @@ class Program:
         }
 
     @property
+    def _groups(self) -> int:
+        return len(self.plan.kv.layout.groups)
+
+    @property
     def _no_tiles(self) -> tuple[I32, ...]:
         return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tile_tokens)
 
     def _no_work(self, sizes: StepSizes) -> StepWork:
-        return StepWork(self._items(_nothing(), sizes), self._no_tiles)
+        return StepWork(self._items(_nothing(self._groups), sizes), self._no_tiles)
 
 
-def _nothing() -> StepPlan:
+def _nothing(groups: int) -> StepPlan:
     """Padding alone: nothing is stored, nothing attended to."""
     empty = np.zeros(0, np.int32)
     return StepPlan(
-        empty, empty, (empty,), np.zeros(1, np.int32), empty, (empty.reshape(0, 0),), empty
+        empty, empty, (empty,) * groups, np.zeros(1, np.int32), empty,
+        (empty.reshape(0, 0),) * groups, empty,
     )  # fmt: skip
 
 

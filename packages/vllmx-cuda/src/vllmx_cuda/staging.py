@@ -34,12 +34,14 @@ class StepSizes:
     """Work items of each visibility; 0: none is launched."""
     tiles: tuple[int, ...]
     """Tiles of each size of tile."""
+    groups: int = 1
+    """Cache groups, each with slots and a block table of its own."""
 
     @property
     def patches(self) -> int:
-        """Entries of the block table that the step can change: in a step of decode rows each takes
-        a new block at most."""
-        return 2 * self.rows + 64
+        """Entries of the block tables that the step can change: in a step of decode rows each takes
+        a new block of each group at most."""
+        return 2 * self.rows * self.groups + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Layout:
     sizes: StepSizes
     tokens: int
     positions: int
-    slots: int
+    slots: tuple[int, ...]
     logit_rows: int
     context_len: int
     items: tuple[int, ...]
@@ -78,7 +80,8 @@ class Layout:
         def take(count: int) -> int:
             return take_bytes(4 * count)
 
-        tokens, positions, slots = (take(sizes.tokens) for _ in range(3))
+        tokens, positions = take(sizes.tokens), take(sizes.tokens)
+        slots = tuple(take(sizes.tokens) for _ in range(sizes.groups))
         logit_rows, context_len = take(sizes.logit_rows), take(sizes.rows)
         items = tuple(take(4 * sizes.items) for _ in range(num_visibilities))
         first_items = tuple(take(sizes.tokens + 1) for _ in range(num_visibilities))
@@ -99,7 +102,8 @@ class StepMemory:
 
     tokens: Memory
     positions: Memory
-    slots: Memory
+    slots: tuple[Memory, ...]
+    """Of each cache group, as are `block_tables`."""
     logit_rows: Memory
     items: Mapping[Visibility, Memory]
     first_item: Mapping[Visibility, Memory]
@@ -107,10 +111,10 @@ class StepMemory:
     tiles: Mapping[int, Memory]
     """By the size of tile."""
     patches: Memory
-    """(N, 2) index into the block table, -1: unused, and the entry."""
+    """(N, 2) index into all block tables, -1: unused, and the entry."""
     parameters: Mapping[str, Memory]
     """Of the sampler, one a logit row; see `vllmx_cuda.parameters`."""
-    block_table: Memory
+    block_tables: tuple[Memory, ...]
     table_stride: int
 
 
@@ -119,7 +123,8 @@ class Staging:
 
     Args:
         num_bytes: of the largest layout.
-        max_rows, max_blocks: of the block table.
+        max_rows, max_blocks: of each block table.
+        groups: cache groups.
     """
 
     def __init__(
@@ -129,16 +134,17 @@ class Staging:
         num_bytes: int,
         max_rows: int,
         max_blocks: int,
+        groups: int = 1,
     ) -> None:
         self._device = device
         self._kinds = kinds
         self._max_blocks = max_blocks
         self._packed = device.zeros(num_bytes)
-        self._table = device.zeros(4 * max_rows * max_blocks)
-        self._sent = np.zeros((max_rows, max_blocks), np.int32)
-        """The table as the device has it once all that was enqueued has run."""
+        self.tables = device.zeros(4 * groups * max_rows * max_blocks)
+        self._sent = np.zeros((groups, max_rows, max_blocks), np.int32)
+        """The tables as the device has them once all that was enqueued has run."""
         self._pinned = [device.pinned(num_bytes) for _ in range(SLOTS)]
-        self._pinned_tables = [device.pinned(0) for _ in range(SLOTS)]
+        self._pinned_tables = [[device.pinned(0) for _ in range(groups)] for _ in range(SLOTS)]
         self._next = 0
 
     def layout(self, sizes: StepSizes) -> Layout:
@@ -150,7 +156,7 @@ class Staging:
         return StepMemory(
             tokens=self._packed.at(layout.tokens, 4 * sizes.tokens),
             positions=self._packed.at(layout.positions, 4 * sizes.tokens),
-            slots=self._packed.at(layout.slots, 4 * sizes.tokens),
+            slots=tuple(self._packed.at(begin, 4 * sizes.tokens) for begin in layout.slots),
             logit_rows=self._packed.at(layout.logit_rows, 4 * sizes.logit_rows),
             items={
                 v: self._packed.at(at, 16 * sizes.items)
@@ -172,7 +178,7 @@ class Staging:
                 name: self._packed.at(at, parameter_bytes(name, sizes.logit_rows))
                 for name, at in layout.parameters.items()
             },
-            block_table=self._table,
+            block_tables=tuple(map(self._table, range(sizes.groups))),
             table_stride=self._max_blocks,
         )
 
@@ -185,7 +191,8 @@ class Staging:
         packed, sizes = self._pinned[slot], layout.sizes
         _put(packed, layout.tokens, sizes.tokens, plan.tokens, 0)
         _put(packed, layout.positions, sizes.tokens, plan.positions, 0)
-        _put(packed, layout.slots, sizes.tokens, plan.slots[0], -1)
+        for begin, slots in zip(layout.slots, plan.slots, strict=True):
+            _put(packed, begin, sizes.tokens, slots, -1)
         _put(packed, layout.logit_rows, sizes.logit_rows, plan.logit_rows, 0)
         _put(packed, layout.context_len, sizes.rows, plan.context_len, 0)
         for index, visibility in enumerate(self._kinds.visibilities):
@@ -211,26 +218,38 @@ class Staging:
         target = self._packed.at(begin, layout.num_bytes - begin)
         self._device.upload(target, packed[begin : layout.num_bytes])
 
+    def _table(self, group: int) -> Memory:
+        num_bytes = self._sent[group].nbytes
+        return self.tables.at(group * num_bytes, num_bytes)
+
     def _patches(self, plan: StepPlan, capacity: int, slot: int) -> I32:
-        """(N, 2) where the plan's block table differs from the one on the device; none where the
-        whole table is sent."""
-        rows, blocks = plan.block_tables[0].shape
+        """(N, 2) where the plan's block tables differ from those on the device; none of a group
+        whose whole table is sent, because more entries differ than are left of `capacity`."""
+        found = []
+        for group, table in enumerate(plan.block_tables):
+            found.append(self._patches_of(group, table, capacity, slot))
+            capacity -= len(found[-1])
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _patches_of(self, group: int, table: I32, capacity: int, slot: int) -> I32:
+        rows, blocks = table.shape
         blocks = min(blocks, self._max_blocks)
-        table, sent = plan.block_tables[0][:, :blocks], self._sent[:rows, :blocks]
+        table, sent = table[:, :blocks], self._sent[group, :rows, :blocks]
         # found in one dimension: numpy is ten times slower in two
         row, column = np.divmod(np.flatnonzero(table != sent), max(1, blocks))
         patches = np.empty((len(row), 2), np.int32)
         if len(row) <= capacity:
-            patches[:, 0] = row * self._max_blocks + column
+            patches[:, 0] = row * self._max_blocks + column + group * self._sent[group].size
             patches[:, 1] = sent[row, column] = table[row, column]
             return patches
         sent[...] = table
         num_bytes = 4 * rows * blocks
-        if num_bytes > self._pinned_tables[slot].nbytes:
-            self._pinned_tables[slot] = self._device.pinned(2 * num_bytes)
-        packed = self._pinned_tables[slot][:num_bytes]
+        pinned = self._pinned_tables[slot]
+        if num_bytes > pinned[group].nbytes:
+            pinned[group] = self._device.pinned(2 * num_bytes)
+        packed = pinned[group][:num_bytes]
         packed.view(np.int32).reshape(rows, blocks)[...] = table
-        self._device.upload_rows(self._table, 4 * self._max_blocks, packed, 4 * blocks)
+        self._device.upload_rows(self._table(group), 4 * self._max_blocks, packed, 4 * blocks)
         return patches[:0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,13 @@ HIDDEN = 24
 
 
 def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, ArraySource]:
-    """Two layers of nothing but attention, so that a wrong page of the first is seen in the
-    second."""
+    """Layers of nothing but attention, one for each of `windows`, or two that are alike, so that a
+    wrong page of the first is seen in the second."""
     values: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_size": 16, "scale": 0.25}
     norms, sinks = features.pop("norms", False), features.pop("sinks", False)
     values |= features
-    specs = [AttentionSpec(layer, **values) for layer in range(2)]
+    windows: Sequence[int | None] = values.pop("windows", [values.pop("window", None)] * 2)
+    specs = [AttentionSpec(i, window=window, **values) for i, window in enumerate(windows)]
     size, heads, kv_heads = values["head_size"], values["num_heads"], values["num_kv_heads"]
     builder = Builder(VOCAB, seed)
     builder.embedding("embed", HIDDEN)

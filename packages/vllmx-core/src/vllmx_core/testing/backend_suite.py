@@ -11,6 +11,7 @@ judges are `vllmx_core.reference` in float64 and `vllmx_core.reference_sampler`.
 from __future__ import annotations
 
 from vllmx_core.testing.attention_checks import AttentionChecks
+from vllmx_core.testing.cache_group_checks import CacheGroupChecks
 from vllmx_core.testing.kv_dtype_checks import KVDtypeChecks
 from vllmx_core.testing.late_checks import LateChecks
 from vllmx_core.testing.op_checks import OpChecks
@@ -20,6 +21,13 @@ from vllmx_core.testing.weight_checks import WeightChecks
 
 
 class BackendSuite(
-    OpChecks, AttentionChecks, KVDtypeChecks, SamplerChecks, StepChecks, WeightChecks, LateChecks
+    OpChecks,
+    AttentionChecks,
+    CacheGroupChecks,
+    KVDtypeChecks,
+    SamplerChecks,
+    StepChecks,
+    WeightChecks,
+    LateChecks,
 ):
     """Override `make_backend`, and the attributes of `Harness` where the backend promises less."""

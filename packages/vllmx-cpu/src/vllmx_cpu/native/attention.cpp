@@ -91,16 +91,24 @@ void run(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
   attend<Pages>(a, step, ctx, alone);
 }
 
+// The step as a layer of this cache group sees it: its slots and its block table come first.
+VxStep step_of_group(VxStep step, int group) {
+  step.slots += (size_t)group * step.T;
+  step.block_tables += (size_t)group * step.R * step.block_stride;
+  return step;
+}
+
 }  // namespace
 
-void attention(const void* args, const VxStep* step, VxCtx* ctx) {
+void attention(const void* args, const VxStep* all_groups, VxCtx* ctx) {
   const VxAttention& a = *(const VxAttention*)args;
+  const VxStep step = step_of_group(*all_groups, a.group);
   switch (a.kv_dtype) {
-    case VX_BF16: return run<Bf16Pages>(a, *step, ctx);
-    case VX_F16: return run<F16Pages>(a, *step, ctx);
-    case VX_KV_INT8: return run<CodePages<Int8Code>>(a, *step, ctx);
-    case VX_KV_FP8: return run<CodePages<Fp8Code>>(a, *step, ctx);
-    default: return run<F32Pages>(a, *step, ctx);
+    case VX_BF16: return run<Bf16Pages>(a, step, ctx);
+    case VX_F16: return run<F16Pages>(a, step, ctx);
+    case VX_KV_INT8: return run<CodePages<Int8Code>>(a, step, ctx);
+    case VX_KV_FP8: return run<CodePages<Fp8Code>>(a, step, ctx);
+    default: return run<F32Pages>(a, step, ctx);
   }
 }
 VX_OP(attention, VxAttention)

@@ -77,7 +77,7 @@ class VectorPartition {
   // The groups of a chunk; those outside of what the tile sees repeat the nearest one.
   void find_groups(const Tile& tile, int kv_head, int chunk_start, Groups* groups) const {
     int lo = first_group(tile), hi = last_group(tile);
-    const int32_t* table = step_.block_table + (size_t)tile.row * step_.block_stride;
+    const int32_t* table = step_.block_tables + (size_t)tile.row * step_.block_stride;
     for (int g = 0; g < kChunkGroups; ++g) {
       int group = minimum(maximum(chunk_start / kGroup + g, lo), hi);
       int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;

@@ -120,7 +120,7 @@ class TilePartition {
   }
 
   Group find_group(const Tile& tile, int kv_head, int group) const {
-    const int32_t* table = step_.block_table + (size_t)tile.row * step_.block_stride;
+    const int32_t* table = step_.block_tables + (size_t)tile.row * step_.block_stride;
     const int block = table[group / pages_.groups_per_block], inside = group % pages_.groups_per_block;
     return {pages_.k_group(block, kv_head, inside), pages_.v_group(block, kv_head, inside),
             minimum((tile.keys.hi - group * kGroup + 1) / 2, kGroup / 2) * width_ * kCellBytes};

@@ -31,13 +31,13 @@ enum VxKVCode : int32_t { VX_KV_INT8 = 3, VX_KV_FP8 = 4 };
 // One step: vllmx_core.plan.StepPlan, with tokens already resolved (no negative references).
 struct VxStep {
   int32_t T, R, L, B;
-  int32_t block_stride;          // int32 entries from one row of block_table to the next
+  int32_t block_stride;          // int32 entries from one row of a block table to the next
   const int32_t* tokens;         // (T)
   const int32_t* positions;      // (T)
-  const int32_t* slots;          // (T)  block * P + offset
+  const int32_t* slots;          // (G, T)  block * P + offset, for each cache group
   const int32_t* query_start;    // (R + 1)
   const int32_t* context_len;    // (R)
-  const int32_t* block_table;    // (R, B)
+  const int32_t* block_tables;   // (G, R, B)
   const int32_t* logit_rows;     // (L)
 };
 
@@ -89,4 +89,5 @@ struct VxAttention {
   void* v_pages;
   void* workspace;               // shared by the team, 64-byte aligned, free between ops; may be null
   size_t workspace_bytes;        // vx_attention_workspace_bytes; less only costs parallelism
+  int32_t group;                 // which of the step's block tables lists the pages
 };
