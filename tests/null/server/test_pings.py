@@ -138,3 +138,21 @@ async def test_comments_over_http(make_server: MakeServer) -> None:
         events = events_of(text)
         assert events[-1] == "[DONE]"
         assert sum(len(event["choices"][0]["token_ids"]) for event in events[:-1]) == 3
+
+
+async def test_a_ping_is_no_silence() -> None:
+    """One in each interval, which has two looks."""
+    sent = 0
+
+    def ping() -> None:
+        nonlocal sent
+        sent += 1
+
+    pings = Pings(1e6, lambda: sent, ping)
+    pings.start()
+    looks = []
+    for _ in range(6):
+        pings._look()
+        looks.append(sent)
+    pings.stop()
+    assert looks == [1, 1, 2, 2, 3, 3]

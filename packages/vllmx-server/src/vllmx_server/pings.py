@@ -63,6 +63,5 @@ class Pings:
             rest = self._ping()
             if rest is not None:
                 self._sending = asyncio.ensure_future(rest)
-            now = self._num_sent()
-        self._before = now
+        self._before = now  # without the ping: the next look sees it, and the one after pings again
         self._wait()
