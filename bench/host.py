@@ -24,8 +24,8 @@ from vllmx_core.backend import LoadedInfo
 from vllmx_core.config import EngineConfig
 from vllmx_core.plan import LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest, pack_ids
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 VOCAB_SIZE = 32_000
 SAMPLING: dict[str, dict[str, Any]] = {

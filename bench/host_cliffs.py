@@ -20,8 +20,8 @@ from host import VOCAB_SIZE, InstantModel
 from vllmx.bench.figures import show
 from vllmx_core.config import EngineConfig
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest, pack_ids
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 Case = Callable[[argparse.Namespace], float]
 ADMITTED = 34

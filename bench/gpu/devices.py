@@ -9,10 +9,10 @@ from typing import Any, cast
 from vllmx_core.hooks import hookimpl
 from vllmx_core.specs import BackendSpec
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Device, Memory, Product
-from vllmx_cuda.emulated_device import EmulatedDevice
-from vllmx_cuda.emulator import Emulator
+from vllmx_cuda.device.device import Device, Memory, Product
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulator import Emulator
 
 REHEARSED = bool(os.environ.get("REHEARSE"))
 """Whether run.sh runs without a GPU."""
@@ -24,7 +24,7 @@ def opener(rehearse: bool = REHEARSED, sanitized: bool = SANITIZED) -> Callable[
     """What opens the GPU, or the emulator in its place."""
     if rehearse:
         return EmulatedDevice
-    from vllmx_cuda.cupy_device import CupyDevice
+    from vllmx_cuda.device.cupy_device import CupyDevice
 
     return exact_device if sanitized else CupyDevice.open
 
@@ -32,7 +32,7 @@ def opener(rehearse: bool = REHEARSED, sanitized: bool = SANITIZED) -> Callable[
 def exact_device() -> Device:
     """The GPU, with an allocation of CUDA's for each of ours."""
     import cupy
-    from vllmx_cuda.cupy_device import CupyDevice
+    from vllmx_cuda.device.cupy_device import CupyDevice
 
     device = CupyDevice.open()
     device._pool = ExactPool(cupy)

@@ -28,7 +28,7 @@ from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.harness import PAGE, VOCAB, all_logprobs, mixed_steps
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Device
+from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs import KERNELS
 
 DTYPES = ("bf16", "f16", "f32")

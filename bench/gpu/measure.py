@@ -27,7 +27,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.plan import StepPlan
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Device, Memory, Product
+from vllmx_cuda.device.device import Device, Memory, Product
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_models.qwen3 import qwen3
 
@@ -264,8 +264,8 @@ def throughput(bench: Bench) -> None:
     """Many requests through the engine's core, greedy, to a fixed length."""
     from vllmx_core.config import EngineConfig
     from vllmx_core.sampling import SamplingParams
-    from vllmx_engine.core import EngineCore
-    from vllmx_engine.messages import CoreRequest, pack_ids
+    from vllmx_engine.core.engine_core import EngineCore
+    from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
     scale = bench.scale
     loaded, _ = bench.load("0.6b", "bf16", max_model_len=max(128, 2 * scale.new_tokens))

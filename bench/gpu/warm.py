@@ -18,8 +18,8 @@ from golden import NAMES
 from vllmx_core.backend import LoadOptions
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.compiling import compiled
-from vllmx_cuda.cubins import KERNELS_FOLDER, Unit, kernel_cache
+from vllmx_cuda.compiler.compiling import compiled
+from vllmx_cuda.compiler.cubins import KERNELS_FOLDER, Unit, kernel_cache
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_models.qwen3 import qwen3
 
@@ -56,7 +56,7 @@ def main() -> int:
     if "--rehearse" in sys.argv:
         print(f"{len(variants('sm_90a', 'tiny'))} kernels would be compiled")
         return 0
-    from vllmx_cuda.cupy_device import CupyDevice
+    from vllmx_cuda.device.cupy_device import CupyDevice
 
     device = CupyDevice.open()
     wanted = variants(device.info.arch)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from vllmx_core.model import AttentionSpec
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16
-from vllmx_cuda.device import Device, Memory
+from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
-from vllmx_cuda.prefill import prefill_kernel
+from vllmx_cuda.program.prefill import prefill_kernel
 
 PAGE_SHIFT, ARCH = 4, "sm_90a"
 TOLERANCE = {"bf16": 0.05, "f16": 0.006}

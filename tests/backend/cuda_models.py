@@ -18,10 +18,10 @@ from vllmx_core.testing.plans import Driver, Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weights import QuantLayout, RawTensor, WeightPart, WeightSource, made_part
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Product
-from vllmx_cuda.emulated_device import EmulatedDevice
-from vllmx_cuda.emulator import Emulator, find_cuda_headers
+from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulator import Emulator, find_cuda_headers
 from vllmx_models.quantization.eight_bits import (
     e4m3_codes,
     fp8_codes,

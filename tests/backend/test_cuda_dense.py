@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16
-from vllmx_cuda.device import Memory
-from vllmx_cuda.emulated_device import EmulatedDevice, array
-from vllmx_cuda.emulator import Emulator
+from vllmx_cuda.device.device import Memory
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Operands, ProductScratch, Segment, Target
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, array
+from vllmx_cuda.testing.emulator import Emulator
 
 from .cuda_models import _can_emulate
 

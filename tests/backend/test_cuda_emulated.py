@@ -16,9 +16,9 @@ from vllmx_core.testing.plans import Driver, Row
 from vllmx_core.testing.synthetic import ArraySource
 from vllmx_core.weights import DType
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.emulated_device import EmulatedDevice
-from vllmx_cuda.emulator import Emulator
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulator import Emulator
 from vllmx_models.qwen3 import qwen3
 
 from .cuda_models import _can_emulate

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 from vllmx_core import kv_quant, reference
 from vllmx_core.model import AttentionSpec
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
@@ -19,6 +18,7 @@ from vllmx_cuda.kernel_specs.attention import (
     decode_vector,
     group_tile,
 )
+from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, Array, normal, on_device, options, wide
 

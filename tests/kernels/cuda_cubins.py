@@ -18,12 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vllmx_cuda.arch import ARCHITECTURES, number
-from vllmx_cuda.cubins import CubinCache, Keys, Target, Unit
-from vllmx_cuda.emulator.build import KERNELS as FOLDER
+from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit
+from vllmx_cuda.compiler.libraries import include_folders
+from vllmx_cuda.compiler.nvrtc import Nvrtc
+from vllmx_cuda.device.arch import ARCHITECTURES, number
 from vllmx_cuda.kernel_specs import KERNELS
-from vllmx_cuda.libraries import include_folders
-from vllmx_cuda.nvrtc import Nvrtc
+from vllmx_cuda.testing.emulator.build import KERNELS as FOLDER
 
 BUDGET = Path(__file__).parent / "cuda_budget.json"
 BF16 = {"VX_DTYPE": 2}

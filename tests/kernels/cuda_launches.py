@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllmx_cuda.emulator import Emulator
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.testing.emulator import Emulator
 
 Launches = dict[str, dict[str, Any]]
 _found: Launches = {}

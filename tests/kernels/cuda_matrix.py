@@ -14,8 +14,9 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
-from vllmx_cuda.arch import ARCHITECTURES
-from vllmx_cuda.cubins import Unit
+from vllmx_cuda.compiler.cubins import Unit
+from vllmx_cuda.compiler.nvrtc import Nvrtc
+from vllmx_cuda.device.arch import ARCHITECTURES
 from vllmx_cuda.kernel_specs.attention import (
     KV_TYPES,
     decode_group,
@@ -23,7 +24,6 @@ from vllmx_cuda.kernel_specs.attention import (
     prefill_keys,
     store_vector,
 )
-from vllmx_cuda.nvrtc import Nvrtc
 
 from .cuda_cubins import UNITS, Units, faults, units_of
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllmx_cuda.emulator.build import KERNELS
+from vllmx_cuda.testing.emulator.build import KERNELS
 
 TESTS = Path(__file__).parent
 FOLDER_VARIABLE = "VLLMX_TESTED_KERNELS"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from vllmx_core import kv_quant, reference
 from vllmx_core.model import AttentionSpec
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
@@ -20,6 +19,7 @@ from vllmx_cuda.kernel_specs.attention import (
     store_vector,
     wgmma_tile_tokens,
 )
+from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import (
     RELATIVE,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_cuda.arch import ARCHITECTURES
-from vllmx_cuda.cubins import Unit
-from vllmx_cuda.nvrtc import Nvrtc
+from vllmx_cuda.compiler.cubins import Unit
+from vllmx_cuda.compiler.nvrtc import Nvrtc
+from vllmx_cuda.device.arch import ARCHITECTURES
 
 from .cuda_cubins import BUDGET, UNITS, faults, tool, units_of
 from .cuda_matrix import matrix

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_cuda.arch import ARCHITECTURES
-from vllmx_cuda.emulator.build import KERNELS as FOLDER
+from vllmx_cuda.device.arch import ARCHITECTURES
 from vllmx_cuda.kernel_specs import KERNELS, Kernel
 from vllmx_cuda.kernel_specs.gguf import block_values
+from vllmx_cuda.testing.emulator.build import KERNELS as FOLDER
 
 from .cuda_cubins import BUDGET, UNITS, key, units_of
 from .cuda_mutations import BUGS, TESTS, Bug

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
@@ -17,6 +16,7 @@ from vllmx_cuda.kernel_specs.attention import (
     decode_group,
     decode_vector,
 )
+from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, RELATIVE, normal, on_device, options, wide
 from .cuda_attention import KV_NUMPY, Case, run_decode

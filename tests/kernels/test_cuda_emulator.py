@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_cuda.emulator import Emulator, KernelFault, build, empty
 from vllmx_cuda.kernel_specs import KERNELS, Kernel, Launch
 from vllmx_cuda.kernel_specs.types import arguments
+from vllmx_cuda.testing.emulator import Emulator, KernelFault, build, empty
 
 from .cuda_arrays import Array, on_device, options
 

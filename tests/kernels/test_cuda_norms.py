@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllmx_core import reference
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
+from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, assert_near, inout, normal, on_device, options, wide
 

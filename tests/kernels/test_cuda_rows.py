@@ -11,10 +11,10 @@ from vllmx_core import reference
 from vllmx_core.model import Activation
 from vllmx_core.ops.gate import GateKind, gate
 from vllmx_core.ops.scale_by import scale_by
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
+from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
 

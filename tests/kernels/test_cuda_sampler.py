@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from vllmx_core.plan import LogitEdits, SamplingRows, StepResult, TokenCounts
 from vllmx_core.reference_sampler import sample
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.sampling import CHUNK, num_chunks
+from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import Array, on_device
 

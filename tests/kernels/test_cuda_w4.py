@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_cuda.emulator import Emulator, empty
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 from vllmx_cuda.kernel_specs.gguf import BLOCKS
 from vllmx_cuda.kernel_specs.w4 import (
@@ -20,6 +19,7 @@ from vllmx_cuda.kernel_specs.w4 import (
     token_tiles,
 )
 from vllmx_cuda.matrices.w4_packing import Packing, packed, packing_of
+from vllmx_cuda.testing.emulator import Emulator, empty
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 
 from .cuda_arrays import NUMPY_TYPES, Array, assert_near, inout, normal, on_device, options, wide

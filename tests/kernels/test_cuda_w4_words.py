@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.weights import DENSE, RawTensor, WeightPart
-from vllmx_cuda.device import Memory
-from vllmx_cuda.emulated_device import EmulatedDevice, array
-from vllmx_cuda.emulator import Emulator
+from vllmx_cuda.device.device import Memory
+from vllmx_cuda.loading.streaming import stream
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.w4_packing import packed_rows, packing_of
 from vllmx_cuda.matrices.w4_stored import stored_pieces
 from vllmx_cuda.matrices.w4_words import stored_words
-from vllmx_cuda.streaming import stream
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, array
+from vllmx_cuda.testing.emulator import Emulator
 from vllmx_models.quantization.awq import awq
 from vllmx_models.quantization.compressed_tensors import compressed_tensors
 from vllmx_models.quantization.gptq import gptq

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllmx_core.errors import ConfigError
-from vllmx_cuda.emulated_device import EmulatedDevice
-from vllmx_cuda.emulator import Emulator, KernelFault, empty
 from vllmx_cuda.kernel_specs import KERNELS, Kernel, Launch
 from vllmx_cuda.kernel_specs.types import arguments
+from vllmx_cuda.testing.emulated_device import EmulatedDevice
+from vllmx_cuda.testing.emulator import Emulator, KernelFault, empty
 
 from .cuda_arrays import Array, normal, options, wide
 

@@ -102,3 +102,36 @@ def loaded_after(code: str) -> set[str]:
 )
 def test_nothing_heavy_is_imported_early(code: str) -> None:
     assert loaded_after(code) == set()
+
+
+STREETS = {
+    "vllmx_engine": (
+        {"wire", "text"}, {"core"}, {"link", "client"}, {"async_llm", "llm", "engine"},
+    ),
+    "vllmx_cuda": (
+        {"compiler", "kernel_specs"}, {"device"}, {"matrices"}, {"loading"}, {"program"},
+        {"backend", "loaded", "environment", "plugin", "testing"},
+    ),
+}  # fmt: skip
+"""Folders of a package from the ground up: whoever stands higher may import from below, nobody from
+above, and neighbours on one floor not from each other."""
+
+
+@pytest.mark.parametrize("package", STREETS)
+def test_folders_import_downwards(root: Path, package: str) -> None:
+    source = root / "packages" / package.replace("_", "-") / "src" / package
+    floor = {name: number for number, names in enumerate(STREETS[package]) for name in names}
+    wrong = []
+    for path in sorted(source.rglob("*.py")):
+        mine = path.relative_to(source).parts[0].removesuffix(".py")
+        if mine == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            parts = module.split(".")
+            if parts[0] != package or len(parts) < 2 or parts[1] == mine:
+                continue
+            alone = floor[mine] == len(STREETS[package]) - 1  # modules at the root see each other
+            if floor[parts[1]] > floor[mine] or (floor[parts[1]] == floor[mine] and not alone):
+                wrong.append(f"{path.relative_to(source)} imports {module}")
+    assert not wrong, "\n".join(wrong)

@@ -9,7 +9,7 @@ import pytest
 from vllmx.completion_records import records
 from vllmx.prompt_lines import Task, read_lines, split_prompts
 from vllmx_core.errors import ConfigError
-from vllmx_engine.outputs import CompletionOutput, RequestOutput
+from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
 
 def test_prompts_are_split_at_a_bar_between_spaces_only() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_cuda import cupy_device as module
-from vllmx_cuda.cupy_device import CupyDevice
-from vllmx_cuda.driver import DeviceFacts
+from vllmx_cuda.device import cupy_device as module
+from vllmx_cuda.device.cupy_device import CupyDevice
+from vllmx_cuda.device.driver import DeviceFacts
 
 from .cupy_fakes import FakeLt, FakeNvrtc, fake_cupy
 

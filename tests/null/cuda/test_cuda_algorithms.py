@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllmx_cuda import cupy_device as module
-from vllmx_cuda import tuning as tuning_module
-from vllmx_cuda.algorithms import Algorithms
-from vllmx_cuda.buckets import measured_rows
-from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLtError
-from vllmx_cuda.cupy_device import CupyDevice
-from vllmx_cuda.device import Product
+from vllmx_cuda.device import cupy_device as module
+from vllmx_cuda.device.algorithms import Algorithms
+from vllmx_cuda.device.buckets import measured_rows
+from vllmx_cuda.device.cublaslt import Addresses, Algorithm, CublasLtError
+from vllmx_cuda.device.cupy_device import CupyDevice
+from vllmx_cuda.device.device import Product
 from vllmx_cuda.kernel_specs import KERNELS
-from vllmx_cuda.tuning import Tunable, tune
+from vllmx_cuda.loading import tuning as tuning_module
+from vllmx_cuda.loading.tuning import Tunable, tune
 
 
 class FakeMatmul:

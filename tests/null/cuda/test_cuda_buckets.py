@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllmx_cuda.buckets import bucket_of, bucket_sizes
+from vllmx_cuda.device.buckets import bucket_of, bucket_sizes
 
 
 def test_the_sizes_of_the_design() -> None:

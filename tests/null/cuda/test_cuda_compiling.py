@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_cuda import compiling
-from vllmx_cuda.compiling import compiled
-from vllmx_cuda.cubins import CubinCache, Keys, Target, Unit, missing
-from vllmx_cuda.nvrtc import CompileError, Nvrtc
+from vllmx_cuda.compiler import compiling
+from vllmx_cuda.compiler.compiling import compiled
+from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit, missing
+from vllmx_cuda.compiler.nvrtc import CompileError, Nvrtc
 
 SOURCE = """
 extern "C" __global__ void k(float *x) { x[threadIdx.x] *= FACTOR; }

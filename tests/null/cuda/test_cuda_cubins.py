@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllmx_cuda.cubins import (
+from vllmx_cuda.compiler.cubins import (
     CubinCache,
     Keys,
     Target,
@@ -24,7 +24,7 @@ from vllmx_cuda.cubins import (
     missing,
     private_folder,
 )
-from vllmx_cuda.nvrtc import CompileError
+from vllmx_cuda.compiler.nvrtc import CompileError
 
 
 @dataclass
@@ -194,7 +194,7 @@ def test_a_failing_compiler_leaves_nothing_behind(
 PROCESS = """
 import sys, time
 from pathlib import Path
-from vllmx_cuda.cubins import CubinCache, Keys, Target, Unit
+from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit
 class Slow:
     version = (13, 0)
     def compile(self, source, name, options):

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError
-from vllmx_cuda.algorithms import AlgorithmFile, Algorithms
-from vllmx_cuda.arch import ARCHITECTURES
-from vllmx_cuda.cubins import KERNELS_FOLDER, Target, Unit
-from vllmx_cuda.cublaslt import Addresses, Algorithm, CublasLt, CublasLtError, Matmul
-from vllmx_cuda.device import Product
-from vllmx_cuda.driver import unavailable_reason
-from vllmx_cuda.libraries import include_folders
-from vllmx_cuda.nvrtc import CompileError, Nvrtc
+from vllmx_cuda.compiler.cubins import KERNELS_FOLDER, Target, Unit
+from vllmx_cuda.compiler.libraries import include_folders
+from vllmx_cuda.compiler.nvrtc import CompileError, Nvrtc
+from vllmx_cuda.device.algorithms import AlgorithmFile, Algorithms
+from vllmx_cuda.device.arch import ARCHITECTURES
+from vllmx_cuda.device.cublaslt import Addresses, Algorithm, CublasLt, CublasLtError, Matmul
+from vllmx_cuda.device.device import Product
+from vllmx_cuda.device.driver import unavailable_reason
 
 
 @pytest.fixture(scope="module")

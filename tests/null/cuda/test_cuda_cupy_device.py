@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllmx_core.errors import BackendUnavailableError, CapacityError, EngineDeadError
-from vllmx_cuda import cupy_device as module
-from vllmx_cuda import libraries
-from vllmx_cuda.cublaslt import CublasLtError
-from vllmx_cuda.cupy_device import CupyDevice
-from vllmx_cuda.device import Memory
-from vllmx_cuda.driver import DeviceFacts, DriverFacts
+from vllmx_cuda.compiler import libraries
+from vllmx_cuda.device import cupy_device as module
+from vllmx_cuda.device.cublaslt import CublasLtError
+from vllmx_cuda.device.cupy_device import CupyDevice
+from vllmx_cuda.device.device import Memory
+from vllmx_cuda.device.driver import DeviceFacts, DriverFacts
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS
 
 from .cupy_fakes import (

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import BackendUnavailableError, ConfigError
-from vllmx_cuda import driver, environment, plugin
-from vllmx_cuda.arch import ARCHITECTURES, architecture
+from vllmx_cuda import environment, plugin
+from vllmx_cuda.device import driver
+from vllmx_cuda.device.arch import ARCHITECTURES, architecture
 
 
 @dataclass

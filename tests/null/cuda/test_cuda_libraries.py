@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from vllmx_cuda.libraries import open_companion
+from vllmx_cuda.compiler.libraries import open_companion
 
 OUTER = """
 #include <dlfcn.h>

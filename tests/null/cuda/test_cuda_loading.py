@@ -21,14 +21,14 @@ from vllmx_core.weights import (
     f32_to_bf16,
 )
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Memory
-from vllmx_cuda.emulated_device import EmulatedDevice, array, wide
+from vllmx_cuda.device.device import Memory
+from vllmx_cuda.loading.weights import load_weights
 from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
-from vllmx_cuda.planning import plan_load
-from vllmx_cuda.weights import load_weights
+from vllmx_cuda.program.planning import plan_load
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, array, wide
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "f32",

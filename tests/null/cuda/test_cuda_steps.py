@@ -21,14 +21,14 @@ from vllmx_core.testing.attention_checks import attention_model
 from vllmx_core.testing.harness import mixed_steps
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.step_checks import decoder
-from vllmx_cuda.arch import number
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.device import Memory, Product
-from vllmx_cuda.emulated_device import EmulatedDevice, EmulatedGraph, array
+from vllmx_cuda.device.arch import number
+from vllmx_cuda.device.device import Memory, Product
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loaded import CudaLoadedModel
-from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest, pack_ids
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedGraph, array
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 PAGE, MAX_LEN, ROWS = 16, 512, 20
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllmx_core.plan import StepPlan
 from vllmx_core.testing.plans import Row, make_plan
-from vllmx_cuda.work import MIN_SPLIT, Visibility, item_capacity, plan_items, plan_tiles
+from vllmx_cuda.program.work import MIN_SPLIT, Visibility, item_capacity, plan_items, plan_tiles
 
 PAGE = 16
 

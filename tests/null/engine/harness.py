@@ -20,9 +20,9 @@ from vllmx_core.testing.fake import (
     expected_rank,
     expected_tokens,
 )
-from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
-from vllmx_engine.sequence import Sequence as LiveSequence
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.sequence import Sequence as LiveSequence
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, TokenLogprobs, is_piece, pack_ids
 
 VOCAB_SIZE = 48
 EOS = 7

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from vllmx_core.testing.fake import FakeError, FakeRules, FakeStep
-from vllmx_engine import commit
-from vllmx_engine.logit_rules import LogitRules
-from vllmx_engine.messages import STEP_TOKENS, CoreOutput, is_piece
+from vllmx_engine.core import commit
+from vllmx_engine.core.logit_rules import LogitRules
+from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, is_piece
 
 from .harness import EOS, QUIET, RULES, VOCAB_SIZE, Harness, prompts
 

@@ -112,7 +112,7 @@ def test_a_fault_in_one_request_spares_the_others(
         raise RuntimeError("boom")
 
     if where == "rules":
-        monkeypatch.setattr("vllmx_engine.logit_rules.LogitRules.edits", boom)
+        monkeypatch.setattr("vllmx_engine.core.logit_rules.LogitRules.edits", boom)
     elif where == "commit":
         real = type(sequence).accept
         monkeypatch.setattr(

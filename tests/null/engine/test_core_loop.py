@@ -8,10 +8,10 @@ from queue import SimpleQueue
 
 import pytest
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine import commit
-from vllmx_engine.core_loop import CoreLoop
-from vllmx_engine.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown, ToCore
-from vllmx_engine.messages import CoreOutput, CoreRequest, is_piece, pack_ids
+from vllmx_engine.core import commit
+from vllmx_engine.core.core_loop import CoreLoop
+from vllmx_engine.wire.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown, ToCore
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, is_piece, pack_ids
 
 from .harness import QUIET, Harness
 

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from vllmx_engine.cost import StepCost, StepLoad, fit_nonnegative
+from vllmx_engine.core.cost import StepCost, StepLoad, fit_nonnegative
 
 TRUE = (2e-3, 5e-6, 1e-9, 40e-6, 2e-9)
 

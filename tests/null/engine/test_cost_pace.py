@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from vllmx_engine.cost import StepCost, StepLoad
+from vllmx_engine.core.cost import StepCost, StepLoad
 
 TARGET_S, ROWS, CONTEXT, PROMPT = 0.2, 4, 800, 1000
 TRUE = (46e-3, 1e-3, 0.2e-6, 0.9e-3, 0.25e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from vllmx_engine.waiting import FairShare
+from vllmx_engine.core.waiting import FairShare
 
 
 def charge(share: FairShare, **tokens: int) -> None:

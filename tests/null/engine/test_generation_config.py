@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_engine.generation_config import generation_config
+from vllmx_engine.core.generation_config import generation_config
 
 OWN = {"temperature": 0.6, "top_k": 20, "eos_token_id": 7}
 

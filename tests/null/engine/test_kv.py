@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllmx_engine.kv import BlockPool
-from vllmx_engine.prefix_cache import CacheIdentity, PrefixCache
+from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 
 from .harness import QUIET, Harness
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError
-from vllmx_engine import load
-from vllmx_engine.load import AUTOMATIC_CONTEXT, load_options
+from vllmx_engine.core import load
+from vllmx_engine.core.load import AUTOMATIC_CONTEXT, load_options
 
 COLUMNS = 256
 

@@ -8,9 +8,9 @@ from array import array
 
 import pytest
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.ipc import AddRequest, encode_frame
-from vllmx_engine.logit_rules import Counts
-from vllmx_engine.messages import CoreRequest, pack_ids
+from vllmx_engine.core.logit_rules import Counts
+from vllmx_engine.wire.ipc import AddRequest, encode_frame
+from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 from .harness import QUIET, VOCAB_SIZE, Harness
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllmx_core.plan import I32
-from vllmx_engine.sequence import Sequence
+from vllmx_engine.core.sequence import Sequence
 
 from .harness import QUIET, Harness
 

@@ -14,8 +14,8 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.plan import SamplingRows, StepPlan
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import FakeLoadedModel, FakeRules, FakeStep
-from vllmx_engine.core import EngineCore
-from vllmx_engine.messages import CoreRequest, pack_ids
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 PROMPT, ANSWER = 128, 64
 VOCAB_SIZE = 97

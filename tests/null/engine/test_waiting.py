@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.messages import CoreRequest, pack_ids
-from vllmx_engine.sequence import Limits, Sequence
-from vllmx_engine.waiting import FairShare, WaitingQueue
+from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.waiting import FairShare, WaitingQueue
+from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
 LIMITS = Limits(
     token_budget=64, max_rows=8, max_logit_rows=8, max_model_len=64, num_blocks=64, block_size=8,

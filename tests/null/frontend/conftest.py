@@ -12,8 +12,8 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.registry import Registry
 from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.messages import CoreInfo
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.messages import CoreInfo
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 

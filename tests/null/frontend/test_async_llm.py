@@ -25,10 +25,10 @@ from vllmx_core.errors import (
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.chat import ChatOptions, Message
-from vllmx_engine.frontend import ProcessFrontend, ThreadFrontend
+from vllmx_engine.client.chat import ChatOptions, Message
+from vllmx_engine.link.frontend import ProcessFrontend, ThreadFrontend
 from vllmx_engine.llm import LLM
-from vllmx_engine.outputs import RequestOutput
+from vllmx_engine.wire.outputs import RequestOutput
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 

@@ -6,13 +6,13 @@ import pytest
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_ALLOWED_IDS, MAX_CHOICES, SamplingParams
 from vllmx_core.testing.fake import FakeRules
-from vllmx_engine import core as core_module
-from vllmx_engine.frontend import ThreadFrontend
-from vllmx_engine.ipc import AddRequest, FrameReader, ToCore, encode_frame, to_core_decoder
-from vllmx_engine.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
-from vllmx_engine.request import Request, RequestBuilder
-from vllmx_engine.sequence import Limits
+from vllmx_engine.client.request import Request, RequestBuilder
+from vllmx_engine.core import engine_core as core_module
+from vllmx_engine.core.sequence import Limits
+from vllmx_engine.link.frontend import ThreadFrontend
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.ipc import AddRequest, FrameReader, ToCore, encode_frame, to_core_decoder
+from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
 
 from tests.null.engine.harness import Harness
 

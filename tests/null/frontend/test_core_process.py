@@ -20,12 +20,12 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine import supervisor
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.frontend import ProcessFrontend
-from vllmx_engine.ipc import Outputs, encode_frame
-from vllmx_engine.outbox import Outbox
-from vllmx_engine.supervisor import CoreProcess
+from vllmx_engine.link import supervisor
+from vllmx_engine.link.frontend import ProcessFrontend
+from vllmx_engine.link.supervisor import CoreProcess
+from vllmx_engine.wire.ipc import Outputs, encode_frame
+from vllmx_engine.wire.outbox import Outbox
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 
@@ -285,9 +285,9 @@ async def test_a_process_that_dies_while_it_loads(
 
 
 def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllmx_engine import ipc
-    from vllmx_engine.messages import CoreOutput
-    from vllmx_engine.process import Connection
+    from vllmx_engine.link.process import Connection
+    from vllmx_engine.wire import ipc
+    from vllmx_engine.wire.messages import CoreOutput
 
     ours, theirs = socket.socketpair()
     connection = Connection.__new__(Connection)

@@ -17,9 +17,9 @@ from vllmx_core.hooks import hookimpl
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.specs import BackendSpec
-from vllmx_engine import ipc
-from vllmx_engine.known_specs import KnownSpecs
-from vllmx_engine.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids
+from vllmx_engine.wire import ipc
+from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids
 
 REQUEST = CoreRequest(
     request_id="7.0",

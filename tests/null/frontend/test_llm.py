@@ -23,7 +23,7 @@ from vllmx_core.errors import (
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import FakeRules, expected_tokens
-from vllmx_engine.chat import Message
+from vllmx_engine.client.chat import Message
 from vllmx_engine.engine import Engine
 from vllmx_engine.llm import LLM, Progress
 

@@ -13,7 +13,7 @@ from vllmx_core.errors import UnsupportedModelError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.testing.fake import FakeLoadedModel
 from vllmx_core.testing.fake_checkpoint import NoWeights
-from vllmx_engine import load
+from vllmx_engine.core import load
 from vllmx_engine.llm import LLM
 
 

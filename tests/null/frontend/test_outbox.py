@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from vllmx_engine import outbox
-from vllmx_engine.outbox import Outbox
+from vllmx_engine.wire import outbox
+from vllmx_engine.wire.outbox import Outbox
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.ipc import AddRequest, encode_frame
-from vllmx_engine.messages import CoreInfo
-from vllmx_engine.request import RequestBuilder, RequestOptions
+from vllmx_engine.client.request import RequestBuilder, RequestOptions
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.ipc import AddRequest, encode_frame
+from vllmx_engine.wire.messages import CoreInfo
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from vllmx_core.errors import ContextLengthError, EngineDeadError, VllmxError
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.messages import CoreInfo, CoreOutput, TokenLogprobs
-from vllmx_engine.outputs import Logprob
-from vllmx_engine.request import Request, RequestBuilder
-from vllmx_engine.request_table import RequestTable
+from vllmx_engine.client.request import Request, RequestBuilder
+from vllmx_engine.client.request_table import RequestTable
 from vllmx_engine.text.output import SequenceText
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.messages import CoreInfo, CoreOutput, TokenLogprobs
+from vllmx_engine.wire.outputs import Logprob
 
 
 class Bench:

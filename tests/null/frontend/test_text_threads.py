@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import QueueFullError
-from vllmx_engine import text_threads
-from vllmx_engine.text_threads import Stopped, TextLimits, TextThreads
+from vllmx_engine.text import text_threads
+from vllmx_engine.text.text_threads import Stopped, TextLimits, TextThreads
 
 SMALL, LARGE = 10, 1000
 LIMITS = TextLimits(small_bytes=SMALL)

@@ -16,15 +16,16 @@ from vllmx_core.errors import ConfigError, EngineDeadError, StepTimeoutError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import FakeLoadedModel
-from vllmx_engine import supervisor, watchdog
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.core import EngineCore
+from vllmx_engine.client.inline import Turn
+from vllmx_engine.client.stepper import Stepper
+from vllmx_engine.core import watchdog
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.watchdog import StepWatch
 from vllmx_engine.engine import Engine
-from vllmx_engine.frontend import ProcessFrontend
-from vllmx_engine.inline import Turn
+from vllmx_engine.link import supervisor
+from vllmx_engine.link.frontend import ProcessFrontend
 from vllmx_engine.llm import LLM
-from vllmx_engine.stepper import Stepper
-from vllmx_engine.watchdog import StepWatch
 
 MakeFolder = Callable[..., str]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from vllmx_core.errors import QueueFullError
-from vllmx_engine import rule_limit
-from vllmx_engine.text_threads import Stopped
+from vllmx_engine.client import rule_limit
+from vllmx_engine.text.text_threads import Stopped
 from vllmx_server.body_budget import _FREE_BYTES, BodyBudget
 from vllmx_server.errors import OverloadedError
 

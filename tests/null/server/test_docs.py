@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from vllmx_engine.messages import CoreStats
+from vllmx_engine.wire.messages import CoreStats
 from vllmx_server.app import ROUTES
 from vllmx_server.config import ServerConfig
 from vllmx_server.metrics import Metrics

@@ -9,8 +9,8 @@ import threading
 from typing import Any
 
 import pytest
-from vllmx_engine import logprob_limit
-from vllmx_engine.request_state import MAX_DELTA_ROWS
+from vllmx_engine.client import logprob_limit
+from vllmx_engine.client.request_state import MAX_DELTA_ROWS
 from vllmx_server.json_pieces import _PIECE_BYTES, Items, json_pieces
 
 from .conftest import MakeServer, Served, events_of, request_bytes

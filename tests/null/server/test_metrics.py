@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from prometheus_client.parser import text_string_to_metric_families
-from vllmx_engine.messages import STEP_TOKENS, CoreStats
-from vllmx_engine.outputs import RequestMetrics
+from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
+from vllmx_engine.wire.outputs import RequestMetrics
 from vllmx_server.metrics import BETWEEN_TOKENS_S, Histogram, Metrics
 
 from .conftest import Served

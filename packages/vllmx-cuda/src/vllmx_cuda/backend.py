@@ -14,20 +14,20 @@ from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.weights import WeightSource
 
-from vllmx_cuda.arch import capability
-from vllmx_cuda.device import Device
-from vllmx_cuda.dtypes import ITEM_BYTES, automatic
-from vllmx_cuda.graphs import Graphs
-from vllmx_cuda.kv_cache import CODES, allocate, kind_of
+from vllmx_cuda.device.arch import capability
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.dtypes import ITEM_BYTES, automatic
 from vllmx_cuda.loaded import CudaLoadedModel
-from vllmx_cuda.lower import OPS, Lowering
-from vllmx_cuda.planning import LoadPlan, plan_load
-from vllmx_cuda.prefill import wants_wgmma
-from vllmx_cuda.program import Program
-from vllmx_cuda.sampler import DeviceSampler
-from vllmx_cuda.staging import Staging
-from vllmx_cuda.tuning import Tunable, tune
-from vllmx_cuda.weights import load_weights
+from vllmx_cuda.loading.tuning import Tunable, tune
+from vllmx_cuda.loading.weights import load_weights
+from vllmx_cuda.program.graphs import Graphs
+from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
+from vllmx_cuda.program.lower import OPS, Lowering
+from vllmx_cuda.program.planning import LoadPlan, plan_load
+from vllmx_cuda.program.prefill import wants_wgmma
+from vllmx_cuda.program.program import Program
+from vllmx_cuda.program.sampler import DeviceSampler
+from vllmx_cuda.program.staging import Staging
 
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
@@ -45,7 +45,7 @@ class CudaBackend:
         tune_s: seconds of loading for measuring cuBLASLt's algorithms.
         capture_s: seconds of loading for the capture of decode steps.
         wgmma: whether prompts go through paged_prefill_wgmma on the GPUs that have its
-            instructions; None: as `vllmx_cuda.prefill.WGMMA_SWITCH` says.
+            instructions; None: as `vllmx_cuda.program.prefill.WGMMA_SWITCH` says.
     """
 
     def __init__(
@@ -170,6 +170,6 @@ def _info(plan: LoadPlan, options: LoadOptions, device: Device, weights_s: float
 
 
 def _open_gpu() -> Device:
-    from vllmx_cuda.cupy_device import CupyDevice
+    from vllmx_cuda.device.cupy_device import CupyDevice
 
     return CupyDevice.open()

@@ -9,12 +9,12 @@ from importlib import metadata
 from vllmx_core.errors import VllmxError
 from vllmx_core.memory import format_bytes
 
-from vllmx_cuda import driver
-from vllmx_cuda.arch import architecture
-from vllmx_cuda.cubins import kernel_cache, why_unsafe
-from vllmx_cuda.dtypes import automatic
-from vllmx_cuda.libraries import include_folders, open_library
-from vllmx_cuda.nvrtc import Nvrtc
+from vllmx_cuda.compiler.cubins import kernel_cache, why_unsafe
+from vllmx_cuda.compiler.libraries import include_folders, open_library
+from vllmx_cuda.compiler.nvrtc import Nvrtc
+from vllmx_cuda.device import driver
+from vllmx_cuda.device.arch import architecture
+from vllmx_cuda.device.dtypes import automatic
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 

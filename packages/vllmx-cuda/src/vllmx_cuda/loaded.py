@@ -9,9 +9,9 @@ from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.errors import VllmxError
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 
-from vllmx_cuda.device import Event
-from vllmx_cuda.program import PlacedStep, Program
-from vllmx_cuda.sampler import Sampled
+from vllmx_cuda.device.device import Event
+from vllmx_cuda.program.program import PlacedStep, Program
+from vllmx_cuda.program.sampler import Sampled
 
 
 class CudaLoadedModel:

@@ -23,7 +23,7 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
 
 def probe() -> str | None:
     """None with a driver, a GPU that is new enough, and CuPy. Opens nothing but libcuda."""
-    from vllmx_cuda import driver
+    from vllmx_cuda.device import driver
 
     reason = driver.unavailable_reason()
     if reason is None and find_spec("cupy") is None:

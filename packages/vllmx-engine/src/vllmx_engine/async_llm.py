@@ -25,17 +25,17 @@ from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullErr
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
-from vllmx_engine.frontend import Frontend, Listener, ProcessFrontend, ThreadFrontend
-from vllmx_engine.load import plan_load
-from vllmx_engine.messages import CoreInfo, CoreOutput, CoreStats
-from vllmx_engine.outputs import RequestOutput
-from vllmx_engine.request import Prompt, Request, RequestBuilder, RequestOptions
-from vllmx_engine.request_size import chat_size, prompt_size, rules_size
-from vllmx_engine.request_state import OutputKind, RequestState
-from vllmx_engine.request_stream import RequestStream
-from vllmx_engine.request_table import RequestTable
-from vllmx_engine.text_threads import Stopped, TextThreads
+from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
+from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
+from vllmx_engine.client.request_size import chat_size, prompt_size, rules_size
+from vllmx_engine.client.request_state import OutputKind, RequestState
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.client.request_table import RequestTable
+from vllmx_engine.core.load import plan_load
+from vllmx_engine.link.frontend import Frontend, Listener, ProcessFrontend, ThreadFrontend
+from vllmx_engine.text.text_threads import Stopped, TextThreads
+from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats
+from vllmx_engine.wire.outputs import RequestOutput
 
 T = TypeVar("T")
 

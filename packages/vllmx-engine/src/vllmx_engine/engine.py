@@ -22,13 +22,13 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.inline import HasEngine, InlineEngine
-from vllmx_engine.messages import CoreInfo, FinishReason
-from vllmx_engine.outputs import CompletionOutput, RequestOutput
-from vllmx_engine.request import Request
-from vllmx_engine.request_state import RequestState
+from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
+from vllmx_engine.client.inline import HasEngine, InlineEngine
+from vllmx_engine.client.request import Request
+from vllmx_engine.client.request_state import RequestState
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.messages import CoreInfo, FinishReason
+from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
 
 class TextStream(Iterator[str]):

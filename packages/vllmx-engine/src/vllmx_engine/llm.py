@@ -15,13 +15,13 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.chat import ChatMessage, ChatOptions, Message
-from vllmx_engine.inline import HasEngine, InlineEngine
-from vllmx_engine.messages import CoreInfo
-from vllmx_engine.outputs import RequestOutput
-from vllmx_engine.request import Prompt, Request, RequestOptions
-from vllmx_engine.request_state import RequestState
+from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
+from vllmx_engine.client.inline import HasEngine, InlineEngine
+from vllmx_engine.client.request import Prompt, Request, RequestOptions
+from vllmx_engine.client.request_state import RequestState
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.messages import CoreInfo
+from vllmx_engine.wire.outputs import RequestOutput
 
 logger = logging.getLogger("vllmx.llm")
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar, cast
 from msgspec.json import Decoder
 from starlette.requests import Request
 from vllmx_core.errors import VllmxError
-from vllmx_engine.text_threads import Stopped
+from vllmx_engine.text.text_threads import Stopped
 
 from vllmx_server.body_budget import HeldBody
 from vllmx_server.config import ServerConfig

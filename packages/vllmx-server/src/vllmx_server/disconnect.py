@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
-from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.client.request_stream import RequestStream
 
 
 async def disconnected(receive: Receive) -> None:

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from vllmx_core.errors import VllmxError
-from vllmx_engine.outputs import RequestMetrics, RequestOutput
-from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
 from vllmx_server.metrics import Metrics
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllmx_engine.logprob_rows import LogprobRows
-from vllmx_engine.outputs import Logprob
+from vllmx_engine.client.logprob_rows import LogprobRows
 from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.outputs import Logprob
 
 from vllmx_server.json_pieces import Items
 

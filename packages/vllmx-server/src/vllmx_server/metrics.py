@@ -24,8 +24,8 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from vllmx_engine.messages import STEP_TOKENS, CoreStats
-from vllmx_engine.outputs import RequestMetrics
+from vllmx_engine.wire.messages import STEP_TOKENS, CoreStats
+from vllmx_engine.wire.outputs import RequestMetrics
 
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,

@@ -12,7 +12,7 @@ from typing import Any, cast
 from starlette.requests import Request
 from vllmx_core.errors import ModelNotFoundError
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.messages import CoreInfo
+from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server import __version__
 from vllmx_server.body_budget import BodyBudget

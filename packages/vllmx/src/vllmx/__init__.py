@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from vllmx_core.errors import VllmxError
     from vllmx_core.sampling import SamplingParams
     from vllmx_engine.async_llm import AsyncLLM
-    from vllmx_engine.chat import ChatOptions, Message
+    from vllmx_engine.client.chat import ChatOptions, Message
     from vllmx_engine.engine import Engine
     from vllmx_engine.llm import LLM
-    from vllmx_engine.outputs import CompletionOutput, RequestOutput
+    from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 
@@ -36,12 +36,12 @@ __all__ = [
 _HOMES = {
     "LLM": "vllmx_engine.llm",
     "AsyncLLM": "vllmx_engine.async_llm",
-    "ChatOptions": "vllmx_engine.chat",
-    "CompletionOutput": "vllmx_engine.outputs",
+    "ChatOptions": "vllmx_engine.client.chat",
+    "CompletionOutput": "vllmx_engine.wire.outputs",
     "Engine": "vllmx_engine.engine",
     "EngineConfig": "vllmx_core.config",
-    "Message": "vllmx_engine.chat",
-    "RequestOutput": "vllmx_engine.outputs",
+    "Message": "vllmx_engine.client.chat",
+    "RequestOutput": "vllmx_engine.wire.outputs",
     "SamplingParams": "vllmx_core.sampling",
     "VllmxError": "vllmx_core.errors",
 }

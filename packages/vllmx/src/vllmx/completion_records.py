@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllmx.prompt_lines import Task
 
 if TYPE_CHECKING:
-    from vllmx_engine.outputs import CompletionOutput, RequestOutput
+    from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
 
 def records(task: Task, output: RequestOutput, model: str) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,9 @@ import numpy as np
 from vllmx_core.plan import F32
 from vllmx_core.weights import RawTensor, WeightPart, float8_to_f32
 
-from vllmx_cuda.buckets import measured_rows
-from vllmx_cuda.device import Bytes, Memory, Product
-from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.device.buckets import measured_rows
+from vllmx_cuda.device.device import Bytes, Memory, Product
+from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.codes8 import CODES, GEMV_TOKENS, GROUP, MMA_COLS, STEP
 from vllmx_cuda.kernel_specs.types import ceil_div

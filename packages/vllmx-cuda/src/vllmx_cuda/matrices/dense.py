@@ -9,8 +9,8 @@ import numpy as np
 from vllmx_core.plan import F32
 from vllmx_core.weights import DENSE, WeightPart, f32_to_bf16
 
-from vllmx_cuda.device import Bytes, Memory
-from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.device.device import Bytes, Memory
+from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.linear import MMA_TOKENS, SPLIT_BLOCKS
 from vllmx_cuda.matrices.form import (
@@ -24,7 +24,7 @@ from vllmx_cuda.matrices.form import (
 )
 from vllmx_cuda.matrices.pieces import Piece, row_pieces
 from vllmx_cuda.matrices.products import multiply_dense
-from vllmx_cuda.skinny import skinny_kernels
+from vllmx_cuda.matrices.skinny import skinny_kernels
 
 _SPLIT_BYTES = 4 * 8 * MMA_TOKENS * SPLIT_BLOCKS
 """A block has sums of 8 outputs for each token."""

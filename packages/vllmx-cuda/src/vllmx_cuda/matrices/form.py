@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vllmx_core.weights import WeightPart
 
-from vllmx_cuda.device import Device, Memory
+from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.matrices.pieces import Piece
 
@@ -86,7 +86,7 @@ class Operands:
 
 
 class Ops(Protocol):
-    """What launches are made with; `vllmx_cuda.lower.Lowering` is one."""
+    """What launches are made with; `vllmx_cuda.program.lower.Lowering` is one."""
 
     @property
     def device(self) -> Device: ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllmx_core.errors import VllmxError
 
-from vllmx_cuda.device import Bytes, Device, Memory
+from vllmx_cuda.device.device import Bytes, Device, Memory
 from vllmx_cuda.kernel_specs import Variant
 
 PIECE_BYTES = 32 << 20

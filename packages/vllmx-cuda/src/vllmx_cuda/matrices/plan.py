@@ -9,7 +9,7 @@ from itertools import groupby
 from vllmx_core.weight_map import TieKey, bias_parts, has_bias, parts_of, tie_key
 from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
-from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
 from vllmx_cuda.matrices.kinds import form_of
@@ -58,7 +58,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What `vllmx_cuda.weights.load_weights` will do."""
+    """What `vllmx_cuda.loading.weights.load_weights` will do."""
 
     dtype: str
     matrices: Mapping[TieKey, MatrixPlan]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from vllmx_cuda.device import Device, Memory, Product
-from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.device.device import Device, Memory, Product
+from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.form import Operands, Ops, Segment
 
 WORK_BYTES = 64 << 20

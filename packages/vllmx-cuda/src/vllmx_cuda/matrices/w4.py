@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 from vllmx_core.weights import WeightPart
 
-from vllmx_cuda.device import Bytes, Memory
-from vllmx_cuda.dtypes import ITEM_BYTES
+from vllmx_cuda.device.device import Bytes, Memory
+from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores
 from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.kernel_specs.w4 import (

@@ -10,8 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import MAX_LOGPROBS
-from vllmx_engine.outputs import CompletionOutput
-from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.body import body_bytes
 from vllmx_server.chunks import Chunks, encode

@@ -12,11 +12,11 @@ from typing import Any
 
 from starlette.requests import Request
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.logprob_limit import check_logprobs
-from vllmx_engine.outputs import CompletionOutput, RequestOutput
-from vllmx_engine.request_stream import RequestStream
-from vllmx_engine.rule_limit import check_rules
+from vllmx_engine.client.logprob_limit import check_logprobs
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.client.rule_limit import check_rules
 from vllmx_engine.text.output import prompt_offsets
+from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse

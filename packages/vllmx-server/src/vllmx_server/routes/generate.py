@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from vllmx_engine.request_stream import RequestStream
+from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.body import read_json
 from vllmx_server.disconnect import unless_gone

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from vllmx_core.errors import InvalidRequestError
-from vllmx_engine.chat import ChatOptions
+from vllmx_engine.client.chat import ChatOptions
 
 from vllmx_server.schema.chat import (
     ChatMessage,

@@ -11,7 +11,7 @@ from vllmx.bench.figures import spread
 
 if TYPE_CHECKING:
     from vllmx_engine.llm import LLM
-    from vllmx_engine.outputs import RequestOutput
+    from vllmx_engine.wire.outputs import RequestOutput
 
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:

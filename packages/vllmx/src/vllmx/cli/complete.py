@@ -20,7 +20,7 @@ from vllmx.prompt_lines import Task, read_lines, repeated, split_prompts
 
 if TYPE_CHECKING:
     from vllmx_engine.llm import LLM
-    from vllmx_engine.outputs import RequestOutput
+    from vllmx_engine.wire.outputs import RequestOutput
 
 DEMO_PROMPT = "Once upon a time"
 

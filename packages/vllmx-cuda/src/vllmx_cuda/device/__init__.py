@@ -1,0 +1,1 @@
+"""The GPU: memory, copies, launches, products, and what the driver says."""

@@ -1,0 +1,370 @@
+"""A GPU through CuPy: its memory pools, streams, events, graphs and module loading."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllmx_core.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    EngineDeadError,
+    VllmxError,
+)
+from vllmx_core.memory import format_bytes
+
+from vllmx_cuda.compiler.compiling import compiled
+from vllmx_cuda.compiler.cubins import KERNELS_FOLDER, Target, Unit, cache_folder, kernel_cache
+from vllmx_cuda.compiler.libraries import include_folders
+from vllmx_cuda.compiler.nvrtc import Nvrtc
+from vllmx_cuda.device import driver
+from vllmx_cuda.device.algorithms import AlgorithmFile, Algorithms
+from vllmx_cuda.device.arch import architecture
+from vllmx_cuda.device.cublaslt import (
+    WORKSPACE_BYTES,
+    Addresses,
+    Algorithm,
+    CublasLt,
+    CublasLtError,
+    Matmul,
+)
+from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.kernel_specs import Variant
+
+logger = logging.getLogger("vllmx.cuda")
+
+_DEFAULT_SHARED_BYTES = 48 << 10
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_VALUES = {
+    "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f32": np.float32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CupyEvent:
+    event: Any
+    elapsed_ms: Callable[[Any, Any], float]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Any) -> float:
+        return float(self.elapsed_ms(earlier.event, self.event)) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CupyGraph:
+    graph: Any
+    stream: Any
+
+    def launch(self) -> None:
+        self.graph.launch(self.stream)
+
+
+class CupyDevice:
+    """`vllmx_cuda.device.device.Device`."""
+
+    @classmethod
+    def open(cls) -> CupyDevice:
+        """The GPU that `vllmx_cuda.device.driver.choose_device` names. Raises
+        BackendUnavailableError for a missing driver, GPU, CuPy or library, ConfigError for a number
+        that is not there."""
+        try:
+            facts = driver.query()
+            chosen = driver.choose_device(facts)
+            nvrtc = Nvrtc.open()
+            driver.check_major(facts.cuda_version, f"NVRTC ({nvrtc.path})", nvrtc.version)
+        except driver.DriverError as error:
+            raise BackendUnavailableError(str(error)) from error
+        try:
+            import cupy
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"CuPy cannot be imported ({error}): pip install 'vllmx[cuda13]', or 'vllmx[cuda]'"
+                " for CUDA 12"
+            ) from error
+        try:
+            return cls(cupy, chosen, nvrtc, CublasLt.open)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise refusal(error, chosen, facts) from error
+
+    def __init__(
+        self,
+        cupy: Any,
+        chosen: driver.DeviceFacts,
+        nvrtc: Nvrtc,
+        open_lt: Callable[[], CublasLt],
+    ) -> None:
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._ordinal = chosen.ordinal
+        arch = architecture(chosen.capability)
+        nvrtc.check_architecture(arch)
+        self._nvrtc = nvrtc
+        self._target = Target(arch, nvrtc.version, tuple(include_folders()))
+        self.activate()
+        processors = self._runtime.getDeviceProperties(self._ordinal)["multiProcessorCount"]
+        self.info = DeviceInfo(chosen.name, arch, int(processors), chosen.memory_bytes)
+        self._pool = cupy.cuda.MemoryPool()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._workspace: Memory | None = self.empty(WORKSPACE_BYTES)
+        self._lt = open_lt()
+        self._algorithms = Algorithms(self._lt, self._algorithm_file(), self._measure)
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._functions: dict[Variant, Any] = {}
+        self._shared_bytes: dict[Variant, int] = {}
+        self._rehearsed: list[Product] | None = None
+
+    def _algorithm_file(self) -> AlgorithmFile:
+        name = "".join(c if c.isalnum() else "-" for c in self.info.name)
+        return AlgorithmFile(cache_folder() / "cuda" / f"cublaslt-{self._lt.version}-{name}.json")
+
+    def activate(self) -> None:
+        self._cupy.cuda.Device(self._ordinal).use()
+
+    # ---- memory
+
+    def free_bytes(self) -> int:
+        return int(self._runtime.memGetInfo()[0]) + int(self._pool.free_bytes())
+
+    def empty(self, num_bytes: int) -> Memory:
+        try:
+            pointer = self._pool.malloc(max(1, num_bytes))
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{format_bytes(num_bytes)} of GPU memory were asked for,"
+                f" {format_bytes(self.free_bytes())} are free on {self.info.name}: lower"
+                " --memory-fraction or --max-num-batched-tokens, or end what else runs there"
+            ) from error
+        return Memory(int(pointer.ptr), num_bytes, pointer)
+
+    def zeros(self, num_bytes: int) -> Memory:
+        memory = self.empty(num_bytes)
+        self._runtime.memsetAsync(memory.address, 0, num_bytes, self._stream.ptr)
+        return memory
+
+    def pinned(self, num_bytes: int) -> Bytes:
+        try:
+            held = self._cupy.cuda.alloc_pinned_memory(max(1, num_bytes))
+        except self._runtime.CUDARuntimeError as error:
+            raise CapacityError(
+                f"{format_bytes(num_bytes)} of page-locked host memory were refused ({error}): free"
+                " some RAM, lower --max-num-batched-tokens, or in a container raise its limit of"
+                " locked memory (--ulimit memlock=-1)"
+            ) from error
+        return np.frombuffer(held, np.uint8, num_bytes)
+
+    def trim_pinned(self) -> None:
+        # CuPy's pool keeps all that it ever had: after a load, the ring of whole pieces
+        self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+    # ---- copies
+
+    def upload(self, target: Memory, source: Bytes) -> None:
+        self._copy(target.address, source.ctypes.data, source.nbytes, "HostToDevice")
+
+    def upload_rows(self, target: Memory, pitch: int, source: Bytes, width: int) -> None:
+        self._runtime.memcpy2DAsync(
+            target.address, pitch, source.ctypes.data, width, width, source.nbytes // width,
+            self._runtime.memcpyHostToDevice, self._stream.ptr,
+        )  # fmt: skip
+
+    def download(self, target: Bytes, source: Memory) -> None:
+        self._copy(target.ctypes.data, source.address, target.nbytes, "DeviceToHost")
+
+    def copy(self, target: Memory, source: Memory) -> None:
+        self._copy(target.address, source.address, source.num_bytes, "DeviceToDevice")
+
+    def _copy(self, target: int, source: int, num_bytes: int, kind: str) -> None:
+        if num_bytes:
+            way = getattr(self._runtime, f"memcpy{kind}")
+            self._runtime.memcpyAsync(target, source, num_bytes, way, self._stream.ptr)
+
+    # ---- kernels
+
+    def prepare(self, variants: Sequence[Variant], *, progress: bool = False) -> None:
+        keys = [key for key in dict.fromkeys(v.module_key for v in variants)
+                if key not in self._modules]  # fmt: skip
+        units = {key: Unit(KERNELS_FOLDER / key[0], key[1]) for key in keys}
+        cubins = compiled(
+            list(units.values()), self._target, self._nvrtc, kernel_cache(), progress=progress
+        )
+        for key, unit in units.items():
+            self._modules[key] = module = self._cupy.cuda.function.Module()
+            module.load(cubins[unit])
+
+    def launch(
+        self,
+        variant: Variant,
+        sizes: dict[str, int],
+        arguments: Sequence[Memory | int | float | None],
+    ) -> None:
+        if self._rehearsed is not None:
+            return
+        shape = variant.launch(sizes)
+        function = self._function(variant, shape.shared_bytes)
+        kinds = variant.kernel.arguments
+        assert len(arguments) == len(kinds), f"{variant.kernel.entry}: {len(arguments)} arguments"
+        passed = tuple(
+            _passed(kind.ctype, kind.is_pointer, value)
+            for kind, value in zip(kinds, arguments, strict=True)
+        )
+        function(shape.grid, (shape.block, 1, 1), passed, shape.shared_bytes, self._stream)
+
+    def _function(self, variant: Variant, shared_bytes: int) -> Any:
+        function = self._functions.get(variant)
+        if function is None:
+            if variant.module_key not in self._modules:
+                self.prepare([variant])
+            function = self._modules[variant.module_key].get_function(variant.kernel.entry)
+            self._functions[variant] = function
+        if shared_bytes > self._shared_bytes.get(variant, _DEFAULT_SHARED_BYTES):
+            attribute = self._cupy.cuda.driver.funcSetAttribute
+            attribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
+            self._shared_bytes[variant] = shared_bytes
+        return function
+
+    # ---- products
+
+    def can_multiply(self, product: Product) -> bool:
+        return self._algorithms.exists(product)
+
+    def multiply(
+        self,
+        product: Product,
+        x: Memory,
+        w: Memory,
+        y: Memory,
+        bias: Memory | None = None,
+        scales: tuple[Memory, Memory] | None = None,
+    ) -> None:
+        assert self._workspace is not None, "the device is closed"
+        if self._rehearsed is not None:
+            self._rehearsed.append(product)
+            return
+        workspace, stream = self._workspace.address, self._stream.ptr
+
+        def run(matmul: Matmul, algorithm: Algorithm) -> None:
+            matmul.run(algorithm, x.address, w.address, y.address, workspace, stream)
+
+        x_scale, w_scale = (span.address for span in scales) if scales else (0, 0)
+        addresses = Addresses(bias.address if bias else 0, w_scale, x_scale)
+        run(*self._algorithms.choose(product, addresses, run))
+
+    def unmeasured(self, enqueue: Callable[[], None]) -> bool:
+        rehearsed: list[Product] = []
+        self._rehearsed = rehearsed
+        try:
+            enqueue()
+        finally:
+            self._rehearsed = None
+        return any(map(self._algorithms.unmeasured, dict.fromkeys(rehearsed)))
+
+    def _measure(self, call: Callable[[], None], times: int) -> float:
+        """Device seconds of one call, the mean of so many."""
+        begin = self.event()
+        for _ in range(times):
+            call()
+        end = self.event()
+        end.wait()
+        return end.seconds_since(begin) / times
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        self._algorithms.measuring = True
+        try:
+            yield
+        finally:
+            self._algorithms.measuring = False
+            self._algorithms.save()
+
+    # ---- the stream
+
+    def event(self) -> CupyEvent:
+        event = self._cupy.cuda.Event()
+        event.record(self._stream)
+        return CupyEvent(event, self._cupy.cuda.get_elapsed_time)
+
+    def capture(self, enqueue: Callable[[], None]) -> CupyGraph:
+        with self._stream:
+            self._stream.begin_capture()
+            try:
+                enqueue()
+            except BaseException:
+                with suppress(Exception):  # the capture is broken, and must end all the same
+                    self._stream.end_capture()
+                raise
+            graph = self._stream.end_capture()
+        graph.upload(self._stream)
+        return CupyGraph(graph, self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        refusals = (
+            self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, CublasLtError,
+        )  # fmt: skip
+        try:
+            yield
+        except refusals as error:
+            if "MemoryAllocation" in str(error) or "OUT_OF_MEMORY" in str(error):
+                raise CapacityError(
+                    f"{self.info.name} has no memory left beside what is planned for ({error}):"
+                    " lower --memory-fraction, or end what else runs there (nvidia-smi)"
+                ) from error
+            try:
+                self._runtime.deviceSynchronize()
+            except refusals as lost:
+                raise EngineDeadError(
+                    f"{self.info.name} failed while it computed, and this process can use it no"
+                    f" more ({lost}): see dmesg for NVIDIA's Xid messages, and nvidia-smi"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        with suppress(VllmxError), self.faults():
+            self._stream.synchronize()
+        self._algorithms.close()
+        self._lt.close()
+        self._workspace = None
+        self._functions.clear()
+        self._modules.clear()
+        with suppress(VllmxError), self.faults():
+            self._pool.free_all_blocks()
+
+
+def refusal(error: Exception, chosen: driver.DeviceFacts, facts: driver.DriverFacts) -> VllmxError:
+    """What it means that CUDA refused to open a GPU."""
+    text = str(error)
+    if "InsufficientDriver" in text:
+        version = ".".join(map(str, facts.cuda_version))
+        return BackendUnavailableError(
+            f"CuPy needs a newer driver than this one, which runs up to CUDA {version} ({text}):"
+            " update NVIDIA's driver, or pip install 'vllmx[cuda]' for CUDA 12"
+        )
+    if "MemoryAllocation" in text:
+        return CapacityError(
+            f"{chosen.name} has no memory left for a CUDA context ({text}): end what else runs"
+            f" there (nvidia-smi), or choose another GPU by {driver.DEVICE_VARIABLE}"
+        )
+    if "DevicesUnavailable" in text or "Prohibited" in text:
+        return BackendUnavailableError(
+            f"{chosen.name} is taken by another process ({text}): its compute mode is exclusive or"
+            f" prohibited (nvidia-smi -q -d COMPUTE); choose another by {driver.DEVICE_VARIABLE}"
+        )
+    return BackendUnavailableError(
+        f"CUDA cannot open {chosen.name} ({text}): see nvidia-smi and dmesg, or use --backend cpu"
+    )
+
+
+def _passed(ctype: str, is_pointer: bool, value: Memory | int | float | None) -> Any:
+    """A numpy scalar of the parameter's size; a null pointer is a 0 of 8 bytes, for CuPy would turn
+    None into a parameter without an address."""
+    if is_pointer:
+        return np.uint64(value.address if isinstance(value, Memory) else 0)
+    return _VALUES[ctype](value)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The recorded step on the device: planned, lowered, staged, captured and replayed."""

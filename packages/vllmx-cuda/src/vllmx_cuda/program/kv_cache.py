@@ -1,0 +1,63 @@
+"""KV pages on the device: how many blocks there are, and where each layer's lie.
+
+A place has one buffer of keys and one of values, (blocks, K, P, D) each: the tokens of a page that
+one head reads are neighbours. Codes of 8 bits have a float32 scale for each token and head beside
+them, (blocks, K, P); `vllmx_core.kv_quant` is their rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.model import KVSpec, ModelShape
+
+from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs.attention import KV_E4M3, KV_ELEM, KV_INT8
+
+CODES: Mapping[str, int] = {"int8": KV_INT8, "fp8": KV_E4M3}
+"""8-bit dtypes by the value of VX_KV."""
+BLOCK_SIZES = BlockSizes("CUDA", power_of_two=True)
+_ITEM_BYTES = ITEM_BYTES | dict.fromkeys(CODES, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """KV pages of one attention layer."""
+
+    k: Memory
+    v: Memory
+    k_scales: Memory | None = None
+    v_scales: Memory | None = None
+    group: int = 0
+    """Which of the step's block tables lists them."""
+
+
+def kind_of(dtype: str) -> int:
+    """Value of VX_KV."""
+    return CODES.get(dtype, KV_ELEM)
+
+
+def allocate(plan: CachePlan, device: Device) -> tuple[LayerPages, ...]:
+    """Pages of each layer, as they come: attention reads nothing that was not written before.
+    Layers of different groups have a place in common."""
+    places = [_allocate_place(plan, kv, device) for kv in plan.layout.places]
+    return tuple(replace(places[place], group=group) for group, place in plan.layout.layers)
+
+
+def _allocate_place(plan: CachePlan, kv: KVSpec, device: Device) -> LayerPages:
+    vectors = plan.num_blocks * plan.block_size * kv.num_kv_heads
+    size = vectors * kv.head_size * _ITEM_BYTES[plan.dtype]
+    k, v = device.empty(size), device.empty(size)
+    if plan.dtype not in CODES:
+        return LayerPages(k, v)
+    return LayerPages(k, v, device.empty(4 * vectors), device.empty(4 * vectors))
+
+
+def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used: int) -> CachePlan:
+    """See `vllmx_core.kv_capacity.plan_cache`. The kernels find a position's page by shifting, so
+    that a page must have a power of two of tokens."""
+    return plan_cache(shape, options, dtype, BLOCK_SIZES, free, used)

@@ -1,0 +1,145 @@
+"""Where a step's arrays lie, and how large: decided once, for the largest step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllmx_core.arena import ArenaPlan, plan_arena
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention, AttentionSpec
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.op import Op, OpList, last_reads
+from vllmx_core.ops.values import Rows, Value
+
+from vllmx_cuda.device.arch import number
+from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs.attention import (
+    decodes_by_mma,
+    mma_group,
+)
+from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
+from vllmx_cuda.program.prefill import prefill_kernel
+from vllmx_cuda.program.work import Visibility, WorkKinds, item_capacity
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Buffers that live within one op; every op may use all of them."""
+
+    queries: Memory  # (T, H, D)
+    partial: Memory  # (N, H, D) float32
+    weights: Memory  # (N, H, 2) float32
+    rows: Memory  # (L, E)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Offsets of all values in the arena, sums that take over the residual that they are added to,
+    and the bytes of `Scratch` and `ProductScratch`."""
+
+    arena: ArenaPlan
+    in_place: Mapping[Value, Value]
+    queries: int
+    partial: int
+    weights: int
+    rows: int
+    products: ScratchBytes
+
+    @property
+    def num_bytes(self) -> int:
+        scratch = self.queries + self.partial + self.weights + self.rows
+        return self.arena.num_bytes + scratch + self.products.num_bytes
+
+    def scratch(self, device: Device) -> Scratch:
+        sizes = (self.queries, self.partial, self.weights, self.rows)
+        return Scratch(*map(device.empty, sizes))
+
+    def product_scratch(self, device: Device) -> ProductScratch:
+        need = self.products
+        codes, scales, work = map(device.empty, (need.codes, need.scales, need.work))
+        return ProductScratch(codes, scales, work, device.zeros(need.counters))
+
+
+def lay_out(
+    steps: OpList,
+    max_rows: Mapping[Rows, int],
+    dtype: str,
+    num_processors: int,
+    products: ScratchBytes,
+) -> StepLayout:
+    ops, item = steps.ops, ITEM_BYTES[dtype]
+    in_place = _in_place(ops)
+
+    def value_bytes(value: Value) -> int:
+        return value.width * max_rows[value.rows] * (4 if value.rows == "L" else item)
+
+    specs = attention_specs(ops)
+    items = max_items(ops, max_rows["T"], num_processors)
+    widest = max((spec.num_heads * spec.head_size for spec in specs), default=0)
+    heads = max((spec.num_heads for spec in specs), default=0)
+    head_inputs = [op.x.width for op in ops if isinstance(op, Head)]
+    return StepLayout(
+        plan_arena(ops, value_bytes, [steps.logits], alignment=ALIGNMENT, in_place=in_place),
+        in_place,
+        queries=max_rows["T"] * widest * item,
+        partial=items * widest * 4,
+        weights=items * heads * 2 * 4,
+        rows=max_rows["L"] * max(head_inputs, default=0) * item,
+        products=products,
+    )
+
+
+def _in_place(ops: Sequence[Op]) -> dict[Value, Value]:
+    """Sum -> residual, where nothing reads the residual afterwards."""
+    last = last_reads(ops)
+    return {
+        op.total: op.residual
+        for index, op in enumerate(ops)
+        if isinstance(op, AddRmsNorm) and op.x is not op.residual and last[op.residual] == index
+    }
+
+
+def attention_specs(ops: Sequence[Op]) -> list[AttentionSpec]:
+    return [op.spec for op in ops if isinstance(op, Attention)]
+
+
+def visibility(spec: AttentionSpec) -> Visibility:
+    return Visibility(spec.window, spec.causal)
+
+
+def work_kinds(
+    ops: Sequence[Op], dtype: str, kv: int, arch: str, *, wgmma: bool = False
+) -> WorkKinds:
+    """What a step's attention work must be planned for. Tensor cores take the prompts where they
+    can take those of every layer. For `kv` and `wgmma` see `prefill_kernel`."""
+    specs = attention_specs(ops)
+    found = [prefill_kernel(spec, dtype, kv, arch, wgmma=wgmma) for spec in specs]
+    sizes = dict.fromkeys(kernel.tile_tokens for kernel in found if kernel)
+    return WorkKinds(
+        tuple(dict.fromkeys(map(visibility, specs))), tuple(sizes) if all(found) else ()
+    )
+
+
+def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
+    """Whether paged_decode_mma takes this layer."""
+    return decodes_by_mma(dtype, spec.head_size, number(arch))
+
+
+def max_items(ops: Sequence[Op], num_tokens: int, num_processors: int) -> int:
+    """Work items that a step of so many tokens can have in any layer."""
+    return max(
+        (
+            item_capacity(num_tokens, num_processors, blocks_an_item(spec))
+            for spec in attention_specs(ops)
+        ),
+        default=num_tokens,
+    )
+
+
+def blocks_an_item(spec: AttentionSpec) -> int:
+    """The least second dimension that a grid of decoding has for this layer."""
+    return spec.num_heads // mma_group(spec.num_heads // spec.num_kv_heads)

@@ -1,0 +1,266 @@
+"""From a recorded step to launches: each op becomes a function that enqueues its kernels.
+
+What such a function launches depends on a step's padded sizes alone, never on its values or
+lengths: that is what makes a step of one size capturable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllmx_core.op_table import OpTable
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.gate import Gate
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import OpList
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.values import Rows, Value, WeightRef
+from vllmx_core.passes.uses import read_at_once
+
+from vllmx_cuda.device.arch import number
+from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
+from vllmx_cuda.kernel_specs.codes8 import CODES
+from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
+from vllmx_cuda.loading.tuning import Tunable
+from vllmx_cuda.loading.weights import Weight
+from vllmx_cuda.matrices.form import ProductScratch, Target
+from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
+from vllmx_cuda.program.attention_ops import attention
+from vllmx_cuda.program.kv_cache import LayerPages
+from vllmx_cuda.program.layout import Scratch
+from vllmx_cuda.program.norm_ops import add_rms_norm, rms_norm
+from vllmx_cuda.program.staging import StepMemory, StepSizes
+
+Enqueue = Callable[[StepSizes, StepMemory], None]
+HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
+"""Heads that attention was written for."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What ops are lowered against."""
+
+    device: Device
+    dtype: str
+    weights: Mapping[str, Weight]
+    pages: Sequence[LayerPages]
+    block_size: int
+    kv: int
+    """Value of VX_KV."""
+    arena: Memory
+    offsets: Mapping[Value, int]
+    in_place: Mapping[Value, Value]
+    scratch: Scratch
+    products: ProductScratch
+    wgmma: bool = False
+    """Whether paged_prefill_wgmma takes the prompts that it can take."""
+    variants: list[Variant] = field(default_factory=list)
+    """Every kernel that was lowered to."""
+    fed: dict[Value, MatrixProduct] = field(default_factory=dict)
+    """Norms' results whose only reader is the linear behind them -> its product."""
+    shapes: dict[Hashable, tuple[Rows, Callable[[int], None]]] = field(default_factory=dict)
+    """One product of each shape, and what its rows are."""
+
+    def lower(self, steps: OpList) -> list[Enqueue]:
+        """In the order of the ops. A norm whose result one linear reads, and at once, may write it
+        as codes."""
+        for norm, following in read_at_once(steps):
+            if isinstance(norm, RmsNorm | AddRmsNorm) and isinstance(following, Linear):
+                self.fed[norm.out] = self.product(following)
+        launches = [OPS(op, self) for op in steps.ops]
+        self.fed.clear()  # products know this object: no cycle may keep the device's memory
+        return launches
+
+    def take_tunables(self, max_rows: Mapping[Rows, int]) -> list[Tunable]:
+        """One product of each shape that was lowered; once, for products know this object."""
+        found = [Tunable(enqueue, max_rows[rows]) for rows, enqueue in self.shapes.values()]
+        self.shapes.clear()
+        return found
+
+    def place(self, value: Value) -> Memory:
+        """Where a value lies, from its first row on."""
+        return self.arena.at(self.offsets[value])
+
+    @property
+    def target(self) -> Target:
+        """What forms of matrices are lowered for."""
+        return Target(self.dtype, number(self.device.info.arch))
+
+    @property
+    def page_shift(self) -> int:
+        """Binary logarithm of the tokens of a page."""
+        return self.block_size.bit_length() - 1
+
+    def variant(self, entry: str, **options: int) -> Variant:
+        """A kernel for this model's dtype."""
+        found = KERNELS[entry].variant(VX_DTYPE=DTYPES[self.dtype], **options)
+        self.variants.append(found)
+        return found
+
+    def vector(self, ref: WeightRef | None) -> Memory | None:
+        """A vector or a constant on the device; None for none."""
+        if ref is None:
+            return None
+        weight = self.weights[ref.name]
+        assert isinstance(weight, Memory), f"{ref.name} is a matrix"
+        return weight
+
+    def matrix(self, ref: WeightRef) -> Matrix:
+        """A matrix on the device."""
+        weight = self.weights[ref.name]
+        assert isinstance(weight, Matrix), f"{ref.name} is a vector"
+        return weight
+
+    def item_bytes(self, width: int) -> int:
+        """Bytes of one row of so many features."""
+        return width * ITEM_BYTES[self.dtype]
+
+    def product(self, op: Linear) -> MatrixProduct:
+        """The product of a linear."""
+        matrix = self.matrix(op.w)
+        product = matrix.product(self, self.place(op.x), self.place(op.out), self.dtype)
+        self.shapes.setdefault(("T", *matrix.shape), ("T", product.enqueue))
+        return product
+
+
+OPS: OpTable[Lowering, Enqueue] = OpTable("cuda")
+OPS.add(Attention, when=lambda op: op.spec.head_size in HEAD_SIZES)(attention)
+OPS.add(RmsNorm)(rms_norm)
+OPS.add(AddRmsNorm)(add_rms_norm)
+
+
+@OPS.add(Embedding)
+def _embedding(op: Embedding, to: Lowering) -> Enqueue:
+    gather = to.matrix(op.w).gather(to, to.place(op.out))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        gather(step.tokens, sizes.tokens)
+
+    return enqueue
+
+
+@OPS.add(Linear)
+def _linear(op: Linear, to: Lowering) -> Enqueue:
+    fed = to.fed.get(op.x)
+    product = fed or to.product(op)
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        ready = product.codes(sizes.tokens) if fed else None
+        by_norm = ready is not None and ready.kind in CODES
+        product.enqueue(sizes.tokens, ready if by_norm else None)
+
+    return enqueue
+
+
+@OPS.add(Head)
+def _head(op: Head, to: Lowering) -> Enqueue:
+    matrix, cap = to.matrix(op.w), op.softcap
+    x, y, rows = to.place(op.x), to.place(op.out), to.scratch.rows
+    gather = to.variant("gather_rows", VX_VEC=vector_width(matrix.cols))
+    product = matrix.product(to, rows, y, "f32")
+    to.shapes.setdefault(("L", *matrix.shape), ("L", product.enqueue))
+    softcap = to.variant("softcap", VX_VEC=vector_width(matrix.rows)) if cap else None
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        count = sizes.logit_rows
+        if not count:
+            return
+        shape = {"rows": count, "width": matrix.cols}
+        to.device.launch(gather, shape, (step.logit_rows, x, rows, matrix.cols))
+        product.enqueue(count)
+        if softcap is not None and cap is not None:
+            values = count * matrix.rows
+            to.device.launch(softcap, {"count": values}, (y, values, cap))
+
+    return enqueue
+
+
+@OPS.add(LayerNorm)
+def _layer_norm(op: LayerNorm, to: Lowering) -> Enqueue:
+    width, vec = op.x.width, vector_width(op.x.width)
+    arguments = (
+        to.place(op.x), to.vector(op.w), to.vector(op.bias), to.place(op.out), width, op.eps
+    )  # fmt: skip
+    return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), width, arguments)
+
+
+@OPS.add(GatedAct)
+def _gated_act(op: GatedAct, to: Lowering) -> Enqueue:
+    width, act = op.out.width, ACTIVATIONS[op.kind]
+    kernel = to.variant("gated_act", VX_VEC=vector_width(width), VX_ACT=act)
+    return _by_rows(to, kernel, width, (to.place(op.gate_up), to.place(op.out), width))
+
+
+@OPS.add(Act)
+def _activation(op: Act, to: Lowering) -> Enqueue:
+    width, act = op.out.width, ACTIVATIONS[op.kind]
+    kernel = to.variant("activation", VX_VEC=vector_width(width), VX_ACT=act)
+    return _by_rows(to, kernel, width, (to.place(op.x), to.place(op.out), width))
+
+
+@OPS.add(Add)
+def _add(op: Add, to: Lowering) -> Enqueue:
+    return _flat(to, "add", (op.x, op.y), op.out)
+
+
+@OPS.add(Scale)
+def _scale(op: Scale, to: Lowering) -> Enqueue:
+    return _flat(to, "scale", (op.x,), op.out, op.factor)
+
+
+@OPS.add(ScaleBy)
+def _scale_by(op: ScaleBy, to: Lowering) -> Enqueue:
+    width, span = op.x.width, op.span
+    kernel = to.variant("scale_by", VX_VEC=_shared_vector(width, span))
+    arguments = (to.place(op.x), to.vector(op.w), to.place(op.out), width, span)
+    return _by_rows(to, kernel, width, arguments)
+
+
+@OPS.add(Gate)
+def _gate(op: Gate, to: Lowering) -> Enqueue:
+    width, span = op.x.width, op.span
+    kernel = to.variant("gate", VX_VEC=_shared_vector(width, span), VX_ACT=GATES[op.kind])
+    arguments = (to.place(op.x), to.place(op.g), to.place(op.out), width, span)
+    return _by_rows(to, kernel, width, arguments)
+
+
+def _shared_vector(width: int, span: int) -> int:
+    """VX_VEC where so many neighbouring features share a factor: no thread has two of them."""
+    return vector_width(width if span == 1 else span)
+
+
+def _by_rows(
+    to: Lowering, kernel: Variant, width: int, arguments: tuple[Memory | int | float | None, ...]
+) -> Enqueue:
+    """A kernel whose grid is the rows of the step."""
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        to.device.launch(kernel, {"rows": sizes.tokens, "width": width}, arguments)
+
+    return enqueue
+
+
+def _flat(
+    to: Lowering, entry: str, operands: tuple[Value, ...], out: Value, *values: float
+) -> Enqueue:
+    """A kernel over all elements alike."""
+    inputs, y, width = [to.place(value) for value in operands], to.place(out), out.width
+    kernel = to.variant(entry, VX_VEC=vector_width(width))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        count = sizes.tokens * width
+        to.device.launch(kernel, {"count": count}, (*inputs, y, count, *values))
+
+    return enqueue

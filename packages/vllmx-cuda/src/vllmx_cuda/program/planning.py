@@ -1,0 +1,112 @@
+"""What loading a model will take, decided before a single weight is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
+from vllmx_core.cache_groups import cache_layout
+from vllmx_core.kv_capacity import CachePlan
+from vllmx_core.memory import format_bytes
+from vllmx_core.model import Model
+from vllmx_core.ops.op import OpList
+from vllmx_core.ops.values import Rows
+from vllmx_core.plan import AnyArray
+from vllmx_core.recording import prepare
+from vllmx_core.weights import WeightSource, WeightSpec
+
+from vllmx_cuda.device.arch import number
+from vllmx_cuda.device.buckets import bucket_sizes
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.kernel_specs.attention import KV_ELEM
+from vllmx_cuda.matrices.form import Target
+from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
+from vllmx_cuda.program.kv_cache import CODES, plan_kv
+from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
+from vllmx_cuda.program.lower import OPS
+from vllmx_cuda.program.sampler import sampler_bytes
+from vllmx_cuda.program.staging import Layout, StepSizes
+from vllmx_cuda.program.work import WorkKinds
+
+logger = logging.getLogger("vllmx.cuda")
+
+ROW_MULTIPLE = 4
+"""Some products want whole fours of rows; the rest is padding."""
+GRAPH_BYTES = 2 << 20
+"""Kept free for each captured graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The recorded step, and the sizes of everything that it needs."""
+
+    steps: OpList
+    specs: Sequence[WeightSpec]
+    constants: Mapping[str, AnyArray]
+    dtype: str
+    weights: WeightPlan
+    max_rows: Mapping[Rows, int]
+    max_blocks: int
+    """Blocks of one sequence."""
+    buckets: tuple[int, ...]
+    """Batch sizes of decode steps that are captured, or padded to when capture is off."""
+    work: WorkKinds
+    layout: StepLayout
+    staging_bytes: int
+    kv: CachePlan
+
+
+def plan_load(
+    model: Model,
+    source: WeightSource,
+    options: LoadOptions,
+    dtype: str,
+    kv_dtype: str,
+    device: Device,
+    *,
+    wgmma: bool = False,
+) -> LoadPlan:
+    """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
+    of the device that is free, and WeightFormatError when `source` has not what the model asks
+    for."""
+    recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
+    steps, specs, constants = recording.steps, recording.specs, recording.constants
+    free, processors = device.free_bytes(), device.info.num_processors
+    max_rows = step_limits(options, model.shape.vocab_size, multiple=ROW_MULTIPLE)
+    tokens = max_rows["T"]
+    table_values = sum(table.size for table in constants.values())
+    target = Target(dtype, number(device.info.arch))
+    weights = plan_weights(specs, table_values, source, target, tokens)
+    check_weights_fit(
+        weights.num_bytes, free, dtype,
+        where=f" on {device.info.name} of {format_bytes(device.info.memory_bytes)}",
+        remedy="choose a smaller model, a 16-bit --dtype, or end what else runs on the GPU",
+    )  # fmt: skip
+    buckets = bucket_sizes(options.num_seqs)
+    kv_kind = CODES.get(kv_dtype, KV_ELEM)
+    work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
+    layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
+    items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tile_tokens)
+    groups = len(cache_layout(model.shape, grouped=options.group_caches).groups)
+    largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups)
+    staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
+    max_blocks = -(-options.max_model_len // max(1, options.block_size))
+    graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
+    used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
+    used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
+    used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
+    kv = plan_kv(model.shape, options, kv_dtype, free, used)
+    logger.info(
+        "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
+        " (%s) and KV cache (%s)",
+        device.info.name, format_bytes(free), format_bytes(device.info.memory_bytes),
+        options.memory_fraction, format_bytes(weights.num_bytes),
+        format_bytes(used - weights.num_bytes), format_bytes(kv.num_bytes),
+    )  # fmt: skip
+    return LoadPlan(
+        steps, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
+        layout, staging_bytes, kv,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""The lowered step on its device: enqueues any size, replays the sizes that repeat."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllmx_core.plan import I32, SamplingRows, StepPlan
+from vllmx_core.progress import show_progress
+
+from vllmx_cuda.device.buckets import bucket_of
+from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.program.graphs import Graphs
+from vllmx_cuda.program.layout import max_items
+from vllmx_cuda.program.lower import Enqueue
+from vllmx_cuda.program.parameters import is_plain
+from vllmx_cuda.program.planning import LoadPlan
+from vllmx_cuda.program.sampler import DeviceSampler, Sampled
+from vllmx_cuda.program.staging import Layout, Staging, StepMemory, StepSizes
+from vllmx_cuda.program.work import StepWork, Visibility, WorkItems, plan_items, plan_tiles
+
+logger = logging.getLogger("vllmx.cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """Where a step's arrays lie; all steps of one bucket share one."""
+
+    layout: Layout
+    memory: StepMemory
+    captured: bool
+    """Whether it is a bucket, whose launches are always the same."""
+
+
+@dataclass
+class Program:
+    """All launches of a step. One of decode rows alone is padded to its bucket and is a copy to the
+    device, two graphs (to the logits, and to the ids) and a copy back; any other runs as it is."""
+
+    device: Device
+    plan: LoadPlan
+    ops: Sequence[Enqueue]
+    begin: Variant
+    logits: Memory
+    last_ids: Memory
+    staging: Staging
+    sampler: DeviceSampler
+    graphs: Graphs
+    _buckets: dict[int, PlacedStep] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled:
+        """Enqueues a whole step."""
+        return self._sample(self._forward(plan, rows), rows)
+
+    def forward(self, plan: StepPlan) -> PlacedStep:
+        """Enqueues a step as far as its logits, which `sample` must take before the next one."""
+        return self._forward(plan, None)
+
+    def sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled:
+        """Enqueues the rest; the sampler's parameters go in a copy of their own."""
+        self.staging.upload_parameters(rows, placed.layout)
+        return self._sample(placed, rows)
+
+    def capture_buckets(self, limit_s: float, *, progress: bool = False) -> int:
+        """Captures decode steps, the largest bucket first, until all are or the time is over: the
+        rest is captured when it is first used. Number of buckets that are ready."""
+        begin, total = time.perf_counter(), len(self.plan.buckets)
+        for done, size in enumerate(reversed(self.plan.buckets)):
+            if time.perf_counter() - begin >= limit_s:
+                logger.info("captured %d of %d batch sizes, the rest at first use", done, total)
+                return done
+            bucket = self._bucket(size)
+            for drawn in (False, True):
+                nothing, work = _nothing(self._groups), self._no_work(bucket.layout.sizes)
+                self.staging.upload(nothing, _no_rows(drawn), bucket.layout, work)
+                self._replay_forward(bucket)
+                self._replay_ids(bucket, drawn)
+            self.device.synchronize()
+            if progress:
+                show_progress("capturing graphs", done + 1, total)
+        return total
+
+    def _forward(self, plan: StepPlan, rows: SamplingRows | None) -> PlacedStep:
+        size = None
+        if plan.num_tokens == plan.num_rows:
+            size = bucket_of(plan.num_tokens, self.plan.buckets)
+        if size is not None:
+            bucket = self._bucket(size)
+            work = StepWork(self._items(plan, bucket.layout.sizes), self._no_tiles)
+            self.staging.upload(plan, rows, bucket.layout, work)
+            self._replay_forward(bucket)
+            return bucket
+        tiles = tuple(plan_tiles(plan, tokens) for tokens in self.plan.work.tile_tokens)
+        sizes = self._sizes(plan, tiles)
+        layout = self.staging.layout(sizes)
+        self.staging.upload(plan, rows, layout, StepWork(self._items(plan, sizes), tiles))
+        placed = PlacedStep(layout, self.staging.memory(layout), captured=False)
+        self._enqueue(sizes, placed.memory)
+        return placed
+
+    def _sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled:
+        picked = placed.captured and is_plain(rows) and rows.num_rows > 0
+        if picked:
+            self._replay_ids(placed, not rows.all_greedy)
+        return self.sampler.sample(self.logits, placed.memory, rows, picked=picked)
+
+    def _replay_forward(self, bucket: PlacedStep) -> None:
+        """The pass to the logits."""
+        sizes, memory = bucket.layout.sizes, bucket.memory
+        self.graphs.run(sizes, lambda: self._enqueue(sizes, memory))
+
+    def _replay_ids(self, bucket: PlacedStep, drawn: bool) -> None:
+        """The ids of every row; `drawn`: some row is not greedy."""
+        sizes, memory = bucket.layout.sizes, bucket.memory
+        self.graphs.run(
+            (sizes, drawn),
+            lambda: self.sampler.enqueue_ids(self.logits, memory, sizes.logit_rows, drawn=drawn),
+        )
+
+    def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
+        self.device.launch(
+            self.begin, {"count": sizes.tokens, "patches": sizes.patches},
+            (
+                memory.tokens, self.last_ids, self.staging.tables, memory.patches, sizes.tokens,
+                sizes.patches,
+            ),
+        )  # fmt: skip
+        for op in self.ops:
+            op(sizes, memory)
+
+    def _bucket(self, size: int) -> PlacedStep:
+        found = self._buckets.get(size)
+        if found is None:
+            items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
+            none = tuple(0 for _ in self.plan.work.tile_tokens)
+            layout = self.staging.layout(StepSizes(size, size, size, items, none, self._groups))
+            found = self._buckets[size] = PlacedStep(
+                layout, self.staging.memory(layout), captured=True
+            )
+        return found
+
+    def _sizes(self, plan: StepPlan, tiles: tuple[I32, ...]) -> StepSizes:
+        by_items = plan.num_tokens
+        if tiles:
+            by_items = int((np.diff(plan.query_start) == 1).sum())
+        processors = self.device.info.num_processors
+        items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
+        num_tiles = tuple(map(len, tiles))
+        return StepSizes(
+            plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles, self._groups
+        )  # fmt: skip
+
+    def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
+        kinds = self.plan.work
+        return {
+            seen: plan_items(
+                plan, seen, sizes.tokens, sizes.items, single_rows_only=bool(kinds.tile_tokens)
+            )
+            for seen in kinds.visibilities
+        }
+
+    @property
+    def _groups(self) -> int:
+        return len(self.plan.kv.layout.groups)
+
+    @property
+    def _no_tiles(self) -> tuple[I32, ...]:
+        return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tile_tokens)
+
+    def _no_work(self, sizes: StepSizes) -> StepWork:
+        return StepWork(self._items(_nothing(self._groups), sizes), self._no_tiles)
+
+
+def _nothing(groups: int) -> StepPlan:
+    """Padding alone: nothing is stored, nothing attended to."""
+    empty = np.zeros(0, np.int32)
+    return StepPlan(
+        empty, empty, (empty,) * groups, np.zeros(1, np.int32), empty,
+        (empty.reshape(0, 0),) * groups, empty,
+    )  # fmt: skip
+
+
+def _no_rows(drawn: bool) -> SamplingRows:
+    f32, i32 = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return SamplingRows(
+        f32, i32, f32, f32, f32, f32, f32, np.zeros(0, np.uint64), i32, i32, i32,
+        all_greedy=not drawn,
+    )  # fmt: skip

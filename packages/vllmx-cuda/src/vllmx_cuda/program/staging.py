@@ -1,0 +1,270 @@
+"""A step's arrays on their way to the device: packed into one pinned buffer, copied at once.
+
+A `Layout` depends on the padded sizes alone, so the addresses that a captured graph has read from
+once stay right for every step of its bucket. The block table stays on the device: of it a step
+sends the entries that changed, which its first kernel puts in place. Where too many did, the table
+goes on its own, row by row to a fixed pitch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
+
+from vllmx_cuda.device.device import Bytes, Device, Memory
+from vllmx_cuda.program.parameters import PARAMETERS, parameter, parameter_bytes, read_parameters
+from vllmx_cuda.program.work import StepWork, Visibility, WorkKinds
+
+ALIGNMENT = 256
+SLOTS = 2
+"""Steps in flight, each with a pinned buffer of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes of a step with its padding."""
+
+    tokens: int
+    logit_rows: int
+    rows: int
+    items: int
+    """Work items of each visibility; 0: none is launched."""
+    tiles: tuple[int, ...]
+    """Tiles of each size of tile."""
+    groups: int = 1
+    """Cache groups, each with slots and a block table of its own."""
+
+    @property
+    def patches(self) -> int:
+        """Entries of the block tables that the step can change: in a step of decode rows each takes
+        a new block of each group at most."""
+        return 2 * self.rows * self.groups + 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each array of a step lies in the packed buffer, in bytes."""
+
+    sizes: StepSizes
+    tokens: int
+    positions: int
+    slots: tuple[int, ...]
+    logit_rows: int
+    context_len: int
+    items: tuple[int, ...]
+    """One for each visibility, as is `first_items`."""
+    first_items: tuple[int, ...]
+    tiles: tuple[int, ...]
+    patches: int
+    parameters: Mapping[str, int]
+    """Of the sampler, behind everything else."""
+    num_bytes: int
+
+    @property
+    def parameters_begin(self) -> int:
+        """Where the sampler's parameters begin."""
+        return min(self.parameters.values())
+
+    @classmethod
+    def of(cls, sizes: StepSizes, num_visibilities: int) -> Layout:
+        end = 0
+
+        def take_bytes(num_bytes: int) -> int:
+            nonlocal end
+            begin, end = end, -(-(end + num_bytes) // ALIGNMENT) * ALIGNMENT
+            return begin
+
+        def take(count: int) -> int:
+            return take_bytes(4 * count)
+
+        tokens, positions = take(sizes.tokens), take(sizes.tokens)
+        slots = tuple(take(sizes.tokens) for _ in range(sizes.groups))
+        logit_rows, context_len = take(sizes.logit_rows), take(sizes.rows)
+        items = tuple(take(4 * sizes.items) for _ in range(num_visibilities))
+        first_items = tuple(take(sizes.tokens + 1) for _ in range(num_visibilities))
+        tiles = tuple(take(4 * count) for count in sizes.tiles)
+        patches = take(2 * sizes.patches)
+        parameters = {
+            name: take_bytes(parameter_bytes(name, sizes.logit_rows)) for name in PARAMETERS
+        }
+        return cls(
+            sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles,
+            patches, parameters, end,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The same arrays on the device."""
+
+    tokens: Memory
+    positions: Memory
+    slots: tuple[Memory, ...]
+    """Of each cache group, as are `block_tables`."""
+    logit_rows: Memory
+    items: Mapping[Visibility, Memory]
+    first_item: Mapping[Visibility, Memory]
+    context_len: Memory
+    tiles: Mapping[int, Memory]
+    """By the size of tile."""
+    patches: Memory
+    """(N, 2) index into all block tables, -1: unused, and the entry."""
+    parameters: Mapping[str, Memory]
+    """Of the sampler, one a logit row; see `vllmx_cuda.program.parameters`."""
+    block_tables: tuple[Memory, ...]
+    table_stride: int
+
+
+class Staging:
+    """Buffers for the steps of one model.
+
+    Args:
+        num_bytes: of the largest layout.
+        max_rows, max_blocks: of each block table.
+        groups: cache groups.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kinds: WorkKinds,
+        num_bytes: int,
+        max_rows: int,
+        max_blocks: int,
+        groups: int = 1,
+    ) -> None:
+        self._device = device
+        self._kinds = kinds
+        self._max_blocks = max_blocks
+        self._packed = device.zeros(num_bytes)
+        self.tables = device.zeros(4 * groups * max_rows * max_blocks)
+        self._sent = np.zeros((groups, max_rows, max_blocks), np.int32)
+        """The tables as the device has them once all that was enqueued has run."""
+        self._pinned = [device.pinned(num_bytes) for _ in range(SLOTS)]
+        self._pinned_tables = [[device.pinned(0) for _ in range(groups)] for _ in range(SLOTS)]
+        self._next = 0
+
+    def layout(self, sizes: StepSizes) -> Layout:
+        return Layout.of(sizes, len(self._kinds.visibilities))
+
+    def memory(self, layout: Layout) -> StepMemory:
+        """Spans of the device buffer; the same for equal layouts."""
+        sizes = layout.sizes
+        return StepMemory(
+            tokens=self._packed.at(layout.tokens, 4 * sizes.tokens),
+            positions=self._packed.at(layout.positions, 4 * sizes.tokens),
+            slots=tuple(self._packed.at(begin, 4 * sizes.tokens) for begin in layout.slots),
+            logit_rows=self._packed.at(layout.logit_rows, 4 * sizes.logit_rows),
+            items={
+                v: self._packed.at(at, 16 * sizes.items)
+                for v, at in zip(self._kinds.visibilities, layout.items, strict=True)
+            },
+            first_item={
+                v: self._packed.at(at, 4 * (sizes.tokens + 1))
+                for v, at in zip(self._kinds.visibilities, layout.first_items, strict=True)
+            },
+            context_len=self._packed.at(layout.context_len, 4 * sizes.rows),
+            tiles={
+                tokens: self._packed.at(at, 16 * count)
+                for tokens, at, count in zip(
+                    self._kinds.tile_tokens, layout.tiles, sizes.tiles, strict=True
+                )
+            },
+            patches=self._packed.at(layout.patches, 8 * sizes.patches),
+            parameters={
+                name: self._packed.at(at, parameter_bytes(name, sizes.logit_rows))
+                for name, at in layout.parameters.items()
+            },
+            block_tables=tuple(map(self._table, range(sizes.groups))),
+            table_stride=self._max_blocks,
+        )
+
+    def upload(
+        self, plan: StepPlan, rows: SamplingRows | None, layout: Layout, work: StepWork
+    ) -> None:
+        """Packs a step and enqueues its copy; plan and rows may change afterwards. Padding tokens
+        are id 0 at position 0 and write to no slot. Without rows, `upload_parameters` follows."""
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        packed, sizes = self._pinned[slot], layout.sizes
+        _put(packed, layout.tokens, sizes.tokens, plan.tokens, 0)
+        _put(packed, layout.positions, sizes.tokens, plan.positions, 0)
+        for begin, slots in zip(layout.slots, plan.slots, strict=True):
+            _put(packed, begin, sizes.tokens, slots, -1)
+        _put(packed, layout.logit_rows, sizes.logit_rows, plan.logit_rows, 0)
+        _put(packed, layout.context_len, sizes.rows, plan.context_len, 0)
+        for index, visibility in enumerate(self._kinds.visibilities):
+            found = work.items[visibility]
+            _put(packed, layout.items[index], 4 * sizes.items, found.items.reshape(-1), -1)
+            begin = layout.first_items[index]
+            _put(packed, begin, sizes.tokens + 1, found.first_item, found.num_items)
+        for begin, tiles in zip(layout.tiles, work.tiles, strict=True):
+            _put(packed, begin, tiles.size, tiles.reshape(-1), 0)
+        patches = self._patches(plan, sizes.patches, slot)
+        _put(packed, layout.patches, 2 * sizes.patches, patches.reshape(-1), -1)
+        end = layout.parameters_begin
+        if rows is not None:
+            _put_parameters(packed, layout, rows)
+            end = layout.num_bytes
+        self._device.upload(self._packed, packed[:end])
+
+    def upload_parameters(self, rows: SamplingRows, layout: Layout) -> None:
+        """What `upload` left out for the step that it packed last: the same pinned buffer, in a
+        part that its copy does not read."""
+        packed, begin = self._pinned[self._next - 1], layout.parameters_begin
+        _put_parameters(packed, layout, rows)
+        target = self._packed.at(begin, layout.num_bytes - begin)
+        self._device.upload(target, packed[begin : layout.num_bytes])
+
+    def _table(self, group: int) -> Memory:
+        num_bytes = self._sent[group].nbytes
+        return self.tables.at(group * num_bytes, num_bytes)
+
+    def _patches(self, plan: StepPlan, capacity: int, slot: int) -> I32:
+        """(N, 2) where the plan's block tables differ from those on the device; none of a group
+        whose whole table is sent, because more entries differ than are left of `capacity`."""
+        found = []
+        for group, table in enumerate(plan.block_tables):
+            found.append(self._patches_of(group, table, capacity, slot))
+            capacity -= len(found[-1])
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _patches_of(self, group: int, table: I32, capacity: int, slot: int) -> I32:
+        rows, blocks = table.shape
+        blocks = min(blocks, self._max_blocks)
+        table, sent = table[:, :blocks], self._sent[group, :rows, :blocks]
+        # found in one dimension: numpy is ten times slower in two
+        row, column = np.divmod(np.flatnonzero(table != sent), max(1, blocks))
+        patches = np.empty((len(row), 2), np.int32)
+        if len(row) <= capacity:
+            patches[:, 0] = row * self._max_blocks + column + group * self._sent[group].size
+            patches[:, 1] = sent[row, column] = table[row, column]
+            return patches
+        sent[...] = table
+        num_bytes = 4 * rows * blocks
+        pinned = self._pinned_tables[slot]
+        if num_bytes > pinned[group].nbytes:
+            pinned[group] = self._device.pinned(2 * num_bytes)
+        packed = pinned[group][:num_bytes]
+        packed.view(np.int32).reshape(rows, blocks)[...] = table
+        self._device.upload_rows(self._table(group), 4 * self._max_blocks, packed, 4 * blocks)
+        return patches[:0]
+
+
+def _put_parameters(packed: Bytes, layout: Layout, rows: SamplingRows) -> None:
+    for name in read_parameters(rows):
+        kind, padding = PARAMETERS[name]
+        begin, values = layout.parameters[name], parameter(rows, name)
+        num_bytes = parameter_bytes(name, layout.sizes.logit_rows)
+        target = packed[begin : begin + num_bytes].view(kind)
+        target[: len(values)] = values
+        target[len(values) :] = padding
+
+
+def _put(packed: Bytes, begin: int, count: int, values: AnyArray, padding: int) -> None:
+    """`values` as int32 from byte `begin` on, padded to `count` of them."""
+    target = packed[begin : begin + 4 * count].view(np.int32)
+    target[: len(values)] = values
+    target[len(values) :] = padding

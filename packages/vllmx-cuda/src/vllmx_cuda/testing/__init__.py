@@ -1,0 +1,1 @@
+"""A device without a GPU, for tests: the same kernels on the CPU."""

@@ -1,0 +1,298 @@
+"""A device without a GPU: numpy buffers, kernels on the emulator, products by numpy.
+
+For tests: it runs what a GPU would run, launch by launch, some ten thousand times slower. It is
+registered nowhere; `CudaBackend(open_device=EmulatedDevice)` makes a backend of it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import CapacityError
+from vllmx_core.memory import format_bytes
+from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
+
+from vllmx_cuda.device.arch import number
+from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.kernel_specs.codes8 import BLOCK
+from vllmx_cuda.kernel_specs.types import ceil_div, shared_bytes
+from vllmx_cuda.testing.emulator import Emulator, empty
+
+MEMORY_BYTES = 1 << 28
+_CAPTURED = ("launch", "multiply", "copy")
+
+
+class EmulatedEvent:
+    """A place in the queue of its device."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self.time_s = 0.0
+
+    def happen(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        self._device.calls["wait"] += 1
+        self._device.run_until(self.happen)
+
+    def seconds_since(self, earlier: Any) -> float:
+        assert self.time_s, "the event has not happened: wait for it"
+        return float(self.time_s - earlier.time_s)
+
+
+class EmulatedGraph:
+    """The captured calls, made again at each launch."""
+
+    def __init__(self, device: EmulatedDevice, calls: Sequence[Callable[[], None]]) -> None:
+        self._device, self._captured = device, calls
+
+    def launch(self) -> None:
+        self._device.submit("graph", *self._captured)
+
+
+class EmulatedDevice:
+    """`vllmx_cuda.device.device.Device`.
+
+    Args:
+        check: the emulator's instrumented build, which finds races and bad accesses.
+        num_processors: small, so that work is split a little and not a lot.
+        arch: what it says that it is.
+        deferred: as a GPU that is as late as it may be: what was enqueued runs when somebody waits
+            for it, and so shows whoever reads results or writes pinned memory too early.
+    """
+
+    def __init__(
+        self,
+        *,
+        check: bool = False,
+        memory_bytes: int = MEMORY_BYTES,
+        num_processors: int = 2,
+        arch: str = "sm_90a",
+        deferred: bool = False,
+        emulator: Emulator | None = None,
+    ) -> None:
+        self.info = DeviceInfo("emulated GPU", arch, num_processors, memory_bytes)
+        self.allocated_bytes = 0
+        self.calls: Counter[str] = Counter()
+        """What was asked of the device so far, by method; "graph": launches of graphs."""
+        self._emulator = emulator or Emulator(check=check)
+        self._captured: list[Callable[[], None]] | None = None
+        self._deferred = deferred
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def submit(self, kind: str, *calls: Callable[[], None]) -> None:
+        """Into the stream; into the graph while one is captured."""
+        self.calls[kind] += 1
+        if self._captured is not None:
+            assert kind in _CAPTURED, f"CUDA refuses {kind} while it captures"
+            self._captured += calls
+        elif self._deferred:
+            self._queue += calls
+        else:
+            for call in calls:
+                call()
+
+    def run_until(self, last: Callable[[], None] | None) -> None:
+        """Runs what is in the queue, up to `last`; all of it for None."""
+        if last is not None and last not in self._queue:
+            return
+        while self._queue:
+            call = self._queue.popleft()
+            call()
+            if call == last:
+                return
+
+    def activate(self) -> None:
+        return
+
+    def free_bytes(self) -> int:
+        return self.info.memory_bytes - self.allocated_bytes
+
+    def empty(self, num_bytes: int) -> Memory:
+        if num_bytes > self.free_bytes():
+            raise CapacityError(
+                f"{format_bytes(num_bytes)} of device memory were asked for, "
+                f"{format_bytes(self.free_bytes())} are free: lower --max-num-seqs"
+            )
+        buffer = empty(max(1, num_bytes), np.uint8)  # every bit set: NaN where it is not written
+        self.allocated_bytes += num_bytes
+        weakref.finalize(buffer, self._freed, num_bytes)
+        return Memory(buffer.ctypes.data, num_bytes, buffer)
+
+    def _freed(self, num_bytes: int) -> None:
+        self.allocated_bytes -= num_bytes
+
+    def zeros(self, num_bytes: int) -> Memory:
+        memory = self.empty(num_bytes)
+        memory.owner[...] = 0
+        return memory
+
+    def pinned(self, num_bytes: int) -> Bytes:
+        return np.zeros(num_bytes, np.uint8)
+
+    def trim_pinned(self) -> None:
+        """Nothing: there is no pool."""
+
+    def upload(self, target: Memory, source: Bytes) -> None:
+        def run() -> None:
+            array(target, np.uint8)[: source.nbytes] = source
+
+        self.submit("upload", run)
+
+    def upload_rows(self, target: Memory, pitch: int, source: Bytes, width: int) -> None:
+        def run() -> None:
+            for index, row in enumerate(source.reshape(-1, width)):
+                array(target.at(index * pitch, width), np.uint8)[...] = row
+
+        self.submit("upload_rows", run)
+
+    def download(self, target: Bytes, source: Memory) -> None:
+        def run() -> None:
+            target[...] = array(source, np.uint8)[: target.nbytes]
+
+        self.submit("download", run)
+
+    def copy(self, target: Memory, source: Memory) -> None:
+        def run() -> None:
+            array(target, np.uint8)[: source.num_bytes] = array(source, np.uint8)
+
+        self.submit("copy", run)
+
+    def prepare(self, variants: Sequence[Variant], *, progress: bool = False) -> None:
+        """Nothing: the emulator compiles at the first launch."""
+
+    def launch(
+        self,
+        variant: Variant,
+        sizes: dict[str, int],
+        arguments: Sequence[Memory | int | float | None],
+    ) -> None:
+        arch = number(self.info.arch)
+        assert variant.runs_on(arch), f"{variant} needs more than sm_{arch}"
+        assert variant.launch(sizes).shared_bytes <= shared_bytes(arch), variant
+        passed = [
+            array(value, np.uint8) if isinstance(value, Memory) else value for value in arguments
+        ]
+        self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
+
+    def can_multiply(self, product: Product) -> bool:
+        """As cuBLASLt: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4; blocks of
+        scales on sm_90 alone."""
+        if product.blocks and (number(self.info.arch) != 90 or product.m % 4):
+            return False
+        if product.dtype == "f8e4m3" and number(self.info.arch) < 89:
+            return False
+        size = {"f8e4m3": 16, "i8": 4}.get(product.dtype, 1)
+        return product.n % size == 0 and product.k % size == 0
+
+    def multiply(
+        self,
+        product: Product,
+        x: Memory,
+        w: Memory,
+        y: Memory,
+        bias: Memory | None = None,
+        scales: tuple[Memory, Memory] | None = None,
+    ) -> None:
+        self.submit("multiply", lambda: _multiply(product, x, w, y, bias, scales))
+
+    def unmeasured(self, enqueue: Callable[[], None]) -> bool:
+        return False
+
+    def tuning(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def event(self) -> EmulatedEvent:
+        event = EmulatedEvent(self)
+        self.submit("event", event.happen)
+        return event
+
+    def capture(self, enqueue: Callable[[], None]) -> EmulatedGraph:
+        assert self._captured is None, "one capture at a time"
+        self.calls["capture"] += 1
+        before = self.calls.copy()
+        self._captured = []
+        try:
+            enqueue()
+            return EmulatedGraph(self, self._captured)
+        finally:
+            self._captured, self.calls = None, before  # what is captured has not been asked for
+
+    def synchronize(self) -> None:
+        assert self._captured is None, "CUDA refuses to wait while it captures"
+        self.calls["synchronize"] += 1
+        self.run_until(None)
+
+    def faults(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.run_until(None)
+
+
+def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The span as a flat array over the same bytes."""
+    begin = memory.address - memory.owner.ctypes.data
+    span: npt.NDArray[Any] = memory.owner[begin : begin + memory.num_bytes].view(dtype)
+    return span
+
+
+_NUMPY = {
+    "bf16": np.uint16, "f16": np.float16, "f32": np.float32, "i8": np.int8, "i32": np.int32,
+    "f8e4m3": np.uint8,
+}  # fmt: skip
+
+
+def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
+    """Its values as float32."""
+    values = array(memory, _NUMPY[dtype])
+    if dtype == "f8e4m3":
+        return float8_to_f32(values, dtype)
+    return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32)
+
+
+def _multiply(
+    p: Product,
+    x: Memory,
+    w: Memory,
+    y: Memory,
+    bias: Memory | None,
+    scales: tuple[Memory, Memory] | None,
+) -> None:
+    left = wide(x, p.dtype)[: p.m * p.k].reshape(p.m, p.k)
+    right = wide(w, p.dtype)[: p.n * p.k].reshape(p.n, p.k)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if p.blocks:
+            assert scales is not None
+            groups = ceil_div(p.k, BLOCK)
+            of_x, of_w = wide(scales[0], "f32"), wide(scales[1], "f32")
+            left = left * _spread(of_x[: groups * p.m].reshape(groups, p.m).T, p.k)
+            pitch, blocks = ceil_div(groups, 4) * 4, ceil_div(p.n, BLOCK)
+            by_rows = of_w[: blocks * pitch].reshape(blocks, pitch)
+            right = right * _spread(np.repeat(by_rows, BLOCK, 0)[: p.n], p.k)
+    with np.errstate(over="ignore", invalid="ignore"):  # a row with NaN is the sampler's to refuse
+        # sums of products of int8 are exact in float64
+        result: npt.NDArray[Any] = left @ right.T
+        if p.dtype == "i8":
+            result = left.astype(np.float64) @ right.T
+        if p.biased:
+            assert bias is not None
+            result += wide(bias, p.out_dtype)[: p.n]
+        rounded = f32_to_bf16(result) if p.out_dtype == "bf16" else result
+        values, pitch = array(y, _NUMPY[p.out_dtype]), p.pitch or p.n
+        for row in range(p.m):
+            values[row * pitch : row * pitch + p.n] = rounded[row]
+
+
+def _spread(scales: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:
+    """(rows, columns) from one for each 128 columns."""
+    return np.repeat(scales, BLOCK, 1)[:, :columns]

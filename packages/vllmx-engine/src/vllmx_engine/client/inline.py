@@ -1,0 +1,237 @@
+"""The engine core in this process: whoever waits for an answer has the steps run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import EngineDeadError, StepTimeoutError
+from vllmx_core.registry import Registry
+
+from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
+from vllmx_engine.client.request import Request, RequestBuilder
+from vllmx_engine.client.request_state import OutputKind, RequestState
+from vllmx_engine.client.request_table import RequestTable
+from vllmx_engine.client.stepper import Stepper
+from vllmx_engine.core.load import load_planned, plan_load
+from vllmx_engine.core.watchdog import StepWatch, log_stuck
+from vllmx_engine.wire.outputs import RequestOutput
+
+logger = logging.getLogger("vllmx.inline")
+
+ON_WAIT_S = 0.1
+"""Between two calls of `on_wait`."""
+
+
+class InlineEngine:
+    """An engine core and its requests. Several threads may use it: steps run on a thread of their
+    own while anybody waits (see `Stepper`), and whatever else touches the core takes turns with
+    them. Who waits, for a step or for a turn, watches that steps come back.
+
+    Raises (constructor): the typed reason why the model cannot be loaded.
+    """
+
+    def __init__(self, config: EngineConfig, registry: Registry | None = None) -> None:
+        plan = plan_load(config, registry)
+        self.config = config
+        with ThreadPoolExecutor(1, "tokenizer") as pool:
+            tokenizer = pool.submit(load_tokenizer, plan)
+            self._core, self.info = load_planned(plan)
+        try:
+            self.tokenizer = tokenizer.result()
+            self.renderer = ChatRenderer.of(config, self.tokenizer)
+            self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
+            self._table = RequestTable(self.tokenizer)
+        except BaseException:
+            self._core.close()
+            raise
+        self._stepper = Stepper(self._step, lambda: len(self._table) > 0)
+        self._turn = Turn()
+        self._verdict = threading.Lock()
+        """Held while results are taken in or handed out, and while the core is given up."""
+        self._closed: EngineDeadError | None = None
+        self._freed = False
+
+    def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
+        """Queues a request. Raises EngineDeadError."""
+        with self._a_turn():
+            self._check_open()
+            state = self._table.add(request, kind)
+            for core_request in request.core:
+                self._core.add(core_request)
+            return state
+
+    def run(
+        self, states: Sequence[RequestState], on_wait: Callable[[], None] | None = None
+    ) -> None:
+        """Steps until all of `states` have ended, calling `on_wait` a few times a second. When
+        interrupted it aborts them and raises KeyboardInterrupt; the engine stays usable."""
+        unfinished = iter(states)
+        state = next(unfinished, None)
+
+        def done() -> bool:
+            nonlocal state
+            while state is not None and state.finished:
+                state = next(unfinished, None)
+            return state is None
+
+        try:
+            self._wait(done, on_wait)
+        except BaseException:
+            for aborted in states:
+                self.abort(aborted)
+            raise
+
+    def next_output(self, state: RequestState) -> RequestOutput:
+        """Steps until `state` has an update, and hands it out. Raises the request's error."""
+        if not state.has_update():
+            self._wait(state.has_update)
+        with self._verdict:  # and not a turn: the next step may be under way
+            if state.error is not None:
+                raise state.error
+            return state.output()
+
+    def abort(self, state: RequestState) -> None:
+        """Ends a request with finish reason "abort", unless it has ended."""
+        if state.finished:
+            return
+        with self._a_turn():
+            with self._verdict:
+                aborted = self._table.end(state, "abort")
+            if self._closed is None:
+                self._core.abort(aborted)
+
+    def close(self) -> None:
+        """Ends all requests and frees the model, unless that hangs. May be called twice."""
+        try:
+            with self._a_turn():
+                with self._verdict:
+                    self._table.end_all("abort")
+                if self._closed is None:
+                    self._closed = EngineDeadError("the engine is closed: load the model again")
+                if not self._freed:
+                    self._freed = True
+                    self._free()
+        except StepTimeoutError:
+            logger.warning("the device hangs: it keeps the model until this process ends")
+
+    def _free(self) -> None:
+        """Closes the core on a thread of its own: it waits for the device."""
+        closing = threading.Thread(target=self._core.close, name="vllmx-close", daemon=True)
+        closing.start()
+        watch = StepWatch(self._core)
+        while closing.is_alive():
+            closing.join(watch.interval_s)
+            self._check_progress(watch)
+
+    # --- waiting ----------------------------------------------------------------------------------
+    def _wait(self, done: Callable[[], bool], on_wait: Callable[[], None] | None = None) -> None:
+        watch = StepWatch(self._core)
+        interval_s = watch.interval_s
+        if on_wait is not None:
+            interval_s = min(interval_s or ON_WAIT_S, ON_WAIT_S)
+
+        def look() -> None:
+            self._check_progress(watch)
+            if on_wait is not None:
+                on_wait()
+
+        self._stepper.wait(done, look, interval_s)
+
+    @contextmanager
+    def _a_turn(self) -> Iterator[None]:
+        """Between two steps. Raises StepTimeoutError instead when one does not come back."""
+        watch = StepWatch(self._core)
+        while not self._turn.acquire(watch.interval_s):
+            self._check_progress(watch)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _check_progress(self, watch: StepWatch) -> None:
+        """Gives the core up when it hangs: every request ends. Raises StepTimeoutError then."""
+        with self._verdict:
+            error = watch.stuck()
+            if error is not None and not isinstance(self._closed, StepTimeoutError):
+                log_stuck(error)
+                self._closed = error
+                self._table.end_all("error", error)
+        if isinstance(self._closed, StepTimeoutError):
+            self._check_open()
+
+    def _step(self) -> None:
+        """One step for all requests, on the stepper's thread."""
+        with self._turn:
+            self._check_open()
+            try:
+                outputs = self._core.step()
+            except Exception as error:
+                logger.exception("the engine core failed")
+                text = "the engine core failed; see the log, then load the model again"
+                with self._verdict:
+                    self._closed = self._closed or EngineDeadError(text)
+                    self._table.end_all("error", self._closed)
+                raise self._closed from error
+            with self._verdict:
+                if self._closed is None:
+                    self._core.abort(self._table.take(outputs))
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise type(self._closed)(self._closed.message)
+
+
+class Turn:
+    """A lock that a thread in a loop cannot keep from others: who waits stands in the door, and
+    the loop must wait behind it. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._door = threading.Lock()
+        self._room = threading.Lock()
+
+    def acquire(self, timeout_s: float | None = None) -> bool:
+        """False when the time was up; None: it never is."""
+        wait_s = -1.0 if timeout_s is None else timeout_s
+        if not self._door.acquire(timeout=wait_s):
+            return False
+        try:
+            return self._room.acquire(timeout=wait_s)
+        finally:
+            self._door.release()
+
+    def release(self) -> None:
+        self._room.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class HasEngine:
+    """A context manager that closes its engine."""
+
+    _engine: InlineEngine
+
+    def close(self) -> None:
+        """Frees the model. May be called twice."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

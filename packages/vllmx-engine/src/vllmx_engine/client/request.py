@@ -1,0 +1,311 @@
+"""From what a user asks to what the core is told: tokens, limits, seeds, choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
+from vllmx_core.sampling import SamplingParams
+
+from vllmx_engine.client.logprob_limit import check_logprobs, most_scored_tokens
+from vllmx_engine.core.generation_config import SAMPLING
+from vllmx_engine.text.stop import StopSet
+from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
+from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
+
+logger = logging.getLogger("vllmx.requests")
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
+_SEED_SPACE = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request, ready for the core."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    core: list[CoreRequest]
+    """One for each choice that is generated (best_of, or n)."""
+    stops: StopSet | None
+    arrival_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt, and tokens to generate at most in each choice."""
+        return len(self.prompt_ids), self.core[0].max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Who asks, and how urgently."""
+
+    priority: int = 0
+    """Smaller is served first; 32 bits."""
+    client: str = ""
+    """For fair share between clients."""
+    cache_salt: str = ""
+    """Only requests of one salt share cached prefixes."""
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        if not whole or not -(1 << 31) <= self.priority < 1 << 31:
+            raise InvalidRequestError(
+                f"priority must be an integer of 32 bits, got {self.priority!r}", param="priority"
+            )
+
+
+def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters that the model's generation_config.json recommends (what vLLM calls
+    `--generation-config auto`); whatever a user names explicitly wins over them. A value that no
+    request could have is left out with a warning: it is not the users' mistake."""
+    found = {name: generation_config.get(name) for name in SAMPLING}
+    found["max_tokens"] = generation_config.get("max_new_tokens")
+    params: dict[str, Any] = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequestError as error:
+            logger.warning("generation_config.json of the model is passed over: %s", error)
+        else:
+            params[name] = value
+    return params
+
+
+def _eos_ids(generation_config: Mapping[str, Any]) -> list[int]:
+    """As the checkpoint names them. Raises ConfigError."""
+    own = generation_config.get("eos_token_id")
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(
+            "eos_token_id in generation_config.json must be one id or a list of ids, got"
+            f" {shown(own)}"
+        )
+    return ids
+
+
+class RequestBuilder:
+    """Checks requests and makes `CoreRequest`s of them. Thread-safe.
+
+    Args:
+        tokenizer: of the model.
+        info: of the loaded core: its limits.
+        seed: `EngineConfig.seed`: seeds of requests without one follow from it, in order.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: CoreInfo, seed: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        ids = tokenizer.eos_token_ids.union(_eos_ids(info.generation_config))
+        self._eos_ids = sorted(i for i in ids if 0 <= i < info.vocab_size)  # -1 means none
+        self._seeds = random.Random(seed)  # noqa: S311 - draws of text, not secrets
+        self._numbers = itertools.count()
+        self.defaults = default_params(info.generation_config)
+
+    def sampling_params(self, **explicit: Any) -> SamplingParams:
+        """The model's recommended parameters, replaced where `explicit` names a value."""
+        return SamplingParams(**{**self.defaults, **explicit})
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        options: RequestOptions = RequestOptions(),
+        add_special_tokens: bool = True,
+        fit_max_tokens: bool = True,
+    ) -> Request:
+        """Everything that can be refused is refused here.
+
+        Args:
+            params: None: what the model recommends.
+            add_special_tokens: BOS and the like around a text; False after a chat template, which
+                brings its own.
+            fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
+
+        Raises:
+            ContextLengthError: no room after the prompt for one token, or for `max_tokens`.
+            InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
+        """
+        params = params or self.sampling_params()
+        if params.truncate_prompt_tokens is None:
+            text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)
+        else:
+            text, ids = self._truncated(prompt, add_special_tokens, params)
+        self._check_prompt(ids)
+        if not fit_max_tokens:
+            self._check_room(len(ids), params.max_tokens)
+        params.check_vocab(self.info.vocab_size)
+        number = next(self._numbers)
+        core = self._core_requests(number, ids, params, options)
+        check_logprobs(params, [(len(ids), core[0].max_tokens)])
+        return Request(
+            request_id or f"req-{number}",
+            text,
+            ids,
+            params,
+            core,
+            StopSet(params.stop) if params.stop else None,
+        )
+
+    def _truncated(
+        self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
+    ) -> tuple[str | None, list[int]]:
+        """As `_tokens`, but without what `truncate_prompt_tokens` leaves out."""
+        limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
+        if keep > limit:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {keep}, more than the context of {limit} tokens: lower"
+                " it, or set -1 for as many as fit",
+                param="truncate_prompt_tokens",
+            )
+        if keep < 0:
+            keep = max(1, limit - (params.max_tokens or 1))
+        text, ids = self._tokens(prompt, add_special_tokens, None)
+        return (text, ids) if len(ids) <= keep else (None, ids[-keep:])
+
+    def _tokens(
+        self, prompt: Prompt, add_special_tokens: bool, limit: int | None
+    ) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if prompt.get("prompt_token_ids") is not None:
+                return prompt.get("prompt"), _checked_ids(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise InvalidRequestError(
+                    f"a prompt needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}",
+                    param="prompt",
+                )
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            try:
+                return prompt, self.tokenizer.encode(prompt, add_special_tokens, limit=limit)
+            except TooManyTokensError as error:
+                at_least = "" if error.exact else "at least "
+                raise self._too_long(f"{at_least}{error.num_tokens}") from None
+        return None, _checked_ids(prompt)
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise InvalidRequestError("the prompt has no tokens: give at least one", param="prompt")
+        if min(ids) < 0 or max(ids) >= self.info.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequestError(
+                f"the prompt names token id {wrong}, but the vocabulary has ids 0 to"
+                f" {self.info.vocab_size - 1}",
+                param="prompt",
+            )
+        if len(ids) >= self.info.max_model_len:
+            raise self._too_long(str(len(ids)))
+
+    def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
+        room = self.info.max_model_len - prompt_tokens
+        if max_tokens is not None and max_tokens > room:
+            raise ContextLengthError(
+                f"max_tokens is {max_tokens} and the prompt has {prompt_tokens} tokens, which the"
+                f" context of {self.info.max_model_len} cannot hold together: lower max_tokens to"
+                f" {room}, or shorten the prompt",
+                param="max_tokens",
+            )
+
+    def _too_long(self, num_tokens: str) -> ContextLengthError:
+        limit = self.info.max_model_len
+        return ContextLengthError(
+            f"the prompt has {num_tokens} tokens, but the context of {limit} must hold it and at"
+            f" least one token of output: shorten it to {limit - 1} tokens",
+            param="prompt",
+        )
+
+    def _core_requests(
+        self, number: int, ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> list[CoreRequest]:
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        stop_ids = [] if params.ignore_eos else self._eos_ids
+        leader = CoreRequest(
+            request_id=f"{number}.0",
+            prompt=pack_ids(ids),
+            params=_core_params(params),
+            stop_ids=[*stop_ids, *params.stop_token_ids],
+            bad_words_ids=self._bad_words(params.bad_words),
+            max_tokens=self._max_tokens(len(ids), params),
+            seed=choice_seed(seed, 0),
+            priority=options.priority,
+            client=options.client,
+            cache_salt=options.cache_salt,
+        )
+        followers = [
+            Follower(f"{number}.{index}", choice_seed(seed, index))
+            for index in range(1, params.best_of or params.n)
+        ]
+        return choices_of(leader, followers)
+
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        room = self.info.max_model_len - prompt_tokens
+        if params.max_tokens is None:
+            return min(room, most_scored_tokens(params))
+        return min(params.max_tokens, room)
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Ids of each word at the start of a text and after a space, where they are others than
+        behind a space that is a token of its own."""
+        found: list[list[int]] = []
+        bare_words = [word.lstrip(" ") for word in words]
+        encode = partial(self.tokenizer.encode_batch, add_special_tokens=False)
+        bare_ids, spaced_ids = encode(bare_words), encode([f" {word}" for word in bare_words])
+        for word, bare, spaced in zip(words, bare_ids, spaced_ids, strict=True):
+            if not bare:
+                raise InvalidRequestError(
+                    f"bad_words has {word!r}, which is no word", param="bad_words"
+                )
+            found.append(bare)
+            if spaced[-len(bare) :] != bare:
+                found.append(spaced)
+        return found
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Of a choice, by a request's seed: the seed itself for the first, and for the others a hash,
+    so that requests with neighbouring seeds have no answers in common."""
+    seed %= _SEED_SPACE
+    if index == 0:
+        return seed
+    text = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _core_params(params: SamplingParams) -> SamplingParams:
+    """Without the texts, which are the frontend's business. With best_of the choices are ranked by
+    log-probability, so the core must report it."""
+    logprobs = params.logprobs
+    if logprobs is None and (params.best_of or params.n) > params.n:
+        logprobs = 0
+    return dataclasses.replace(
+        params, logprobs=logprobs, stop=(), bad_words=(), truncate_prompt_tokens=None
+    )
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    if hasattr(ids, "tolist"):  # a numpy array
+        ids = ids.tolist()
+    try:
+        return msgspec.convert(ids, list[int])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(
+            f"a prompt is a text or a list of token ids: {error}", param="prompt"
+        ) from error

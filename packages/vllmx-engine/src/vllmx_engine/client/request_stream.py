@@ -1,0 +1,130 @@
+"""The outputs of one request as an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from vllmx_engine.client.request import Request
+from vllmx_engine.client.request_state import RequestState
+from vllmx_engine.wire.outputs import RequestOutput
+
+
+class RequestStream:
+    """Outputs of one request as they come: an async iterator and an async context manager.
+
+    Raises the request's error (`EngineDeadError` when the core died) from the iteration; an abort
+    ends it with a last output of finish reason "abort". Cancelling the task that waits aborts, and
+    so does leaving the `async with` early. News that the consumer has not taken yet are merged
+    into one output, so that a slow consumer costs no memory and holds up nobody.
+
+    Args:
+        request: what was asked.
+        on_end: called once when the request has ended.
+        on_abort: ends the request from this side.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_has_rest",
+        "_has_update",
+        "_on_abort",
+        "_on_end",
+        "_state",
+        "_waiter",
+        "request",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        on_end: Callable[[RequestStream], None],
+        on_abort: Callable[[RequestState], None],
+    ) -> None:
+        self.request = request
+        self._on_end = on_end
+        self._on_abort = on_abort
+        self._state: RequestState
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_update = False
+        self._has_rest = False
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.request.prompt_ids
+
+    def attach(self, state: RequestState) -> None:
+        """Names the state whose updates these are; called once, before any update."""
+        self._state = state
+
+    def wake(self) -> None:
+        """An update is ready."""
+        self._has_update = True
+        if self._state.finished:
+            self._on_end(self)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def abort(self) -> None:
+        """Ends the request now; the core frees its blocks before its next step."""
+        if not self._state.finished:
+            self._on_abort(self._state)
+
+    async def last(self) -> RequestOutput:
+        """Waits for the end and returns the last output: with kind "final" the whole answer."""
+        output = await anext(self)
+        async for following in self:
+            output = following
+        return output
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it has ended; the iteration ends."""
+        self._ended = True
+        self.abort()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        if not self._has_update:
+            await self._wait()
+        elif self._has_rest:
+            await asyncio.sleep(0)  # a large output goes out in pieces, between which others run
+        self._has_update = False
+        if self._state.finished and self._state.error is not None:
+            self._ended = True
+            raise self._state.error
+        output = self._state.output()
+        self._ended = output.finished
+        self._has_rest = self._has_update = not output.finished and self._state.has_rest
+        return output
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            self._waiter = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()

@@ -1,0 +1,1 @@
+"""Who decides: the step loop, the scheduler, sequences and their blocks."""

@@ -1,0 +1,167 @@
+"""Turns a `Batch` into the arrays of a step: a `StepPlan` and its `SamplingRows`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
+
+from vllmx_engine.core.rows import RowTable, known_tokens
+from vllmx_engine.core.sampling_rows import LogitOwners, RowsBuilder
+from vllmx_engine.core.scheduler import Batch, Chunk
+from vllmx_engine.core.sequence import Limits
+
+
+@dataclass(slots=True)
+class Step:
+    """What the engine must know to commit a step that was launched."""
+
+    number: int
+    batch: Batch
+    rows: AnyArray  # (R,)
+    epochs: AnyArray  # (R,)
+    context_len: I32  # (R,)
+    owners: LogitOwners
+    waits_for_ids: bool
+    """Its edits wait for the ids of the step before: `BatchBuilder.edit` makes them."""
+
+
+class BatchBuilder:
+    """Owns the int32 buffers of a step. A plan's rows are the batch's decodes, then its chunks.
+
+    A step of decodes alone costs a fixed number of numpy calls, whatever its rows; where the rows
+    are the first ones of the table without a gap, slices take the place of gathers and the block
+    tables are the table itself.
+    """
+
+    def __init__(self, table: RowTable, limits: Limits) -> None:
+        self._table = table
+        self._size = limits.block_size
+        self._shift = limits.block_size.bit_length() - 1
+        tokens, rows = limits.token_budget, limits.max_rows
+        self._tokens = np.zeros(tokens, np.int32)
+        self._positions = np.zeros(tokens, np.int32)
+        self._tables = list(table.blocks)  # (N, B) of each group
+        self._flat = [blocks.reshape(-1) for blocks in table.blocks]  # (N * B,)
+        self._slots = [np.zeros(tokens, np.int32) for _ in table.windows]
+        self._query_start = np.zeros(rows + 1, np.int32)
+        self._context_len = np.zeros(rows, np.int32)
+        self._ascending = np.arange(max(tokens, rows) + 1, dtype=np.int32)
+        self._first_block = np.arange(rows, dtype=np.int64) * table.blocks.shape[2]
+        self._sampling = RowsBuilder(table, limits)
+
+    def build(self, batch: Batch, number: int) -> tuple[StepPlan, SamplingRows, Step]:
+        """The step's arrays, good until the next call; moves the table on to the state after it."""
+        if batch.chunks:
+            rows = np.concatenate([batch.decodes, [c.sequence.row for c in batch.chunks]])
+        else:
+            rows = batch.decodes
+        select = _selector(rows)
+        plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
+        plan.block_tables = self._block_tables(rows, select)
+        table = self._table
+        waits_for_ids = table.wait_for_ids(batch.decodes)
+        owners, sampling = self._sampling.build(batch, rows, plan)
+        if not waits_for_ids:
+            self._sampling.edit(owners, sampling)
+        step = Step(
+            number=number,
+            batch=batch,
+            rows=rows,
+            epochs=table.epoch[rows],
+            context_len=plan.context_len.copy(),
+            owners=owners,
+            waits_for_ids=waits_for_ids,
+        )
+        table.computed[select] = plan.context_len
+        sampled = select if not batch.chunks else owners.rows
+        table.last_token[sampled] = -1 - owners.logits
+        table.sampled_in[sampled] = number
+        return plan, sampling, step
+
+    def edit(self, step: Step, sampling: SamplingRows) -> None:
+        """What was left out of the parameters of a step that `waits_for_ids`, which are known by
+        now."""
+        self._sampling.edit(step.owners, sampling)
+
+    def _decode(self, rows: AnyArray, select: AnyArray | slice) -> StepPlan:
+        """One token a row."""
+        table, count = self._table, rows.size
+        positions = self._positions[:count]
+        positions[:] = table.computed[select]
+        tokens = self._tokens[:count]
+        tokens[:] = table.last_token[select]
+        context_len = np.add(positions, 1, out=self._context_len[:count])
+        return StepPlan(
+            tokens=tokens,
+            positions=positions,
+            slots=self._slots_of(positions, self._first_block[select]),
+            query_start=self._ascending[: count + 1],
+            context_len=context_len,
+            block_tables=(),  # `build` fills them in
+            logit_rows=self._ascending[:count],
+        )
+
+    def _mixed(self, batch: Batch, rows: AnyArray) -> StepPlan:
+        """Decodes and chunks."""
+        table, chunks, num_decodes = self._table, batch.chunks, batch.decodes.size
+        lengths = np.ones(rows.size, np.int32)
+        lengths[num_decodes:] = [chunk.num_tokens for chunk in chunks]
+        query_start = self._query_start[: rows.size + 1]
+        np.cumsum(lengths, out=query_start[1:])
+        total = int(query_start[-1])
+        first = table.computed[rows]  # (R,) position of each row's first token
+        positions = self._positions[:total]
+        positions[:] = np.repeat(first - query_start[:-1], lengths)
+        positions += self._ascending[:total]
+        tokens = self._tokens[:total]
+        tokens[:num_decodes] = table.last_token[batch.decodes]
+        for chunk, start in zip(chunks, query_start[num_decodes:-1].tolist(), strict=True):
+            end = chunk.start + chunk.num_tokens
+            tokens[start : start + chunk.num_tokens] = known_tokens(
+                chunk.sequence, chunk.start, end
+            )
+        return StepPlan(
+            tokens=tokens,
+            positions=positions,
+            slots=self._slots_of(positions, np.repeat(self._first_block[rows], lengths)),
+            query_start=query_start,
+            context_len=np.add(first, lengths, out=self._context_len[: rows.size]),
+            block_tables=(),  # `build` fills them in
+            logit_rows=_logit_rows(num_decodes, chunks, query_start),
+        )
+
+    def _slots_of(self, positions: I32, first_block: AnyArray) -> tuple[I32, ...]:
+        """For each group (T,) slots; `first_block` is where each token's table row begins in the
+        flat table."""
+        entry = first_block + (positions >> self._shift)
+        offset = positions & (self._size - 1)
+        found = []
+        for flat, buffer in zip(self._flat, self._slots, strict=True):
+            slots = buffer[: positions.size]
+            np.left_shift(flat[entry], self._shift, out=slots)
+            slots |= offset
+            found.append(slots)
+        return tuple(found)
+
+    def _block_tables(self, rows: AnyArray, select: AnyArray | slice) -> tuple[I32, ...]:
+        widest = int(self._table.num_blocks[select].max())
+        if isinstance(select, slice):
+            return tuple([blocks[select, :widest] for blocks in self._tables])
+        return tuple([blocks[:, :widest].take(rows, axis=0) for blocks in self._tables])
+
+
+def _selector(rows: AnyArray) -> AnyArray | slice:
+    """A slice for rows 0 ... R - 1 in this order, else the rows themselves."""
+    if rows[0] == 0 and rows[-1] == rows.size - 1 and (rows[1:] > rows[:-1]).all():
+        return slice(0, rows.size)
+    return rows
+
+
+def _logit_rows(num_decodes: int, chunks: tuple[Chunk, ...], query_start: I32) -> I32:
+    """(L,) the decodes' tokens and the tail of each chunk."""
+    parts = [np.arange(num_decodes, dtype=np.int32)]
+    for chunk, end in zip(chunks, query_start[num_decodes + 1 :].tolist(), strict=True):
+        parts.append(np.arange(end - chunk.num_logits, end, dtype=np.int32))
+    return np.concatenate(parts)

@@ -1,0 +1,193 @@
+"""Takes a finished step's results into the sequences and says what is new."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from vllmx_core.errors import NonFiniteLogitsError, VllmxError
+from vllmx_core.plan import LogprobRows, StepResult
+from vllmx_core.private_traceback import private_traceback
+
+from vllmx_engine.core.batch import Step
+from vllmx_engine.core.sampling_rows import Scored
+from vllmx_engine.core.scheduler import Scheduler
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.wire.messages import CoreOutput, FinishReason, TokenLogprobs
+
+logger = logging.getLogger("vllmx.commit")
+
+_PIECE_LOGPROBS = 1 << 14
+"""Log-probabilities of a prompt in one output, or those of one token: a few ms to decode."""
+
+
+class Committer:
+    """Ends sequences in the scheduler as their results say. Its counters are for `CoreStats`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._table = scheduler.table
+        self._size = scheduler.limits.block_size
+        self.prompt_tokens = self.generation_tokens = 0
+
+    def commit(self, step: Step, result: StepResult) -> list[CoreOutput]:
+        """Results of sequences that ended since the launch are dropped; those of preempted ones
+        count, because the step that computed them was sound. Pieces of prompts' log-probabilities
+        come before all others."""
+        table, owners = self._table, step.owners
+        ids = result.ids[owners.logits]  # (S,)
+        # rows of a later step keep their reference to it; a row's next owner has none yet to lose
+        fed = table.sampled_in[owners.rows] == step.number
+        table.last_token[owners.rows[fed]] = ids[fed]
+        self._file_blocks(step)
+        details = _Details(result.logprobs)
+        outputs: list[CoreOutput] = []
+        for scored in owners.scored:
+            outputs += self._score(scored, result, details)
+        for index, (sequence, token) in enumerate(zip(owners.sequences, ids.tolist(), strict=True)):
+            if sequence.finished:
+                continue
+            try:
+                if not sequence.is_plain or token < 0:
+                    logit = int(owners.logits[index])
+                    outputs.append(self._special(sequence, token, logit, details))
+                elif (reason := sequence.accept(token)) is None:
+                    outputs.append(CoreOutput(request_id=sequence.request_id, ids=[token]))
+                else:
+                    outputs.append(self._output(sequence, token, reason))
+            except Exception as error:  # one request's fault must not stop the others
+                outputs.append(self.fail(sequence, error))
+        self.generation_tokens += sum([len(output.ids) for output in outputs])
+        return outputs
+
+    def fail(self, sequence: Sequence, error: Exception) -> CoreOutput:
+        """Ends a sequence with an error. Its blocks leave the prefix cache where they can."""
+        if not sequence.finished:
+            self._scheduler.finish(sequence, forget=True)
+        return error_output(sequence.request_id, error)
+
+    def _file_blocks(self, step: Step) -> None:
+        """Full blocks of the step's rows go to the prefix cache. They are filed only now: had the
+        step failed, nobody must have found them meanwhile. Those of a row that came to NaN are
+        taken out again when it fails, a moment later. Then rows give back what their windows no
+        longer see."""
+        full = step.context_len // self._size > self._table.filed[step.rows]
+        full &= self._table.epoch[step.rows] == step.epochs
+        rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
+        for row, length in zip(rows, lengths, strict=True):
+            sequence = self._table.owner[row]
+            if sequence is not None:
+                self._scheduler.prefixes.file(sequence, length)
+        if self._scheduler.blocks.has_windows:
+            self._scheduler.blocks.slide(step.rows[self._table.epoch[step.rows] == step.epochs])
+
+    def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:
+        """A first token, one with log-probabilities, or a row without a result."""
+        if token < 0:
+            raise NonFiniteLogitsError(
+                f"the model's logits for token {len(sequence.tokens)} of this request are not"
+                " finite, or nothing was allowed: check the weights, logit_bias and"
+                " allowed_token_ids"
+            )
+        is_first = len(sequence.tokens) == sequence.num_prompt
+        reason = sequence.accept(token)
+        wanted = sequence.request.params.logprobs
+        logprobs = None if wanted is None else [details.of(logit, token, wanted)]
+        if not is_first:
+            return self._output(sequence, token, reason, logprobs)
+        sequence.settle()
+        self.prompt_tokens += sequence.num_prompt
+        self._scheduler.prompt_computed(sequence)
+        return self._output(sequence, token, reason, logprobs, is_first=True)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        token: int,
+        reason: FinishReason | None,
+        logprobs: list[TokenLogprobs] | None = None,
+        *,
+        is_first: bool = False,
+    ) -> CoreOutput:
+        if reason is not None:
+            self._scheduler.finish(sequence)
+        return CoreOutput(
+            request_id=sequence.request_id,
+            ids=[token],
+            finish_reason=reason,
+            stop_id=token if reason == "stop" else None,
+            logprobs=logprobs,
+            prompt_logprobs=[]
+            if is_first and sequence.request.params.prompt_logprobs is not None
+            else None,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+            queue_s=sequence.queue_s if is_first else None,
+        )
+
+    def _score(self, scored: Scored, result: StepResult, details: _Details) -> list[CoreOutput]:
+        """Log-probabilities of prompt tokens, in pieces."""
+        sequence = scored.sequence
+        if sequence.finished:
+            return []
+        try:
+            if bool((result.ids[scored.first : scored.first + scored.count] < 0).any()):
+                raise NonFiniteLogitsError(
+                    "the model's logits for this request's prompt are not finite: check the weights"
+                )
+            return list(_pieces(scored, details))
+        except Exception as error:  # one request's fault must not stop the others
+            return [self.fail(sequence, error)]
+
+
+def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
+    sequence = scored.sequence
+    size = max(1, _PIECE_LOGPROBS // (scored.num_logprobs + 1))
+    for start in range(0, scored.count, size):
+        entries = [
+            details.of(
+                scored.first + index,
+                sequence.tokens[scored.start + index + 1],
+                scored.num_logprobs,
+            )
+            for index in range(start, min(start + size, scored.count))
+        ]
+        yield CoreOutput(request_id=sequence.request_id, ids=[], prompt_logprobs=entries)
+
+
+def error_output(request_id: str, error: Exception) -> CoreOutput:
+    """The end of a request that failed. Only texts of ours reach the user."""
+    if isinstance(error, VllmxError):
+        logger.info("request %s ends with an error: %s", request_id, error)
+        text, code = error.message, error.code
+    else:
+        where = private_traceback(error)
+        logger.error("request %s ends with an unexpected error\n%s", request_id, where)
+        text, code = "internal error; the server's log has the details", VllmxError.code
+    return CoreOutput(
+        request_id=request_id, ids=[], finish_reason="error", error=text, error_code=code
+    )
+
+
+class _Details:
+    """Log-probabilities of a step as lists, made when the first row asks."""
+
+    def __init__(self, logprobs: LogprobRows | None) -> None:
+        self._logprobs = logprobs
+        self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
+
+    def of(self, logit: int, token: int, count: int) -> TokenLogprobs:
+        """Of the chosen token of a logit row, with the `count` likeliest."""
+        if self._lists is None:
+            rows = self._logprobs
+            assert rows is not None, "the backend left out log-probabilities that were asked for"
+            self._lists = (
+                rows.chosen.tolist(),
+                rows.rank.tolist(),
+                rows.top_ids.tolist(),
+                rows.top.tolist(),
+            )
+        chosen, rank, top_ids, top = self._lists
+        ids, values = top_ids[logit], top[logit]
+        if len(ids) > count:
+            ids, values = ids[:count], values[:count]
+        return TokenLogprobs(token, chosen[logit], rank[logit], ids, values)

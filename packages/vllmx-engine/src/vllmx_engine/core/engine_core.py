@@ -1,0 +1,306 @@
+"""The step loop."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import EngineDeadError, InvalidRequestError
+from vllmx_core.plan import SamplingRows, StepPlan
+
+from vllmx_engine.core.batch import BatchBuilder, Step
+from vllmx_engine.core.commit import Committer, error_output
+from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.prefix_cache import CacheIdentity
+from vllmx_engine.core.scheduler import Batch, Scheduler
+from vllmx_engine.core.sequence import Limits, Sequence, check_request
+from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
+
+logger = logging.getLogger("vllmx.core")
+
+_MAX_FAILURES = 3
+"""Steps that fail one after the other until the backend counts as dead."""
+
+_MIN_CHUNK = 16
+"""Prompt tokens that a step computes however far it misses its target."""
+
+
+@dataclass(slots=True)
+class CoreActivity:
+    """What a core is about, written by its thread and read by whoever watches it."""
+
+    calls: int = 0
+    """Begun and ended: odd while the core steps or closes."""
+    doing: str = ""
+    batch: Batch | None = None
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: Step
+    handle: StepHandle
+
+
+class EngineCore:
+    """Continues token sequences on a loaded model. One thread owns it.
+
+    Args:
+        model: closed by `close`.
+        config: its scheduling fields; what the model's `LoadedInfo` says of sizes takes precedence.
+        max_model_len: longest sequence, prompt and output together.
+        vocab_size: ids below it may occur.
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, *, max_model_len: int, vocab_size: int
+    ) -> None:
+        self._model = model
+        self.activity = CoreActivity()
+        self.step_timeout_s = (
+            model.info.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
+        )
+        self._overlap = config.async_scheduling
+        self.limits = _limits(model, config, max_model_len, vocab_size)
+        self._cost = _cost(config, self.limits)
+        self._scheduler = Scheduler(
+            self.limits,
+            self._cost,
+            fcfs=config.scheduling_policy == "fcfs",
+            prefix_caching=config.enable_prefix_caching,
+            chunked_prefill=config.enable_chunked_prefill,
+            identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
+        )
+        self._builder = BatchBuilder(self._scheduler.table, self.limits)
+        self._committer = Committer(self._scheduler)
+        self._in_flight: _Launched | None = None
+        self._outputs: list[CoreOutput] = []
+        self._num_added = self._num_steps = self._num_failures = 0
+        self._step_s = 0.0
+        self._step_tokens = 0
+        self._step_sizes = [0] * (len(STEP_TOKENS) + 1)
+        self._dead: EngineDeadError | None = None
+
+    # --- the loop -----------------------------------------------------------------------------
+    def step(self) -> list[CoreOutput]:
+        """Launches the next step, then collects the one before it: while the device computes step
+        n + 1, the host takes in the ids of step n, sends them, and in the next call schedules and
+        prepares step n + 2. Decode rows of step n + 1 are fed ids that the host has not seen; the
+        device fills them in (`StepPlan.tokens`). What the host learns late costs little: a row
+        that turns out to have ended with step n is computed once more for nothing. Where what a row
+        may sample depends on its last token (bad words of several tokens), step n + 1 is launched
+        in halves: its forward pass, then step n is collected, then its sampler.
+
+        The plain twin (async_scheduling off) collects what it has just launched; outputs are equal.
+        Returns what is new, an empty list when nothing came. Raises EngineDeadError, and does so
+        ever after, when the backend is beyond use.
+        """
+        if self._dead is not None:
+            raise self._dead
+        self.activity.calls += 1
+        try:
+            launched = self._launch()
+            if self._overlap:
+                launched, self._in_flight = self._in_flight, launched
+            if launched is not None:
+                self._collect(launched)
+        finally:
+            self.activity.calls += 1
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _launch(self) -> _Launched | None:
+        self.activity.doing, self.activity.batch = "scheduling a step", None
+        batch = self._scheduler.schedule()
+        self._fail_broken(self._scheduler.failed)
+        if batch is None:
+            return None
+        self.activity.doing, self.activity.batch = "launching a step", batch
+        try:
+            plan, rows, step = self._builder.build(batch, self._num_steps)
+            if step.waits_for_ids:
+                handle = self._launch_in_halves(plan, rows, step)
+            else:
+                handle = self._model.step(plan, rows)
+            launched = _Launched(step, handle)
+        except Exception as error:  # whatever a backend raises
+            self._step_failed(self._sequences_of(batch), error)
+            return None
+        self._num_steps += 1
+        self._fail_broken(step.owners.broken)
+        return launched
+
+    def _launch_in_halves(self, plan: StepPlan, rows: SamplingRows, step: Step) -> StepHandle:
+        """The device computes the step's logits while the host takes in the step before, whose ids
+        decide what this one may sample."""
+        forward = self._model.forward(plan)
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._collect(before)
+        self.activity.doing, self.activity.batch = "launching a step", step.batch
+        self._builder.edit(step, rows)
+        return forward.sample(rows)
+
+    def _collect(self, launched: _Launched) -> None:
+        step = launched.step
+        self.activity.doing, self.activity.batch = "waiting for a step", step.batch
+        try:
+            result = launched.handle.result()
+        except Exception as error:  # whatever a backend raises
+            chunks = [chunk.sequence for chunk in step.batch.chunks]
+            self._step_failed([*step.owners.sequences, *chunks], error)
+            return
+        self._num_failures = 0
+        self._step_s += result.elapsed_s
+        self._cost.observe(step.batch.load, result.elapsed_s)
+        tokens = step.batch.load.num_decodes + step.batch.load.chunk_tokens
+        self._step_tokens += tokens
+        self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
+        self._outputs[:0] = self._committer.commit(step, result)
+
+    # --- failures -----------------------------------------------------------------------------
+    def _fail_broken(self, broken: list[tuple[Sequence, Exception]]) -> None:
+        """Ends sequences whose own bookkeeping raised."""
+        for sequence, error in broken:
+            if not sequence.finished:
+                self._outputs.append(self._committer.fail(sequence, error))
+        broken.clear()
+
+    def _step_failed(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """A step came to nothing, and so do the requests in it; the others live on. Rows of a later
+        step that were to be fed its ids are among them, so that step's results are dropped. The
+        backend is given up when it says so itself or fails several times running."""
+        self._num_failures += 1
+        logger.error("a step failed (%d in a row)", self._num_failures, exc_info=error)
+        self._fail_broken([(sequence, error) for sequence in sequences])
+        if isinstance(error, EngineDeadError):
+            self._dead = error
+        elif self._num_failures >= _MAX_FAILURES:
+            self._dead = EngineDeadError(
+                f"the backend failed {self._num_failures} steps in a row: restart the engine; the"
+                " log has the details"
+            )
+        if self._dead is not None:
+            raise self._dead from error
+
+    def _sequences_of(self, batch: Batch) -> list[Sequence]:
+        owners = [self._scheduler.table.owner[row] for row in batch.decodes.tolist()]
+        chunks = [chunk.sequence for chunk in batch.chunks]
+        return [sequence for sequence in owners if sequence is not None] + chunks
+
+    # --- requests -----------------------------------------------------------------------------
+    def add(self, request: CoreRequest) -> None:
+        """Takes a request in. Never raises for a bad one: it ends with an error output."""
+        try:
+            if request.request_id in self._scheduler.live:
+                raise InvalidRequestError(
+                    f"request id {request.request_id!r} is in use: choose another",
+                    param="request_id",
+                )
+            leader = self._scheduler.live.get(request.leader or "")
+            if leader is not None and not leader.request.shares_all_with(request):
+                leader = None
+            if leader is None:
+                check_request(request, self.limits)
+            sequence = Sequence(request, self._num_added, self.limits, leader)
+            self._num_added += 1
+            self._scheduler.add(sequence)
+        except Exception as error:  # one request's fault must not stop the others
+            self._outputs.append(error_output(request.request_id, error))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests at once and without an output; their blocks are free for the next step.
+        Ids that are unknown or ended are ignored."""
+        ids = dict.fromkeys(request_ids)  # not a set: in order they lie side by side in memory
+        live = self._scheduler.live
+        for sequence in [live[request_id] for request_id in ids if request_id in live]:
+            self._scheduler.finish(sequence)
+        if self._outputs:
+            self._outputs = [output for output in self._outputs if output.request_id not in ids]
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all requests that run or wait."""
+        return list(self._scheduler.live)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._scheduler.live or self._outputs or self._in_flight)
+
+    @property
+    def device(self) -> str:
+        """Backend and device, for messages."""
+        return f"{self._model.info.backend} ({self._model.info.device})"
+
+    # --- the rest -----------------------------------------------------------------------------
+    def stats(self) -> CoreStats:
+        """Counters and gauges."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return CoreStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=pool.num_available,
+            num_cached_blocks=pool.num_idle,
+            num_blocks=pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            prompt_tokens=self._committer.prompt_tokens,
+            generation_tokens=self._committer.generation_tokens,
+            prefix_cache_queries=scheduler.num_queried_tokens,
+            prefix_cache_hits=scheduler.num_hit_tokens,
+            step_seconds=self._step_s,
+            step_tokens=self._step_tokens,
+            step_sizes=tuple(self._step_sizes),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while requests run."""
+        return self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Drops all requests and closes the model."""
+        self.activity.calls += 1
+        self.activity.doing, self.activity.batch = "closing the model", None
+        try:
+            self.abort(self.request_ids)
+            self._in_flight = None
+            self._model.close()
+        finally:
+            self.activity.calls += 1
+
+
+def _cost(config: EngineConfig, limits: Limits) -> StepCost:
+    """Without chunked prefill there is nothing to size, so no target can be kept."""
+    target_ms = config.target_step_ms if config.enable_chunked_prefill else None
+    return StepCost(
+        None if target_ms is None else target_ms / 1000,
+        min_chunk=min(limits.token_budget, _MIN_CHUNK),
+    )
+
+
+def _limits(
+    model: LoadedModel, config: EngineConfig, max_model_len: int, vocab_size: int
+) -> Limits:
+    info = model.info
+    budget = min(
+        config.max_num_batched_tokens or info.max_num_batched_tokens, info.max_num_batched_tokens
+    )
+    return Limits(
+        token_budget=budget,
+        max_rows=min(config.max_num_seqs or info.max_num_seqs, budget, info.max_logit_rows),
+        max_logit_rows=info.max_logit_rows,
+        max_model_len=max_model_len,
+        num_blocks=info.num_kv_blocks,
+        block_size=info.block_size,
+        vocab_size=vocab_size,
+        windows=info.cache_windows,
+    )
+
+
+def _cache_dtype(info: LoadedInfo) -> str:
+    """Of what blocks hold: computed in one dtype and kept in another."""
+    return f"{info.dtype} as {info.kv_cache_dtype}"

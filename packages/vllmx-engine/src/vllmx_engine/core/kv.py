@@ -1,0 +1,106 @@
+"""Which KV block belongs to whom: reference counts, free blocks, eviction.
+
+Every block is in one of three states: owned (with a count of the rows whose tables list it), free
+without content, or idle: free, but holding a cached prefix that can still be hit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from vllmx_core.plan import I32
+
+from vllmx_engine.core.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Blocks 0 ... num_blocks - 1.
+
+    A block is the same memory for every cache group, so what one of them frees any other takes.
+
+    Idle blocks are evicted in the order in which they were released. `release` walks a table from
+    its tail, and in a group without a window whoever holds a cached block holds its whole cached
+    chain, so a block is always released after those that continue it: the least recently used one
+    is a leaf, without a search. In a group with a window no block needs those before it.
+    """
+
+    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
+        self.num_blocks = num_blocks
+        self._cache = cache
+        self._refs = np.zeros(num_blocks, np.int32)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Those of them that hold a cached prefix."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> I32:
+        """(count,) blocks with one reference each; there must be as many."""
+        assert count <= self.num_available, (count, self.num_available)
+        taken = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        while len(taken) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._cache.remove(block)
+            taken.append(block)
+        blocks = np.array(taken, np.int32)
+        self._refs[blocks] = 1
+        return blocks
+
+    def acquire(self, blocks: I32) -> None:
+        """Adds a reference to each of these cached blocks, each of which is given once."""
+        for block in blocks[self._refs[blocks] == 0].tolist():
+            del self._idle[block]
+        self._refs[blocks] += 1
+
+    def num_idle_of(self, blocks: I32) -> int:
+        """How many of these cached blocks `acquire` would take out of the available ones."""
+        return blocks.size - int(np.count_nonzero(self._refs[blocks])) if blocks.size else 0
+
+    def release(self, blocks: I32) -> None:
+        """Drops one reference of each block, in the order in which sequences list them. A block
+        that several of them share may stand there as often."""
+        np.subtract.at(self._refs, blocks, 1)
+        for block in dict.fromkeys(reversed(blocks[self._refs[blocks] == 0].tolist())):
+            if block in self._cache:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def distrust(self, blocks: I32) -> None:
+        """Takes these blocks of one table out of the prefix cache, from its tail on, but for those
+        that others own or continue. For content that may be broken; to be followed by `release`."""
+        for block in reversed(blocks.tolist()):
+            if block in self._cache and self._refs[block] == 1 and self._cache.is_leaf(block):
+                self._cache.remove(block)
+
+    def forget_idle(self, block: int) -> None:
+        """Takes a block that no row owns out of the prefix cache; another is left alone."""
+        if block in self._idle:
+            del self._idle[block]
+            self._cache.remove(block)
+            self._free.append(block)
+
+    def clear_idle(self) -> None:
+        """Forgets all prefixes that no row owns."""
+        while self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._cache.remove(block)
+            self._free.append(block)
+
+    def check(self, owned: I32) -> None:
+        """Asserts that every block is free, idle or owned exactly as often as `owned` lists it."""
+        counts = np.bincount(owned, minlength=self.num_blocks)
+        assert np.array_equal(counts, self._refs), "reference counts differ from the tables"
+        idle = list(self._idle)
+        assert sorted(self._free + idle) == np.flatnonzero(self._refs == 0).tolist(), "block lost"
+        assert all(block in self._cache for block in idle), "idle without content"
+        assert not any(block in self._cache for block in self._free), "free with content"

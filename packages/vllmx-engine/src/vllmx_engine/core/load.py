@@ -1,0 +1,289 @@
+"""From a configuration to a loaded engine core."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllmx_core.backend import LoadedInfo, LoadedModel, LoadOptions
+from vllmx_core.backend_kit.dtypes import short_dtype
+from vllmx_core.cache_groups import cache_layout, longest_sequence
+from vllmx_core.checkpoint import (
+    Checkpoint,
+    build_model,
+    check_quantization,
+    open_checkpoint,
+    quantise_in_situ,
+    quantizer,
+    resolve_path,
+)
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import CapacityError, ConfigError, shown
+from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
+from vllmx_core.model import Model
+from vllmx_core.registry import Registry, architecture_names, load_registry
+
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.generation_config import generation_config
+from vllmx_engine.core.sequence import Limits
+from vllmx_engine.wire.messages import CoreInfo
+
+logger = logging.getLogger("vllmx.load")
+
+DEFAULT_BATCHED_TOKENS = 2048
+AUTOMATIC_CONTEXT = 1 << 20
+"""A longer context must be asked for: its tables alone take hundreds of megabytes."""
+TABLE_SHARE = 8
+"""One part in so many of the free memory may go to tables that grow with the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to load, found but not yet opened."""
+
+    config: EngineConfig
+    path: Path
+    registry: Registry
+    progress: bool
+    """Show progress bars on standard error."""
+
+
+def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
+    """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
+    unknown --isq or --prefer."""
+    registry = registry or load_registry()
+    if config.prefer:
+        registry.prefer(config.prefer)
+    for line in itertools.chain(*registry.conflicts()):
+        logger.warning("%s", line)
+    if config.isq is not None:
+        quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
+    progress = sys.stderr.isatty()
+    path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
+    return LoadPlan(config, path, registry, progress)
+
+
+def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
+    """Loads the model and puts an engine core around it.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, WeightFormatError: the model cannot be read.
+        BackendUnavailableError: the wanted backend cannot run here.
+        CapacityError: it does not fit into memory.
+        ConfigError: a value of the configuration that this model does not allow.
+    """
+    started = time.monotonic()
+    checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
+    try:
+        check_quantization(checkpoint, plan.config.quantization)
+        model = build_model(plan.registry, checkpoint)
+        if plan.config.isq is not None:
+            checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
+        spec, reason = plan.registry.choose_backend(plan.config.backend)
+        logger.info("backend=%s reason=%r", spec.name, reason)
+        options = load_options(plan.config, model, progress=plan.progress)
+        loaded = spec.load()().load(model, checkpoint.weights, options)
+    finally:
+        checkpoint.weights.close()
+        return_unused_bytes()
+    try:
+        max_model_len = fitting_length(plan.config, options, loaded.info)
+        core = EngineCore(
+            loaded,
+            plan.config,
+            max_model_len=max_model_len,
+            vocab_size=model.shape.vocab_size,
+        )
+        seconds = time.monotonic() - started
+        info = _core_info(plan, checkpoint, loaded, core.limits, seconds)
+        _log(info)
+    except BaseException:
+        loaded.close()
+        raise
+    return core, info
+
+
+def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadOptions:
+    """The backend's part of a configuration, with what the model decides filled in.
+
+    Raises ConfigError for a max_model_len beyond what the model was made for, or beyond what an
+    explicit number of KV blocks holds, and CapacityError where its tables do not fit into memory.
+    """
+    longest = model.shape.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the {longest} tokens that the"
+            f" model was made for: lower it to {longest} or leave it out",
+            param="max_model_len",
+        )
+    max_model_len = config.max_model_len or min(longest, AUTOMATIC_CONTEXT)
+    max_model_len = _with_tables_that_fit(config, model, max_model_len)
+    if config.num_kv_blocks is not None:
+        held = longest_sequence(
+            cache_layout(model.shape, grouped=True).windows,
+            config.num_kv_blocks,
+            config.block_size,
+            config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+            max_model_len,
+        )
+        if config.max_model_len is None:
+            max_model_len = min(max_model_len, held)
+        elif held < max_model_len:
+            raise ConfigError(
+                f"--num-kv-blocks {config.num_kv_blocks} of {config.block_size} tokens hold {held}"
+                f" tokens, fewer than --max-model-len {max_model_len}: lower --max-model-len to"
+                f" {held} or raise --num-kv-blocks",
+                param="num_kv_blocks",
+            )
+    return LoadOptions(
+        dtype=short_dtype(config.dtype),
+        kv_cache_dtype=config.kv_cache_dtype,
+        max_model_len=max_model_len,
+        shrink_to_fit=config.max_model_len is None,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        group_caches=True,
+        memory_fraction=config.memory_fraction,
+        num_threads=config.num_threads,
+        enforce_eager=config.enforce_eager,
+        progress=progress,
+    )
+
+
+def _with_tables_that_fit(config: EngineConfig, model: Model, max_model_len: int) -> int:
+    """The length, or less where nobody asked for it: whatever a config claims, rotary tables must
+    leave room. They are made before the KV cache, which needs much more, says how much fits."""
+    position_bytes = sum(table.nbytes for table in model.constants(1).values())
+    free = free_bytes()
+    fitting = max(1, free // TABLE_SHARE // max(1, position_bytes))
+    if config.max_model_len is None:
+        max_model_len = min(max_model_len, fitting)
+        if max_model_len < model.shape.max_model_len:
+            logger.warning(
+                "max_model_len reduced from the model's %d to %d: use --max-model-len for more",
+                model.shape.max_model_len,
+                max_model_len,
+            )
+    elif max_model_len > fitting:
+        raise CapacityError(
+            f"the position tables of --max-model-len {max_model_len} take"
+            f" {format_bytes(max_model_len * position_bytes)}, of {format_bytes(free)} of free"
+            f" memory they may take one part in {TABLE_SHARE}: lower it to {fitting}",
+            param="max_model_len",
+        )
+    return max_model_len
+
+
+def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo) -> int:
+    """The context length that the KV cache holds; one log line where it is less than the model's
+    own and the user asked for none."""
+    held = longest_sequence(
+        info.cache_windows,
+        info.num_kv_blocks,
+        info.block_size,
+        info.max_num_batched_tokens,
+        options.max_model_len,
+    )
+    if held < options.max_model_len:
+        logger.warning(
+            "max_model_len reduced from %d to %d: the KV cache has %d blocks of %d tokens in %s;"
+            " raise --memory-fraction (now %.2f) or --num-kv-blocks for longer contexts",
+            options.max_model_len,
+            held,
+            info.num_kv_blocks,
+            info.block_size,
+            gibibytes(info.kv_cache_bytes),
+            config.memory_fraction,
+        )
+    return held
+
+
+def _core_info(
+    plan: LoadPlan,
+    checkpoint: Checkpoint,
+    loaded: LoadedModel,
+    limits: Limits,
+    seconds: float,
+) -> CoreInfo:
+    info = loaded.info
+    names = [*architecture_names(checkpoint.config), str(checkpoint.config.get("model_type", ""))]
+    return CoreInfo(
+        model=plan.config.name,
+        path=str(plan.path),
+        architecture=names[0].encode("utf-8", "backslashreplace").decode(),
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        backend=info.backend,
+        device=info.device,
+        dtype=info.dtype,
+        kv_cache_dtype=info.kv_cache_dtype,
+        block_size=info.block_size,
+        num_kv_blocks=info.num_kv_blocks,
+        max_num_seqs=limits.max_rows,
+        max_num_batched_tokens=limits.token_budget,
+        weight_bytes=info.weight_bytes,
+        kv_cache_bytes=info.kv_cache_bytes,
+        load_seconds=seconds,
+        generation_config=_sendable(generation_config(plan.config, checkpoint.generation_config)),
+        details={key: str(value) for key, value in info.details.items()}
+        | ({} if plan.config.isq is None else {"quantised in situ": plan.config.isq}),
+    )
+
+
+def _sendable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of it goes through a socket: JSON has integers and strings that messages do not."""
+    found = {}
+    for key, value in config.items():
+        try:
+            msgspec.msgpack.encode((key, value))
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            logger.warning(
+                "generation_config.json: %s = %s is passed over", shown(key), shown(value)
+            )
+        else:
+            found[key] = value
+    return found
+
+
+def _log(info: CoreInfo) -> None:
+    logger.info(
+        "model=%s architecture=%s backend=%s device=%r dtype=%s load_s=%.2f weights=%s kv_cache=%s"
+        " kv_tokens=%d kv_dtype=%s max_model_len=%d max_num_seqs=%d peak_rss=%s isq=%s",
+        info.model,
+        info.architecture,
+        info.backend,
+        info.device,
+        info.dtype,
+        info.load_seconds,
+        gibibytes(info.weight_bytes),
+        gibibytes(info.kv_cache_bytes),
+        info.num_kv_blocks * info.block_size,
+        info.kv_cache_dtype,
+        info.max_model_len,
+        info.max_num_seqs,
+        gibibytes(_peak_memory_bytes()),
+        info.details.get("quantised in situ", "none"),
+    )
+
+
+def gibibytes(size_bytes: int) -> str:
+    """For people: "1.50GiB", or MiB below a tenth of that."""
+    if size_bytes < 1 << 27:
+        return f"{size_bytes / (1 << 20):.1f}MiB"
+    return f"{size_bytes / (1 << 30):.2f}GiB"
+
+
+def _peak_memory_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

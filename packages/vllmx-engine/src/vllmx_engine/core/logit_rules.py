@@ -1,0 +1,164 @@
+"""What one request does to its logits besides scaling them: bans, biases, masks, penalties."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from bisect import bisect_left
+
+import numpy as np
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.plan import I32, U32
+
+from vllmx_engine.wire.messages import CoreRequest
+
+_BANNED = float("-inf")
+_PIECE = 1 << 14
+
+
+class LogitRules:
+    """Edits, mask and token counts of one sequence; made only for requests that need them.
+
+    Raises (constructor): InvalidRequestError when none of the allowed tokens can come first.
+    """
+
+    __slots__ = (
+        "_fixed",
+        "_fixed_arrays",
+        "_in_prompt",
+        "counts",
+        "has_edits",
+        "mask",
+        "min_tokens",
+        "phrases",
+        "stop_ids",
+    )
+
+    def __init__(self, request: CoreRequest, vocab_size: int) -> None:
+        params = request.params
+        words = [
+            word
+            for word in request.bad_words_ids
+            if word and min(word) >= 0 and max(word) < vocab_size
+        ]
+        self._fixed = dict(params.logit_bias) | {word[0]: _BANNED for word in words if not word[1:]}
+        self._fixed_arrays = _edit_arrays(self._fixed)
+        self.phrases: dict[int, list[tuple[array[int], int]]] = {}
+        """Bad words of several tokens, by the last but one: after all but the last one, the last
+        is banned."""
+        for *prefix, last in words:
+            if prefix:
+                self.phrases.setdefault(prefix[-1], []).append((array("i", prefix), last))
+        self.min_tokens = params.min_tokens
+        self.stop_ids = [token for token in request.stop_ids if 0 <= token < vocab_size]
+        self.mask = _bitset(params.allowed_token_ids, vocab_size)
+        self._in_prompt = array("i")
+        """Ids of the prompt, each once, where they are needed."""
+        if params.needs_counts:
+            self._in_prompt = _distinct(request.prompt_ids, vocab_size)
+        self.counts = Counts(self._in_prompt) if params.needs_counts else None
+        _check_allowed(params.allowed_token_ids, dict(zip(*self.edits(array("i"), 0), strict=True)))
+        bans_stops = self.min_tokens > 0 and bool(self.stop_ids)
+        self.has_edits = bool(self._fixed) or bool(self.phrases) or bans_stops
+
+    def of_another_choice(self) -> LogitRules:
+        """The rules of a request with the same prompt and parameters: only the counts are its
+        own."""
+        other = copy.copy(self)
+        other.counts = None if self.counts is None else Counts(self._in_prompt)
+        return other
+
+    def edits(self, tokens: array[int], num_generated: int) -> tuple[array[int], array[float]]:
+        """Ids, each once, and additions to their logits, for token number `num_generated` of the
+        output. Where there are phrases, `tokens` are all tokens before it."""
+        more: dict[int, float] = {}
+        if num_generated < self.min_tokens:
+            more = dict.fromkeys(self.stop_ids, _BANNED)
+        if self.phrases and num_generated:
+            for prefix, last in self.phrases.get(tokens[-1], ()):
+                size = len(prefix)
+                if size <= num_generated and tokens[-size:] == prefix:
+                    more[last] = _BANNED
+        return _edit_arrays(self._fixed | more) if more else self._fixed_arrays
+
+
+class Counts:
+    """How often each id occurred, for the penalties; grows by one token at a time.
+
+    Args:
+        in_prompt: ids of the prompt, ascending, each once; copied.
+    """
+
+    __slots__ = ("_index", "_num_in_prompt", "ids", "output_counts")
+
+    def __init__(self, in_prompt: array[int]) -> None:
+        self._num_in_prompt = len(in_prompt)
+        self._index: dict[int, int] = {}
+        """Where generated ids stand in `ids`."""
+        self.ids = in_prompt[:]
+        self.output_counts = array("i", bytes(4 * len(in_prompt)))
+        """How often each of `ids` was generated (0: in the prompt alone)."""
+
+    def add(self, token: int) -> None:
+        """Counts a generated token."""
+        index = self._index.get(token)
+        if index is None:
+            index = self._index[token] = self._place(token)
+        self.output_counts[index] += 1
+
+    def _place(self, token: int) -> int:
+        """Of an id that was not generated before."""
+        place = bisect_left(self.ids, token, 0, self._num_in_prompt)
+        if place < self._num_in_prompt and self.ids[place] == token:
+            return place
+        self.ids.append(token)
+        self.output_counts.append(0)
+        return len(self.ids) - 1
+
+
+def _distinct(ids: I32, vocab_size: int) -> array[int]:
+    """Each of the ids once, ascending."""
+    seen = np.zeros(vocab_size, np.bool_)
+    for start in range(
+        0, ids.size, _PIECE
+    ):  # a copy of all as indices would cost more than the rest
+        seen[ids[start : start + _PIECE].astype(np.intp)] = True
+    return array("i", np.flatnonzero(seen).astype(np.int32).tobytes())
+
+
+def make_rules(request: CoreRequest, vocab_size: int) -> LogitRules | None:
+    """None for the usual request, which leaves its logits alone."""
+    params = request.params
+    if (
+        params.logit_bias
+        or request.bad_words_ids
+        or params.min_tokens
+        or params.allowed_token_ids is not None
+        or params.needs_counts
+    ):
+        return LogitRules(request, vocab_size)
+    return None
+
+
+def _edit_arrays(edits: dict[int, float]) -> tuple[array[int], array[float]]:
+    """ids and values of one row."""
+    return array("i", edits.keys()), array("f", edits.values())
+
+
+def _check_allowed(allowed: tuple[int, ...] | None, edits: dict[int, float]) -> None:
+    """`edits` of the first token."""
+    if allowed is not None and all(edits.get(token) == _BANNED for token in allowed):
+        raise InvalidRequestError(
+            "nothing can be generated: all allowed_token_ids are bad_words or, with min_tokens, end"
+            " the sequence; allow at least one other id",
+            param="allowed_token_ids",
+        )
+
+
+def _bitset(ids: tuple[int, ...] | None, vocab_size: int) -> U32 | None:
+    """(W,) words with bit (id & 31) of word id >> 5 set."""
+    if ids is None:
+        return None
+    bits = np.zeros((vocab_size + 31) // 32 * 32, np.bool_)
+    bits[list(ids)] = True
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

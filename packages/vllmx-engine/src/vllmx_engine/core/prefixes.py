@@ -1,0 +1,197 @@
+"""Which blocks of a sequence come from the prefix cache, and which go there."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import I32
+
+from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.prefix_cache import PrefixCache
+from vllmx_engine.core.rows import RowTable
+from vllmx_engine.core.sequence import Found, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest prefix of a sequence that need not be computed."""
+
+    num_blocks: int
+    """It ends with this block of the sequence."""
+    blocks: tuple[I32, ...]
+    """In each cache group its last blocks: all of them, or those that a window still covers."""
+
+    @property
+    def all_blocks(self) -> I32:
+        """(blocks,) of all groups."""
+        return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
+
+
+class Prefixes:
+    """Between the sequences and the cache. With `enabled` False nothing is found; whoever admits a
+    row then sees to it that nothing is filed either (`RowTable.never_file`)."""
+
+    def __init__(
+        self, table: RowTable, pool: BlockPool, cache: PrefixCache, *, enabled: bool
+    ) -> None:
+        self.enabled = enabled
+        self._table = table
+        self._size = table.block_size
+        self._pool = pool
+        self._cache = cache
+        self._full = [group for group, window in enumerate(table.windows) if window is None]
+        self._windows = [
+            (group, window) for group, window in enumerate(table.windows) if window is not None
+        ]
+        self._miss = Hit(0, (np.zeros(0, np.int32),) * len(table.windows))
+
+    def look(self, sequence: Sequence) -> Hit:
+        """Its longest cached prefix: that of which groups without a window have all blocks, and
+        those with one the blocks that the next token sees. The last known token is always computed,
+        because its logits are needed; so are tokens that are to be scored."""
+        if not self.enabled:
+            return self._miss
+        length = self._full_prefix(sequence)
+        if self._windows:
+            length = self._window_prefix(sequence, length)
+        return self._hit(sequence, length)
+
+    def _full_prefix(self, sequence: Sequence) -> int:
+        """Blocks of which groups without a window have all; without such groups, as many as may
+        come from the cache at all. A further look begins where the last one ended, or where blocks
+        were forgotten since."""
+        end = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
+        if sequence.found is None:
+            sequence.found = Found()
+        found = sequence.found
+        self._drop_forgotten(found)
+        first = found.num_blocks
+        parent = sequence.digests[first - 1] if first else sequence.root
+        for index in range(first, end // self._size):
+            content = sequence.content_of(index, self._size)
+            digest = self._digest(sequence, index, parent, content)
+            if self._full:
+                places = self._cache.find(digest, parent, content)
+                if places is None or not self._remember(found, places):
+                    break
+            found.num_blocks += 1
+            parent = digest
+        return found.num_blocks
+
+    def _remember(self, found: Found, places: List[int]) -> bool:
+        """False when a group without a window lacks the block."""
+        blocks = [places[group] for group in self._full]
+        for block in blocks:
+            entry = self._cache.entry(block)
+            if entry is None:
+                del found.entries[len(found.blocks) :]
+                return False
+            found.entries.append(entry)
+        found.blocks.extend(blocks)
+        return True
+
+    def _drop_forgotten(self, found: Found) -> None:
+        """A block is forgotten before those that it continues: so it suffices to look at a few."""
+        count = len(self._full)
+
+        def is_forgotten(index: int) -> bool:
+            part = range(count * index, count * (index + 1))
+            return any(self._cache.entry(found.blocks[i]) is not found.entries[i] for i in part)
+
+        if found.blocks and is_forgotten(found.num_blocks - 1):
+            found.num_blocks = bisect_left(range(found.num_blocks), True, key=is_forgotten)
+            del found.blocks[count * found.num_blocks :]
+            del found.entries[count * found.num_blocks :]
+
+    def _window_prefix(self, sequence: Sequence, length: int) -> int:
+        """The greatest length up to this one whose end all windows have the blocks for. Where one
+        is missing, no prefix that sees it will do: on with the one that ends before it."""
+        while length:
+            missing = self._missing(sequence, length)
+            if missing is None:
+                return length
+            length = missing
+        return 0
+
+    def _missing(self, sequence: Sequence, length: int) -> int | None:
+        """The last block that a prefix of `length` blocks needs and some window lacks."""
+        spans = [(group, self._first_seen(window, length)) for group, window in self._windows]
+        for index in range(length - 1, min(first for _, first in spans) - 1, -1):
+            places = self._places(sequence, index)
+            for group, first in spans:
+                if index >= first and (places is None or places[group] < 0):
+                    return index
+        return None
+
+    def _first_seen(self, window: int, length: int) -> int:
+        """The first block that the token behind `length` blocks sees."""
+        return max(0, length * self._size - window + 1) // self._size
+
+    def _places(self, sequence: Sequence, index: int) -> List[int] | None:
+        """The cached blocks of a position whose digest is known."""
+        digest = sequence.digests[index]
+        if not self._cache.is_known(digest):
+            return None
+        parent = sequence.digests[index - 1] if index else sequence.root
+        return self._cache.find(digest, parent, sequence.content_of(index, self._size))
+
+    def _hit(self, sequence: Sequence, length: int) -> Hit:
+        assert sequence.found is not None
+        count = len(self._full)
+        found = np.array(sequence.found.blocks, np.int32)[: length * count]
+        if not self._windows and count == 1:
+            return Hit(length, (found,))
+        blocks: list[I32] = [self._miss.blocks[0]] * len(self._table.windows)
+        for number, group in enumerate(self._full):
+            blocks[group] = found[number::count]
+        for group, window in self._windows:
+            span = range(self._first_seen(window, length), length)
+            places = [self._places(sequence, index) for index in span]
+            blocks[group] = np.array([at[group] for at in places if at is not None], np.int32)
+        return Hit(length, tuple(blocks))
+
+    def _digest(self, sequence: Sequence, index: int, parent: bytes, content: bytes) -> bytes:
+        if index == len(sequence.digests):
+            sequence.digests.append(self._cache.digest(parent, content))
+        return sequence.digests[index]
+
+    def file(self, sequence: Sequence, num_tokens: int) -> None:
+        """Puts the full blocks among the first `num_tokens`, whose step came back sound, into the
+        prefix cache. Where an equal block is there already, the row changes over to it: so the
+        cached ancestors of a cached block are owned by all who own the block, but for those that
+        a window lets go."""
+        table, row = self._table, sequence.row
+        first, end = int(table.filed[row]), num_tokens // self._size
+        parent = sequence.digests[first - 1] if first else sequence.root
+        for index in range(first, end):
+            blocks = table.blocks[:, row, index].tolist()
+            if table.has_gaps[row]:
+                blocks = np.where(table.first[:, row] > index, -1, blocks).tolist()
+            content = sequence.content_of(index, self._size)
+            digest = self._digest(sequence, index, parent, content)
+            holders = self._cache.insert(blocks, digest, parent, content)
+            if holders is None:  # the digest stands for other content
+                table.never_file(row)
+                return
+            if holders != blocks:
+                self._change_over(row, index, blocks, holders)
+            parent = digest
+        table.filed[row] = end
+
+    def _change_over(self, row: int, index: int, blocks: list[int], holders: List[int]) -> None:
+        """Lets a row use the blocks that were filed before its own."""
+        for group, (block, holder) in enumerate(zip(blocks, holders, strict=True)):
+            if 0 <= block != holder:
+                self._pool.acquire(np.array([holder], np.int32))
+                self._pool.release(np.array([block], np.int32))
+                self._table.blocks[group, row, index] = holder
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Forgets what the sequence filed and no row owns any more, since a window let it go. For
+        content that may be broken."""
+        for digest in reversed(sequence.digests):
+            for group, _ in self._windows:
+                self._pool.forget_idle(self._cache.block_of(digest, group))

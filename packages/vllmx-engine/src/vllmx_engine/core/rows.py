@@ -1,0 +1,160 @@
+"""The running sequences as a table of arrays, one row each, so that a step is prepared by numpy."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+
+import numpy as np
+from vllmx_core.plan import I32, AnyArray
+
+from vllmx_engine.core.sequence import Sequence
+
+FLOAT_DEFAULTS = {
+    "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0,
+}  # fmt: skip
+"""What a logit row has that scores a prompt token: greedy, and everything else off."""
+FLOAT_FIELDS = tuple(FLOAT_DEFAULTS)
+"""Rows of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
+_NEVER = np.int32(2**31 - 1)
+
+
+class RowTable:
+    """State of each running sequence. N rows; free ones are never ready.
+
+    Between steps, row r has `computed[r]` tokens in the KV cache (or on their way there). While it
+    decodes, `last_token[r]` is the token to feed next, at position `computed[r]`: its id, or the
+    reference -(i + 1) when logit row i of step `sampled_in[r]` has still to bring it.
+
+    A row has a block table in each of G cache groups. In a group without a window it owns blocks
+    0 ... num_blocks - 1, in one with a window first ... num_blocks - num_ahead - 1.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.blocks = np.zeros((len(windows), num_rows, max_blocks), np.int32)  # (G, N, B)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.first = np.zeros((len(windows), num_rows), np.int32)
+        """The first block that a row owns in each group; those before it fell out of the window."""
+        self.num_ahead = np.zeros(num_rows, np.int32)
+        """The last so many blocks of a prompt have no memory yet in groups with a window."""
+        self.has_gaps = np.zeros(num_rows, np.bool_)
+        """A window let blocks go that were not filed."""
+        self.computed = np.zeros(num_rows, np.int32)
+        self.feed_end = np.zeros(num_rows, np.int32)
+        """Decoding goes on while computed < feed_end; 0 for rows that do not decode."""
+        self.last_token = np.zeros(num_rows, np.int32)
+        self.sampled_in = np.zeros(num_rows, np.int64)
+        self.filed = np.zeros(num_rows, np.int32)
+        """Blocks that are in the prefix cache."""
+        self.waits = np.zeros(num_rows, np.bool_)
+        """What the row may sample depends on the tokens before: the host must know the last one
+        before it hands the row's parameters over, but not before its forward pass begins."""
+        self.epoch = np.zeros(num_rows, np.int64)
+        """Grows with each release, so that late results do not meet a row's next owner."""
+        self.client = np.zeros(num_rows, np.int32)
+        self.floats = np.zeros((len(FLOAT_FIELDS), num_rows), np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.num_logprobs = np.full(num_rows, -1, np.int32)
+        self.owner: list[Sequence | None] = [None] * num_rows
+        self.version = 0
+        """Grows with each admission and release."""
+        self._free = list(range(num_rows))
+        self._high = 0
+        self._num_waits = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def ready(self) -> AnyArray:
+        """Rows that can decode one token now, ascending."""
+        high = self._high
+        return np.flatnonzero(self.computed[:high] < self.feed_end[:high])
+
+    def wait_for_ids(self, rows: AnyArray) -> bool:
+        """Whether one of these rows waits for an id that a step in flight has still to bring."""
+        if not self._num_waits:
+            return False
+        return bool((self.waits[rows] & (self.last_token[rows] < 0)).any())
+
+    def admit(self, sequence: Sequence, client: int, num_cached_blocks: int) -> None:
+        """Gives a sequence the lowest free row, of which so many first blocks are cached ones;
+        whoever calls fills in the blocks."""
+        row = heapq.heappop(self._free)
+        self._high = max(self._high, row + 1)
+        self.version += 1
+        self.owner[row] = sequence
+        sequence.row = row
+        self.computed[row] = num_cached_blocks * self.block_size
+        self.filed[row] = num_cached_blocks
+        self.feed_end[row] = 0
+        self.client[row] = client
+        self.waits[row] = sequence.needs_last_token
+        self._num_waits += sequence.needs_last_token
+        request, params = sequence.request, sequence.request.params
+        self.floats[:, row] = [getattr(params, name) for name in FLOAT_FIELDS]
+        self.top_k[row] = params.top_k
+        self.seed[row] = request.seed
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+
+    def release(self, sequence: Sequence) -> I32:
+        """Takes the row back; returns the blocks it owned, in order."""
+        row = sequence.row
+        blocks = self.owned(row)
+        heapq.heappush(self._free, row)
+        self.version += 1
+        self.epoch[row] += 1
+        self.owner[row] = None
+        self.feed_end[row] = 0
+        self.num_blocks[row] = self.num_ahead[row] = self.first[:, row] = 0
+        self.has_gaps[row] = False
+        self._num_waits -= int(self.waits[row])
+        while self._high and self.owner[self._high - 1] is None:
+            self._high -= 1
+        sequence.row = -1
+        return blocks
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Its last known token was scheduled: from now on it is fed what it samples."""
+        self.feed_end[sequence.row] = sequence.limit - 1
+
+    def never_file(self, row: int) -> None:
+        """Leaves the row's blocks out of the prefix cache."""
+        self.filed[row] = _NEVER
+
+    def owned(self, row: int) -> I32:
+        """The blocks of a row by the tokens that they hold, those of all groups side by side."""
+        end = int(self.num_blocks[row])
+        if self.windows == (None,):
+            return self.blocks[0, row, :end].copy()
+        index = np.arange(end, dtype=np.int32)[:, None]  # (B, 1)
+        has_window = np.array([window is not None for window in self.windows])
+        ends = np.where(has_window, end - self.num_ahead[row], end)
+        held = (index >= self.first[:, row]) & (index < ends)  # (B, G)
+        blocks: I32 = self.blocks[:, row, :end].T[held]
+        return blocks
+
+    def num_owned(self, rows: AnyArray | list[int]) -> int:
+        """How many blocks `owned` lists for all these rows, each counted as often."""
+        num_windows = sum(window is not None for window in self.windows)
+        total = len(self.windows) * int(self.num_blocks[rows].sum())
+        if num_windows:
+            total -= num_windows * int(self.num_ahead[rows].sum())
+            total -= int(self.first[:, rows].sum())
+        return total
+
+
+def known_tokens(sequence: Sequence, start: int, end: int) -> I32:
+    """(end - start,) ids of a part of a sequence that the host has seen."""
+    part: array[int] = sequence.tokens[start:end]
+    return np.frombuffer(part, np.int32)

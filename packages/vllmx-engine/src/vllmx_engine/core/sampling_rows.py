@@ -1,0 +1,210 @@
+"""Sampling parameters of a step's logit rows, gathered from the row table."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.plan import (
+    F32,
+    I32,
+    U32,
+    AnyArray,
+    LogitEdits,
+    SamplingRows,
+    StepPlan,
+    TokenCounts,
+)
+
+from vllmx_engine.core.logit_rules import Counts, LogitRules
+from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
+from vllmx_engine.core.scheduler import Batch
+from vllmx_engine.core.sequence import Limits, Sequence
+
+_FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
+
+Number = TypeVar("Number", np.int32, np.float32)
+
+
+@dataclass(slots=True)
+class Scored:
+    """Logit rows that score prompt tokens: row `first + i` scores token `start + i + 1`."""
+
+    sequence: Sequence
+    first: int
+    start: int
+    count: int
+
+    @property
+    def num_logprobs(self) -> int:
+        wanted = self.sequence.request.params.prompt_logprobs
+        assert wanted is not None, "scored without being asked to"
+        return wanted
+
+
+@dataclass(slots=True)
+class LogitOwners:
+    """Who gets what from a step's logit rows. S sampling rows."""
+
+    rows: AnyArray  # (S,) rows of the table
+    logits: I32  # (S,) their logit rows, ascending
+    sequences: list[Sequence]  # S of them
+    scored: list[Scored] = field(default_factory=list)
+    edited: list[tuple[int, Sequence, LogitRules]] = field(default_factory=list)
+    masked: list[tuple[int, U32]] = field(default_factory=list)
+    counted: list[tuple[int, Counts]] = field(default_factory=list)
+    """Logit rows with edits, masks and penalties, ascending."""
+    broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Sequences whose rules raised."""
+
+
+class RowsBuilder:
+    """Keeps the arrays of the last step of decodes alone: while the same rows decode, nothing but
+    positions changes, and nothing else is gathered again."""
+
+    def __init__(self, table: RowTable, limits: Limits) -> None:
+        self._table = table
+        self._limits = limits
+        self._ascending = np.arange(limits.max_rows, dtype=np.int32)
+        self._kept: tuple[int, AnyArray, LogitOwners, SamplingRows] | None = None
+
+    def build(
+        self, batch: Batch, rows: AnyArray, plan: StepPlan
+    ) -> tuple[LogitOwners, SamplingRows]:
+        """For the plan of `batch`, whose rows of the table are `rows`; `edit` puts the edits in."""
+        owners, sampling = self._gathered(batch, rows, plan)
+        if owners.counted:
+            sampling.counts = _counts(owners.counted, plan)
+        return owners, sampling
+
+    def edit(self, owners: LogitOwners, sampling: SamplingRows) -> None:
+        """Bans and biases, as the tokens that the host knows by now have them."""
+        if owners.edited:
+            sampling.edits = _edits(owners, sampling)
+
+    def _gathered(
+        self, batch: Batch, rows: AnyArray, plan: StepPlan
+    ) -> tuple[LogitOwners, SamplingRows]:
+        if batch.chunks:
+            owners = self._mixed_owners(batch, rows)
+            return owners, self._gather(owners, plan.positions[plan.logit_rows] + np.int32(1))
+        if self._kept is not None:
+            version, kept, owners, sampling = self._kept
+            same = version == self._table.version and kept.size == rows.size
+            if same and bool((kept == rows).all()):
+                sampling.position = plan.context_len
+                return owners, sampling
+        owners = self._owners(rows, self._ascending[: rows.size])
+        sampling = self._gather(owners, plan.context_len)
+        self._kept = self._table.version, rows, owners, sampling
+        return owners, sampling
+
+    def _owners(self, rows: AnyArray, logits: I32) -> LogitOwners:
+        """Of sampling rows: row `rows[i]` of the table draws from logit row `logits[i]`."""
+        owners = LogitOwners(rows, logits, [])
+        for row, logit in zip(rows.tolist(), logits.tolist(), strict=True):
+            sequence = self._table.owner[row]
+            assert sequence is not None
+            owners.sequences.append(sequence)
+            rules = sequence.rules
+            if rules is None:
+                continue
+            if rules.has_edits:
+                owners.edited.append((logit, sequence, rules))
+            if rules.mask is not None:
+                owners.masked.append((logit, rules.mask))
+            if rules.counts is not None:
+                owners.counted.append((logit, rules.counts))
+        return owners
+
+    def _mixed_owners(self, batch: Batch, rows: AnyArray) -> LogitOwners:
+        next_logit = batch.decodes.size
+        sampling, logits = batch.decodes.tolist(), list(range(next_logit))
+        scored: list[Scored] = []
+        for chunk in batch.chunks:
+            count = chunk.num_logits - chunk.samples
+            if count:
+                start = chunk.start + chunk.num_tokens - chunk.num_logits
+                scored.append(Scored(chunk.sequence, next_logit, start, count))
+            next_logit += chunk.num_logits
+            if chunk.samples:
+                sampling.append(chunk.sequence.row)
+                logits.append(next_logit - 1)
+        owners = self._owners(np.array(sampling, np.int64), np.array(logits, np.int32))
+        owners.scored = scored
+        return owners
+
+    def _gather(self, owners: LogitOwners, position: I32) -> SamplingRows:
+        """position (L,). Rows that score get the defaults."""
+        table, rows, num_logits = self._table, owners.rows, position.size
+        floats: F32 = np.repeat(_FLOAT_DEFAULTS, num_logits, axis=1)
+        top_k, seed = np.zeros(num_logits, np.int32), np.zeros(num_logits, np.uint64)
+        target, num_logprobs = np.full((2, num_logits), -1, np.int32)
+        at = owners.logits
+        floats[:, at] = table.floats[:, rows]
+        top_k[at], seed[at] = table.top_k[rows], table.seed[rows]
+        num_logprobs[at] = table.num_logprobs[rows]
+        for part in owners.scored:
+            rows_of_part = slice(part.first, part.first + part.count)
+            tokens = part.sequence.tokens[part.start + 1 : part.start + 1 + part.count]
+            target[rows_of_part] = tokens
+            num_logprobs[rows_of_part] = part.num_logprobs
+        sampling = SamplingRows(
+            **dict(zip(FLOAT_FIELDS, floats, strict=True)),
+            top_k=top_k,
+            seed=seed,
+            position=position,
+            target=target,
+            num_logprobs=num_logprobs,
+            max_logprobs=int(num_logprobs.max(initial=-1)),
+            all_greedy=not floats[0].any(),
+        )
+        if owners.masked:
+            logits, masks = zip(*owners.masked, strict=True)
+            sampling.mask_index = np.full(num_logits, -1, np.int32)
+            sampling.mask_index[list(logits)] = range(len(masks))
+            sampling.masks = np.stack(masks)
+        return sampling
+
+
+def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
+    """Bans and biases, which may change from step to step."""
+    logits: list[int] = []
+    ids: list[array[int]] = []
+    values: list[array[float]] = []
+    for logit, sequence, rules in owners.edited:
+        try:
+            generated = int(sampling.position[logit]) - sequence.num_prompt
+            own_ids, own_values = rules.edits(sequence.tokens, generated)
+        except Exception as error:  # one request's fault must not stop the others
+            owners.broken.append((sequence, error))
+            continue
+        logits.append(logit)
+        ids.append(own_ids)
+        values.append(own_values)
+    start = _starts(logits, ids, sampling.num_rows)
+    return LogitEdits(start, _flat(ids, np.int32), _flat(values, np.float32))
+
+
+def _counts(counted: list[tuple[int, Counts]], plan: StepPlan) -> TokenCounts:
+    """What was seen of each token, which grows from step to step."""
+    logits = [logit for logit, _ in counted]
+    ids = [counts.ids for _, counts in counted]
+    values = _flat([counts.output_counts for _, counts in counted], np.int32)
+    start = _starts(logits, ids, plan.num_logit_rows)
+    return TokenCounts(start, _flat(ids, np.int32), values, plan.tokens[plan.logit_rows] < 0)
+
+
+def _starts(logits: list[int], ids: list[array[int]], num_rows: int) -> I32:
+    """(num_rows + 1,) where each logit row's entries begin; `logits` ascending."""
+    start = np.zeros(num_rows + 1, np.int32)
+    start[1:][logits] = [len(row) for row in ids]
+    return np.cumsum(start, out=start)
+
+
+def _flat(rows: list[array[int]] | list[array[float]], dtype: type[Number]) -> npt.NDArray[Number]:
+    """One array of all rows, whose items have the same size."""
+    return np.frombuffer(bytearray().join(rows), dtype)

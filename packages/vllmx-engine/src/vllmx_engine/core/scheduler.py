@@ -1,0 +1,379 @@
+"""Decides what each step computes: who decodes, who prefills how much, who has to make room."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import AnyArray
+
+from vllmx_engine.core.cost import StepCost, StepLoad
+from vllmx_engine.core.kv import BlockPool
+from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
+from vllmx_engine.core.prefixes import Prefixes
+from vllmx_engine.core.row_blocks import RowBlocks
+from vllmx_engine.core.rows import RowTable
+from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.waiting import FairShare, WaitingQueue
+
+logger = logging.getLogger("vllmx.scheduler")
+
+_MAX_MISFITS = 4
+"""After so many of the queue that do not fit a step looks for no other that would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a prompt (or of a preempted sequence) that a step computes."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_logits: int
+    """The last this many of its tokens are logit rows."""
+    samples: bool
+    """The last logit row is drawn from: the chunk ends with the last known token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step computes."""
+
+    decodes: AnyArray
+    """Rows of the table that decode one token each, ascending."""
+    chunks: tuple[Chunk, ...]
+    load: StepLoad
+
+
+class Scheduler:
+    """Owns sequences from `add` to `finish`, their rows and their KV blocks.
+
+    One token budget a step: running decodes first, then unfinished prefills, then the waiting
+    queue. Who is next and does not fit may be passed by others of its priority, as many times as
+    sequences run at once at most; then they wait until it has had its turn. A sequence's prompt
+    gets all its blocks on admission (but see `RowBlocks` for windows), and one block at a time is
+    added in each cache group while it decodes; when there is none, the newest sequence of the
+    lowest priority gives up all of its own and waits again (recompute). It does so too when a
+    sequence of strictly higher priority waits for a row or for blocks. Blocks that are given up or
+    freed while a step that reads or writes them is still in flight are safe to hand out at once:
+    the device runs steps in order, so their next owner's writes, of a later step, come after.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cost: StepCost,
+        *,
+        fcfs: bool = False,
+        prefix_caching: bool = True,
+        chunked_prefill: bool = True,
+        identity: CacheIdentity | None = None,
+    ) -> None:
+        self.limits = limits
+        self.cost = cost
+        self.cache = PrefixCache(identity, limits.windows)
+        self.pool = BlockPool(limits.num_blocks, self.cache)
+        size = limits.block_size
+        self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size, limits.windows)
+        self.prefixes = Prefixes(self.table, self.pool, self.cache, enabled=prefix_caching)
+        self.blocks = RowBlocks(limits, self.table, self.pool, self.prefixes)
+        self.live: dict[str, Sequence] = {}
+        """All sequences between `add` and `finish`, by request id."""
+        self.running: list[Sequence] = []
+        self.prefills: list[Sequence] = []
+        """Those of `running` whose known tokens are not all scheduled, best first."""
+        self.share = FairShare()
+        self.queue = WaitingQueue(self.share, fcfs=fcfs)
+        self.failed: list[tuple[Sequence, Exception]] = []
+        """Sequences whose own bookkeeping raised; the owner takes them out and ends them."""
+        self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
+        self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
+        """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
+        prefill only a prompt that is too long for its step is ever cut."""
+        self._ranks: Counter[int] = Counter()
+        """Live sequences of each priority."""
+        self._leaders: dict[str, Sequence] = {}
+        """Live sequences that others may name as their leader, while their prompt is computed."""
+        self._followers: dict[str, dict[str, Sequence]] = {}
+        """By their leader's id, then by their own."""
+
+    # --- the life of a sequence -------------------------------------------------------------------
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + sum(map(len, self._followers.values()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a checked sequence in."""
+        request = sequence.request
+        sequence.root = self.cache.root(request.cache_salt)
+        self.live[sequence.request_id] = sequence
+        self.share.enter(request.client)
+        self._ranks[self.queue.asked(sequence)] += 1
+        leader = self._leaders.get(request.leader or "")
+        if leader is not None and self._can_share(sequence):
+            followers = self._followers.setdefault(leader.request_id, {})
+            followers[sequence.request_id] = sequence
+        else:
+            self.queue.push(sequence)
+        self._leaders[sequence.request_id] = sequence
+
+    def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Ends a sequence in whatever state it is; its blocks are free from here on. `forget`:
+        they are not to be found as prefixes."""
+        sequence.finished = True
+        del self.live[sequence.request_id]
+        if sequence.row >= 0:
+            self._leave_row(sequence, forget=forget)
+        elif not self._leave_leader(sequence):
+            self.queue.remove(sequence)
+        self._release_followers(sequence)
+        self.share.leave(sequence.request.client)
+        rank = self.queue.asked(sequence)
+        self._ranks[rank] -= 1
+        if not self._ranks[rank]:
+            del self._ranks[rank]
+
+    def _can_share(self, sequence: Sequence) -> bool:
+        long_enough = sequence.num_prompt > self.limits.block_size
+        return self.prefixes.enabled and long_enough and sequence.all_scored
+
+    def prompt_computed(self, sequence: Sequence) -> None:
+        """Its prompt's blocks are in the prefix cache: who waited for them may go on."""
+        if sequence.request_id in self._leaders:
+            self._release_followers(sequence)
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        if self._leaders.pop(sequence.request_id, None) is not None:
+            for follower in self._followers.pop(sequence.request_id, {}).values():
+                self.queue.push(follower)
+
+    def _leave_leader(self, sequence: Sequence) -> bool:
+        """False when it does not wait for another's prompt."""
+        leader = sequence.request.leader
+        if leader is None or leader not in self._followers:
+            return False
+        return self._followers[leader].pop(sequence.request_id, None) is not None
+
+    # --- one step ---------------------------------------------------------------------------------
+    def schedule(self) -> Batch | None:
+        """The next step, or None when nothing can be computed before a result comes in."""
+        decodes, victim = self._decodes()
+        context = int(self.table.computed[decodes].sum()) + decodes.size
+        tokens_left = self.limits.token_budget - decodes.size
+        logits_left = self.limits.max_logit_rows - decodes.size
+        seconds_left: float | None = None
+        chunks: list[Chunk] = []
+        prefilling = self._prefilling(victim)
+        for sequence in prefilling:
+            start = int(self.table.computed[sequence.row])
+            wanted = len(sequence.tokens) - start
+            if seconds_left is None:
+                seconds_left = self.cost.chunk_seconds(decodes.size, context, self._num_prompts)
+            affordable = self.cost.chunk_tokens(seconds_left, start)
+            if not chunks:
+                affordable = max(affordable, self.cost.min_chunk)
+            size = int(min(wanted, tokens_left, affordable, self._scorable(sequence, logits_left)))
+            if chunks and size < min(wanted, self._least_chunk):
+                break
+            size = self.blocks.cover(sequence.row, start, size, len(self.running))
+            if not size:
+                continue
+            chunk = self._cut(sequence, start, size)
+            chunks.append(chunk)
+            tokens_left -= size
+            logits_left -= chunk.num_logits
+            seconds_left -= self.cost.chunk_cost(size, start)
+            if not tokens_left or not logits_left:
+                break
+        prefilling.close()
+        if not decodes.size and not chunks:
+            return None
+        batch = Batch(decodes, tuple(chunks), _load(decodes.size, context, chunks))
+        self._charge(batch)
+        return batch
+
+    @property
+    def _num_prompts(self) -> int:
+        """That could be computed now: those begun, and those that wait while rows are free."""
+        return len(self.prefills) + min(len(self.queue), self.table.num_free)
+
+    def _decodes(self) -> tuple[AnyArray, Sequence | None]:
+        """Ready rows, each with blocks for its next token, and the last one of those that had to
+        be preempted for them, for an unfinished prefill or for who waits."""
+        victim: Sequence | None = None
+        while True:
+            rows = self.table.ready()
+            full = self.blocks.full_rows(rows)
+            wanted = self.blocks.num_groups * full.size + self.blocks.stuck(self.prefills)
+            is_short = wanted > self.pool.num_available
+            if not is_short and not self._must_yield(wanted):
+                break
+            if is_short and self._slide_all():
+                continue
+            victim = max(self.running, key=self.queue.order)
+            self._preempt(victim)
+        self.blocks.grow(full)
+        return rows, victim
+
+    def _slide_all(self) -> bool:
+        """Blocks that no window sees are given back at once, though the prefix cache might have
+        had them when their step comes back."""
+        rows = np.array([sequence.row for sequence in self.running], np.intp)
+        return self.blocks.slide(rows, keep_unfiled=False)
+
+    def _must_yield(self, num_taken: int) -> bool:
+        """Whether the next one of the queue outranks running sequences, does not fit beside them
+        and the `num_taken` blocks that decodes are to get, and would fit in their place."""
+        head = self.queue.first() if len(self._ranks) > 1 else None
+        if head is None:
+            return False
+        lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
+        if not lower or not self.table.num_free:
+            return bool(lower)
+        try:
+            wanted = self.blocks.wanted(head, self.prefixes.look(head)) + num_taken
+        except Exception:  # its admission will meet it again, and end it
+            return False
+        missing = wanted - self._room
+        held = self.table.num_owned(lower)
+        return 0 < missing <= held + self.blocks.num_groups * len(lower)
+
+    def _prefilling(self, victim: Sequence | None) -> Generator[Sequence]:
+        """Unfinished prefills, then, as far as rows and blocks go, the waiting queue; but who waits
+        with a higher priority than an unfinished prefill goes before it. In a step that preempts,
+        only who outranks the victims is admitted."""
+        prefills = deque(self.prefills)
+        aside: list[Sequence] = []
+        """Who does not fit, out of the queue until this is closed."""
+        try:
+            while True:
+                head = self._next_to_admit(victim, aside)
+                if prefills and (head is None or not self.queue.outranks(head, prefills[0])):
+                    yield prefills.popleft()
+                elif head is None:
+                    return
+                elif self._try_admit(head):
+                    for sequence in aside:
+                        sequence.num_passed += 1
+                    yield head
+                elif not self.failed:
+                    self.queue.remove(head)
+                    aside.append(head)
+        finally:
+            for sequence in aside:
+                self.queue.push(sequence)
+
+    def _next_to_admit(self, victim: Sequence | None, aside: list[Sequence]) -> Sequence | None:
+        """The next one of the queue, unless it would pass by one of `aside` that must not be."""
+        if not self.table.num_free or self.failed or len(aside) == _MAX_MISFITS:
+            return None
+        head = self.queue.first()
+        if head is None or (victim is not None and not self.queue.outranks(head, victim)):
+            return None
+        return None if any(self._holds_back(misfit, head) for misfit in aside) else head
+
+    def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
+        """Whether who does not fit must not be passed by another. Who was preempted gave its blocks
+        up to older ones already."""
+        if misfit.was_preempted or self.queue.outranks(misfit, other):
+            return True
+        return misfit.num_passed >= self.limits.max_rows
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        try:
+            return self._admit(sequence)
+        except Exception as error:  # one request's fault must not stop the others
+            self.failed.append((sequence, error))
+            return False
+
+    @property
+    def _room(self) -> int:
+        """Blocks beside those that each running sequence may soon need."""
+        return self.blocks.room(len(self.running), self.prefills)
+
+    def _cut(self, sequence: Sequence, start: int, size: int) -> Chunk:
+        """A chunk of a prefilling sequence, which moves on to decoding when it is the last one."""
+        end = start + size
+        samples = end == len(sequence.tokens)
+        num_logits = int(samples)
+        if not sequence.all_scored:
+            num_logits = max(0, end - max(start, sequence.num_scored))
+            sequence.num_scored = max(end, sequence.num_scored)
+        if samples:
+            self.prefills.remove(sequence)
+            self.table.start_decoding(sequence)
+        return Chunk(sequence, start, size, num_logits, samples)
+
+    def _scorable(self, sequence: Sequence, logits_left: int) -> int:
+        """Tokens of a chunk, so that its logit rows fit."""
+        if sequence.all_scored:
+            return self.limits.token_budget
+        return logits_left + max(0, sequence.num_scored - int(self.table.computed[sequence.row]))
+
+    def _charge(self, batch: Batch) -> None:
+        if len(self.share) > 1:
+            clients = self.table.client
+            rows = [chunk.sequence.row for chunk in batch.chunks]
+            slots = np.concatenate([clients[batch.decodes], clients[rows]])
+            tokens = np.ones(slots.size)
+            tokens[batch.decodes.size :] = [_num_new(chunk) for chunk in batch.chunks]
+            self.share.charge(slots, tokens)
+
+    # --- rows and blocks --------------------------------------------------------------------------
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives the sequence a row, the cached blocks of its prefix and new ones for the rest of
+        its known tokens, and leaves one more block in each group for each running row."""
+        hit = self.prefixes.look(sequence)
+        if self.blocks.wanted(sequence, hit) > self._room:
+            return False
+        self.queue.admit(sequence)
+        sequence.found = None
+        self.running.append(sequence)
+        self.prefills.append(sequence)
+        self.prefills.sort(key=self.queue.order)
+        self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
+        if not sequence.was_preempted:
+            sequence.queue_s = time.monotonic() - sequence.arrival_s
+            sequence.num_cached_tokens = hit.num_blocks * self.limits.block_size
+            self.num_queried_tokens += sequence.num_prompt if self.prefixes.enabled else 0
+            self.num_hit_tokens += sequence.num_cached_tokens
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; what it generated stays, and a result on its way still counts."""
+        logger.debug("preempting %s at %d tokens", sequence.request_id, len(sequence.tokens))
+        computed = int(self.table.computed[sequence.row])
+        sequence.num_charged = max(sequence.num_charged, computed)
+        self._leave_row(sequence)
+        sequence.was_preempted = True
+        self.num_preemptions += 1
+        self.queue.push(sequence)
+
+    def _leave_row(self, sequence: Sequence, *, forget: bool = False) -> None:
+        self.running.remove(sequence)
+        if sequence in self.prefills:
+            self.prefills.remove(sequence)
+        self.blocks.leave(sequence, forget=forget)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while sequences run."""
+        if self.running:
+            return False
+        self.pool.clear_idle()
+        return True
+
+
+def _num_new(chunk: Chunk) -> int:
+    """Its tokens without those that were computed before a preemption: to make room for others is
+    no service, and is not paid for twice."""
+    start = max(chunk.start, chunk.sequence.num_charged)
+    return max(0, chunk.start + chunk.num_tokens - start)
+
+
+def _load(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:
+    work = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks)
+    return StepLoad(num_decodes, context, sum(chunk.num_tokens for chunk in chunks), work)

@@ -1,0 +1,208 @@
+"""What the engine core remembers of one request."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+
+from vllmx_core.cache_groups import longest_sequence
+from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
+
+from vllmx_engine.core.logit_rules import LogitRules, make_rules
+from vllmx_engine.core.prefix_cache import Entry
+from vllmx_engine.wire.messages import CoreRequest, FinishReason
+
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step and a sequence, resolved."""
+
+    token_budget: int
+    """Tokens of a step."""
+    max_rows: int
+    """Sequences that run at once; never more than the budget or the logit rows of a step, so that
+    every running sequence can always be given one token."""
+    max_logit_rows: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    windows: tuple[int | None, ...] = (None,)
+    """Of each cache group, as in `LoadedInfo.cache_windows`."""
+    max_tokens: int = field(init=False)
+    """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
+
+    def __post_init__(self) -> None:
+        longest = longest_sequence(
+            self.windows, self.num_blocks, self.block_size, self.token_budget, self.max_model_len
+        )
+        object.__setattr__(self, "max_tokens", longest)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a look into the prefix cache came upon in the groups without a window."""
+
+    num_blocks: int = 0
+    """All of those groups hold so many first blocks."""
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    """Of all those groups, one after the other for each block of the sequence."""
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Sequence:
+    """A request with its tokens. `row` is its place in the `RowTable` while it runs, else -1.
+
+    Args:
+        leader: another choice of the same call, with which it can share what does not change.
+    """
+
+    __slots__ = (
+        "arrival",
+        "arrival_s",
+        "content",
+        "counts",
+        "digests",
+        "finished",
+        "found",
+        "is_plain",
+        "limit",
+        "num_cached_tokens",
+        "num_charged",
+        "num_passed",
+        "num_prompt",
+        "num_scored",
+        "queue_s",
+        "rank",
+        "request",
+        "request_id",
+        "root",
+        "row",
+        "rules",
+        "stop_ids",
+        "tokens",
+        "was_preempted",
+    )
+
+    def __init__(
+        self,
+        request: CoreRequest,
+        arrival: int,
+        limits: Limits,
+        leader: Sequence | None = None,
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.request_id = request.request_id
+        self.arrival = arrival
+        self.arrival_s = time.monotonic()
+        self.queue_s = 0.0
+        """From then to its first row."""
+        self.rank = request.priority
+        """Its priority; a smaller one once it had to wait for long (see `WaitingQueue`)."""
+        self.tokens = array("i", request.prompt)
+        """Prompt and generated ids that the host has seen."""
+        self.num_prompt = len(self.tokens)
+        self.limit = min(self.num_prompt + request.max_tokens, limits.max_tokens)
+        """Length at which it ends with reason "length"."""
+        self.stop_ids = frozenset(request.stop_ids)
+        self.row = -1
+        self.finished = False
+        self.was_preempted = False
+        self.root = b""
+        """Digest of what sets its prefixes apart, the parent of its first block."""
+        self.content: dict[int, bytes] = {}
+        """What decides the content of a block, given by its number, beside its token ids."""
+        self.digests: list[bytes] = []
+        """Of its full blocks, as far as they were asked for."""
+        self.found: Found | None = None
+        """While it waits: what the last look at its prefix found."""
+        self.num_cached_tokens = 0
+        self.num_charged = 0
+        """The first so many tokens were charged to its client before it was preempted."""
+        self.num_passed = 0
+        """How many went before it, later in the queue, because it did not fit."""
+        self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt
+        """Prompt tokens whose logits were scheduled, for prompt_logprobs."""
+        self.rules: LogitRules | None = (
+            make_rules(request, limits.vocab_size)
+            if leader is None or leader.rules is None
+            else leader.rules.of_another_choice()
+        )
+        self.counts = None if self.rules is None else self.rules.counts
+        self.is_plain = False
+        """Committing a token needs no more than appending it; never so for the first one."""
+
+    def content_of(self, index: int, block_size: int) -> bytes:
+        """All that decides what a full block holds behind its parent. Token ids come first and are
+        equally many in each block, so that nothing else can be taken for them."""
+        ids = self.tokens[block_size * index : block_size * (index + 1)].tobytes()
+        return ids + self.content[index] if index in self.content else ids
+
+    @property
+    def all_scored(self) -> bool:
+        """No prompt token waits for its logits any more."""
+        return self.num_scored >= self.num_prompt
+
+    @property
+    def needs_last_token(self) -> bool:
+        """The host must see each token before it can prepare the next step."""
+        return self.rules is not None and bool(self.rules.phrases)
+
+    def settle(self) -> None:
+        """The first token is out: decides `is_plain` for the others."""
+        self.is_plain = self.request.params.logprobs is None
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Appends a sampled id and says whether the sequence ends with it."""
+        self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.add(token)
+        if token in self.stop_ids:  # before min_tokens they are banned, see LogitRules
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+
+def check_request(request: CoreRequest, limits: Limits) -> None:
+    """Raises InvalidRequestError, ContextLengthError or CapacityError for what can never run."""
+    if len(request.prompt) % _ID_BYTES:
+        raise InvalidRequestError(
+            f"{len(request.prompt)} bytes are no token ids of {_ID_BYTES}: send pack_ids(ids)",
+            param="prompt",
+        )
+    ids = request.prompt_ids
+    length = ids.size
+    if length == 0:
+        raise InvalidRequestError("the prompt has no tokens: send at least one", param="prompt")
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        wrong = ids[(ids < 0) | (ids >= limits.vocab_size)][0]
+        raise InvalidRequestError(
+            f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got {wrong}",
+            param="prompt",
+        )
+    if request.max_tokens < 1:
+        raise InvalidRequestError(
+            f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
+        )
+    if not 0 <= request.seed < 1 << 64:
+        raise InvalidRequestError(
+            f"seed must be from 0 to 2**64 - 1, got {request.seed}", param="seed"
+        )
+    if length >= limits.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {length} tokens, but with room for one more the context of"
+            f" {limits.max_model_len} holds {limits.max_model_len - 1}: shorten the prompt or raise"
+            " --max-model-len",
+            param="prompt",
+        )
+    if length >= limits.max_tokens:
+        raise CapacityError(
+            f"the prompt has {length} tokens, but of one sequence the {limits.num_blocks} KV blocks"
+            f" of {limits.block_size} tokens hold {limits.max_tokens - 1} and one more: shorten the"
+            " prompt or raise --num-kv-blocks or --memory-fraction",
+            param="prompt",
+        )
+    request.params.check_vocab(limits.vocab_size)

@@ -1,0 +1,261 @@
+"""Who is next: priority, then fair share of each client, then arrival; each priority gets turns."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+from vllmx_core.plan import AnyArray
+
+from vllmx_engine.core.ordered import Ordered
+from vllmx_engine.core.sequence import Sequence
+
+_MAX_REMEMBERED = 4096
+_TURN_EVERY = 16
+"""Of so many admissions, while several priorities wait, one is of another than the best."""
+_NO_PRIORITY = 1 << 31
+"""Greater than any."""
+_Head = tuple[float, int, str]
+"""What a client was served, its first request's arrival, and the client."""
+
+
+class FairShare:
+    """Tokens computed for each client ("virtual token counter": Sheng et al., "Fairness in serving
+    large language models", OSDI 2024). The client with the fewest is served next. Who comes back
+    from a pause starts no lower than the least served one, so that idling saves up nothing.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._live: dict[str, int] = {}
+        self._service = np.full(16, np.inf)
+        """Of each slot; infinite where no client lives."""
+        self._free = list(range(15, -1, -1))
+        self._left: OrderedDict[str, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Clients with live requests."""
+        return len(self._slots)
+
+    def enter(self, client: str) -> None:
+        """A request of the client begins to wait."""
+        if client in self._slots:
+            self._live[client] += 1
+            return
+        if not self._free:
+            size = self._service.size
+            self._service = np.concatenate([self._service, np.full(size, np.inf)])
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        least = float(self._service.min()) if self._slots else 0.0
+        slot = self._free.pop()
+        self._service[slot] = max(self._left.pop(client, 0.0), least)
+        self._slots[client] = slot
+        self._live[client] = 1
+
+    def leave(self, client: str) -> None:
+        """A request of the client ended."""
+        self._live[client] -= 1
+        if self._live[client]:
+            return
+        del self._live[client]
+        slot = self._slots.pop(client)
+        self._left[client] = float(self._service[slot])
+        self._service[slot] = np.inf
+        self._free.append(slot)
+        if len(self._left) > _MAX_REMEMBERED:
+            self._left.popitem(last=False)
+        if not self._slots:
+            self._left.clear()
+
+    def slot(self, client: str) -> int:
+        """Index of a live client, for `charge`."""
+        return self._slots[client]
+
+    def service(self, client: str) -> float:
+        """Tokens computed for a live client, more or less."""
+        return float(self._service[self._slots[client]])
+
+    def charge(self, slots: AnyArray, tokens: AnyArray) -> None:
+        """Adds to the clients in `slots` the tokens of a step, one entry a row."""
+        self._service += np.bincount(slots, tokens, self._service.size)
+
+
+class _Class:
+    """Requests of one priority."""
+
+    __slots__ = ("_clients", "_heads", "_service", "ahead")
+
+    def __init__(self, service: Callable[[str], float]) -> None:
+        self._service = service
+        self.ahead: Ordered[Sequence] = Ordered()
+        """Who goes first: those that ran before, so that new ones do not take their place time and
+        again, and those of a lower priority whose turn it is."""
+        self._clients: dict[str, Ordered[Sequence]] = {}
+        """New requests of each client, by arrival."""
+        self._heads: list[_Head] = []
+        """A heap with an entry for each client, of its first request or of an earlier one. What a
+        client was served only grows while it has requests, so an entry never stands too far back:
+        the one in front is put where it belongs by now before it is believed."""
+
+    def __bool__(self) -> bool:
+        return bool(self._clients or self.ahead)
+
+    def push(self, client: str, sequence: Sequence) -> None:
+        line = self._clients.get(client)
+        if line is None:
+            line = self._clients[client] = Ordered()
+        line.add(sequence.arrival, sequence)
+        if line.least() == sequence.arrival:
+            heapq.heappush(self._heads, self._head(client, line))
+            self._drop_old_heads()
+
+    def remove(self, client: str, sequence: Sequence) -> None:
+        line = self._clients[client]
+        line.pop(sequence.arrival)
+        if not line:
+            del self._clients[client]
+
+    def first(self) -> Sequence:
+        """Of the client that was served least; there must be one."""
+        if self.ahead:
+            return self.ahead.first()
+        while True:
+            head = self._heads[0]
+            line = self._clients.get(head[2])
+            if line is None:
+                heapq.heappop(self._heads)
+            elif (now := self._head(head[2], line)) != head:
+                heapq.heapreplace(self._heads, now)
+            else:
+                return line.first()
+
+    def _head(self, client: str, line: Ordered[Sequence]) -> _Head:
+        return self._service(client), line.least(), client
+
+    def _drop_old_heads(self) -> None:
+        if len(self._heads) > 2 * len(self._clients) + 16:
+            self._heads = [self._head(*item) for item in self._clients.items()]
+            heapq.heapify(self._heads)
+
+
+class WaitingQueue:
+    """Sequences that wait for a row. `fcfs`: arrival alone decides.
+
+    To find who is next, and to take anyone out, costs the same whoever else waits.
+
+    So that nobody starves, each 16th admission gives another priority a turn, one after the other:
+    its first sequence is put before all others. It keeps the rank that it is given, or whoever
+    waits would preempt it as soon as it runs. With M priorities waiting, each has its next turn
+    after 16 M admissions at most.
+    """
+
+    def __init__(self, share: FairShare, *, fcfs: bool) -> None:
+        self._service: Callable[[str], float] = _equal if fcfs else share.service
+        self._fcfs = fcfs
+        self._classes: Ordered[_Class] = Ordered()
+        self._turns: OrderedDict[int, None] = OrderedDict()
+        """Priorities by their next turn; some of them may have nobody left."""
+        self._num_admitted = 0
+        """Since the last turn, while others waited."""
+        self._best_admitted = _NO_PRIORITY
+        """Of the same."""
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, sequence: Sequence) -> None:
+        """Takes a new or a preempted sequence in."""
+        priority = self.priority(sequence)
+        group = self._classes.get(priority)
+        if group is None:
+            group = _Class(self._service)
+            self._classes.add(priority, group)
+            self._turns.setdefault(priority)
+            self._drop_old_turns()
+        if _goes_ahead(sequence):
+            group.ahead.add(sequence.arrival, sequence)
+        else:
+            group.push(self._client(sequence), sequence)
+        self._length += 1
+
+    def first(self) -> Sequence | None:
+        """Who is next; stays in the queue."""
+        return self._classes.first().first() if self._length else None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a waiting sequence out."""
+        priority = self.priority(sequence)
+        group = self._classes.get(priority)
+        assert group is not None, sequence.request_id
+        if _goes_ahead(sequence):
+            group.ahead.pop(sequence.arrival)
+        else:
+            group.remove(self._client(sequence), sequence)
+        if not group:
+            self._classes.pop(priority)
+        self._length -= 1
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes one out that gets a row; this may make it another priority's turn."""
+        self.remove(sequence)
+        if not self._classes:
+            self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
+            return
+        rank = self.priority(sequence)
+        self._num_admitted += 1
+        self._best_admitted = min(self._best_admitted, rank)
+        if self._num_admitted >= _TURN_EVERY:
+            best = min(self._best_admitted, self._classes.least())
+            self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
+            self._give_turn(best)
+
+    def _give_turn(self, best: int) -> None:
+        """Puts the first one of the next priority that is not `best` before all others."""
+        for _ in range(len(self._turns)):
+            priority, _ = self._turns.popitem(last=False)
+            group = self._classes.get(priority)
+            if group is None:
+                continue
+            self._turns[priority] = None
+            if priority != best:
+                sequence = group.first()
+                self.remove(sequence)
+                sequence.rank = best
+                self.push(sequence)
+                return
+
+    def _drop_old_turns(self) -> None:
+        if len(self._turns) > 2 * len(self._classes) + 16:
+            left = [priority for priority in self._turns if priority in self._classes]
+            self._turns = OrderedDict.fromkeys(left)
+
+    def priority(self, sequence: Sequence) -> int:
+        """Smaller is served first."""
+        return 0 if self._fcfs else sequence.rank
+
+    def asked(self, sequence: Sequence) -> int:
+        """Its priority before any turn that it was given."""
+        return 0 if self._fcfs else sequence.request.priority
+
+    def outranks(self, sequence: Sequence, other: Sequence) -> bool:
+        """By priority alone."""
+        return self.priority(sequence) < self.priority(other)
+
+    def order(self, sequence: Sequence) -> tuple[int, int]:
+        """Of running sequences: the greatest is preempted first."""
+        return self.priority(sequence), sequence.arrival
+
+    def _client(self, sequence: Sequence) -> str:
+        return "" if self._fcfs else sequence.request.client
+
+
+def _goes_ahead(sequence: Sequence) -> bool:
+    return sequence.was_preempted or sequence.rank != sequence.request.priority
+
+
+def _equal(client: str) -> float:
+    """Where arrival alone decides, nobody was served more than another."""
+    return 0.0

@@ -1,0 +1,238 @@
+"""Starts the engine core process, watches it, ends it.
+
+One `CoreProcess` is one life of the core. The socket lies in a fresh folder that only this user can
+enter, takes one connection, and is removed as soon as that is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from vllmx_core.errors import VllmxError
+
+from vllmx_engine.wire.ipc import (
+    Failed,
+    FrameError,
+    FrameReader,
+    FromCore,
+    Ready,
+    Shutdown,
+    Start,
+    ToCore,
+    encode_frame,
+    from_core_decoder,
+)
+from vllmx_engine.wire.messages import CoreInfo
+
+logger = logging.getLogger("vllmx.supervisor")
+
+_POLL_S = 0.02
+_EXIT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 10.0
+"""A process that outlives SIGKILL for so long hangs in the kernel, in a driver most likely."""
+_MAX_SOCKET_PATH = 100
+"""Bytes; sockaddr_un holds 104 to 108."""
+
+
+class CoreProcess(asyncio.Protocol):
+    """A running engine core.
+
+    Args:
+        on_message: called for every message after Ready.
+        on_lost: called once when the core cannot go on or the connection is gone, and nobody had
+            asked for it.
+    """
+
+    def __init__(
+        self, on_message: Callable[[FromCore], None], on_lost: Callable[[CoreProcess], None]
+    ) -> None:
+        self.info: CoreInfo
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._reader: FrameReader[FromCore] = FrameReader(from_core_decoder)
+        self._started: asyncio.Future[CoreInfo | None] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.WriteTransport | None = None
+        self._process: subprocess.Popen[bytes]
+        self._failure: VllmxError | None = None
+        self._up = self._stopping = self._lost = False
+
+    @classmethod
+    async def start(
+        cls,
+        start: Start,
+        on_message: Callable[[FromCore], None],
+        on_lost: Callable[[CoreProcess], None],
+    ) -> CoreProcess:
+        """Spawns the process and returns when it is ready. Raises the VllmxError that it met."""
+        core = cls(on_message, on_lost)
+        folder = _socket_folder()
+        try:
+            await core._launch(start, folder)
+            core.info = await core._loaded()
+        except BaseException:
+            await core.stop(0.0)
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return core
+
+    async def _launch(self, start: Start, folder: Path) -> None:
+        path = folder / "core.sock"
+        with _listen(path) as listener:
+            self._process = spawn(path)
+            connection = await self._accept(listener)
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self, sock=connection)
+        self.send(start)
+
+    async def _loaded(self) -> CoreInfo:
+        info = await self._started
+        if info is None:
+            await self.reap(_EXIT_TIMEOUT_S)
+            text = f"{self.describe_end()} while loading the model; see its log above"
+            raise self._failure or VllmxError(text)
+        return info
+
+    async def _accept(self, listener: socket.socket) -> socket.socket:
+        """The child's connection. Raises VllmxError when the child ends without one."""
+        loop = asyncio.get_running_loop()
+        accepting = asyncio.ensure_future(loop.sock_accept(listener))
+        try:
+            while not accepting.done():
+                await asyncio.wait([accepting], timeout=_POLL_S)
+                if not accepting.done() and self._process.poll() is not None:
+                    raise VllmxError(f"{self.describe_end()} while starting; see its log above")
+        finally:
+            accepting.cancel()
+        return accepting.result()[0]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lost(self) -> bool:
+        """Whether `on_lost` was called."""
+        return self._lost
+
+    @property
+    def failure(self) -> VllmxError | None:
+        """What the core said before it ended."""
+        return self._failure
+
+    def describe_end(self) -> str:
+        """How the process ended, for people."""
+        code = self._process.poll()
+        if code is None:
+            return "the engine core closed its connection"
+        if code < 0:
+            known = -code in set(signal.Signals)  # the others are real-time signals
+            name = signal.Signals(-code).name if known else f"signal {-code}"
+            return f"the engine core was killed by {name}"
+        return f"the engine core exited with code {code}"
+
+    def send(self, message: ToCore) -> None:
+        """Queues a message. Raises FrameTooLargeError."""
+        frame = encode_frame(message)
+        if self._transport is not None:
+            self._transport.write(frame)
+
+    async def stop(self, timeout_s: float = _EXIT_TIMEOUT_S) -> None:
+        """Asks the process to end, kills it after `timeout_s`, and reaps it."""
+        self._stopping = True
+        if not hasattr(self, "_process"):
+            return
+        if timeout_s > 0:
+            self.send(Shutdown())
+        await self.reap(timeout_s)
+        if self._transport is not None:
+            self._transport.close()
+
+    async def reap(self, timeout_s: float) -> bool:
+        """Waits for the process to end; kills it after `timeout_s`. False when it does not end even
+        then: whatever it holds stays taken."""
+        clock = asyncio.get_running_loop().time
+        kill_at_s = clock() + timeout_s
+        while self._process.poll() is None:
+            if clock() >= kill_at_s:
+                self._process.kill()
+            if clock() >= kill_at_s + _KILL_TIMEOUT_S:
+                logger.critical("the engine core (process %d) cannot be killed", self.pid)
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    # --- asyncio.Protocol -------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._take(message)
+        except FrameError as error:
+            logger.error("the engine core sent %s: killing it", error)
+            self._process.kill()
+
+    def _take(self, message: FromCore) -> None:
+        match message:
+            case Ready(info) if not self._started.done():  # else the start was cancelled
+                self._up = True
+                self._started.set_result(info)
+            case Failed(error):
+                self._failure = error.rebuild()
+                self._tell_lost()  # its end may be long in coming
+            case _:
+                self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if not self._started.done():
+            self._started.set_result(None)
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        if self._up and not (self._stopping or self._lost):
+            self._lost = True
+            self._on_lost(self)
+
+
+def spawn(path: Path) -> subprocess.Popen[bytes]:
+    """The core process; its output goes to our standard error. `-P`: the working directory must
+    not shadow modules. It inherits a mask that holds back what a terminal or a service manager
+    sends to the whole group, until it has begun to ignore it."""
+    command = [sys.executable, "-P", "-m", "vllmx_engine.link.process", str(path)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _socket_folder() -> Path:
+    """A new folder with mode 0700, whose path is short enough for a socket."""
+    folder = tempfile.mkdtemp(prefix="vllmx-")
+    if len(os.fsencode(folder)) + len("/core.sock") > _MAX_SOCKET_PATH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="vllmx-", dir="/tmp")
+    return Path(folder)
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    listener.bind(str(path))  # nobody else can enter the folder before chmod
+    path.chmod(0o600)
+    listener.listen(1)
+    return listener

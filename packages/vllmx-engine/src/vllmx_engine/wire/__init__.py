@@ -1,0 +1,1 @@
+"""What is said: messages between those who ask and the engine core, and how they travel."""

@@ -1,0 +1,186 @@
+"""Frames between the API process and the engine core process.
+
+A frame is a length (4 bytes, little-endian) and that many bytes of msgpack: one of the messages
+below, told apart by the tag "type". Everything is decoded into these types or refused; nothing is
+ever unpickled. Both ends run as one user over a unix socket that only this user can open.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+from vllmx_core import errors
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import VllmxError
+
+from vllmx_engine.wire.known_specs import KnownSpecs
+from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
+
+MAX_FRAME_BYTES = 256 << 20
+_LENGTH = struct.Struct("<I")
+M = TypeVar("M")
+
+
+# --- to the core ----------------------------------------------------------------------------------
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first message: what to load."""
+
+    config: EngineConfig
+    path: str
+    """Where `config.model` leads."""
+    specs: KnownSpecs
+    progress: bool
+    log_level: int
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add", omit_defaults=True):
+    """A sequence to continue, and further choices with the same prompt and parameters."""
+
+    request: CoreRequest
+    followers: list[Follower] = []
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Sequences that nobody waits for any more."""
+
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
+    """Forget every cached prefix; answered by PrefixCacheReset."""
+
+    call_id: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answered by Pong at once, whatever the core is about."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Free everything and exit."""
+
+
+ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Ping | Shutdown
+
+
+# --- from the core --------------------------------------------------------------------------------
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """A VllmxError on its way through a socket."""
+
+    type: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: VllmxError) -> ErrorRecord:
+        return cls(type(error).__name__, error.message, error.param)
+
+    def rebuild(self) -> VllmxError:
+        """The same error; a VllmxError where the type is not one of `vllmx_core.errors`."""
+        kind = getattr(errors, self.type, VllmxError)
+        is_ours = isinstance(kind, type) and issubclass(kind, VllmxError)
+        return (kind if is_ours else VllmxError)(self.message, param=self.param)
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded."""
+
+    info: CoreInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The model cannot be loaded, or the core cannot go on; nothing follows."""
+
+    error: ErrorRecord
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """All news of one step."""
+
+    outputs: list[CoreOutput]
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """Sent when work begins, every half second of it, and when it is done."""
+
+    stats: CoreStats
+
+
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag="reset"):
+    """`done` is False while running sequences hold blocks."""
+
+    call_id: int
+    done: bool
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The process of the core is alive."""
+
+
+FromCore = Ready | Failed | Outputs | Stats | PrefixCacheReset | Pong
+
+
+# --- frames ---------------------------------------------------------------------------------------
+class FrameError(ValueError):
+    """Bytes that are no frame of ours; the connection is of no use any more."""
+
+
+class FrameTooLargeError(FrameError):
+    """A message that does not fit into one frame."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+from_core_decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+
+def encode_frame(message: ToCore | FromCore) -> bytearray:
+    """The message with its length in front. Raises FrameTooLargeError."""
+    frame = bytearray(_LENGTH.size)
+    _encoder.encode_into(message, frame, _LENGTH.size)
+    size = len(frame) - _LENGTH.size
+    if size > MAX_FRAME_BYTES:
+        raise FrameTooLargeError(f"a message of {size} bytes exceeds {MAX_FRAME_BYTES}")
+    _LENGTH.pack_into(frame, 0, size)
+    return frame
+
+
+class FrameReader(Generic[M]):
+    """Cuts a byte stream into messages of the decoder's type."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
+        self._rest = bytearray()
+        self._wanted = _LENGTH.size
+        """Bytes that `_rest` must reach before it is worth a look."""
+
+    def feed(self, data: bytes | bytearray) -> Iterator[M]:
+        """Every message that `data` completes. Raises FrameError for a length over the limit and
+        for bytes that are not a message."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted:
+                return
+            data, self._rest = self._rest, bytearray()
+        view = memoryview(data)
+        start, end, self._wanted = 0, len(view), _LENGTH.size
+        while end - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(view, start)
+            if size > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
+            following = start + _LENGTH.size + size
+            if following > end:
+                self._wanted = following - start
+                break
+            yield self._decode(view[start + _LENGTH.size : following])
+            start = following
+        self._rest = bytearray(view[start:])
+
+    def _decode(self, payload: memoryview) -> M:
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FrameError(f"a frame that is no message: {error}") from error

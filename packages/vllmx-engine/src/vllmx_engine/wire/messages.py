@@ -1,0 +1,189 @@
+"""What a frontend and the engine core say to each other.
+
+The same records serve the inline engine (passed as objects) and the engine core process (msgpack on
+a unix socket, see `vllmx_engine.wire.ipc`). Nothing else crosses, and never a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from vllmx_core.plan import I32
+from vllmx_core.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Inclusive upper bounds of `CoreStats.step_sizes`; the last count is of larger steps."""
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as they travel: 32 bits each, in this machine's order. Raises OverflowError for
+    what does not fit and TypeError for what is no integer."""
+    return array("i", ids).tobytes()
+
+
+class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue. `n` and `best_of` are the frontend's business: it sends each choice
+    as a request of its own."""
+
+    request_id: str
+    prompt: bytes
+    """Token ids, see `pack_ids`. A list of 128k of them would hold up the step loop for 10 ms."""
+    params: SamplingParams
+    """Without its texts: `stop` is the frontend's, `bad_words_ids` below replaces `bad_words`."""
+    stop_ids: list[int] = []
+    """End-of-sequence ids of the model (empty when ignore_eos) and `params.stop_token_ids`."""
+    bad_words_ids: list[list[int]] = []
+    max_tokens: int
+    """Resolved: never more than the context holds."""
+    seed: int
+    """Resolved: 0 <= seed < 2**64, drawn by the frontend when the user named none."""
+    priority: int = 0
+    """Smaller is served first."""
+    client: str = ""
+    """Whom the request belongs to, for fair share; the API key's digest on the server."""
+    cache_salt: str = ""
+    """Part of the prefix-cache hash: only requests of one salt share blocks."""
+    leader: str | None = None
+    """Request whose prompt is the same (another choice of one call): wait with the prefill until
+    its blocks can be shared."""
+
+    @property
+    def prompt_ids(self) -> I32:
+        """(prompt tokens,) a view. Raises ValueError for bytes that are no whole ids."""
+        return np.frombuffer(self.prompt, np.int32)
+
+    def shares_all_with(self, other: CoreRequest) -> bool:
+        """Whether `choices_of` made both, so that what holds for one holds for the other."""
+        return (
+            self.prompt is other.prompt
+            and self.stop_ids is other.stop_ids
+            and self.bad_words_ids is other.bad_words_ids
+        )
+
+
+class Follower(msgspec.Struct, frozen=True, array_like=True):
+    """What the second and each further choice of one call has of its own."""
+
+    request_id: str
+    seed: int
+
+
+def choices_of(leader: CoreRequest, followers: Sequence[Follower]) -> list[CoreRequest]:
+    """The leader and its followers as requests. They share the prompt, the parameters and all other
+    objects: 128 choices of one call cost little more than one."""
+    params = leader.params
+    if followers and params.prompt_logprobs is not None:
+        params = dataclasses.replace(params, prompt_logprobs=None)  # the leader's alone
+    return [
+        leader,
+        *(
+            msgspec.structs.replace(
+                leader,
+                request_id=follower.request_id,
+                params=params,
+                seed=follower.seed,
+                leader=leader.request_id,
+            )
+            for follower in followers
+        ),
+    ]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities at one position."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class CoreOutput(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False
+):
+    """News of one request after a step. Untracked by the garbage collector (so is TokenLogprobs):
+    hundreds are made in each step, and what they hold cannot form a cycle."""
+
+    request_id: str
+    ids: list[int]
+    """Newly generated token ids, the end-of-sequence id included."""
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    """The id of `stop_ids` that ended it."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `ids`, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One for each prompt token but the first: in pieces as they are computed, without `ids`, whose
+    end is an empty list or the last piece with the first token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; sent with the first token."""
+    error: str | None = None
+    """With finish_reason "error": what a user may read."""
+    error_code: str | None = None
+    """`VllmxError.code` of it."""
+    queue_s: float | None = None
+    """From its arrival in the core to its first row; sent with the first token."""
+
+
+def is_piece(output: CoreOutput) -> bool:
+    """Whether it holds log-probabilities of a prompt and nothing else."""
+    return output.prompt_logprobs is not None and not output.ids
+
+
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of the core, for /metrics; counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    """Of the free ones: hold a prefix that can be hit."""
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    step_seconds: float = 0.0
+    step_tokens: int = 0
+    """Tokens that steps computed, of prompts and answers."""
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+    """Steps by their tokens, see `STEP_TOKENS`."""
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading came to, for whoever talks to the core."""
+
+    model: str
+    """The name that clients use."""
+    path: str
+    """Folder or file that the model was read from."""
+    architecture: str
+    max_model_len: int
+    """Greatest number of tokens, prompt and output together, of one sequence."""
+    vocab_size: int
+    backend: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+    generation_config: dict[str, Any] = {}
+    """As the checkpoint has it: defaults of sampling parameters."""
+    details: dict[str, str] = {}
+    """Of the backend: kernel variant, threads, ..."""

@@ -1,0 +1,74 @@
+"""What a user gets back. Names are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from vllmx_engine.wire.messages import FinishReason
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token at one position."""
+
+    logprob: float
+    """Natural logarithm, of the logits as the model computed them."""
+    rank: int | None
+    """1 = the likeliest token."""
+    decoded_token: str | None
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One choice of a request: all of it, or what is new of it (see `RequestOutput`)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """The end-of-sequence id included, where one was generated."""
+    cumulative_logprob: float | None = None
+    """Sum over all tokens so far, also in a delta; None without logprobs."""
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    """For each of `token_ids`: the token itself first, then the likeliest ones."""
+    text_offsets: list[int] | None = None
+    """With logprobs, for each of `token_ids`: where its text begins in the whole output, in
+    characters."""
+    finish_reason: FinishReason | None = None
+    """None while more follows."""
+    stop_reason: int | str | None = None
+    """With "stop": the stop string or stop token id that ended it; None for the model's own
+    end of sequence."""
+
+
+class RequestMetrics(msgspec.Struct):
+    """When things happened, in seconds of `time.monotonic`."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_generation_tokens: int = 0
+    """Of all choices."""
+    queue_s: float = 0.0
+    """How long the choice that was first to answer waited in the core before it began to run."""
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """An update of a request.
+
+    With output kind "delta" (streams) it holds the choices that have something new and of each only
+    that; with "cumulative" and "final" every choice and all of it.
+    """
+
+    request_id: str
+    prompt: str | None
+    """None when the prompt came as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    """One for each prompt token, None for the first; in a stream with the first output only."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    """With finish reason "error": what went wrong, for people."""
