@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +21,18 @@ LIMIT_MS = 20
 BIG = {"max_model_len": 2000, "verify_pages": False}
 
 
-def answer_of(served: Served, request: bytes, go_on: threading.Event | None = None) -> bytes:
-    """What comes back, read beside the event loop; read from `go_on` on where that is given."""
+def answer_of(served: Served, request: bytes, begun: Callable[[], object] | None = None) -> bytes:
+    """What comes back, read beside the event loop. `begun` is called when the first byte is there,
+    and nothing more is taken until it returns."""
     port = int(served.url.rpartition(":")[2])
     with socket.socket() as client:
-        if go_on is not None:
+        if begun is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", port))
         client.sendall(request)
-        if go_on is not None:
-            go_on.wait()
+        if begun is not None:
+            client.recv(1, socket.MSG_PEEK)
+            begun()
         answer = bytearray()
         while not answer.endswith(b"\r\n0\r\n\r\n"):
             data = client.recv(1 << 16)
@@ -91,11 +94,16 @@ async def test_a_slow_stream_gets_what_gathered_in_parts(make_server: MakeServer
     """The engine ends long before the client reads on: what it has not read is merged."""
     body = {"prompt": "ab", "n": 3, "logprobs": 5, "max_tokens": 300, "stream": True, "seed": 1}
     async with make_server(send_bytes=8192, **BIG) as served:
-        go_on = threading.Event()
+        begun, go_on = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            begun.set()
+            go_on.wait()
+
         request = request_bytes("/v1/completions", body)
         with loop_meter() as meter:
-            reading = asyncio.ensure_future(asyncio.to_thread(answer_of, served, request, go_on))
-            await served.in_flight_become(1)
+            reading = asyncio.ensure_future(asyncio.to_thread(answer_of, served, request, stand))
+            await asyncio.to_thread(begun.wait)
             while served.llm.num_in_flight:
                 await asyncio.sleep(0.005)
             go_on.set()
