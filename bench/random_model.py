@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ GGUF_NAME = "bf16.gguf"
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Qwen3 decoder; the fields carry the names of its config.json."""
+    """The sizes of a Qwen3 decoder, dense or with experts; the fields carry the names of its
+    config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,6 +39,16 @@ class Shape:
     vocab_size: int = 151936
     max_position_embeddings: int = 40960
     tie_word_embeddings: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+
+    @property
+    def architecture(self) -> tuple[str, str, str]:
+        """Its class and type in config.json, its name in a GGUF."""
+        if self.num_experts:
+            return "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"
+        return "Qwen3ForCausalLM", "qwen3", "qwen3"
 
 
 SHAPES = {
@@ -47,7 +59,16 @@ SHAPES = {
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, tie_word_embeddings=False),
-}
+    "qwen3-moe-tiny": Shape(
+        64, 192, 2, 4, 2, head_dim=32, vocab_size=2048, max_position_embeddings=4096,
+        tie_word_embeddings=False, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+    ),
+    # a quarter of Qwen3-30B-A3B: its widths, 12 of 48 layers, a quarter of the vocabulary
+    "qwen3-moe-quarter": Shape(
+        2048, 6144, 12, 32, 4, vocab_size=37984, tie_word_embeddings=False,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,13 @@ class Tensor:
 
     name: str
     gguf_name: str
+    """Experts share one: a GGUF has them as one tensor."""
     shape: tuple[int, ...]
+
+    @property
+    def kept_in_f32(self) -> bool:
+        """In a GGUF, as llama.cpp wants it."""
+        return self.is_norm or "ffn_gate_inp" in self.gguf_name
 
     @property
     def is_norm(self) -> bool:
@@ -69,7 +96,7 @@ class Tensor:
 
 def tensors_of(shape: Shape) -> Iterator[Tensor]:
     """Every weight of the model in the order of the file."""
-    hidden, inner, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    hidden, head = shape.hidden_size, shape.head_dim
     query, key = shape.num_attention_heads * head, shape.num_key_value_heads * head
     layer_weights: list[tuple[str, str, tuple[int, ...]]] = [
         ("input_layernorm", "attn_norm", (hidden,)),
@@ -80,9 +107,7 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
         ("self_attn.k_norm", "attn_k_norm", (head,)),
         ("self_attn.o_proj", "attn_output", (hidden, query)),
         ("post_attention_layernorm", "ffn_norm", (hidden,)),
-        ("mlp.gate_proj", "ffn_gate", (inner, hidden)),
-        ("mlp.up_proj", "ffn_up", (inner, hidden)),
-        ("mlp.down_proj", "ffn_down", (hidden, inner)),
+        *feed_forward(shape),
     ]
     yield Tensor("model.embed_tokens.weight", "token_embd.weight", (shape.vocab_size, hidden))
     for i in range(shape.num_hidden_layers):
@@ -91,6 +116,23 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
     yield Tensor("model.norm.weight", "output_norm.weight", (hidden,))
     if not shape.tie_word_embeddings:
         yield Tensor("lm_head.weight", "output.weight", (shape.vocab_size, hidden))
+
+
+def feed_forward(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The names of a layer's MLP, or of its router and experts."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    if shape.num_experts:
+        inner = shape.moe_intermediate_size
+        yield "mlp.gate", "ffn_gate_inp", (shape.num_experts, hidden)
+    for name, size in (
+        ("gate", (inner, hidden)),
+        ("up", (inner, hidden)),
+        ("down", (hidden, inner)),
+    ):
+        if not shape.num_experts:
+            yield f"mlp.{name}_proj", f"ffn_{name}", size
+        for expert in range(shape.num_experts):
+            yield f"mlp.experts.{expert}.{name}_proj", f"ffn_{name}_exps", size
 
 
 def random_bf16(tensor: Tensor, seed: int) -> NDArray[np.uint16]:
@@ -136,10 +178,10 @@ def write_safetensors(path: Path, shape: Shape, seed: int, progress: Progress) -
 def write_gguf(
     path: Path, shape: Shape, vocabulary: Vocabulary, seed: int, progress: Progress
 ) -> None:
-    """The same weights as a BF16 GGUF; norms in F32, as llama.cpp wants them."""
+    """The same weights as a BF16 GGUF; norms and routers in F32, as llama.cpp wants them."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, "qwen3", use_temp_file=False)
+    writer = gguf.GGUFWriter(path, shape.architecture[2], use_temp_file=False)
     writer.add_name("random")
     writer.add_context_length(shape.max_position_embeddings)
     writer.add_embedding_length(shape.hidden_size)
@@ -149,27 +191,35 @@ def write_gguf(
     writer.add_head_count_kv(shape.num_key_value_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
+    if shape.num_experts:
+        writer.add_expert_count(shape.num_experts)
+        writer.add_expert_used_count(shape.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(shape.moe_intermediate_size)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     add_vocabulary(writer, vocabulary)
-    for tensor in tensors_of(shape):
-        kind = gguf.GGMLQuantizationType.F32 if tensor.is_norm else gguf.GGMLQuantizationType.BF16
-        num_bytes = tensor.num_elements * (4 if tensor.is_norm else 2)
+    stacks = [list(stack) for _, stack in groupby(tensors_of(shape), lambda one: one.gguf_name)]
+    for stack in stacks:
+        first, count = stack[0], sum(tensor.num_elements for tensor in stack)
+        kinds = gguf.GGMLQuantizationType
+        kind = kinds.F32 if first.kept_in_f32 else kinds.BF16
+        dims = (len(stack), *first.shape) if len(stack) > 1 else first.shape
+        num_bytes = count * (4 if first.kept_in_f32 else 2)
         writer.add_tensor_info(
-            tensor.gguf_name, tensor.shape, np.dtype(np.float32), num_bytes, raw_dtype=kind
+            first.gguf_name, dims, np.dtype(np.float32), num_bytes, raw_dtype=kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     task = progress.add_task(path.name, total=sum(t.num_elements for t in tensors_of(shape)))
-    for tensor in tensors_of(shape):
-        bits = random_bf16(tensor, seed)
-        if tensor.is_norm:
+    for stack in stacks:
+        bits = np.concatenate([random_bf16(tensor, seed) for tensor in stack])
+        if stack[0].kept_in_f32:
             writer.write_tensor_data((bits.astype(np.uint32) << 16).view(np.float32))
         else:
             writer.write_tensor_data(bits)
-        progress.advance(task, tensor.num_elements)
+        progress.advance(task, bits.size)
     writer.close()
 
 
@@ -192,10 +242,15 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
 
 def config_json(shape: Shape, vocabulary: Vocabulary) -> dict[str, Any]:
     """The content of config.json in the style that both old and new transformers read."""
+    name, model_type, _ = shape.architecture
+    experts = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    sizes = {key: value for key, value in vars(shape).items() if value}
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **vars(shape),
+        "architectures": [name],
+        "model_type": model_type,
+        **sizes,
+        **(experts if shape.num_experts else {}),
+        "tie_word_embeddings": shape.tie_word_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": vocabulary.bos_id,

@@ -1,8 +1,10 @@
 """Measures vllmx's backend below the engine: step plans made by hand, greedy sampling included.
 
-Steps follow each other as in the engine's overlapped loop: the next one is enqueued, taking its
-tokens from the device, before the ids of the last one are read. Rows start at their context without
-a prefill: what the KV cache holds does not change the work, as long as its pages are real memory.
+Steps follow each other as in the engine's overlapped loop: the next one is enqueued before the ids
+of the last one are read. Its tokens are random, as those of llama-batched-bench are: rows that say
+what the model says soon agree, and with experts agree on those too. Rows start at their context
+without a prefill: what the KV cache holds does not change the work, as long as its pages are real
+memory.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ class DecodePlan:
         rows = np.arange(case.batch, dtype=np.int32)
         blocks = np.arange(case.batch * row_blocks(case), dtype=np.int32)
         self._table: I32 = blocks.reshape(case.batch, -1)  # (R, B)
+        self._random = np.random.default_rng(0)
         self.plan = StepPlan(
             tokens=rows.copy(),
             positions=np.full(case.batch, start - 1, np.int32),
@@ -115,17 +118,15 @@ class DecodePlan:
         )
 
     def advance(self) -> StepPlan:
-        """The plan of the next token of every row; its input is what the step before sampled."""
+        """The plan of the next token of every row."""
         plan = self.plan
+        plan.tokens[:] = self._random.integers(_NUM_IDS, size=plan.num_rows)
         plan.positions += 1
         plan.context_len += 1
         position = int(plan.positions[0])
         blocks = self._table[:, position // BLOCK_SIZE]
         plan.slots[0][:] = blocks * BLOCK_SIZE + position % BLOCK_SIZE
         return plan
-
-    def take_tokens_from_device(self) -> None:
-        self.plan.tokens[:] = -1 - np.arange(self.plan.num_rows, dtype=np.int32)
 
 
 def greedy_rows(num_rows: int) -> SamplingRows:
@@ -168,9 +169,7 @@ def measure_decode(model: LoadedModel, case: Case) -> float:
             before = after
         return before
 
-    first = model.step(decode.advance(), rows)
-    decode.take_tokens_from_device()
-    warm = run(WARM_UP_STEPS - 1, first)
+    warm = run(WARM_UP_STEPS - 1, model.step(decode.advance(), rows))
     last: list[StepHandle] = []
     speed = rate(case.batch * case.num_steps, lambda: last.append(run(case.num_steps, warm)))
     last[0].result()

@@ -9,14 +9,22 @@ import pytest
 from vllmx_core.backend import Backend, LoadOptions
 from vllmx_core.kv_quant import LIMITS
 from vllmx_core.model import Model
+from vllmx_core.ops.case import Case, Weights
+from vllmx_core.ops.experts import ExpertsSpec
+from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.route import RouteSpec
+from vllmx_core.ops.values import Value
 from vllmx_core.testing.attention_checks import FEATURES, attention_model
 from vllmx_core.testing.backend_suite import BackendSuite
 from vllmx_core.testing.harness import Harness, mixed_steps
+from vllmx_core.testing.latent_checks import FEATURES as LATENTS
+from vllmx_core.testing.op_checks import CASES, STEPS, case_model
 from vllmx_core.testing.plans import Driver, Row
-from vllmx_core.testing.synthetic import ArraySource
+from vllmx_core.testing.synthetic import ArraySource, Builder
 from vllmx_core.weights import DType
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.kernel_specs import Variant
+from vllmx_cuda.program import expert_ops
 from vllmx_cuda.testing.emulated_device import EmulatedDevice
 from vllmx_cuda.testing.emulator import Emulator
 from vllmx_models.qwen3 import qwen3
@@ -30,19 +38,67 @@ EMULATOR = Emulator()
 CODED = {name: FEATURES[name] for name in ("grouped 2", "head size 20", "window 23", "everything")}
 """Enough for codes here, where each feature is one more compilation; the kernels' own tests and a
 GPU have them all."""
+EXPERTS = (
+    "route: softmax, 2 of 8", "route: sigmoid, 6 of 48, bias, factor",
+    "route: sigmoid, 9 of 24, 3 of 8 groups, bias", "route: ties, sigmoid, 4 groups",
+    "experts: 33 by 17, 3 of 5, silu, biased", "experts: 24 by 20, 2 of 4, relu, no gate, biased",
+    "experts: 24 by 20, 2 of 4, silu, clamp 7.0, biased", "experts: 16 by 8, 1 of 40, silu",
+)  # fmt: skip
+"""Enough of these ops: each further shape is some more compilations."""
+SKIPPED = {name for name in CASES if name.startswith(("route: ", "experts: "))} - set(EXPERTS)
 
 
 class TestCudaEmulated(BackendSuite):
     kv_dtypes = ("f32", "int8", "fp8")  # as the model, or codes
+    latent_context = 135  # each token of a prompt is an item of its own
     exact_batches = False  # cuBLASLt chooses its order of sums by the size of the product
 
     def make_backend(self) -> Backend:
         return CudaBackend(lambda: EmulatedDevice(emulator=EMULATOR), capture_s=0)
 
+    @pytest.mark.parametrize("case", [name for name in CASES if name not in SKIPPED])
+    def test_op(self, case: str) -> None:
+        super().test_op(case)
+
+    @pytest.mark.parametrize("features", ["halves", "odd sizes"])
+    def test_latent_attention(self, features: str) -> None:
+        super().test_latent_attention(LATENTS[features])
+
     @pytest.mark.parametrize("kv", LIMITS)
     @pytest.mark.parametrize("features", CODED.values(), ids=CODED.keys())
     def test_attention_over_codes(self, kv: str, features: dict[str, Any]) -> None:
         super().test_attention_over_codes(kv, features)
+
+
+def test_all_chosen_cases_of_experts_are_there() -> None:
+    assert set(EXPERTS) <= CASES.keys()
+
+
+class TestExpertsOnTensorCores(Harness):
+    """In bf16, tiles of 8 and of 16, more tokens than go through the experts at once."""
+
+    def make_backend(self) -> Backend:
+        self.device = LaunchingDevice(emulator=EMULATOR)
+        return CudaBackend(lambda: self.device, capture_s=0)
+
+    def test_experts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(expert_ops, "CHUNK_TOKENS", 24)
+
+        def build(builder: Builder) -> None:
+            builder.linear("router", 3, 64)
+            builder.stack("gate_up", 3, (32, 32), 64, (0, 1))
+            builder.stack("down", 3, (64,), 32, (0,))
+
+        def middle(ops: Ops, w: Weights, x: Value) -> Value:
+            ids, weights = ops.route(
+                ops.linear(x, w["router"]), RouteSpec(3)
+            )  # all: no tie to round
+            return ops.experts(x, ids, weights, w["gate_up"], w["down"], ExpertsSpec())
+
+        model, source = case_model(Case.between("experts", 64, middle, build), "bf16")
+        self.compare(model, source, STEPS, tolerance=0.1, dtype="bf16")
+        assert "experts_mma" in self.device.launched
+        assert "experts_gemv" not in self.device.launched
 
 
 TILED: dict[str, dict[str, Any]] = {

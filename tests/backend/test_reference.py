@@ -9,6 +9,8 @@ import pytest
 from vllmx_core import reference
 from vllmx_core.model import Activation
 from vllmx_core.ops.attention import NO_WEIGHTS, AttentionSpec, AttentionWeights
+from vllmx_core.ops.formulas import Pages
+from vllmx_core.ops.latent_attention import LatentSpec, LatentWeights, latent_attention
 from vllmx_core.testing.plans import Row, make_plan
 
 torch = pytest.importorskip("torch", reason="PyTorch is the judge of these tests")
@@ -138,3 +140,37 @@ def test_attention_with_every_feature(chunks: list[int]) -> None:
     np.testing.assert_allclose(
         paged(spec, qkv, chunks, weights), expected.reshape(21, -1), atol=1e-10
     )
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_latent_attention_is_attention_over_expanded_heads(interleaved: bool) -> None:
+    """With keys and values made of every latent, as the paper has them, by PyTorch's attention."""
+    spec = LatentSpec(0, 3, 20, 12, 8, 10, 0.3, interleaved, norm_eps=0.01)
+    heads, head, tokens = spec.num_heads, spec.nope_size + spec.rotary_dim, 21
+    q, latent = normal(tokens, heads * head), normal(tokens, spec.row_size)
+    k_b, v_b, norm = normal(heads, 20, 12), normal(heads, 10, 20), normal(20)
+    angles = np.arange(tokens)[:, None] * 0.1 ** np.arange(4)
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    plan = make_plan([Row([0] * tokens, 0, [1, 0], "all")], 16)
+    pages = Pages(np.zeros((2, 16, 1, 28)), np.zeros((2, 16, 1, 0)))
+    weights = LatentWeights(table, norm, k_b, v_b)
+    got = latent_attention(q, latent, spec, plan, pages, None, weights)
+
+    def turned(x: Any) -> Any:
+        pairs = x.reshape(*x.shape[:-1], 4, 2) if interleaved else np.stack(np.split(x, 2, -1), -1)
+        spun = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)[:, None]
+        return np.concatenate([spun.real, spun.imag], axis=-1)
+
+    normed = functional.rms_norm(
+        torch.from_numpy(latent[:, :20]), (20,), torch.from_numpy(norm), 0.01
+    )
+    shared = turned(latent[:, None, 20:]).repeat(heads, axis=1)
+    keys = np.concatenate([np.einsum("tc,hcn->thn", normed.numpy(), k_b), shared], axis=-1)
+    values = np.einsum("tc,hvc->thv", normed.numpy(), v_b)
+    by_head = q.reshape(tokens, heads, head)
+    queries = np.concatenate([by_head[..., :12], turned(by_head[..., 12:])], axis=-1)
+    wanted = functional.scaled_dot_product_attention(
+        *(torch.from_numpy(x.swapaxes(0, 1).copy()) for x in (queries, keys, values)),
+        is_causal=True, scale=0.3,
+    )  # fmt: skip
+    close(got, wanted.swapaxes(0, 1).reshape(tokens, -1))

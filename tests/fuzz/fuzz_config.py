@@ -15,7 +15,7 @@ from vllmx_models.json_files import read_json_object
 from vllmx_models.quantization.detect import find_quantization
 
 from .folders import folder_of, registry
-from .mutations import DEEP_TEXTS, as_json, changed_json
+from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json
 
 POSITIONS = 64
 SIZES: dict[str, Any] = {
@@ -63,7 +63,12 @@ def mutations() -> st.SearchStrategy[bytes]:
     valid = [json.loads(seed) for seed in seeds()]
     real = [json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))]
     keys = sorted({key for config in valid + real for key in _keys(config)})
-    return changed_json(valid + real, keys).map(as_json) | DEEP_TEXTS | st.binary(max_size=60)
+    return st.one_of(
+        changed_json(valid + real, keys).map(as_json),
+        odd_json(list(map(as_json, valid + real))),
+        DEEP_TEXTS,
+        st.binary(max_size=60),
+    )
 
 
 def seeds() -> list[bytes]:

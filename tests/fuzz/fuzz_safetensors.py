@@ -12,13 +12,14 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.weight_map import assemble
 
 from .folders import folder_of, registry
-from .mutations import DEEP_TEXTS, as_json, changed_json, patched
+from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json, patched
 
 HIDDEN, VOCAB = 8, 6
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": HIDDEN,
     "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCAB,
 }  # fmt: skip
+CONFIG_TEXT = json.dumps(CONFIG).encode()
 INDEX = "model.safetensors.index.json"
 MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -28,7 +29,7 @@ DTYPES = ("F64", "F32", "F16", "BF16", "I32", "U8", "BOOL", "F8_E4M3", "F8_E8M0"
 def one_input(data: bytes) -> bool:
     """Whether `data` is a model, as a file or as an index of two files. Only errors made for users
     are expected."""
-    files = {"config.json": json.dumps(CONFIG).encode()}
+    files = {"config.json": CONFIG_TEXT}
     if data.startswith(b"{"):
         names = ("a.safetensors", "b.safetensors")
         files |= {INDEX: data, **dict(zip(names, _halves(), strict=True))}
@@ -61,6 +62,8 @@ def mutations() -> st.SearchStrategy[bytes]:
         patched(whole, len(whole)),
         headers,
         indices.map(as_json),
+        odd_json([index]),
+        odd_json([as_json(header)]).map(lambda text: _with_header(text, body)),
         DEEP_TEXTS,
         DEEP_TEXTS.map(lambda text: _with_header(text, b"")),
         st.binary(max_size=200),

@@ -19,7 +19,7 @@ from vllmx_engine.text.detokenizer import make_detokenizer
 from vllmx_engine.text.tokenizer import Tokenizer
 
 from .folders import folder_of
-from .mutations import DEEP_TEXTS, as_json, changed_json
+from .mutations import DEEP_TEXTS, as_json, changed_json, odd_json
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
          "generation_config.json", "config.json", "chat_template.json",
@@ -88,7 +88,10 @@ def mutations() -> st.SearchStrategy[bytes]:
         swapped.flatmap(lambda made: changed_json([made], keys)),
     ]
     return st.one_of(
-        *(strategy.map(as_json) for strategy in changed), DEEP_TEXTS, st.binary(max_size=80)
+        *(strategy.map(as_json) for strategy in changed),
+        odd_json([as_json(tokenizer) for tokenizer in alone]),
+        DEEP_TEXTS,
+        st.binary(max_size=80),
     )
 
 

@@ -1,10 +1,11 @@
 """Strategies for damaged copies of valid inputs: bytes that were overwritten, JSON that is still
-JSON but says something else."""
+JSON but says something else, and JSON that is written as nobody writes it."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -85,6 +86,42 @@ def _change(
         del holder[place]
     else:
         holder[place] = copy.deepcopy(draw(values))
+
+
+ODD_NUMBERS = (
+    b"9" * 5000, b"-" + b"9" * 400, b"1e999999", b"1e-999999", b"0." + b"0" * 3000 + b"1", b"-0",
+    b"-0.0", b"1E+2", b"NaN", b"-Infinity", b"007", b"0x10", b"18446744073709551616", b"1" * 4301,
+)  # fmt: skip
+ODD_STRINGS = (
+    b'"\\ud800"', b'"\\udc00\\ud800x"', b'"\xed\xa0\x80"', b'"\xff"', b'"\\u0000"',
+    b'"\\ud83d\\ude42"', b'"\n"', b'"\\q"', b'"' + b"\\u00e9" * 2000 + b'"',
+)  # fmt: skip
+ODD_VALUES = (b"[" * 600 + b"]" * 600, b'{"a":' * 600 + b"1" + b"}" * 600, b"", b"[1,]", b"{,}")
+_NUMBER = re.compile(rb"(?<=[:\[,\s])-?\d+(?:\.\d+)?(?:e-?\d+)?(?=[,\s\]}])")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_MEMBER = re.compile(rb'"(?:[^"\\]|\\.)*"\s*:')
+
+
+@st.composite
+def odd_json(draw: st.DrawFn, texts: Sequence[bytes]) -> bytes:
+    """One of some JSON texts with up to three oddities that no decoded value can show: numbers of
+    thousands of digits, halves of characters, names that are there twice, nesting in the middle,
+    a byte order mark, a rest behind the end."""
+    text = draw(st.sampled_from(texts))
+    for _ in range(draw(st.integers(1, 3))):
+        what = draw(st.sampled_from(("number", "string", "twice", "value", "ends")))
+        pattern = {"number": _NUMBER, "string": _STRING, "value": _STRING}.get(what, _MEMBER)
+        found = list(pattern.finditer(text))
+        if what == "ends" or not found:
+            text = draw(st.sampled_from((b"\xef\xbb\xbf%b", b"%b x", b"%b{}", b"\x00%b"))) % text
+            continue
+        first, last = draw(st.sampled_from(found)).span()
+        if what == "twice":
+            text = text[:first] + text[first:last] + b"1," + text[first:]
+            continue
+        odd = {"number": ODD_NUMBERS, "string": ODD_STRINGS, "value": ODD_VALUES}[what]
+        text = text[:first] + draw(st.sampled_from(odd)) + text[last:]
+    return text
 
 
 def _inside(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -13,7 +14,9 @@ from . import (
     fuzz_config,
     fuzz_gguf,
     fuzz_quantization,
+    fuzz_quantize,
     fuzz_safetensors,
+    fuzz_shrinking,
     fuzz_tokenizer,
 )
 from .limits import run_bounded
@@ -23,9 +26,18 @@ TARGETS = (
     fuzz_config,
     fuzz_gguf,
     fuzz_quantization,
+    fuzz_quantize,
     fuzz_safetensors,
+    fuzz_shrinking,
     fuzz_tokenizer,
 )
+
+
+@cache
+def mutations_of(target: ModuleType) -> st.SearchStrategy[bytes]:
+    """Made once: some targets try every seed that they might have."""
+    strategy: st.SearchStrategy[bytes] = target.mutations()
+    return strategy
 
 
 def name_of(target: ModuleType) -> str:
@@ -44,7 +56,7 @@ def test_seeds_are_valid(target: ModuleType) -> None:
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_inputs(target: ModuleType, data: st.DataObject) -> None:
-    run_bounded(target.one_input, data.draw(target.mutations()))
+    run_bounded(target.one_input, data.draw(mutations_of(target)))
 
 
 @pytest.mark.parametrize("size", [1 << 10, 1 << 27])

@@ -17,7 +17,7 @@ from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import load_tokenizer
-from vllmx_engine.core.load import plan_load
+from vllmx_engine.core.load_plan import plan_load
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 

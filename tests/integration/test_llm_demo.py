@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllmx import LLM, AsyncLLM, Engine, EngineConfig, Message, SamplingParams
-from vllmx_core.errors import BackendUnavailableError, EngineDeadError
+from vllmx_core.errors import BackendUnavailableError, EngineDeadError, InvalidRequestError
 from vllmx_core.registry import load_registry
 from vllmx_engine.link.frontend import ProcessFrontend
 
@@ -187,3 +188,37 @@ async def test_own_process_equals_inline_and_survives_a_kill(llm: LLM) -> None:
         while not served.is_ready:
             await asyncio.sleep(0.02)
         assert await _collect(served, *requests[0]) == answers[0]
+
+
+def test_log_probabilities_of_the_whole_vocabulary() -> None:
+    with LLM("demo", **CONFIG, max_logprobs=-1) as llm:
+        wanted = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
+        few = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
+        (whole,), (part,) = (llm.generate(["Once upon"], params) for params in (wanted, few))
+        rows = [*(whole.outputs[0].logprobs or ()), *(whole.prompt_logprobs or ())[1:]]
+        for row in rows:
+            assert row is not None
+            values = np.array([entry.logprob for entry in row.values()])
+            assert len(values) == llm.info.vocab_size
+            assert abs(np.logaddexp.reduce(values)) < 1e-4
+        for all_of_it, likeliest in zip(rows, part.outputs[0].logprobs or (), strict=False):
+            for token, entry in likeliest.items():
+                assert all_of_it[token].rank == entry.rank
+                assert abs(all_of_it[token].logprob - entry.logprob) < 1e-5
+
+
+def test_tools_offline(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": "count", "parameters": schema}}]
+    params = SamplingParams(temperature=0, max_tokens=64)
+    hello = [{"role": "user", "content": "Hello!"}]
+    free = llm.chat(hello, params, tools=tools, use_tqdm=False)[0].outputs[0]
+    assert (free.content, free.tool_calls) == (free.text, [])
+    for choice in ("required", "count"):
+        (output,) = llm.chat(hello, params, tools=tools, tool_choice=choice, use_tqdm=False)
+        assert output.outputs[0].tool_calls
+        call = output.outputs[0].tool_calls[0]
+        assert call.name == "count"
+        assert isinstance(json.loads(call.arguments)["n"], int)
+    with pytest.raises(InvalidRequestError, match="the tools of the request are: count"):
+        llm.chat(hello, params, tools=tools, tool_choice="other")

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run as they stand and print what they say."""
+"""The examples of pages in docs/ run as they stand and print what they say."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+EXAMPLES = examples("python.md")
+ALL = [*EXAMPLES, *examples("structured_output.md"), *examples("tools.md")]
+
+
+@pytest.mark.parametrize("example", ALL, ids=range(len(ALL)))
 def test_example(example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(example, "docs/python.md", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "an example of docs", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert printed
     for expected in re.findall(r"print\(.*\)  # (.+)", example):

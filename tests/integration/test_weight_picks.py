@@ -166,6 +166,21 @@ def test_a_map_applies_its_picks_in_their_order() -> None:
     assert [part.shape for part in parts_of(spec, source)] == [(5, 6)]
 
 
+def test_rows_turned_over_are_those_of_the_whole(whole: tuple[str, WeightPart]) -> None:
+    """A head's rows of a projection of all heads, as the matrix that its queries are multiplied by,
+    from every layout: this one is small enough to become numbers."""
+    layout, part = whole
+    source = Parts({}, {"m": part})
+    picked = PartSpec("m", COLS, runs=RowRuns(40, 24, 24), turned=True)
+    (found,) = parts_of(WeightSpec("w", "linear", (picked,), 24), source)
+    wanted = part.dequantize()[40:64].T
+    assert (found.shape, found.layout.kind) == ((COLS, 24), "dense")
+    np.testing.assert_array_equal(found.dequantize(), wanted)
+    np.testing.assert_array_equal(found.rows(8, 100).dequantize(), wanted[8:100])
+    if layout == "dense":
+        assert found.buffers["weight"].dtype == part.buffers["weight"].dtype
+
+
 def test_other_names_and_stacks_and_shapes() -> None:
     random = np.random.default_rng(1)
     matrices = random.standard_normal((4, 3, 6)).astype(np.float32)
@@ -189,8 +204,9 @@ def test_other_names_and_stacks_and_shapes() -> None:
         (PartSpec("m", 4, runs=RowRuns(2, 2, 4)), r"rows 2 to 7 are wanted"),
         (PartSpec("m", 3, runs=RowRuns(0, 2, 2)), r"rows 0 to 1 are wanted"),
         (PartSpec("m", 7, first_col=3), r"columns 3 to 8 are wanted"),
-        (PartSpec("m", 7, entry=0), r"asks for \[7, 6\]"),
+        (PartSpec("m", 7, entry=0), r"\[7, 8\], a stack of 3 axes is wanted"),
         (PartSpec("m", 7, transposed=True), r"asks for \[7, 6\]"),
+        (PartSpec("m", 8, runs=RowRuns(3, 6, 6), turned=True), r"rows 3 to 8 are wanted"),
         (PartSpec("n", 7, alternatives=("o",)), "no tensor 'n'"),
         (PartSpec("q", 256, transposed=True), "q'? is stored as gguf with its axes|other way"),
     ],

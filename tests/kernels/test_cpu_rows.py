@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from math import erfc
+from typing import Literal
 
 import numpy as np
 import pytest
 from vllmx_core import reference
 from vllmx_core.ops.gate import KINDS, GateKind, gate, opening
+from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
-from vllmx_cpu.lower import GATES, VxGate, VxScaleBy
+from vllmx_cpu.lower import GATES, VxGate, VxHeadNorm, VxScaleBy
 from vllmx_cpu.native import Isa
 from vllmx_cpu.structs import ACTIVATIONS, VxElementwise, VxNorm, VxStep
 
@@ -131,6 +133,26 @@ def test_scale_by(isa: Isa, run_op: RunOp, width: int, span: int) -> None:
     arguments = VxScaleBy(x.ctypes.data, w.ctypes.data, y.ctypes.data, width, span)
     run_op(isa, "scale_by", arguments, VxStep(T=ROWS), 2)
     np.testing.assert_array_equal(y, scale_by(x, w))
+
+
+@pytest.mark.parametrize("size", [4, 20, 64])
+@pytest.mark.parametrize(("kind", "across"), [("rms", True), ("rms", False), ("layer", False)])
+def test_head_norm(
+    isa: Isa, run_op: RunOp, kind: Literal["rms", "layer"], across: bool, size: int
+) -> None:
+    spec = HeadNormSpec(3, 2, size, 1e-5, kind, across, values=kind == "layer")
+    x, q, k = values(ROWS, spec.width) + 2, values(3 * size, seed=1), values(2 * size, seed=2)
+    y = np.empty_like(x)
+    arguments = VxHeadNorm(
+        x.ctypes.data, q.ctypes.data, k.ctypes.data, y.ctypes.data, 3, 2, size, int(across),
+        int(kind == "layer"), int(spec.values), 1e-5,
+    )  # fmt: skip
+    run_op(isa, "head_norm", arguments, VxStep(T=ROWS), 2)
+    wanted = head_norm(x.astype(np.float64), spec, q, k)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    arguments.q_norm = None
+    run_op(isa, "head_norm", arguments, VxStep(T=ROWS), 2)
+    np.testing.assert_array_equal(y[:, : 3 * size], x[:, : 3 * size])
 
 
 @pytest.mark.parametrize("width", WIDTHS)

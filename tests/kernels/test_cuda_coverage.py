@@ -42,7 +42,8 @@ def test_every_kernel_is_run_by_a_test(entry: str) -> None:
 COUNTED = ("rows", "tokens", "width", "count", "outputs", "vocab", "patches", "k")
 """Sizes that may be anything; those of attention (items, tiles, heads) are planned on the host."""
 WHOLE = {
-    ("linear_mma", "width"): 32, ("quantize_q8", "width"): 32, ("w4_linear", "width"): 32,
+    ("linear_mma", "width"): 32, ("experts_mma", "width"): 32,
+    ("quantize_q8", "width"): 32, ("w4_linear", "width"): 32,
     ("w4_dequantize", "width"): 32, ("w4_gather", "width"): 32, ("codes8_dequantize", "width"): 16,
     ("codes8_mma", "width"): 16, ("codes8_blocks", "width"): 16, ("codes8_gemv", "k"): 16,
     ("w4_repack_blocks", "outputs"): 16, ("w4_repack_words", "outputs"): 16,
@@ -59,6 +60,10 @@ NOT_MET = {
     "codes8_dequantize VX_TOKENS": "of gemv in the same source",
     "codes8_dequantize VX_OUT": "of gemv in the same source",
     "codes8_rescale VX_TOKENS": "of gemv in the same source",
+    "experts_order VX_DTYPE": "it moves no elements",
+    "experts_order VX_VEC": "it moves no elements",
+    "experts_gemv VX_VEC": "of linear_gemv in the same source",
+    "heads_gemv VX_VEC": "of linear_gemv in the same source",
     "paged_prefill_wgmma k_scales?": "it has the arguments of paged_prefill",
     "paged_prefill_wgmma v_scales?": "it has the arguments of paged_prefill",
 }

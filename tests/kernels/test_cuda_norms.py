@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from vllmx_core import reference
+from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
+from vllmx_cuda.kernel_specs.norms import head_runs
 from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import NUMPY_TYPES, assert_near, inout, normal, on_device, options, wide
@@ -54,6 +58,36 @@ def test_layer_norm(emulator: Emulator, dtype: str, rows: int, width: int, biase
     emulator.launch(variant, {"rows": rows, "width": width}, arguments)
     want = reference.layer_norm(wide(x), wide(weight), wide(bias) if biased else None, EPS)
     assert_near(y, want, dtype, scale=3)
+
+
+HEADS = [  # heads, kv heads, size, norms of q and k, kind, across, values
+    (2, 1, 20, (1, 1), "rms", 0, 0), (4, 2, 16, (1, 1), "layer", 0, 0),
+    (3, 3, 33, (1, 1), "rms", 1, 0), (2, 1, 130, (0, 1), "rms", 0, 1),
+    (1, 1, 1, (0, 0), "rms", 0, 1), (40, 2, 64, (1, 0), "rms", 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", NUMPY_TYPES)
+@pytest.mark.parametrize("case", HEADS, ids=lambda case: "-".join(map(str, case)))
+def test_head_norm(emulator: Emulator, dtype: str, case: tuple[Any, ...]) -> None:
+    heads, kv_heads, size, given, kind, across, values = case
+    rng, rows = np.random.default_rng(size), 1 if size == 1 else 3
+    qkv = normal(rng, (rows, (heads + 2 * kv_heads) * size), dtype)
+    norms = [
+        normal(rng, (count * size,), "f32") if is_given else None
+        for count, is_given in zip((heads, kv_heads), given, strict=True)
+    ]
+    out = empty(qkv.shape, qkv.dtype)
+    variant = KERNELS["head_norm"].variant(**options(dtype, VX_VEC=vector_width(size)))
+    sizes = {
+        "rows": rows, "runs": head_runs(heads, kv_heads, bool(across)),
+        "width": heads * size if across else size,
+    }  # fmt: skip
+    shape = (heads, kv_heads, size, across, int(kind == "layer"), values, EPS)
+    emulator.launch(variant, sizes, [qkv, *norms, out, *shape])
+    spec = HeadNormSpec(heads, kv_heads, size, EPS, kind, bool(across), bool(values))
+    want = head_norm(wide(qkv), spec, *(None if w is None else wide(w) for w in norms))
+    assert_near(out, want, dtype, scale=3)
 
 
 def test_a_mean_far_from_zero_costs_no_digits(emulator: Emulator) -> None:

@@ -93,6 +93,7 @@ def test_decode_plans_walk_through_blocks_of_their_own(
     decode = worker.DecodePlan(case)
     written: list[int] = []
     contexts: list[int] = []
+    tokens: list[tuple[int, ...]] = []
     for _ in range(worker.WARM_UP_STEPS + case.num_steps):
         plan = decode.advance()
         assert (plan.context_len == plan.positions + 1).all()
@@ -101,6 +102,8 @@ def test_decode_plans_walk_through_blocks_of_their_own(
             assert plan.slots[0][row] == block * worker.BLOCK_SIZE + position % worker.BLOCK_SIZE
         written += plan.slots[0].tolist()
         contexts.append(int(plan.context_len[0]))
+        tokens.append(tuple(plan.tokens.tolist()))
+    assert len(set(tokens)) > worker.WARM_UP_STEPS  # they change from step to step
     assert len(set(written)) == len(written)
     assert max(written) < batch * worker.row_blocks(case) * worker.BLOCK_SIZE
     assert abs(np.mean(contexts[worker.WARM_UP_STEPS :]) - context) <= 1

@@ -21,6 +21,7 @@ ALLOWED = {
     "vllmx_server": {
         "vllmx_core",
         "vllmx_engine",
+        "numpy",
         "msgspec",
         "starlette",
         "hypercorn",
@@ -32,14 +33,16 @@ ALLOWED = {
     "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_server", "click", "yaml"},
 }
 IN_FUNCTIONS = {
-    "vllmx_core": {"numpy", "torch", "transformers", "ml_dtypes"},
+    "vllmx_core": {"numpy", "torch", "transformers", "safetensors", "ml_dtypes"},
     "vllmx_cuda": {"cupy"},
+    "vllmx_engine": {"llguidance"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
     "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},
 }
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
+    "llguidance",
 )  # fmt: skip
 
 
@@ -106,7 +109,8 @@ def test_nothing_heavy_is_imported_early(code: str) -> None:
 
 STREETS = {
     "vllmx_engine": (
-        {"wire", "text"}, {"core"}, {"link", "client"}, {"async_llm", "llm", "engine"},
+        {"wire", "text"}, {"grammar"}, {"core", "formats"}, {"link", "client"},
+        {"async_llm", "llm", "engine", "grammars"},
     ),
     "vllmx_cuda": (
         {"compiler", "kernel_specs"}, {"device"}, {"matrices"}, {"loading"}, {"program"},

@@ -154,7 +154,7 @@ def test_tags_of_the_cpu_wheel(
 
 
 OURS = {
-    "vllmx": 0.1, "vllmx-core": 0.2, "vllmx-engine": 0.2, "vllmx-models": 0.2, "vllmx-server": 0.1,
+    "vllmx": 0.1, "vllmx-core": 0.2, "vllmx-engine": 0.3, "vllmx-models": 0.2, "vllmx-server": 0.2,
     "vllmx-demo": 9.6, "vllmx-cpu": 2.4, "vllmx-torch": 0.1, "vllmx-metal": 0.1, "vllmx-cuda": 0.6,
 }  # fmt: skip
 """Greatest size of each wheel, in MB."""
@@ -166,7 +166,7 @@ def test_no_wheel_grows_unnoticed(wheels: dict[str, Path]) -> None:
     assert not {name: size for name, size in sizes.items() if size > OURS[name]}
 
 
-def test_the_download_stays_under_40_mb(wheels: dict[str, Path]) -> None:
+def test_the_download_stays_under_48_mb(wheels: dict[str, Path]) -> None:
     """Of `pip install vllmx[cpu]`, as far as it can be told without the network: our wheels, and
     the files of every library that they need as a wheel would pack them."""
     needed = libraries(["vllmx[cpu]"])
@@ -179,7 +179,7 @@ def test_the_download_stays_under_40_mb(wheels: dict[str, Path]) -> None:
     }
     total = sum(sizes.values())
     print(total, sorted(sizes.items(), key=lambda item: -item[1]))  # pytest -rP shows it
-    assert 25_000_000 < total < 40_000_000
+    assert 25_000_000 < total < 48_000_000
 
 
 def libraries(wanted: list[str]) -> dict[str, Distribution]:

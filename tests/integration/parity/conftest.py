@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,3 +96,19 @@ def open_runner(backend_name: str) -> Iterator[RunnerFactory]:
             return Runner(loaded, model.shape.vocab_size)
 
         yield open_
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Path, Any]]:
+    """build(case): the folder that transformers saved, and its model in float32."""
+    from .test_parity_transformers import save_random  # the cases stand there
+
+    built: dict[str, tuple[Path, Any]] = {}
+
+    def build_(case: Any) -> tuple[Path, Any]:
+        if case.name not in built:
+            folder = tmp_path_factory.mktemp(case.name)
+            built[case.name] = (folder, save_random(case, folder))
+        return built[case.name]
+
+    return build_

@@ -116,20 +116,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Path, Any]]:
-    """build(case): the folder that transformers saved, and its model in float32."""
-    built: dict[str, tuple[Path, Any]] = {}
-
-    def build_(case: Case) -> tuple[Path, Any]:
-        if case.name not in built:
-            folder = tmp_path_factory.mktemp(case.name)
-            built[case.name] = (folder, save_random(case, folder))
-        return built[case.name]
-
-    return build_
-
-
 def save_random(case: Case, folder: Path) -> Any:
     config = transformers.AutoConfig.for_model(case.kind, **{**SMALL, **case.config})
     config._attn_implementation = "eager"
@@ -144,6 +130,11 @@ def save_random(case: Case, folder: Path) -> Any:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("correction_bias"):  # chooses experts, of which scores are below 1
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     dtype = getattr(torch, case.dtype)
     model.to(dtype).save_pretrained(folder, max_shard_size="30KB" if case.shards else "1GB")
     if case.old_style:

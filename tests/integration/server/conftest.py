@@ -41,10 +41,19 @@ class RunningServer:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllmx:{name}{{"))
 
     def core_pid(self) -> int:
-        """Of the engine core, the server's only child."""
+        """Of the engine core."""
+        return self.child_pid("vllmx_engine.link.process")
+
+    def child_pid(self, module: str) -> int:
+        """Of the only child that runs this module."""
         pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (found,) = [
+            int(child)
+            for child in children
+            if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        return found
 
     def becomes_idle(self, within_s: float = 10.0) -> None:
         """Waits until nothing runs and every block is free, as /metrics tells."""

@@ -112,4 +112,6 @@ def test_completion_knows_commands_and_flags(monkeypatch: pytest.MonkeyPatch) ->
     assert [item.value for item in completer.get_completions([], "ser")] == ["serve"]
     found = [item.value for item in completer.get_completions(["serve"], "--max-m")]
     assert found == ["--max-model-len"]
-    assert not completer.get_completions(["serve"], "--trust"), "flags of others are not offered"
+    assert not completer.get_completions(["serve"], "--trust-remote"), (
+        "flags of others are not offered"
+    )

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache_groups import blocks_of, cache_layout, longest_sequence
 from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
-from vllmx_core.model import CacheSpec, KVSpec, ModelShape, SharedKV
+from vllmx_core.kv_capacity import (
+    BlockSizes,
+    CachePlan,
+    check_latents,
+    plain_page_bytes,
+    plan_cache,
+)
+from vllmx_core.model import CacheSpec, KVSpec, LatentKV, ModelShape, SharedKV
 
 FULL, LOCAL = KVSpec(2, 8), KVSpec(2, 8, window=5)
 
@@ -132,5 +139,24 @@ def test_refusals_name_the_length_that_fits() -> None:
         plan(*caches, num_kv_blocks=1, group_caches=True, shrink_to_fit=True)
     with pytest.raises(ConfigError, match=r"block_size 12 .* any backend: choose a multiple of 8"):
         plan(FULL, block_size=12)
-    with pytest.raises(UnsupportedModelError, match="layer 1 reads the pages of layer 0"):
-        plan(FULL, SharedKV(0))
+
+
+def test_pages_of_an_earlier_layer_cost_nothing() -> None:
+    assert plan(FULL, SharedKV(0)) == replace(plan(FULL), layout=plan(FULL, SharedKV(0)).layout)
+
+
+def test_latents_are_rows_without_values() -> None:
+    """576 numbers a token and layer, as DeepSeek-V3 has them, instead of 128 heads' keys and
+    values."""
+    kv = LatentKV(512, 64)
+    layout = cache_layout(shape(kv, kv, kv), grouped=True)
+    assert (layout.windows, layout.places) == ((None,), (kv, kv, kv))
+    assert plain_page_bytes(kv, 16, "bf16") == (16 * 576 * 2, 0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_latents_are_not_kept_as_codes(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype {dtype} is not for .* choose auto"):
+        check_latents(shape(LatentKV(512, 64)), dtype)
+    check_latents(shape(LatentKV(512, 64)), "bf16")
+    check_latents(shape(FULL), dtype)

@@ -90,8 +90,8 @@ PROBLEMS = {
     "no_prefix": ("def vlmx_models():\n    return ()", "did you mean vllmx_models"),
     "other_name": ("@hookimpl\ndef my_hook():\n    return ()", "my_hook"),
     "nobody_reads": (
-        "@hookimpl\ndef vllmx_parsers():\n    return ()",
-        "vllmx_parsers",
+        "@hookimpl\ndef vllmx_readers():\n    return ()",
+        "vllmx_readers",
     ),
     "no_way_to_it": (
         MODEL.format(implementation="builtins:dict").replace('("A",)', "()"),

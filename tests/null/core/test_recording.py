@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from vllmx_core import recording
 from vllmx_core.errors import OpError, UnsupportedModelError, UnsupportedOpError
-from vllmx_core.model import AttentionSpec, Ops, StepInputs
+from vllmx_core.model import AttentionSpec, LatentSpec, Ops, StepInputs
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.add import Add
+from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.recorder import OPS
+from vllmx_core.ops.route import RouteSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.recording import prepare, record
@@ -31,6 +33,30 @@ EMBED = WeightRef("embed", "embedding", 50, 8)
 UP, NORM = WeightRef("layers.3.up", "linear", 16, 8), WeightRef("layers.3.norm", "vector", 8)
 TABLE = WeightRef("rope", "constant", 64, 4)
 SPEC = AttentionSpec(3, 2, 1, 4, scale=0.5)
+LATENT = LatentSpec(5, num_heads=2, rank=6, nope_size=3, rotary_dim=4, value_size=9, scale=0.5)
+K_B, V_B = WeightRef("k_b", "stack", 6, 3, 2), WeightRef("v_b", "stack", 9, 6, 2)
+
+
+def latent(ops: Ops, **changed: Any) -> Value:
+    """Latent attention with all that it needs, but for what is changed."""
+    x = ops.embedding(STEP.tokens, EMBED)
+    given = {
+        "q": ops.linear(x, WeightRef("q", "linear", 14, 8)),
+        "latent": ops.linear(x, WeightRef("latent", "linear", 10, 8)),
+        "spec": LATENT, "step": STEP, "rope": TABLE, "norm": WeightRef("n", "vector", 6),
+        "k_b": K_B, "v_b": V_B,
+    } | changed  # fmt: skip
+    return ops.latent_attention(**given)
+
+
+GATE_UP, DOWN = WeightRef("gu", "stack", 6, 8, 8), WeightRef("down", "stack", 8, 3, 8)
+
+
+def experts(ops: Ops, x: Value, **changes: Any) -> Value:
+    """With whatever is wrong in it."""
+    ids, weights = ops.route(x, RouteSpec(2))
+    given = {"ids": ids, "weights": weights, "gate_up": GATE_UP, "down": DOWN}
+    return ops.experts(x, **{**given, "spec": ExpertsSpec(), **changes})
 
 
 def wrong(call: Callable[[Ops, Value], object]) -> str:
@@ -71,6 +97,31 @@ def wrong(call: Callable[[Ops, Value], object]) -> str:
         (lambda o, x: o.gate(x, o.linear(x, UP), "tanh"),
          "gate .*: g has 16 features, which do not divide x's 8"),
         (lambda o, x: o.gate(x, x, "swish"), "unknown gate 'swish': choose silu"),
+        (lambda o, x: o.route(x, RouteSpec(9)), "route .*: 9 experts chosen of 8"),
+        (lambda o, x: o.route(x, RouteSpec(2, groups=3)), "8 experts do not lie in 3 equal groups"),
+        (lambda o, x: o.route(x, RouteSpec(3, groups=4)), "3 experts chosen of 2 in 1 of 4 groups"),
+        (lambda o, x: o.route(x, RouteSpec(2, groups=4, groups_kept=5)), "5 groups kept of 4"),
+        (lambda o, x: o.route(x, RouteSpec(1, groups=8, group_score="best_two")),
+         "the best two of groups of 1 expert"),
+        (lambda o, x: o.route(x, RouteSpec(2), bias=WeightRef("b", "vector", 7)),
+         "'b' has 7 values, not 8"),
+        (lambda o, x: o.route(x, 2), "spec is 2, not a RouteSpec"),
+        (lambda o, x: o.scale(o.route(x, RouteSpec(2))[1], 2.0), "only `experts` takes it"),
+        (lambda o, x: experts(o, x, ids=x), "experts.*: ids is .*, not what `route` returned"),
+        (lambda o, x: experts(o, x, weights=x), "weights is .*, not what `route` returned"),
+        (lambda o, x: experts(o, x, down=UP), "'layers.3.up' is of kind 'linear', not 'stack'"),
+        (lambda o, x: experts(o, x, down=replace(DOWN, count=7)),
+         "'gu' has 8 experts, 'down' has 7"),
+        (lambda o, x: experts(o, x, gate_up=replace(GATE_UP, count=6), down=replace(DOWN, count=6)),
+         "'gu' has 6 experts, the ids are those of 8"),
+        (lambda o, x: experts(o, x, down=replace(DOWN, rows=9)),
+         r"'down' has matrices \(9, 3\), not \(features of x, F\) = \(8, 3\)"),
+        (lambda o, x: experts(o, x, spec=ExpertsSpec(gated=False)),
+         r"'gu' has matrices \(6, 8\), not \(F, features of x\) = \(3, 8\)"),
+        (lambda o, x: experts(o, x, spec=ExpertsSpec("gelu", clamp=7.0)), "gated by silu"),
+        (lambda o, x: experts(o, x, spec=ExpertsSpec(alpha=2.0)), "for experts with a clamp alone"),
+        (lambda o, x: experts(o, x, weights=o.route(x, RouteSpec(3))[1]),
+         "ids has 2 slots, weights has 3"),
         (lambda o, x: o.scale(3, 2.0), "x is 3, not what another op returned"),
         (lambda o, x: o.add(x, Ops().embedding(STEP.tokens, EMBED)), "from another recording"),
         (lambda o, x: o.attention(x, SPEC, STEP),
@@ -80,6 +131,13 @@ def wrong(call: Callable[[Ops, Value], object]) -> str:
         (lambda o, x: o.attention(o.linear(x, UP), SPEC, STEP, q_norm=NORM),
          "'layers.3.norm' has 8 values, not 4"),
         (lambda o, x: o.attention(o.linear(x, UP), SPEC, None), "pass on the step itself"),
+        (lambda o, x: latent(o, q=x), r"layer 5: q has 8 features, not 2 \* \(3 \+ 4\) = 14"),
+        (lambda o, x: latent(o, latent=x), r"layer 5: latent has 8 features, not 6 \+ 4 = 10"),
+        (lambda o, x: latent(o, v_b=K_B), "'k_b' is 2 matrices of 6 x 3, not 2 of 9 x 6"),
+        (lambda o, x: latent(o, k_b=UP), "'layers.3.up' is of kind 'linear', not 'stack'"),
+        (lambda o, x: latent(o, rope=NORM), "'layers.3.norm' is of kind 'vector', not 'constant'"),
+        (lambda o, x: latent(o, norm=NORM), "'layers.3.norm' has 8 values, not 6"),
+        (lambda o, x: latent(o, step=None), "layer 5: pass on the step itself"),
         (lambda o, x: o.logits(x, STEP.tokens, UP), "rows must be step.logit_rows"),
         (lambda o, x: o.scale(o.logits(x, STEP.logit_rows, UP), 2.0), "x holds logits"),
         (lambda o, x: o.finished(x, 50), r"forward returned .*, not \(L, 50\) logits"),
@@ -116,7 +174,11 @@ def test_every_op_of_core_has_cases() -> None:
         case.build(builder)
         recorded |= {type(op) for op in record(builder.build(1, case.body), 16).steps.ops}
     others = {op.__name__ for op in set(OPS) - recorded}
-    assert others == {"Attention", "GatedLinear"}  # a suite of its own; what a pass makes
+    assert others == {
+        "Attention",
+        "LatentAttention",
+        "GatedLinear",
+    }  # own suites; what a pass makes
 
 
 def test_the_names_of_ops_are_different() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import (
-    MAX_LOGPROBS,
+    MAX_TOKENS_LIMIT,
     SamplingParams,
     gumbel_noise,
     philox4x32,
@@ -29,8 +29,8 @@ INTERVALS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_tokens": ([1, None, 1 << 24], [0, -1, (1 << 24) + 1]),
     "min_tokens": ([0, 16], [-1, 17]),
     "seed": ([-(1 << 63), (1 << 64) - 1, None], [1 << 64, -(1 << 63) - 1]),
-    "logprobs": ([0, MAX_LOGPROBS, None], [-1, MAX_LOGPROBS + 1]),
-    "prompt_logprobs": ([0, MAX_LOGPROBS, None], [-1, MAX_LOGPROBS + 1]),
+    "logprobs": ([-1, 0, 20, None], [-2, MAX_TOKENS_LIMIT + 1]),
+    "prompt_logprobs": ([-1, 0, 20, None], [-2, MAX_TOKENS_LIMIT + 1]),
 }
 
 

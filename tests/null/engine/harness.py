@@ -259,7 +259,7 @@ class Harness:
         assert stats.num_free_blocks == stats.num_blocks
         scheduler = self.core._scheduler
         assert not scheduler.live
-        assert not scheduler._leaders
+        assert not scheduler._followers._leaders
         assert not scheduler._followers
         assert len(scheduler.share) == 0
 

@@ -197,6 +197,55 @@ def test_abort_frees_at_once() -> None:
     harness.abort(running)
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+def test_an_abort_of_many_leaves_the_others(kept: int) -> None:
+    """Running, preempted and waiting ones of several clients and priorities, and their choices."""
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 3, "max_num_batched_tokens": 16})
+    names = []
+    for number in range(60):
+        prompt = [number % 20, *range(20)]
+        names.append(
+            harness.add(prompt, 4, client=f"client-{number % 7}", priority=(number // 3) % 3)
+        )
+        if number % 4 == 0:
+            names.append(harness.add(prompt, 4, leader=names[-1], client=f"client-{number % 7}"))
+        if number % 20 == 0:
+            harness.step()
+    harness.step()
+    left = [name for name in names if name not in harness.last][len(names) // 2 :][:kept]
+    harness.abort(*(name for name in names if name not in left))
+    assert harness.core.stats().num_running + harness.core.stats().num_waiting == kept
+    share, ranks = harness.core._scheduler.share, harness.core._scheduler._ranks
+    assert len(share) == len({harness.requests[name].client for name in left})
+    assert ranks.total() == kept
+    harness.run()
+    harness.check_outputs()
+    assert set(left) <= harness.last.keys()
+    harness.check_idle()
+
+
+def test_a_fault_between_the_halves_of_a_step_ends_that_step_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness(rules=QUIET)
+    lost = harness.add([1, 2, 3], 20, bad_words_ids=[[4, 5]])
+    harness.step()
+    harness.step()
+
+    def broken(*_: object) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(harness.core._builder, "edit", broken)
+    while lost not in harness.last:
+        harness.step()
+    assert harness.last[lost].finish_reason == "error"
+    name = harness.add([1, 2, 3], 5, bad_words_ids=[[4, 5]])
+    harness.run()
+    assert harness.last[name].finish_reason == "length"
+    harness.check_idle()
+
+
 def test_nothing_follows_an_abort() -> None:
     harness = Harness()
     refused = harness.add([])

@@ -14,6 +14,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.testing.fake import FakeLoadedModel
 from vllmx_core.testing.fake_checkpoint import NoWeights
 from vllmx_engine.core import load
+from vllmx_engine.core.load_plan import plan_load
 from vllmx_engine.llm import LLM
 
 
@@ -93,7 +94,7 @@ def test_a_bug_after_loading_closes_the_model(
         raise ZeroDivisionError
 
     monkeypatch.setattr(load, name, broken)
-    plan = load.plan_load(EngineConfig(model=folder, backend="fake"), registry)
+    plan = plan_load(EngineConfig(model=folder, backend="fake"), registry)
     with pytest.raises(ZeroDivisionError):
         load.load_planned(plan)
     assert open_now == {"models": 0, "sources": 0}

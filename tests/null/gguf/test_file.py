@@ -172,7 +172,7 @@ def test_strings_are_checked_when_they_are_read(tmp_path: Path) -> None:
     file = opened(
         write(tmp_path / "x.gguf", header([entry("k", ARRAY, (STRING, [b"a", b"\xff"]))]))
     )
-    with pytest.raises(WeightFormatError, match=r"entry of k is not UTF-8"):
+    with pytest.raises(WeightFormatError, match=r"entry of 'k' is not UTF-8"):
         list(file.metadata["k"])
     file.close()
 

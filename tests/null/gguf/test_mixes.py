@@ -26,6 +26,8 @@ def test_q3_k_m_and_q2_k():
     assert kinds("q3_k_m", "attn_v") == ["Q5_K"] * 2 + ["Q4_K"] * 22
     assert kinds("q3_k_m", "ffn_down") == ["Q5_K"] + ["Q4_K"] * 23
     assert set(kinds("q3_k_m", "attn_output")) == {"Q4_K"}
+    assert set(kinds("q4_k_m", "attn_qkv")) == {"Q5_K"}
+    assert set(kinds("q4_k_s", "attn_qkv")) == {"Q4_K"}
     assert set(kinds("q2_k", "attn_v")) == {"Q3_K"}
     assert set(kinds("q2_k", "attn_v", Layers(24, 4, tied=False))) == {"Q4_K"}
 
@@ -47,3 +49,21 @@ def test_rows_that_do_not_fit_get_the_next_type():
 
 def test_vectors_stay_exact():
     assert {type_of(mix, "blk.0.attn_norm.weight", (1024,), SMALL) for mix in MIXES} == {"F32"}
+
+
+def test_experts_are_down_projections_too_and_routers_stay_exact():
+    many = Layers(24, 2, tied=False, experts=128)
+    assert kinds("q4_k_m", "ffn_down_exps", many) == kinds("q4_k_m", "ffn_down")
+    assert kinds("q4_k_s", "ffn_down_shexp", many) == kinds("q4_k_s", "ffn_down")
+    assert set(kinds("q4_k_m", "ffn_up_exps", many)) == {"Q4_K"}
+    for name in ("ffn_gate_inp", "ffn_gate_inp_shexp"):
+        assert set(kinds("q2_k", name, many) + kinds("f16", name, many)) == {"F32"}
+    assert type_of("q4_k_m", "blk.0.ffn_down_exps.bias", (32, 1024), many) == "F32"
+
+
+def test_the_attention_beside_eight_experts_has_more_bits():
+    eight = Layers(24, 4, tied=False, experts=8)
+    assert set(kinds("q4_k_m", "attn_v", eight) + kinds("q2_k", "attn_k", eight)) == {"Q8_0"}
+    assert set(kinds("q4_k_m", "attn_output", eight)) == {"Q5_K"}
+    assert set(kinds("q5_k_m", "attn_output", eight)) == {"Q5_K"}
+    assert set(kinds("q4_k_m", "attn_k", Layers(24, 4, tied=False, experts=128))) == {"Q4_K"}

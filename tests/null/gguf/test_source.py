@@ -266,7 +266,7 @@ def test_unmapped_tensors_and_quirks_are_refused(registry: Registry, tmp_path: P
         tmp_path / "experts.gguf", BASE, tensors, of_type(TYPES.F32),
         extra=lambda writer: writer.add_expert_count(8),
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match=r"llama\.expert_count = 8"):
+    with pytest.raises(WeightFormatError, match=r"llama\.expert_used_count = \(absent\) is needed"):
         open_checkpoint(registry, path)
 
 
@@ -322,7 +322,7 @@ def test_an_unknown_architecture_lists_the_known(registry: Registry, tmp_path: P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, qwen2, qwen3, smollm3"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*known: .*llama, .*qwen3"):
         open_checkpoint(registry, path)
 
 

@@ -24,7 +24,7 @@ def read(scaling: Any, **config: Any) -> Rope:
         ({"rope_type": "magic"}, "'magic' is not known here; known: default, linear, dynamic"),
         ({"type": "mrope", "mrope_section": [2, 1, 1]}, "'mrope' is not known"),
         ({"rope_type": "default", "mrope_section": [2, 1, 1]}, "keys that are not known here"),
-        ({"rope_type": "linear", "factor": 2.0, "extra": 1}, "not known here: extra"),
+        ({"rope_type": "linear", "factor": 2.0, "extra": 1}, "not known here: 'extra'"),
         ({"rope_type": 7}, "'7' is not known"),
         ({"rope_type": ["linear"]}, "is not known"),
         ("linear", "must be an object"),

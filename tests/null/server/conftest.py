@@ -149,6 +149,8 @@ def make_server(tmp_path: Path) -> MakeServer:
             app = build_app(llm, own)
             if send_bytes is not None:  # what the kernel holds for a client that does not read
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+            state: ServerState = app.state.server
+            await state.background.start()
             listen(listener, own)
             stop = asyncio.Event()
             serving = asyncio.ensure_future(
@@ -163,7 +165,7 @@ def make_server(tmp_path: Path) -> MakeServer:
             )
             try:
                 async with httpx.AsyncClient(base_url=url, timeout=20, verify=verify) as client:
-                    served = Served(url, llm, app.state.server, client)
+                    served = Served(url, llm, state, client)
                     try:
                         yield served
                     finally:
@@ -171,6 +173,8 @@ def make_server(tmp_path: Path) -> MakeServer:
             finally:
                 stop.set()
                 await serving
+                await state.background.stop()
+                state.storage.close()
                 listener.close()
 
     return make

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 class LoopMeter:
@@ -21,6 +24,21 @@ class LoopMeter:
     def note(self, elapsed_s: float, handle: asyncio.Handle) -> None:
         if elapsed_s * 1e3 > self.longest_ms:
             self.longest_ms, self.what = elapsed_s * 1e3, repr(handle)
+
+
+async def shortest_hold(
+    action: Callable[[], Awaitable[T]], limit_ms: float, tries: int = 3
+) -> tuple[LoopMeter, T]:
+    """How long the loop is held at least by what is done, and what came of it: again where it was
+    over the limit, for what it costs it costs each time, and what the machine adds it does not."""
+    found: list[tuple[LoopMeter, T]] = []
+    for _ in range(tries):
+        with loop_meter() as meter:
+            result = await action()
+        found.append((meter, result))
+        if meter.longest_ms < limit_ms:
+            break
+    return min(found, key=lambda pair: pair[0].longest_ms)
 
 
 @contextmanager

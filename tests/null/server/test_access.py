@@ -31,7 +31,7 @@ async def test_a_key_is_wanted_on_every_route_but_health(make_server: MakeServer
                 else:
                     assert response.status_code == 401, (method, path)
                     assert response.headers["www-authenticate"] == "Bearer"
-                    assert response.json()["error"]["code"] == "invalid_api_key"
+                    assert response.json()["error"]["type"] == "authentication_error"
         for key in ("firs", "first2", "Bearer first"):
             headers = {"authorization": f"Bearer {key}"}
             assert (await served.client.get("/version", headers=headers)).status_code == 401

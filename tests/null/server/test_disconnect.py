@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllmx_server.disconnect import unless_gone
 
 from .conftest import MakeServer, Served, events_of, request_bytes
 
@@ -70,6 +74,40 @@ async def test_a_client_that_waits_in_the_queue_can_leave(make_server: MakeServe
         assert not running.done()
         await running
         await served.becomes_idle()
+
+
+TALK = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", TALK),
+        ("/v1/messages", {**TALK, "max_tokens": 5}),
+        ("/v1/messages/count_tokens", TALK),
+        ("/v1/responses", {"input": "hi"}),
+        ("/tokenize", TALK),
+    ],
+)
+async def test_rendering_stops_when_its_client_leaves(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    begun, stopped_by_client = threading.Event(), threading.Event()
+
+    def render(messages: object, chat: object, stopped: Callable[[], bool]) -> str:
+        begun.set()
+        while not stopped():
+            time.sleep(0.002)
+        stopped_by_client.set()
+        return "late"
+
+    monkeypatch.setattr(served.llm, "render_chat", render)
+    _, writer = await served.connect()
+    writer.write(request_bytes(path, body))
+    assert await asyncio.to_thread(begun.wait, 5)
+    writer.transport.abort()
+    assert await asyncio.to_thread(stopped_by_client.wait, 5)
+    await served.becomes_idle()
 
 
 async def test_a_client_that_leaves_while_sending_its_body(served: Served) -> None:
@@ -157,3 +195,30 @@ async def test_64_at_once_equal_one_at_a_time(served: Served) -> None:
     together = await asyncio.gather(*(one(index) for index in range(64)))
     assert ["".join(pieces) for pieces in together] == alone
     await served.becomes_idle()
+
+
+@pytest.mark.parametrize("num_turns", range(1, 10))
+async def test_what_is_started_for_nobody_is_aborted(num_turns: int) -> None:
+    """However far the submission is when its request is cancelled."""
+    started, aborted = [], []
+
+    class Stream:
+        def abort(self) -> None:
+            aborted.append(self)
+
+    async def submit() -> list[Any]:
+        await asyncio.sleep(0)
+        started.append(Stream())
+        return started
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    asking = asyncio.ensure_future(unless_gone(receive, submit()))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait((asking,))
+    await asyncio.sleep(0.01)
+    assert set(aborted) == (set(started) if asking.cancelled() else set())
+    assert num_turns < 9 or not asking.cancelled(), "the last ones come too late"

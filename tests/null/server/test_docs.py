@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from vllmx_engine.wire.messages import CoreStats
 from vllmx_server.app import ROUTES
@@ -13,8 +14,11 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.metrics import Metrics
 from vllmx_server.schema.chat import ChatCompletionRequest
 from vllmx_server.schema.completions import CompletionRequest
+from vllmx_server.schema.messages import MessagesRequest
+from vllmx_server.schema.responses import ResponsesRequest
 
-TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("serving.md", "api.md"))
 
 
 def test_routes() -> None:
@@ -22,8 +26,10 @@ def test_routes() -> None:
         assert path.replace("{name:path}", "NAME") in TEXT
 
 
-@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
-def test_fields(kind: type[ChatCompletionRequest | CompletionRequest]) -> None:
+@pytest.mark.parametrize(
+    "kind", [ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+)
+def test_fields(kind: type[msgspec.Struct]) -> None:
     assert [name for name in kind.__struct_fields__ if f"`{name}`" not in TEXT] == []
 
 

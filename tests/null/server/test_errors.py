@@ -40,7 +40,6 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
         (b'{"prompt": "a", "logit_bias": {"400": 1}}', "logit_bias"),
         (b'{"prompt": "a", "logit_bias": {"-1": 1}}', "logit_bias"),
         (b'{"prompt": "a", "suffix": "b"}', "suffix"),
-        (b'{"prompt": "a", "echo": true, "logprobs": 1, "stream": true}', "echo"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
     ],
 )
@@ -57,7 +56,7 @@ async def test_bad_chats(served: Served) -> None:
     for fields, param in (
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
-        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"chat_template": "x"}, "chat_template"),
     ):
         messages = [{"role": "user", "content": "hi"}]
@@ -239,7 +238,7 @@ async def test_a_bug_of_ours_tells_nothing(served: Served, caplog: Any) -> None:
     async def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError(" ".join(("secret", "detail")))
 
-    served.llm.submit = broken  # type: ignore[method-assign, assignment]
+    served.llm.submit_all = broken  # type: ignore[method-assign, assignment]
     response = await served.post("/v1/completions", prompt="a")
     error = error_of(response, 500)
     assert "secret" not in json.dumps(error)

@@ -365,3 +365,21 @@ async def test_large_bodies_over_tls_that_are_refused_unread(
         answers = [asyncio.to_thread(send_whole_then_read, port) for _ in range(3)]
         for answer in await asyncio.gather(*answers):
             assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"bad header", "no valid request: illegal header line: 'bad header'"),
+        (b"x: a\x00b", r"no valid request: illegal header line: 'x: a\x00b'"),
+        (b": " + b"x" * 5000, "no valid request: illegal header line: ': xxx"),
+    ],
+)
+async def test_a_line_that_is_no_header_is_quoted_as_text(
+    served: Served, line: bytes, message: str
+) -> None:
+    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + line + b"\r\n\r\n"
+    status, _, body = await ask(served, request)
+    assert status == 400
+    assert body["error"]["message"].startswith(message)
+    assert len(body["error"]["message"]) < 200

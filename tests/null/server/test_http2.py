@@ -18,6 +18,7 @@ from h2.events import (
     ConnectionTerminated,
     DataReceived,
     Event,
+    PingAckReceived,
     ResponseReceived,
     StreamEnded,
     StreamReset,
@@ -36,7 +37,9 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 from vllmx_server.config import ServerConfig
-from vllmx_server.connections.http2 import FrameBudget, Http2
+from vllmx_server.connections.connection import Connection
+from vllmx_server.connections.frame_budget import FrameBudget
+from vllmx_server.connections.http2 import Http2
 from vllmx_server.run import bind
 
 from .conftest import MakeServer, Served, body_for
@@ -58,6 +61,8 @@ class Client:
     resets: dict[int, int] = field(default_factory=dict)
     gone: int | None = None
     """The error code of GOAWAY."""
+    pings: int = 0
+    """Answered."""
 
     def open(self, path: str, *more: tuple[str, str], method: str = "GET", end: bool = True) -> int:
         stream_id = self.h2.get_next_available_stream_id()
@@ -106,6 +111,8 @@ class Client:
                 self.ended.add(stream_id)
             case StreamReset(stream_id=int(stream_id)):
                 self.resets[stream_id] = int(event.error_code or 0)
+            case PingAckReceived():
+                self.pings += 1
             case ConnectionTerminated():
                 self.gone = int(event.error_code or 0)
 
@@ -284,6 +291,32 @@ async def test_streams_that_are_reset_at_once_reach_no_route(served: Served) -> 
             assert await other.answer(other.open("/health")) == 200
         after = await served.metrics()
         assert after.get("vllmx:http_requests_total", 0) - before <= 2
+
+
+async def test_a_connection_whose_last_stream_is_reset_is_idle(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it ends when it stays so, and is among those that are closed for others."""
+    said: list[bool] = []
+    set_idle = Connection._set_idle
+
+    def note(connection: Connection, idle: bool) -> None:
+        said.append(idle)
+        set_idle(connection, idle)
+
+    monkeypatch.setattr(Connection, "_set_idle", note)
+    async with make_server(step_s=0.01) as served, connected(served) as client:
+        body = body_for("/v1/completions", {"prompt": "a", "max_tokens": 500, "stream": True})
+        streams = [await client.post("/v1/completions", json.dumps(body).encode()) for _ in "ab"]
+        await client.until(lambda: client.bodies.keys() == set(streams))
+        for stream_id in streams:
+            assert not said[-1]
+            client.h2.reset_stream(stream_id)
+            ping = client.pings
+            client.h2.ping(b"whenread")
+            await client.until(lambda before=ping: client.pings > before)  # type: ignore[misc]
+        assert said[-1]
+        assert await client.answer(client.open("/health")) == 200
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from vllmx_engine.client import logprob_limit
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
 from vllmx_server.json_pieces import _PIECE_BYTES, Items, json_pieces
 
-from .conftest import MakeServer, Served, events_of, request_bytes
-from .loop_meter import loop_meter
+from .conftest import JSON, MakeServer, Served, events_of, request_bytes
+from .loop_meter import loop_meter, shortest_hold
 
 LIMIT_MS = 20
 BIG = {"max_model_len": 2000, "verify_pages": False}
@@ -147,6 +147,56 @@ async def test_log_probabilities_of_a_call_are_bounded(
         answer = (await served.post("/v1/chat/completions", **chat)).json()
         assert answer["usage"]["completion_tokens"] == 100, "as many as the limit holds"
         assert await served.complete("a", logprobs=4, max_tokens=200)
+
+
+async def test_a_call_over_the_limit_hands_nothing_to_the_core(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob_limit, "MAX_CALL_LOGPROBS", 1000)
+    async with make_server() as served:
+        handed = []
+        monkeypatch.setattr(served.llm._frontend, "add", handed.append)
+        response = await served.post(
+            "/v1/completions", prompt=["x" * 20] * 60, prompt_logprobs=0, max_tokens=1
+        )
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_logprobs"
+        assert not handed
+        assert not served.llm.num_in_flight
+
+
+async def test_a_vocabulary_of_allowed_ids_is_checked_off_the_loop(
+    make_server: MakeServer,
+) -> None:
+    async with make_server() as served:
+        ids = list(range(259)) * 2000  # as many as any vocabulary has, and all of this one's
+        body = {"prompt": "ab", "max_tokens": 1, "allowed_token_ids": ids}
+        request = request_bytes("/v1/completions", body | {"stream": True})
+        meter, answer = await shortest_hold(
+            lambda: asyncio.to_thread(answer_of, served, request), LIMIT_MS
+        )
+        assert meter.longest_ms < LIMIT_MS, meter.what
+        assert events_of(answer.decode())[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": [{"role": "user", "content": ["a"] * 150_000}]}),
+        ("/detokenize", {"tokens": [5] * 500_000}),
+    ],
+    ids=["tokenize", "detokenize"],
+)
+async def test_many_small_values_are_walked_off_the_loop(
+    served: Served, path: str, body: dict[str, Any]
+) -> None:
+    async def ask() -> int:
+        return (await served.client.post(path, content=content, headers=JSON)).status_code
+
+    content = json.dumps(body).encode()
+    meter, status = await shortest_hold(ask, LIMIT_MS)
+    assert meter.longest_ms < LIMIT_MS, meter.what
+    assert status in (200, 400)  # the template may be out of its budget
 
 
 def test_json_in_pieces_is_the_same_json() -> None:

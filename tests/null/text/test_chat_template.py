@@ -139,7 +139,7 @@ def our_prompt(
 
 
 # These write something else for an assistant without content.
-ASKING_FOR_NONE = ("R1-Distill-Qwen-32B", "rwkv-world")
+ASKING_FOR_NONE = ("R1-Distill-Qwen-32B", "deepseek-r1-distill", "rwkv-world")
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.model import KVSpec, ModelShape, SharedKV
+from vllmx_core.model import ModelShape, OwnedKV, SharedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CacheLayout:
     """Where each layer keeps its keys and values."""
 
     groups: tuple[CacheGroup, ...]
-    places: tuple[KVSpec, ...]
+    places: tuple[OwnedKV, ...]
     """What a page of each place holds; its window says nothing here."""
     group_of: tuple[int, ...]
     """By layer, as is `place_of`. A layer that shares has those of the layer that owns."""
@@ -58,7 +58,7 @@ def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
 
     Raises UnsupportedModelError for a layer that shares the pages of one that owns none.
     """
-    owners = {i: spec for i, spec in enumerate(shape.caches) if isinstance(spec, KVSpec)}
+    owners = {i: spec for i, spec in enumerate(shape.caches) if not isinstance(spec, SharedKV)}
     if not grouped or (len(_windows(owners)) > 1 and len(_sizes(owners)) > 1):
         groups = [CacheGroup(None, tuple(owners))]
     else:
@@ -80,7 +80,7 @@ def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
     )
 
 
-def _groups(owners: dict[int, KVSpec]) -> list[CacheGroup]:
+def _groups(owners: dict[int, OwnedKV]) -> list[CacheGroup]:
     """Layers of one window after the other, in groups of equal size. Places that stay empty cost
     memory and groups cost time, so a group is as large as the smallest kind of layer, or as the
     largest where that leaves few places empty."""
@@ -97,16 +97,16 @@ def _groups(owners: dict[int, KVSpec]) -> list[CacheGroup]:
     ]
 
 
-def _windows(owners: dict[int, KVSpec]) -> tuple[int | None, ...]:
+def _windows(owners: dict[int, OwnedKV]) -> tuple[int | None, ...]:
     """Each kind once, in the order of the layers."""
     return tuple(dict.fromkeys(kv.window for kv in owners.values()))
 
 
-def _sizes(owners: dict[int, KVSpec]) -> set[tuple[int, int]]:
-    return {(kv.num_kv_heads, kv.head_size) for kv in owners.values()}
+def _sizes(owners: dict[int, OwnedKV]) -> set[tuple[int, int, int]]:
+    return {(kv.num_kv_heads, kv.head_size, kv.value_size) for kv in owners.values()}
 
 
-def _owner(layer: int, spec: SharedKV, owners: dict[int, KVSpec]) -> int:
+def _owner(layer: int, spec: SharedKV, owners: dict[int, OwnedKV]) -> int:
     if spec.layer not in owners or spec.layer >= layer:
         raise UnsupportedModelError(
             f"layer {layer} shares the pages of layer {spec.layer}, which is no earlier layer with"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllmx_core.config_values import DTYPES, convert, nearest
+from vllmx_core.config_values import convert, nearest
 from vllmx_core.errors import ConfigError
 
 DEMO_MODEL = "demo"
@@ -67,9 +67,16 @@ class EngineConfig:
     backend, see `LoadedInfo.step_timeout_s`."""
     max_queue: int = 1024
     """Requests that may wait; more are refused with 429."""
+    max_logprobs: int = 20
+    """Greatest `logprobs` and `prompt_logprobs` of a request; -1: as many as the vocabulary has,
+    which a request asks for by -1."""
     seed: int | None = None
     """Seeds requests that bring none, so that a whole run repeats."""
     served_model_name: str | None = None
+    tool_parser: str = "auto"
+    """How calls of tools are read: a format by name; auto: the model's own; none: they are not."""
+    reasoning_parser: str = "auto"
+    """How thoughts are told from content, just so."""
     prefer: tuple[str, ...] = ()
     """Plugins ("distribution" or "distribution:name") that serve what another provides too."""
 
@@ -82,6 +89,7 @@ class EngineConfig:
             ("num_kv_blocks", 1, 1 << 31),
             ("num_threads", 1, 1024),
             ("max_queue", 1, 1 << 20),
+            ("max_logprobs", -1, 1 << 24),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -111,8 +119,7 @@ class EngineConfig:
             )
 
     def _check_dtype(self) -> None:
-        dtype = DTYPES.get(self.dtype, self.dtype)
-        object.__setattr__(self, "dtype", convert(dtype, Dtype, "dtype", "--dtype"))
+        object.__setattr__(self, "dtype", convert(self.dtype, Dtype, "dtype", "--dtype"))
 
     @property
     def name(self) -> str:

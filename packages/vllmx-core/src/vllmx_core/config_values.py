@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from vllmx_core.backend_kit.dtypes import long_dtype
 from vllmx_core.errors import ConfigError
 
 AUTOMATIC = frozenset(
@@ -22,10 +23,6 @@ AUTOMATIC = frozenset(
     }
 )  # fmt: skip
 """Fields whose None means that vllmx chooses; `auto` and -1 say the same."""
-
-DTYPES = {
-    "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f32": "float32", "fp32": "float32",
-}  # fmt: skip
 
 _SUFFIXES = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
@@ -67,7 +64,7 @@ def convert(value: Any, hint: Any, name: str, source: str) -> Any:
 
 def _choice(value: Any, choices: tuple[Any, ...], name: str, source: str) -> Any:
     if name == "dtype" and isinstance(value, str):
-        value = DTYPES.get(value, value)
+        value = long_dtype(value)
     if value in choices:
         return value
     listed = ", ".join(map(str, choices))

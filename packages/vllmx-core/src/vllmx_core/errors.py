@@ -8,16 +8,34 @@ is not a `VllmxError` is a bug of ours; its text never leaves the process.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection, Mapping
+from itertools import islice
 
 SHOWN_CHARACTERS = 80
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = SHOWN_CHARACTERS
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def shown(value: object) -> str:
-    """A value out of somebody else's file for a message: as Python writes it, so that what cannot
-    be printed is escaped, with the middle left out where it is long."""
+    """A value out of somebody else's file or request for a message: as Python writes it, so that
+    what cannot be printed is escaped, with the middle left out where it is long."""
     return _SHORT.repr(value)[: 2 * SHOWN_CHARACTERS]
+
+
+def shown_entry(values: Mapping[str, object], key: str) -> str:
+    """What a mapping has under a key, for a message: a text without quotes."""
+    if key not in values:
+        return "(absent)"
+    value = shown(values[key])
+    return value[1:-1] if isinstance(values[key], str) else value
+
+
+def listing(items: Collection[object], limit: int = 20) -> str:
+    """The first `limit` items for a message, and how many more there are."""
+    found = ", ".join(map(shown, islice(items, limit)))
+    rest = len(items) - limit
+    return found if rest <= 0 else f"{found} and {rest} more"
 
 
 class VllmxError(Exception):
@@ -50,6 +68,12 @@ class TemplateError(InvalidRequestError):
     """The chat template refused the conversation or broke its bounds."""
 
     code = "chat_template_error"
+
+
+class GrammarError(InvalidRequestError):
+    """A grammar that no answer can follow, or that takes too much work."""
+
+    code = "invalid_grammar"
 
 
 class ContextLengthError(InvalidRequestError):

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 _KINDS = (
-    (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
-)  # fmt: skip
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -14,6 +14,7 @@ from vllmx_core.specs import (
     EncoderSpec,
     ModelSourceSpec,
     ModelSpec,
+    ParserSpec,
     QuantizationSpec,
     QuantizerSpec,
     WeightFormatSpec,
@@ -65,4 +66,9 @@ class Hooks:
     @hookspec
     def vllmx_model_sources(self) -> tuple[ModelSourceSpec, ...]:
         """Places that model names lead to."""
+        raise NotImplementedError
+
+    @hookspec
+    def vllmx_parsers(self) -> tuple[ParserSpec, ...]:
+        """Formats of answers."""
         raise NotImplementedError

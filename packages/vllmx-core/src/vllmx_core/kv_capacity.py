@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache_groups import CacheLayout, blocks_of, cache_layout, longest_sequence
-from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
+from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import LIMITS
 from vllmx_core.memory import format_bytes
-from vllmx_core.model import KVSpec, ModelShape, SharedKV
+from vllmx_core.model import LatentKV, ModelShape, OwnedKV
 
-PageBytes = Callable[[KVSpec, int, str], tuple[int, int]]
+PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 """(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
@@ -38,11 +38,22 @@ class CachePlan:
         return self.num_blocks * self.block_bytes
 
 
-def plain_page_bytes(kv: KVSpec, block_size: int, dtype: str) -> tuple[int, int]:
+def plain_page_bytes(kv: OwnedKV, block_size: int, dtype: str) -> tuple[int, int]:
     """Numbers without padding, and a float32 scale for each vector of 8-bit codes."""
-    vector = kv.head_size * _ITEM_BYTES[dtype] + (4 if dtype in LIMITS else 0)
-    size = block_size * kv.num_kv_heads * vector
-    return size, size
+    item, scale, vectors = _ITEM_BYTES[dtype], 4 * (dtype in LIMITS), block_size * kv.num_kv_heads
+    keys = vectors * (kv.head_size * item + scale)
+    return keys, vectors * (kv.value_size * item + scale) if kv.value_size else 0
+
+
+def check_latents(shape: ModelShape, dtype: str) -> None:
+    """Raises ConfigError for codes of 8 bits where layers keep latents: all heads read them, as
+    keys and as values, and one scale for a row would serve neither."""
+    if dtype in LIMITS and any(isinstance(spec, LatentKV) for spec in shape.caches):
+        raise ConfigError(
+            f"kv_cache_dtype {dtype} is not for a model of latent attention, whose rows are kept in"
+            " 16 or 32 bits: choose auto, bf16, f16 or f32",
+            param="kv_cache_dtype",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +93,11 @@ def plan_cache(
 ) -> CachePlan:
     """The groups of the model's layers over as many blocks as `num_kv_blocks` finds.
 
-    Raises ConfigError for a block size that the backend does not have, CapacityError as
-    `num_kv_blocks` does, UnsupportedModelError for layers that share pages.
+    Raises ConfigError for a block size that the backend does not have and as `check_latents` does,
+    CapacityError as `num_kv_blocks` does.
     """
     sizes.check(options.block_size)
-    for layer, spec in enumerate(shape.caches):
-        if isinstance(spec, SharedKV):
-            raise UnsupportedModelError(
-                f"layer {layer} reads the pages of layer {spec.layer}, and the {sizes.backend}"
-                " backend has no attention without keys of its own: a newer version may"
-            )
+    check_latents(shape, dtype)
     layout = cache_layout(shape, grouped=options.group_caches)
     pages = tuple(page_bytes(kv, options.block_size, dtype) for kv in layout.places)
     one = max(1, sum(k + v for k, v in pages))
@@ -168,9 +174,12 @@ def _too_small(
         if used + want > free:
             remedy = "use a machine with more memory"
     fits = longest_sequence(
-        layout.windows, blocks, options.block_size, options.max_num_batched_tokens,
+        layout.windows,
+        blocks,
+        options.block_size,
+        options.max_num_batched_tokens,
         options.max_model_len,
-    )  # fmt: skip
+    )
     lower = f"lower --max-model-len to {fits} or " if fits else ""
     return CapacityError(
         f"one sequence of max_model_len {options.max_model_len} needs {format_bytes(want)} of KV"

@@ -14,14 +14,15 @@ from typing import Protocol
 
 from vllmx_core.ops.activation import Activation
 from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.ops.latent_attention import LatentSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
-    "Activation", "Array", "AttentionSpec", "CacheSpec", "KVSpec", "Model", "ModelShape", "Ops",
-    "SharedKV", "StepInputs", "Weight",
+    "Activation", "Array", "AttentionSpec", "CacheSpec", "KVSpec", "LatentKV", "LatentSpec",
+    "Model", "ModelShape", "Ops", "OwnedKV", "SharedKV", "StepInputs", "Weight",
 ]  # fmt: skip
 
 Array = Value
@@ -39,6 +40,11 @@ class KVSpec:
     window: int | None = None
     """Tokens that stay visible, the newest included; None: all of them."""
 
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head's value; its key has `head_size`."""
+        return self.head_size
+
 
 @dataclass(frozen=True, slots=True)
 class SharedKV:
@@ -48,7 +54,37 @@ class SharedKV:
     """The layer that owns them."""
 
 
-CacheSpec = KVSpec | SharedKV
+@dataclass(frozen=True, slots=True)
+class LatentKV:
+    """What a layer of multi-head latent attention keeps for each token: one row for all heads."""
+
+    rank: int
+    """Numbers of the latent."""
+    rotary_dim: int
+    """Numbers of the rotated part of the key, beside them."""
+
+    @property
+    def window(self) -> None:
+        """All tokens stay visible."""
+        return None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_size(self) -> int:
+        return self.rank + self.rotary_dim
+
+    @property
+    def value_size(self) -> int:
+        """There are no values beside the row."""
+        return 0
+
+
+OwnedKV = KVSpec | LatentKV
+"""What a layer with pages of its own keeps."""
+CacheSpec = OwnedKV | SharedKV
 """What one attention layer keeps."""
 
 
@@ -66,9 +102,9 @@ class ModelShape:
     """Checkpoint dtype by its config: bf16, f16 or f32."""
 
     @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
+    def kv_specs(self) -> tuple[OwnedKV, ...]:
         """Of the layers that have pages of their own."""
-        return tuple(spec for spec in self.caches if isinstance(spec, KVSpec))
+        return tuple(spec for spec in self.caches if not isinstance(spec, SharedKV))
 
 
 class Model(Protocol):

@@ -95,6 +95,10 @@ class TokenCounts:
     pending: npt.NDArray[np.bool_]  # (L,)
 
 
+MAX_LISTED_LOGPROBS = 64
+"""Greatest `SamplingRows.num_logprobs` that a backend must serve."""
+
+
 @dataclass(slots=True)
 class SamplingRows:
     """Sampling parameters, one entry for each logit row. Order of work, on the device:
@@ -128,6 +132,9 @@ class SamplingRows:
     counts: TokenCounts | None = None
     mask_index: I32 | None = None  # (L,) row of `masks`, -1 = everything is allowed
     masks: U32 | None = None  # (N, W) bit (id & 31) of word id >> 5 set = allowed
+    whole: I32 | None = None
+    """(A,) rows whose logits come back as computed, ascending; their `num_logprobs` is at least 0.
+    For those that want more of the likeliest than `MAX_LISTED_LOGPROBS`."""
 
     @property
     def num_rows(self) -> int:
@@ -150,5 +157,6 @@ class StepResult:
 
     ids: I32  # (L,) sampled or target id; -1 = the row's logits held NaN or nothing was allowed
     logprobs: LogprobRows | None = None
+    logits: F32 | None = None  # (A, V) of the rows in `SamplingRows.whole`
     elapsed_s: float = 0.0
     """Device time of the step, for the scheduler's cost model."""

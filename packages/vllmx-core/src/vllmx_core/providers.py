@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from vllmx_core.errors import PluginClashError
-from vllmx_core.specs import ModelSpec
+from vllmx_core.specs import ModelSpec, ParserSpec
 
 OUR_DISTRIBUTIONS = frozenset(
     {
@@ -82,3 +82,5 @@ def claims(spec: Any) -> Iterable[str]:
         yield from (f"architecture {name!r}" for name in spec.architectures)
         yield from (f"model type {name!r}" for name in spec.model_types)
         yield from (f"GGUF architecture {name!r}" for name in spec.gguf_names)
+    if isinstance(spec, ParserSpec):
+        yield from (f"parser {name!r}" for name in spec.aliases)

@@ -41,9 +41,12 @@ class QueryTiles:
 
     def take(self, chosen: I64) -> QueryTiles:
         return QueryTiles(
-            self.row[chosen], self.first_token[chosen], self.queries[chosen],
-            self.first_key[chosen], self.last_key[chosen],
-        )  # fmt: skip
+            self.row[chosen],
+            self.first_token[chosen],
+            self.queries[chosen],
+            self.first_key[chosen],
+            self.last_key[chosen],
+        )
 
     def __len__(self) -> int:
         return len(self.row)

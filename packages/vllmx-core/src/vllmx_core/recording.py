@@ -39,7 +39,10 @@ def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Rec
     """Runs `model.forward` once over names, without any array, then `passes`. Raises OpError for
     ops that do not fit what they are given, and for a result that is not (L, V)."""
     specs, constants = tuple(model.weights()), model.constants(max_model_len)
-    refs = {spec.name: WeightRef(spec.name, spec.kind, spec.rows, spec.cols) for spec in specs}
+    refs = {
+        spec.name: WeightRef(spec.name, spec.kind, spec.rows, spec.cols, spec.count)
+        for spec in specs
+    }
     for name, table in constants.items():
         cols = table.shape[-1] if table.ndim > 1 else 0
         refs[name] = WeightRef(name, "constant", table.shape[0], cols)

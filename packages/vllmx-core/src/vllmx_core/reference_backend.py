@@ -14,7 +14,7 @@ from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.interpreter import Interpreter
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.kv_capacity import BlockSizes, CachePlan, check_latents, plan_cache
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.memory import free_bytes
 from vllmx_core.model import Model
@@ -133,6 +133,7 @@ class ReferenceBackend:
         name = choose_dtype(options.dtype, "f32", _DTYPES, self.name)
         dtype = np.dtype(_DTYPES[name])
         cached = kv_dtype(options.kv_cache_dtype, (*KV_DTYPES, "f64"), name, self.name)
+        check_latents(model.shape, cached)
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         weights = _weights(recording, source, dtype)
         cache = plan_cache(
@@ -178,6 +179,7 @@ def _pages(cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Pages, ...]:
     """Those of each layer; layers of different groups have a place in common."""
     layout, places = cache.layout, []
     for kv in layout.places:
-        shape = (cache.num_blocks, cache.block_size, kv.num_kv_heads, kv.head_size)
-        places.append((np.zeros(shape, dtype), np.zeros(shape, dtype)))
+        shape = (cache.num_blocks, cache.block_size, kv.num_kv_heads)
+        k, v = (np.zeros((*shape, size), dtype) for size in (kv.head_size, kv.value_size))
+        places.append((k, v))
     return tuple(Pages(*places[place], group) for group, place in layout.layers)

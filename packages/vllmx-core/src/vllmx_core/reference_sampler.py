@@ -44,7 +44,8 @@ def sample(logits: F32, rows: SamplingRows, tokens_at_rows: I32) -> StepResult:
             ids[row] = _pick(edited_logits(raw, rows, row, int(tokens_at_rows[row])), rows, row)
         if logprobs is not None and rows.num_logprobs[row] >= 0 and ids[row] >= 0:
             _fill_logprobs(logprobs, row, raw, int(ids[row]), int(rows.num_logprobs[row]))
-    return StepResult(ids=ids, logprobs=logprobs)
+    whole = None if rows.whole is None else np.array(logits[rows.whole], np.float32)
+    return StepResult(ids=ids, logprobs=logprobs, logits=whole)
 
 
 def edited_logits(raw: F32, rows: SamplingRows, row: int, fed_token: int) -> F32:

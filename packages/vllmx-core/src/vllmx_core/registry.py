@@ -36,6 +36,7 @@ from vllmx_core.specs import (
     EncoderSpec,
     ModelSourceSpec,
     ModelSpec,
+    ParserSpec,
     QuantizationSpec,
     QuantizerSpec,
     Spec,
@@ -55,6 +56,7 @@ _HOOKS: dict[str, type[Spec]] = {
     "vllmx_encoders": EncoderSpec,
     "vllmx_commands": CommandSpec,
     "vllmx_model_sources": ModelSourceSpec,
+    "vllmx_parsers": ParserSpec,
 }
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, listing
 from vllmx_core.plan import F32, U32
+from vllmx_core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
+"""`EngineConfig.max_logprobs`, unless it is set."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIAS_ENTRIES = 1024
@@ -27,6 +30,7 @@ _MAX_ENTRIES = {
     "bad_words": MAX_BAD_WORDS,
     "allowed_token_ids": MAX_ALLOWED_IDS,
 }
+_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logprobs: int | None = None
-    """None: none. k: of the sampled token and the k likeliest."""
+    """None: none. k: of the sampled token and the k likeliest; -1: and all of the vocabulary. What
+    is served is bounded by `EngineConfig.max_logprobs`."""
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     """Of a longer prompt, read this many of its last tokens; -1: as many as leave room for
@@ -68,6 +73,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer must look like."""
+    thinking_token_budget: int | None = None
+    """Of a conversation with a model that thinks: after so many tokens of thoughts their end is
+    forced; -1: never."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -104,11 +114,13 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _integer("logprobs", self.logprobs, -1, MAX_TOKENS_LIMIT)
+        if self.thinking_token_budget not in (None, -1):
+            _integer("thinking_token_budget", self.thinking_token_budget, 0, MAX_TOKENS_LIMIT)
         if self.truncate_prompt_tokens not in (None, -1):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS_LIMIT)
         if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            _integer("prompt_logprobs", self.prompt_logprobs, -1, MAX_TOKENS_LIMIT)
 
     def _check_lists(self) -> None:
         _strings("stop", self.stop)
@@ -155,13 +167,6 @@ class SamplingParams:
         )
 
 
-def listing(items: Collection[object], limit: int = 20) -> str:
-    """The first `limit` items for an error message, and how many more there are."""
-    shown = ", ".join(repr(item)[:100] for item in islice(items, limit))
-    rest = len(items) - limit
-    return shown if rest <= 0 else f"{shown} and {rest} more"
-
-
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
@@ -187,13 +192,15 @@ def _size(name: str, size: int, limit: int) -> None:
 
 
 def _token_ids(name: str, ids: tuple[int, ...]) -> None:
-    """A vocabulary's worth of ids is usual, so they are not walked by Python."""
+    """A vocabulary's worth of ids is usual, so they are walked once, and not by Python."""
     _size(name, len(ids), _MAX_ENTRIES[name])
-    if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
+    try:
+        msgspec.convert(ids, _TokenIds)
+    except msgspec.ValidationError:
         wrong = next(token for token in ids if type(token) is not int or token < 0)
         raise InvalidRequestError(
             f"{name} must hold integers of at least 0, got {wrong!r}", param=name
-        )
+        ) from None
 
 
 def _strings(name: str, values: tuple[str, ...]) -> None:

@@ -136,6 +136,22 @@ class ModelSourceSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
+class ParserSpec(_Spec):
+    """How models of a family write thoughts and calls of tools: an
+    `vllmx_core.output_format.OutputFormat`, which `--tool-parser` and `--reasoning-parser` name.
+
+    Without those flags the format is found by what must stand in a chat template: of those whose
+    texts all do, the one with the longest. Empty: it is used by name alone.
+    """
+
+    tool_signature: tuple[str, ...] = ()
+    reasoning_signature: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Other names, those of other servers above all."""
+    api: int = API_VERSION
+
+
 Spec = (
     BackendSpec
     | ModelSpec
@@ -145,4 +161,5 @@ Spec = (
     | EncoderSpec
     | CommandSpec
     | ModelSourceSpec
+    | ParserSpec
 )

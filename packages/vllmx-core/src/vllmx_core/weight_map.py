@@ -13,7 +13,7 @@ import numpy as np
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weight_picks import entry_of, rows_of, transposed
+from vllmx_core.weight_picks import entry_of, rows_of, transposed, turned
 from vllmx_core.weights import PartSpec, RowRuns, WeightPart, WeightSource, WeightSpec
 
 TieKey = tuple[tuple[PartSpec, ...], float]
@@ -45,9 +45,11 @@ def bias_of(spec: WeightSpec, source: WeightSource) -> F32 | None:
         return None
     found = zip(spec.parts, biases, strict=True)
     return np.concatenate(
-        [np.zeros(part.rows, np.float32) if bias is None else bias.dequantize()
-         for part, bias in found]
-    )  # fmt: skip
+        [
+            np.zeros(part.rows, np.float32) if bias is None else bias.dequantize()
+            for part, bias in found
+        ]
+    )
 
 
 def has_bias(spec: WeightSpec) -> bool:
@@ -80,15 +82,21 @@ def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
 
 
 def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPart:
-    part = _named(wanted, source)
+    part = source.part(name_in(source, wanted))
     if spec.shape is not None:
         return _shaped(part, spec.shape)
     if wanted.entry is not None:
+        axes = 2 if spec.kind == "vector" else 3
+        if len(part.shape) != axes:
+            raise WeightFormatError(
+                f"tensor {part.name!r} has shape {list(part.shape)}, a stack of {axes} axes is"
+                " wanted: config.json and weights do not belong together"
+            )
         part = entry_of(part, wanted.entry)
     if wanted.transposed:
         part = transposed(part)
     if wanted.runs is not None:
-        part = _picked(part, wanted.runs, wanted.rows)
+        part = _picked(part, wanted.runs, spec.cols if wanted.turned else wanted.rows)
     if wanted.first_col is not None:
         begin, end = wanted.first_col, wanted.first_col + spec.cols
         if len(part.shape) != 2 or end > part.shape[1]:
@@ -97,13 +105,16 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
                 f" to {end - 1} are wanted: config.json and weights do not belong together"
             )
         part = part.cols(begin, end)
+    if wanted.turned:
+        part = turned(part)
     return checked(part, (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols))
 
 
-def _named(wanted: PartSpec, source: WeightSource) -> WeightPart:
+def name_in(source: WeightSource, wanted: PartSpec) -> str:
+    """What the tensor is called there: the first of its names that there is, else its own."""
     names = source.names() if wanted.alternatives else ()
     found = (name for name in (wanted.name, *wanted.alternatives) if name in names)
-    return source.part(next(found, wanted.name))
+    return next(found, wanted.name)
 
 
 def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart, made_p
 
 Index = npt.NDArray[np.int64]
 _ROW_WISE = ("dense", "gguf", "int8", "fp4")
+_MOST_READ = 4
+"""Rows lie so close together that those between them are read too, rather than one after the
+other: gate and up of gpt-oss take turns."""
 
 
 def entry_of(part: WeightPart, entry: int) -> WeightPart:
@@ -32,12 +36,32 @@ def entry_of(part: WeightPart, entry: int) -> WeightPart:
             " config.json and weights do not belong together"
         )
     rows = part.shape[1]
+    if part.cut is not None:
+        return _made_entry(part, entry)
     flat = replace(
         part,
         shape=(count * rows, *part.shape[2:]),
         buffers={key: _joined_axes(raw, part.shape) for key, raw in part.buffers.items()},
     )
     return rows_of(flat, np.arange(entry * rows, (entry + 1) * rows))
+
+
+def _made_entry(part: WeightPart, entry: int) -> WeightPart:
+    """Of a stack whose entries are made when they are asked for; the matrix is made once, and kept
+    as long as this part of it."""
+    whole = part.cut
+
+    @cache
+    def made() -> WeightPart:
+        assert whole is not None
+        one = whole(entry, entry + 1)
+        buffers = {key: _joined_axes(raw, one.shape) for key, raw in one.buffers.items()}
+        return replace(one, shape=part.shape[1:], buffers=buffers, cut=None)
+
+    return made_part(
+        part.name, part.shape[1:], part.layout, lambda begin, end: made().rows(begin, end),
+        coded=part.coded is not None,
+    )  # fmt: skip
 
 
 def _joined_axes(raw: RawTensor, shape: tuple[int, ...]) -> RawTensor:
@@ -66,13 +90,31 @@ def transposed(part: WeightPart) -> WeightPart:
     return made_part(part.name, part.shape[::-1], DENSE, make)
 
 
+def turned(part: WeightPart) -> WeightPart:
+    """The (cols, rows) matrix of a small (rows, cols) part of any layout: float32 where that is no
+    plain numbers."""
+    if part.layout == DENSE and len(part.shape) == 2:
+        return transposed(part)
+
+    def make(begin: int, end: int) -> WeightPart:
+        values = np.ascontiguousarray(part.dequantize()[:, begin:end].T)
+        raw = RawTensor(part.name, "f32", values.shape, values.view(np.uint8).reshape(-1))
+        return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
+
+    return made_part(part.name, part.shape[::-1], DENSE, make)
+
+
 def rows_of(part: WeightPart, index: Index) -> WeightPart:
     """These rows, in this order."""
     shape = (len(index), *part.shape[1:])
 
     def make(begin: int, end: int) -> WeightPart:
-        pieces = [part.rows(first, last) for first, last in _runs(index[begin:end])]
-        return pieces[0] if len(pieces) == 1 else _stacked(pieces)
+        wanted = index[begin:end]
+        lowest, highest = (int(wanted.min()), int(wanted.max()) + 1) if len(wanted) else (0, 0)
+        if highest - lowest == len(wanted) or highest - lowest > _MOST_READ * len(wanted):
+            pieces = [part.rows(first, last) for first, last in _runs(wanted)]
+            return pieces[0] if len(pieces) == 1 else _stacked(pieces)
+        return _taken(part.rows(lowest, highest), wanted - lowest)
 
     if _is_row_wise(part):
         return made_part(part.name, shape, part.layout, make, coded=part.coded is not None)
@@ -125,6 +167,15 @@ def _runs(index: Index) -> Iterator[tuple[int, int]]:
     breaks = np.flatnonzero(np.diff(index) != 1) + 1
     for run in np.split(index, breaks):
         yield int(run[0]), int(run[-1]) + 1
+
+
+def _taken(part: WeightPart, index: Index) -> WeightPart:
+    """Rows of a part of a row-wise layout, as one copy."""
+    buffers = {
+        key: _raw(raw, raw.view()[index]) if raw.shape[:1] == part.shape[:1] else raw
+        for key, raw in part.buffers.items()
+    }
+    return replace(part, shape=(len(index), *part.shape[1:]), buffers=buffers, cut=None)
 
 
 def _stacked(pieces: list[WeightPart]) -> WeightPart:
@@ -214,6 +265,8 @@ def _code_cols(rows: CodedRows, begin: int, end: int) -> CodedRows:
     zeros = None if rows.zeros is None else rows.zeros[:, first:last]
     equal = rows.group_of is None and (end - begin) % (last - first) == 0
     return CodedRows(
-        rows.codes[:, begin:end], rows.scales[:, first:last], zeros,
+        rows.codes[:, begin:end],
+        rows.scales[:, first:last],
+        zeros,
         None if equal else of_cols - np.int32(first),
-    )  # fmt: skip
+    )

@@ -283,7 +283,8 @@ class PartSpec:
     logical weight.
 
     Picks are applied in this order: an entry of the leading axis, the transposed form, rows,
-    columns. `vllmx_core.weight_map.parts_of` applies them for every backend.
+    columns, the picked matrix turned over. `vllmx_core.weight_map.parts_of` applies them for every
+    backend.
     """
 
     name: str
@@ -301,10 +302,14 @@ class PartSpec:
     """Which rows; None: all, or those from the first on where the weight has columns picked."""
     first_col: int | None = None
     """The first of the weight's columns; None: it has all."""
+    turned: bool = False
+    """Whether the weight is the transposed form of the rows that `runs` picks, which are as many as
+    the weight has columns. Of a quantised tensor they become float32."""
 
 
-Role = Literal["", "vocabulary", "experts", "heads"]
-"""What a weight's rows are, beyond features."""
+Role = Literal["", "vocabulary", "experts", "heads", "router"]
+"""What a weight's rows are, beyond features: "router" for the scores of experts, few rows that
+decide much and stay as precise as they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +354,11 @@ class WeightSpec:
         each = len(self.parts) // self.count
         return tuple(
             replace(
-                self, name=f"{self.name}[{index}]", kind="linear", count=1,
+                self,
+                name=f"{self.name}[{index}]",
+                kind="linear",
+                count=1,
                 parts=self.parts[index * each : (index + 1) * each],
             )
             for index in range(self.count)
-        )  # fmt: skip
+        )

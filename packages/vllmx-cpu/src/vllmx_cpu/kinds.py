@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
 from vllmx_core.weight_map import parts_of
-from vllmx_core.weights import WeightPart, WeightSource, WeightSpec
+from vllmx_core.weights import RawTensor, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
@@ -24,12 +24,16 @@ class NativeKind:
 
 
 def native_kind(spec: WeightSpec, source: WeightSource) -> str | None:
-    """The kind that all parts have in common, if the kernels multiply it."""
-    kinds = {_part_kind(part) for part in parts_of(spec, source)}
-    kind = kinds.pop()
-    if kinds or kind is None or spec.offset != 0.0 or (kind.order and spec.kind != "linear"):
-        return None
-    return kind.name
+    """The kind that all parts have in common, if the kernels multiply it. The matrices of a stack
+    may differ in the order of their columns."""
+    names = set()
+    for matrix in spec.matrices:
+        kinds = {_part_kind(part) for part in parts_of(matrix, source)}
+        kind = kinds.pop()
+        if kinds or kind is None or spec.offset != 0.0 or (kind.order and matrix.kind != "linear"):
+            return None
+        names.add(kind.name)
+    return names.pop() if len(names) == 1 else None
 
 
 def segments(
@@ -69,6 +73,13 @@ def _part_kind(part: WeightPart) -> NativeKind | None:
     if layout.kind == "gguf":
         name = str(layout.options["type"])
         return NativeKind(name) if name in BLOCK_KINDS else None
+    if (
+        layout.kind == "fp4"
+        and layout.group_size == 32
+        and layout.options["global_scale"] == "none"
+    ):
+        exponents = part.rows(0, 1).buffers["scale"].dtype in ("u8", "f8e8m0")
+        return NativeKind("MXFP4") if exponents else None
     if part.coded is not None:
         return _affine_kind(part)
     if layout.kind == "fp8" and layout.options.get("dtype", "f8e4m3") == "f8e4m3":
@@ -91,3 +102,18 @@ def _affine_kind(part: WeightPart) -> NativeKind | None:
     order = column_order(part)
     bits = 4 if part.layout.bits <= 4 else 8
     return NativeKind(AFFINE_KINDS[bits, width], b"" if order is None else order.tobytes())
+
+
+def blocks_of(part: WeightPart) -> RawTensor:
+    """The rows of a part of a block kind as the packer reads them. Safetensors have MXFP4 as codes,
+    two neighbours to a byte, and exponents; a block is an exponent and 16 bytes whose low halves
+    are the first 16 values."""
+    raw = part.buffers["weight"]
+    if part.layout.kind != "fp4":
+        return raw
+    pairs = np.asarray(raw.view()).reshape(-1, 16)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, 32)
+    blocks = np.empty((len(codes), 17), np.uint8)
+    blocks[:, 0] = np.asarray(part.buffers["scale"].view()).reshape(-1)
+    blocks[:, 1:] = codes[:, :16] | codes[:, 16:] << 4
+    return replace(raw, shape=blocks.shape, stored=blocks.reshape(-1))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vllmx_core.backend import LoadOptions
-from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.kv_capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
 from vllmx_core.memory import GIB
-from vllmx_core.model import KVSpec, ModelShape
+from vllmx_core.model import LatentKV, ModelShape, OwnedKV
 
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
@@ -50,6 +50,8 @@ def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used
     )  # fmt: skip
 
 
-def _page_bytes(kv: KVSpec, block_size: int, dtype: str) -> tuple[int, int]:
+def _page_bytes(kv: OwnedKV, block_size: int, dtype: str) -> tuple[int, int]:
+    if isinstance(kv, LatentKV):  # one row after the other
+        return plain_page_bytes(kv, block_size, dtype)
     arguments = (kv.num_kv_heads, kv.head_size, block_size, KV_DTYPES[dtype])
     return int(library().vx_k_page_bytes(*arguments)), int(library().vx_v_page_bytes(*arguments))

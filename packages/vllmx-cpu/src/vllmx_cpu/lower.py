@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_int32, c_void_p
+from ctypes import c_float, c_int32, c_void_p
 from dataclasses import dataclass
 
 from vllmx_core.op_table import OpTable
@@ -13,21 +13,25 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import Value, WeightRef
 
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
-from vllmx_cpu.native import Isa
+from vllmx_cpu.native import SCRATCH_BYTES, Isa
 from vllmx_cpu.packing import LoadedWeights
 from vllmx_cpu.structs import (
     ACTIVATIONS,
@@ -37,8 +41,11 @@ from vllmx_cpu.structs import (
     VxAttention,
     VxElementwise,
     VxEmbedding,
+    VxExperts,
+    VxLatentAttention,
     VxLinear,
     VxNorm,
+    VxRoute,
 )
 from vllmx_cpu.tape import Call
 
@@ -57,9 +64,9 @@ class Lowering:
     block_size: int
     kv_dtype: str
     panels: Bytes
-    """Packed activations of the largest linear; in use only inside one op."""
+    """Packed activations of the largest product; in use only inside one op."""
     workspace: Bytes
-    """The attention's; in use only inside one op."""
+    """Of attention and experts; in use only inside one op."""
 
     def lower(self, op: Op, address: Address) -> list[Call]:
         """The calls of an op whose values lie at `address(value)`; more than one where its weight
@@ -86,8 +93,12 @@ class Site:
 
 
 OPS: OpTable[Site, list[Call]] = OpTable("cpu")
+MAX_LATENT_ROW, MAX_HEADS = 1024, 1024
+"""kMaxHeadSize and LatentRoom of the native sources."""
 GATES = ACTIVATIONS | {"sigmoid": 4, "identity": 5, "tanh": 6, "relu2": 7}
 """Kinds of native/gate.cpp."""
+MAX_EXPERTS = SCRATCH_BYTES // 32
+"""Of a token's scores, which lie three times in a thread's scratch memory."""
 
 
 @OPS.add(Embedding)
@@ -145,9 +156,12 @@ def _products(
 @OPS.add(RmsNorm)
 def _rms_norm(op: RmsNorm, site: Site) -> list[Call]:
     arguments = VxNorm(
-        x=site.address(op.x), weight=site.vector(op.w), y=site.address(op.out),
-        width=op.out.width, eps=op.eps,
-    )  # fmt: skip
+        x=site.address(op.x),
+        weight=site.vector(op.w),
+        y=site.address(op.out),
+        width=op.out.width,
+        eps=op.eps,
+    )
     return [site.call(op, "rms_norm", arguments)]
 
 
@@ -172,18 +186,22 @@ def _layer_norm(op: LayerNorm, site: Site) -> list[Call]:
 @OPS.add(GatedAct)
 def _gated_act(op: GatedAct, site: Site) -> list[Call]:
     arguments = VxElementwise(
-        x=site.address(op.gate_up), y=site.address(op.out), width=op.out.width,
+        x=site.address(op.gate_up),
+        y=site.address(op.out),
+        width=op.out.width,
         activation=ACTIVATIONS[op.kind],
-    )  # fmt: skip
+    )
     return [site.call(op, "gated_act", arguments)]
 
 
 @OPS.add(Act)
 def _activation(op: Act, site: Site) -> list[Call]:
     arguments = VxElementwise(
-        x=site.address(op.x), y=site.address(op.out), width=op.out.width,
+        x=site.address(op.x),
+        y=site.address(op.out),
+        width=op.out.width,
         activation=ACTIVATIONS[op.kind],
-    )  # fmt: skip
+    )
     return [site.call(op, "activation", arguments)]
 
 
@@ -219,6 +237,27 @@ def _scale_by(op: ScaleBy, site: Site) -> list[Call]:
     return [site.call(op, "scale_by", arguments)]
 
 
+class VxHeadNorm(ctypes.Structure):
+    """Arguments of `head_norm`; native/head_norm.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("y", c_void_p),
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32), ("across", c_int32),
+        ("centred", c_int32), ("values", c_int32), ("eps", c_float),
+    ]  # fmt: skip
+
+
+@OPS.add(HeadNorm)
+def _head_norm(op: HeadNorm, site: Site) -> list[Call]:
+    spec = op.spec
+    arguments = VxHeadNorm(
+        site.address(op.qkv), site.vector(op.q_norm), site.vector(op.k_norm), site.address(op.out),
+        spec.num_heads, spec.num_kv_heads, spec.head_size, int(spec.across),
+        int(spec.kind == "layer"), int(spec.values), spec.eps,
+    )  # fmt: skip
+    return [site.call(op, "head_norm", arguments)]
+
+
 class VxGate(ctypes.Structure):
     """Arguments of `gate`; native/gate.cpp."""
 
@@ -235,6 +274,86 @@ def _gate(op: Gate, site: Site) -> list[Call]:
         GATES[op.kind],
     )  # fmt: skip
     return [site.call(op, "gate", arguments)]
+
+
+@OPS.add(Route, when=lambda op: op.logits.width <= MAX_EXPERTS)
+def _route(op: Route, site: Site) -> list[Call]:
+    spec = op.spec
+    arguments = VxRoute(
+        logits=site.address(op.logits),
+        bias=site.vector(op.bias),
+        factor=site.vector(op.factor),
+        ids=site.address(op.ids),
+        weights=site.address(op.slot_weights),
+        count=op.logits.width,
+        chosen=spec.chosen,
+        sigmoid=int(spec.score == "sigmoid"),
+        groups=spec.groups,
+        groups_kept=spec.groups_kept,
+        best_two=int(spec.group_score == "best_two"),
+        renormalise=int(spec.renormalise),
+        eps=spec.eps,
+        scale=spec.scale,
+    )
+    return [site.call(op, "route", arguments)]
+
+
+def _has_latents(op: LatentAttention) -> bool:
+    """Rows of pairs, not wider and of no more heads than the kernel's rooms."""
+    spec = op.spec
+    return spec.rank % 2 == 0 and spec.row_size <= MAX_LATENT_ROW and spec.num_heads <= MAX_HEADS
+
+
+@OPS.add(LatentAttention, when=_has_latents)
+def _latent_attention(op: LatentAttention, site: Site) -> list[Call]:
+    spec, model = op.spec, site.model
+    pages, matrices = model.pages[spec.layer], model.weights.matrices
+    arguments = VxLatentAttention(
+        k_b=matrices[op.k_b.name].struct(),
+        v_b=matrices[op.v_b.name].struct(),
+        q=site.address(op.q),
+        latent=site.address(op.latent),
+        out=site.address(op.out),
+        rope=site.vector(op.rope),
+        norm=site.vector(op.norm),
+        pages=pages.k.ctypes.data,
+        panels=model.panels.ctypes.data,
+        workspace=model.workspace.ctypes.data,
+        workspace_bytes=model.workspace.nbytes,
+        num_heads=spec.num_heads,
+        rank=spec.rank,
+        nope_size=spec.nope_size,
+        rotary_dim=spec.rotary_dim,
+        value_size=spec.value_size,
+        interleaved=int(spec.interleaved),
+        block_size=model.block_size,
+        kv_dtype=KV_DTYPES[model.kv_dtype],
+        group=pages.group,
+        scale=spec.scale,
+        norm_eps=spec.norm_eps,
+    )
+    return [site.call(op, "latent_attention", arguments)]
+
+
+@OPS.add(Experts)
+def _experts(op: Experts, site: Site) -> list[Call]:
+    spec, matrices = op.spec, site.model.weights.matrices
+    arguments = VxExperts(
+        gate_up=matrices[op.gate_up.name].struct(),
+        down=matrices[op.down.name].struct(),
+        x=site.address(op.x),
+        ids=site.address(op.ids),
+        weights=site.address(op.slot_weights),
+        y=site.address(op.out),
+        panels=site.model.panels.ctypes.data,
+        workspace=site.model.workspace.ctypes.data,
+        count=op.gate_up.count,
+        chosen=op.ids.width,
+        activation=ACTIVATIONS[spec.activation],
+        clamp=spec.clamp or 0.0,
+        alpha=spec.alpha,
+    )
+    return [site.call(op, "experts", arguments)]
 
 
 @OPS.add(Attention)
@@ -266,6 +385,7 @@ def _attention(op: Attention, site: Site) -> list[Call]:
         workspace=model.workspace.ctypes.data,
         workspace_bytes=model.workspace.nbytes,
         group=pages.group,
+        shared=int(spec.shared),
     )
     return [site.call(op, "attention", arguments)]
 

@@ -17,7 +17,7 @@ from vllmx_core.weight_map import bias_of, parts_of
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.coded import affine_rows, float8_rows
-from vllmx_cpu.kinds import column_order, native_kind
+from vllmx_cpu.kinds import blocks_of, column_order, native_kind
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
 from vllmx_cpu.structs import (
@@ -40,12 +40,14 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """Size and layout of a packed matrix."""
+    """Size and layout of a packed matrix, or of each of a stack."""
 
     rows: int
     cols: int
     kind: str
     gated: bool
+    count: int = 1
+    """Matrices that lie one behind the other."""
 
     @property
     def tiles(self) -> int:
@@ -54,27 +56,35 @@ class MatrixShape:
         return -(-self.rows // TILE_ROWS)
 
     @property
-    def num_bytes(self) -> int:
+    def matrix_bytes(self) -> int:
         return int(library().vx_packed_bytes(self.tiles, self.cols, WEIGHT_KINDS[self.kind]))
 
-    def packed_row(self, row: int) -> int:
-        """Where a row of the logical matrix lies among the tiles' rows."""
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.matrix_bytes
+
+    def packed_rows(self) -> AnyArray:
+        """Where each row of a logical matrix lies among its tiles' rows."""
+        rows = np.arange(self.rows)
         if not self.gated:
-            return row
-        half, local = divmod(row, self.rows // 2)
+            return rows
+        half, local = rows // (self.rows // 2), rows % (self.rows // 2)
         return local // BLOCK_ROWS * TILE_ROWS + half * BLOCK_ROWS + local % BLOCK_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix ready for `linear` and `embedding`."""
+    """A matrix ready for `linear` and `embedding`, or a stack for `experts`."""
 
     shape: MatrixShape
     data: Bytes
-    bias: F32 | None  # (tiles * 32,) in packed order
-    columns: I32 | None = None  # (cols,) input feature of each packed column; None: in order
+    bias: F32 | None  # (count * tiles * 32,) in packed order
+    columns: I32 | None = (
+        None  # (count * cols,) input feature of each packed column; None: in order
+    )
 
     def struct(self) -> VxWeight:
+        """The matrix, or the first of the stack."""
         bias = None if self.bias is None else self.bias.ctypes.data
         columns = None if self.columns is None else self.columns.ctypes.data
         shape = self.shape
@@ -111,6 +121,7 @@ def matrix_shapes(
             spec.cols,
             (None if source is None else native_kind(spec, source)) or kind,
             spec.name in gated,
+            spec.count,
         )
         for spec in specs
         if spec.kind != "vector"
@@ -157,7 +168,7 @@ def load_weights(
                 shape,
                 allocate(shape.num_bytes),
                 _bias(spec, source, shape),
-                column_order(parts_of(spec, source)[0]) if shape.kind in CODED_KINDS else None,
+                _columns(spec, source) if shape.kind in CODED_KINDS else None,
             )
             jobs += _matrix_jobs(spec, source, tied[key], decoded, room)
         matrices[spec.name] = tied[key]
@@ -173,41 +184,62 @@ def _vector(spec: WeightSpec, source: WeightSource) -> F32:
 
 
 def _bias(spec: WeightSpec, source: WeightSource, shape: MatrixShape) -> F32 | None:
-    bias = bias_of(spec, source)
-    if bias is None:
+    biases = [bias_of(matrix, source) for matrix in spec.matrices]
+    if all(bias is None for bias in biases):
         return None
-    packed = np.zeros(shape.tiles * TILE_ROWS, np.float32)
-    packed[[shape.packed_row(row) for row in range(spec.rows)]] = bias
-    return packed
+    packed = np.zeros((shape.count, shape.tiles * TILE_ROWS), np.float32)
+    places = shape.packed_rows()
+    for row, bias in zip(packed, biases, strict=True):
+        row[places] = 0.0 if bias is None else bias
+    return packed.reshape(-1)
+
+
+def _columns(spec: WeightSpec, source: WeightSource) -> I32 | None:
+    orders = [column_order(parts_of(matrix, source)[0]) for matrix in spec.matrices]
+    if all(order is None for order in orders):
+        return None
+    in_order = np.arange(spec.cols, dtype=np.int32)
+    return np.concatenate([in_order if order is None else order for order in orders])
 
 
 def _matrix_jobs(
     spec: WeightSpec,
     source: WeightSource,
-    matrix: PackedMatrix,
+    packed: PackedMatrix,
     decoded: list[tuple[WeightPart, str]],
     room: ReadingRoom,
 ) -> list[Callable[[], None]]:
     """Pieces of at most ROWS_AT_ONCE rows, cut where blocks of 16 rows end. Parts in a layout that
     the kernels do not read go to `decoded`, with the dtype that they get."""
     jobs: list[Callable[[], None]] = []
-    first = 0
-    for part in parts_of(spec, source):
-        rows = part.shape[0]
-        if part.layout != DENSE and matrix.shape.kind in VX_DTYPES:
-            decoded.append((part, matrix.shape.kind))
-        begin = 0
-        while begin < rows:
-            boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
-            end = min(rows, boundary - first)
-            jobs.append(_piece(matrix, part, spec.offset, first, begin, end, room))
-            begin = end
-        first += rows
+    shape = packed.shape
+    for index, matrix in enumerate(spec.matrices):
+        place = Place(shape, packed.data.ctypes.data + index * shape.matrix_bytes)
+        first = 0
+        for part in parts_of(matrix, source):
+            rows = part.shape[0]
+            if part.layout != DENSE and shape.kind in VX_DTYPES:
+                decoded.append((part, shape.kind))
+            begin = 0
+            while begin < rows:
+                boundary = ((first + begin) // ROWS_AT_ONCE + 1) * ROWS_AT_ONCE
+                end = min(rows, boundary - first)
+                jobs.append(_piece(place, part, spec.offset, first, begin, end, room))
+                begin = end
+            first += rows
     return jobs
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one matrix of this shape is packed."""
+
+    shape: MatrixShape
+    address: int
+
+
 def _piece(
-    matrix: PackedMatrix,
+    matrix: Place,
     part: WeightPart,
     offset: float,
     first: int,
@@ -220,10 +252,9 @@ def _piece(
     features = shape.rows // 2 if shape.gated else 0
 
     def pack_blocks() -> None:
-        piece = part.rows(begin, end)
-        blocks = np.ascontiguousarray(piece.buffers["weight"].in_memory(room).data)
+        blocks = np.ascontiguousarray(blocks_of(part.rows(begin, end)).in_memory(room).data)
         library().vx_pack_blocks(
-            matrix.data.ctypes.data, BLOCK_KINDS[shape.kind], shape.cols, features,
+            matrix.address, BLOCK_KINDS[shape.kind], shape.cols, features,
             blocks.ctypes.data, first + begin, end - begin,
         )  # fmt: skip
 
@@ -233,7 +264,7 @@ def _piece(
         else:
             rows = affine_rows(part, shape.kind, begin, end)
         library().vx_pack_coded(
-            matrix.data.ctypes.data, CODED_KINDS[shape.kind], shape.cols, features,
+            matrix.address, CODED_KINDS[shape.kind], shape.cols, features,
             rows.codes.ctypes.data, rows.scales.ctypes.data,
             None if rows.zeros is None else rows.zeros.ctypes.data, first + begin, end - begin,
         )  # fmt: skip
@@ -241,7 +272,7 @@ def _piece(
     def pack() -> None:
         values, kind = _values(part, offset, begin, end, room)
         library().vx_pack_rows(
-            matrix.data.ctypes.data, VX_DTYPES[shape.kind], shape.cols, features,
+            matrix.address, VX_DTYPES[shape.kind], shape.cols, features,
             values.ctypes.data, VX_DTYPES[kind], first + begin, end - begin,
         )  # fmt: skip
 

@@ -13,8 +13,10 @@ from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import free_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.values import Rows
@@ -28,7 +30,7 @@ from vllmx_cpu.kv_cache import plan_kv
 from vllmx_cpu.lower import OPS
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
-from vllmx_cpu.structs import KV_DTYPES
+from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +65,21 @@ def plan_load(
     recorded = recording.steps
     # float32 asks for float32 throughout: no activation is rounded to int8 then.
     kept = None if dtype == "f32" else source
-    gated = gated_weights(recorded)
+    fusible = gated_weights(recorded)
+    gated = fusible | _gated_stacks(recorded)
     cut = {
         spec.name: (spec,) if kept is None else segments(spec, kept, gated)
         for spec in recording.specs
     }
     specs = [spec for group in cut.values() for spec in group]
     shapes = matrix_shapes(specs, dtype, gated, kept)
-    fused = fuse_gated_linears(recorded, gated)
+    fused = fuse_gated_linears(recorded, fusible)
     max_rows = step_limits(options, model.shape.vocab_size)
     arena = plan_arena(
         fused.ops, lambda value: value.width * max_rows[value.rows] * 4, [fused.logits]
     )
-    panel_bytes = _panel_bytes(fused, max_rows)
-    workspace_bytes = _workspace_bytes(fused, options, num_threads)
+    panel_bytes = _panel_bytes(fused, max_rows, shapes)
+    workspace_bytes = _workspace_bytes(fused, options, max_rows["T"], num_threads)
     free = free_bytes()
     weight_bytes = packed_bytes(specs, shapes)
     remedy = "choose a smaller or quantised model, or a 16-bit --dtype"
@@ -91,26 +94,59 @@ def plan_load(
     )  # fmt: skip
 
 
-def _panel_bytes(steps: OpList, max_rows: Mapping[Rows, int]) -> int:
-    """Four bytes a column and fewer, in whole units."""
-    products = [op for op in steps.ops if isinstance(op, Linear | GatedLinear | Head)]
-    return max(
-        (max_rows[op.out.rows] * (op.x.width // 256 + 1) * 1024 for op in products),
-        default=0,
-    )
+def _gated_stacks(steps: OpList) -> frozenset[str]:
+    experts = [op for op in steps.ops if isinstance(op, Experts)]
+    return frozenset(op.gate_up.name for op in experts if op.spec.gated)
 
 
-def _workspace_bytes(steps: OpList, options: LoadOptions, num_threads: int) -> int:
-    specs = [op.spec for op in steps.ops if isinstance(op, Attention)]
-    return max(
-        (
-            int(
-                library().vx_attention_workspace_bytes(
-                    spec.num_heads, spec.num_kv_heads, spec.head_size, options.max_model_len,
-                    num_threads,
-                )
+def _panel_bytes(
+    steps: OpList, max_rows: Mapping[Rows, int], shapes: Mapping[str, MatrixShape]
+) -> int:
+    """Four bytes a column and fewer, in whole units; experts have many rows and a closer bound."""
+    largest = 0
+    for op in steps.ops:
+        if isinstance(op, Linear | GatedLinear | Head):
+            largest = max(largest, max_rows[op.out.rows] * (op.x.width // 256 + 1) * 1024)
+        elif isinstance(op, Experts):
+            rows = max_rows["T"] * op.ids.width
+            of_stacks = (
+                library().vx_panels_bytes(WEIGHT_KINDS[shape.kind], shape.cols, rows)
+                for shape in (shapes[op.gate_up.name], shapes[op.down.name])
             )
-            for spec in specs
-        ),
-        default=0,
-    )  # fmt: skip
+            largest = max(largest, *of_stacks)
+        elif isinstance(op, LatentAttention):
+            rows = library().vx_latent_rows(op.spec.num_heads, max_rows["T"])
+            of_heads = (
+                library().vx_panels_bytes(WEIGHT_KINDS[shape.kind], shape.cols, rows)
+                for shape in (shapes[op.k_b.name], shapes[op.v_b.name])
+            )
+            largest = max(largest, *of_heads)
+    return largest
+
+
+def _workspace_bytes(steps: OpList, options: LoadOptions, max_tokens: int, num_threads: int) -> int:
+    largest = 0
+    for op in steps.ops:
+        if isinstance(op, Attention):
+            spec = op.spec
+            needed = library().vx_attention_workspace_bytes(
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_size,
+                options.max_model_len,
+                num_threads,
+            )
+        elif isinstance(op, LatentAttention):
+            latent = op.spec
+            needed = library().vx_latent_workspace_bytes(
+                latent.num_heads, latent.rank, latent.nope_size, latent.value_size,
+                options.max_model_len, num_threads,
+            )  # fmt: skip
+        elif isinstance(op, Experts):
+            needed = library().vx_experts_workspace_bytes(
+                max_tokens, op.ids.width, op.inner, op.x.width, op.gate_up.count, num_threads
+            )
+        else:
+            continue
+        largest = max(largest, int(needed))
+    return largest

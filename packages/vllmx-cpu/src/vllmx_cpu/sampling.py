@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import InvalidRequestError
-from vllmx_core.plan import F32, I32, AnyArray, LogprobRows, SamplingRows, StepResult
+from vllmx_core.plan import (
+    F32,
+    I32,
+    MAX_LISTED_LOGPROBS,
+    AnyArray,
+    LogprobRows,
+    SamplingRows,
+    StepResult,
+)
 
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.structs import VxSampler
 
-MAX_LOGPROBS = 64
-"""VX_MAX_LOGPROBS of native/sampler.h."""
 COLUMNS: tuple[tuple[str, npt.DTypeLike], ...] = (
     ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32),
     ("min_p", np.float32), ("repetition_penalty", np.float32), ("frequency_penalty", np.float32),
@@ -27,9 +33,10 @@ class SamplerCall:
     """The sampler op of one step: copies of the parameters, room for the results."""
 
     def __init__(self, rows: SamplingRows) -> None:
-        if rows.max_logprobs > MAX_LOGPROBS:
+        if rows.max_logprobs > MAX_LISTED_LOGPROBS:  # VX_MAX_LOGPROBS of native/sampler.h
             raise InvalidRequestError(
-                f"logprobs must be at most {MAX_LOGPROBS} on this backend, got {rows.max_logprobs}",
+                f"num_logprobs must be at most {MAX_LISTED_LOGPROBS}, got {rows.max_logprobs}: ask"
+                " for whole rows",
                 param="logprobs",
             )
         count, width = rows.num_rows, max(0, rows.max_logprobs)
@@ -40,6 +47,8 @@ class SamplerCall:
         self._set_groups(rows)
         self.ids: I32 = np.empty(count, np.int32)
         self._logprobs: LogprobRows | None = None
+        self._whole = rows.whole
+        self._logits: F32 | None = None
         self.struct.ids = self.ids.ctypes.data
         if rows.max_logprobs >= 0:
             self._logprobs = _logprob_rows(count, width)
@@ -70,6 +79,12 @@ class SamplerCall:
         self.struct.logits = logits
         self.struct.vocab_size = vocab_size
         self.struct.workspace = workspace.ctypes.data
+        if self._whole is not None:
+            self._logits = np.empty((self._whole.size, vocab_size), np.float32)
+            index: I32 = np.full(self.ids.size, -1, np.int32)
+            index[self._whole] = np.arange(self._whole.size)
+            self._set("whole_index", index, np.int32)
+            self.struct.whole = self._logits.ctypes.data
 
     @property
     def address(self) -> int:
@@ -78,7 +93,7 @@ class SamplerCall:
 
     def result(self, seconds: float) -> StepResult:
         """What the step came to; call when it has finished."""
-        return StepResult(self.ids.copy(), self._logprobs, seconds)
+        return StepResult(self.ids.copy(), self._logprobs, self._logits, seconds)
 
 
 def _logprob_rows(count: int, width: int) -> LogprobRows:

@@ -112,6 +112,43 @@ class VxAttention(Structure):
         ("norm_eps", c_float), ("rope", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("sinks", c_void_p), ("k_pages", c_void_p), ("v_pages", c_void_p),
         ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("group", c_int32),
+        ("shared", c_int32),
+    ]  # fmt: skip
+
+
+class VxRoute(Structure):
+    """Arguments of `route`; native/route.cpp."""
+
+    _fields_ = [
+        ("logits", c_void_p), ("bias", c_void_p), ("factor", c_void_p), ("ids", c_void_p),
+        ("weights", c_void_p), ("count", c_int32), ("chosen", c_int32), ("sigmoid", c_int32),
+        ("groups", c_int32), ("groups_kept", c_int32), ("best_two", c_int32),
+        ("renormalise", c_int32), ("eps", c_float), ("scale", c_float),
+    ]  # fmt: skip
+
+
+class VxLatentAttention(Structure):
+    """Arguments of `latent_attention`; native/latent_attention.h."""
+
+    _fields_ = [
+        ("k_b", VxWeight), ("v_b", VxWeight), ("q", c_void_p), ("latent", c_void_p),
+        ("out", c_void_p), ("rope", c_void_p), ("norm", c_void_p), ("pages", c_void_p),
+        ("panels", c_void_p), ("workspace", c_void_p), ("workspace_bytes", c_size_t),
+        ("num_heads", c_int32), ("rank", c_int32), ("nope_size", c_int32),
+        ("rotary_dim", c_int32), ("value_size", c_int32), ("interleaved", c_int32),
+        ("block_size", c_int32), ("kv_dtype", c_int32), ("group", c_int32), ("scale", c_float),
+        ("norm_eps", c_float),
+    ]  # fmt: skip
+
+
+class VxExperts(Structure):
+    """Arguments of `experts`; native/experts.h."""
+
+    _fields_ = [
+        ("gate_up", VxWeight), ("down", VxWeight), ("x", c_void_p), ("ids", c_void_p),
+        ("weights", c_void_p), ("y", c_void_p), ("panels", c_void_p), ("workspace", c_void_p),
+        ("count", c_int32), ("chosen", c_int32), ("activation", c_int32), ("clamp", c_float),
+        ("alpha", c_float),
     ]  # fmt: skip
 
 
@@ -127,7 +164,7 @@ class VxSampler(Structure):
                 "frequency_penalty", "presence_penalty", "seed", "position", "target",
                 "num_logprobs", "edit_start", "edit_ids", "edit_values", "count_start",
                 "count_ids", "output_counts", "pending", "mask_index", "masks", "ids", "chosen",
-                "rank", "top_ids", "top", "workspace",
+                "rank", "top_ids", "top", "whole_index", "whole", "workspace",
             )
         ),
     ]  # fmt: skip

@@ -98,8 +98,11 @@ def _dtype(options: LoadOptions, model: Model, device: Device) -> str:
     if dtype != model.shape.dtype and options.dtype == "auto":
         logger.info(
             "%s multiplies %s slowly: computing in %s; values beyond 65504 would overflow, in which"
-            " case choose --dtype f32", device.info.name, model.shape.dtype, dtype,
-        )  # fmt: skip
+            " case choose --dtype f32",
+            device.info.name,
+            model.shape.dtype,
+            dtype,
+        )
     return dtype
 
 
@@ -126,8 +129,7 @@ def _load(
         device, dtype, weights, allocate(plan.kv, device), plan.kv.block_size,
         kind_of(plan.kv.dtype),
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
-        plan.layout.in_place, plan.layout.scratch(device), products,
-        wgmma,
+        plan.layout.in_place, plan.layout.scratch(device), products, plan.max_rows["T"], wgmma,
     )  # fmt: skip
     last_ids = device.zeros(4 * plan.max_rows["L"])
     sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)

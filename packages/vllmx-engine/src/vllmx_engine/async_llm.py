@@ -16,51 +16,48 @@ thread, but for `render_chat`, which may run anywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError, VllmxError
+from vllmx_core.errors import EngineDeadError, InvalidRequestError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
+from vllmx_engine.client.async_text import AsyncText
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
+from vllmx_engine.client.forced_calls import asks_for_calls
+from vllmx_engine.client.logprob_limit import check_logprobs
 from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
 from vllmx_engine.client.request_size import chat_size, prompt_size, rules_size
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.client.request_table import RequestTable
-from vllmx_engine.core.load import plan_load
+from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.grammar.vocabulary import vocabulary_of
 from vllmx_engine.link.frontend import Frontend, Listener, ProcessFrontend, ThreadFrontend
-from vllmx_engine.text.text_threads import Stopped, TextThreads
+from vllmx_engine.link.grammar_process import GrammarChecker
+from vllmx_engine.text.text_threads import Stopped
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats
 from vllmx_engine.wire.outputs import RequestOutput
 
-T = TypeVar("T")
 
-_INLINE_BYTES = 4096
-"""Longer texts and lists of ids are converted on a thread; the event loop goes on meanwhile."""
-
-
-class AsyncLLM:
+class AsyncLLM(AsyncText):
     """A loaded model behind asyncio. Made by `start`.
 
     Attributes:
         config: what it was started with.
-        tokenizer: of the model.
         stats: the core's counters, at most a second old while it is busy.
-        text: threads for texts that are too long for the event loop.
     """
 
     def __init__(
         self, config: EngineConfig, frontend: Frontend, chat: ChatRenderer, builder: RequestBuilder
     ) -> None:
+        super().__init__(builder.tokenizer, chat)
         self.config = config
-        self.tokenizer = builder.tokenizer
         self.stats = CoreStats()
         self._frontend = frontend
-        self._renderer = chat
         self._builder = builder
         self._table = RequestTable(builder.tokenizer)
         self._streams: dict[str, RequestStream] = {}
@@ -68,7 +65,10 @@ class AsyncLLM:
         self._idle.set()
         self._draining = False
         self._dead = asyncio.Event()
-        self.text = TextThreads()
+        self.grammars = GrammarChecker(
+            partial(vocabulary_of, builder.tokenizer, builder.info.vocab_size, builder.eos_ids)
+        )
+        self._core_knows_vocabulary = False
         frontend.listener = Listener(
             self._take_outputs,
             self._take_stats,
@@ -96,7 +96,7 @@ class AsyncLLM:
         starting: asyncio.Future[Frontend] = asyncio.ensure_future(kind.start(plan))
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, plan)
-            renderer = ChatRenderer.of(config, tokenizer)
+            renderer = ChatRenderer.of(config, tokenizer, plan.registry)
             frontend = await starting
             builder = RequestBuilder(tokenizer, frontend.info, config.seed)
             return cls(config, frontend, renderer, builder)
@@ -168,6 +168,7 @@ class AsyncLLM:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
+        session_id: str = "",
         add_special_tokens: bool = True,
         fit_max_tokens: bool = True,
     ) -> RequestStream:
@@ -182,6 +183,7 @@ class AsyncLLM:
             priority: smaller is served first.
             client: whom it belongs to, for fair share.
             cache_salt: only requests of one salt share cached prefixes.
+            session_id: requests of one session go on with one another.
             add_special_tokens: BOS and the like around a text.
             fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
 
@@ -190,19 +192,52 @@ class AsyncLLM:
             QueueFullError: too many wait already.
             EngineDeadError: the core is being restarted or gone, or the engine drains.
         """
-        params = params or self.sampling_params()
-        build = partial(
-            self._builder.build,
-            prompt,
+        found = await self.submit_all(
+            [prompt],
             params,
+            kind=kind,
             request_id=request_id,
-            options=RequestOptions(priority, client, cache_salt),
+            options=RequestOptions(priority, client, cache_salt, session_id),
             add_special_tokens=add_special_tokens,
             fit_max_tokens=fit_max_tokens,
         )
-        self.check_open(params.num_choices)
-        size = prompt_size(prompt) + rules_size(params)
-        return self._launch(await self._run(client, size, build), kind)
+        return found[0]
+
+    async def submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        kind: OutputKind = "delta",
+        request_id: str | None = None,
+        options: RequestOptions,
+        add_special_tokens: bool = True,
+        fit_max_tokens: bool = True,
+    ) -> list[RequestStream]:
+        """`submit` for each prompt, all or none: the core hears of the first when none is refused.
+
+        Args:
+            request_id: None: each prompt gets one; with several prompts it must be None.
+        """
+        params = params or self.sampling_params()
+        self.check_open(len(prompts) * params.num_choices)
+        build = partial(
+            self._builder.build,
+            params=params,
+            request_id=request_id,
+            options=options,
+            add_special_tokens=add_special_tokens,
+            fit_max_tokens=fit_max_tokens,
+            grammar=await self.grammars.checked(params, options.client),
+        )
+        rules, requests = rules_size(params), list[Request]()
+        for prompt in prompts:
+            size = prompt_size(prompt) + rules
+            request = await self.convert(options.client, size, partial(build, prompt))
+            requests.append(request)
+            check_logprobs(params, [request.lengths for request in requests])
+            await asyncio.sleep(0)  # many short prompts must not hold up other requests
+        return await self._launch_all(requests, kind)
 
     async def submit_chat(
         self,
@@ -215,6 +250,7 @@ class AsyncLLM:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
+        session_id: str = "",
         add_special_tokens: bool = False,
         fit_max_tokens: bool = True,
         num_bytes: int = 0,
@@ -227,19 +263,26 @@ class AsyncLLM:
         else tools and the like count as nothing in `text`'s budget.
         """
         found = params or self.sampling_params(max_tokens=None)
+        self.check_open(found.num_choices)
+        if asks_for_calls(chat):
+            found = await asyncio.to_thread(self._renderer.with_calls, found, chat)
+        grammar = await self.grammars.checked(found, client)
 
         def build(stopped: Stopped) -> Request:
-            return self._builder.build(
-                self.render_chat(messages, chat, stopped),
-                found,
+            prompt = self.render_chat(messages, chat, stopped)
+            request = self._builder.build(
+                prompt,
+                self._renderer.after_thoughts(found, prompt),
                 request_id=request_id,
-                options=RequestOptions(priority, client, cache_salt),
+                options=RequestOptions(priority, client, cache_salt, session_id),
                 add_special_tokens=add_special_tokens,
                 fit_max_tokens=fit_max_tokens,
+                grammar=grammar,
+                thoughts=self._renderer.thoughts(found, prompt),
             )
+            return self._renderer.with_readers(request, chat)
 
-        self.check_open(found.num_choices)
-        size = max(chat_size(messages), num_bytes) + rules_size(found)
+        size = (num_bytes or chat_size(messages)) + rules_size(found)
         return self._launch(await self.text.run(client, size, build), kind)
 
     async def generate(
@@ -268,54 +311,18 @@ class AsyncLLM:
             stream.abort()
         return stream is not None
 
-    # --- text -------------------------------------------------------------------------------------
-    def render_chat(
-        self,
-        messages: Sequence[ChatMessage | Message],
-        chat: ChatOptions | None = None,
-        stopped: Stopped | None = None,
-    ) -> str:
-        """The text that the chat template makes of a conversation. May take a while: call it on a
-        thread. Raises TemplateError, InvalidRequestError; the former too once `stopped` is true."""
-        return self._renderer.render(messages, chat, stopped)
-
-    async def encode(
-        self, text: str, add_special_tokens: bool = True, *, client: str = ""
-    ) -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError, QueueFullError."""
-        encode = partial(self.tokenizer.encode, text, add_special_tokens)
-        return await self._run(client, len(text), encode)
-
-    async def encode_chat(
-        self,
-        messages: Sequence[ChatMessage | Message],
-        chat: ChatOptions | None = None,
-        add_special_tokens: bool = False,
-        client: str = "",
-        num_bytes: int = 0,
-    ) -> list[int]:
-        """Token ids of a conversation; `num_bytes` as in `submit_chat`. Raises TemplateError and
-        what `encode` raises."""
-
-        def encode(stopped: Stopped) -> list[int]:
-            return self.tokenizer.encode(
-                self.render_chat(messages, chat, stopped), add_special_tokens
-            )
-
-        size = max(chat_size(messages), num_bytes)
-        return await self.text.run(client, size, encode)
-
-    async def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = False, *, client: str = ""
-    ) -> str:
-        """The text of token ids. Raises InvalidRequestError, QueueFullError."""
-        decode = partial(self.tokenizer.decode, ids, skip_special_tokens)
-        return await self._run(client, prompt_size(ids), decode)
-
     # --- life -------------------------------------------------------------------------------------
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests hold blocks."""
         return await self._frontend.reset_prefix_cache()
+
+    async def prepare_grammars(self) -> None:
+        """Has the core make its trie of tokens while nobody waits for an answer: it takes half a
+        second for 150,000 tokens, in which no step begins. Else the first grammar does so."""
+        if await self.grammars.prepare():
+            await self._idle.wait()
+            if self._frontend.status == "ready":
+                self._tell_vocabulary()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Accepts nothing new and waits for what is in flight; False when the time was up."""
@@ -330,6 +337,7 @@ class AsyncLLM:
         """Aborts what is in flight, ends the core and frees everything. May be called twice."""
         self._draining = True
         self._frontend.abort(self._table.end_all("abort"))
+        await self.grammars.close()
         await self._frontend.close()
         self.text.close()
 
@@ -352,18 +360,19 @@ class AsyncLLM:
             raise EngineDeadError("the engine is shutting down: send the request to another one")
         if self._frontend.status != "ready":
             raise self._frontend.unavailable()
-        running, waiting = self.info.max_num_seqs, self.config.max_queue
-        if num_choices > running + waiting:
-            raise InvalidRequestError(
-                f"the call has {num_choices} choices in all, but at most {running} run and"
-                f" {waiting} wait: lower n or best_of, split the call, or raise --max-queue",
-                param="n",
-            )
-        if len(self._table) + num_choices > running + waiting:
-            raise QueueFullError(
-                f"{len(self._table)} sequences are in flight and this request has {num_choices};"
-                f" at most {running} run and {waiting} wait: try again later"
-            )
+        self._table.check_room(num_choices, self.info.max_num_seqs, self.config.max_queue)
+
+    async def _launch_all(self, requests: list[Request], kind: OutputKind) -> list[RequestStream]:
+        streams: list[RequestStream] = []
+        try:
+            for request in requests:
+                streams.append(self._launch(request, kind))
+                await asyncio.sleep(0)
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
 
     def _launch(self, request: Request, kind: OutputKind) -> RequestStream:
         """Hands a checked request to the core."""
@@ -378,11 +387,19 @@ class AsyncLLM:
         self._streams[request.request_id] = stream
         self._idle.clear()
         try:
+            grammar = request.core[0].grammar
+            if grammar is not None and grammar.text:
+                self._tell_vocabulary()
             self._frontend.add(request.core)
         except BaseException:
             stream.abort()
             raise
         return stream
+
+    def _tell_vocabulary(self) -> None:
+        if not self._core_knows_vocabulary:
+            self._frontend.tell(self.grammars.vocabulary)
+            self._core_knows_vocabulary = True
 
     def _end(self, state: RequestState) -> None:
         """Ends a request from this side."""
@@ -406,9 +423,4 @@ class AsyncLLM:
 
     def _take_restart(self, info: CoreInfo) -> None:
         self._builder.info = info
-
-    async def _run(self, client: str, size: int, function: Callable[[], T]) -> T:
-        """On a thread where the event loop would be held up noticeably."""
-        if size <= _INLINE_BYTES:
-            return function()
-        return await self.text.run(client, size, lambda _: function())
+        self._core_knows_vocabulary = False

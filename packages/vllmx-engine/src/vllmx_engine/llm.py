@@ -115,25 +115,28 @@ class LLM(HasEngine):
         sampling_params: ParamsArgument = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several; otherwise as `generate`.
+        """Answers one conversation or several; otherwise as `generate`. Each output has beside its
+        text what that holds: `content`, `reasoning` and `tool_calls`.
 
         Args:
             sampling_params: None: what the model recommends, and as many tokens as the context
                 holds.
-            tools, add_generation_prompt, continue_final_message, chat_template_kwargs: see
-                `ChatOptions`.
+            tools, tool_choice, add_generation_prompt, continue_final_message,
+                chat_template_kwargs: see `ChatOptions`.
 
         Raises:
             TemplateError: the chat template refuses a conversation.
         """
         options = ChatOptions(
             tools=tools,
+            tool_choice=tool_choice,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs or {},
@@ -143,12 +146,28 @@ class LLM(HasEngine):
             sampling_params = self.sampling_params(max_tokens=None)
         params = _one_each(sampling_params, len(conversations))
         requests = [
-            self._engine.builder.build(
-                self._engine.renderer.render(conversation, options), each, add_special_tokens=False
-            )
+            self._chat_request(conversation, each, options)
             for conversation, each in zip(conversations, params, strict=True)
         ]
-        return self._run(requests, use_tqdm, progress)
+        outputs = self._run(requests, use_tqdm, progress)
+        for request, output in zip(requests, outputs, strict=True):
+            for choice in output.outputs:
+                if request.readers is None:
+                    choice.content = choice.text
+                else:
+                    request.readers.read(choice)
+        return outputs
+
+    def _chat_request(
+        self, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
+    ) -> Request:
+        renderer, builder = self._engine.renderer, self._engine.builder
+        found = renderer.with_calls(params or builder.sampling_params(), options)
+        prompt = renderer.render(conversation, options)
+        thoughts = renderer.thoughts(found, prompt)
+        found = renderer.after_thoughts(found, prompt)
+        request = builder.build(prompt, found, add_special_tokens=False, thoughts=thoughts)
+        return renderer.with_readers(request, options)
 
     def _run(
         self,

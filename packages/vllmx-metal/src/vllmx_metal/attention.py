@@ -43,8 +43,8 @@ def attention(
 ) -> mx.array:
     """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
-    split = qkv.reshape(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
-    q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
+    split = qkv.reshape(-1, spec.num_heads_in, size)  # (T, H + 2K, D)
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if weights.q_norm is not None:
         q = mx.fast.rms_norm(q, weights.q_norm, spec.norm_eps)  # float32 from here, as the weight
     if weights.k_norm is not None:
@@ -52,10 +52,11 @@ def attention(
     if weights.rope is not None:
         cos, sin = step.rotation(weights.rope)
         q = rotate(q, cos, sin, interleaved=spec.interleaved)
-        k = rotate(k, cos, sin, interleaved=spec.interleaved)
+        k = k if spec.shared else rotate(k, cos, sin, interleaved=spec.interleaved)
     q = q.astype(qkv.dtype)
-    pages.k.write(step.slots[pages.group], k)
-    pages.v.write(step.slots[pages.group], v)
+    if not spec.shared:
+        pages.k.write(step.slots[pages.group], k)
+        pages.v.write(step.slots[pages.group], v)
     cut = step.batches(spec, pages.group)
     if cut.order is not None:
         q = q[cut.order]

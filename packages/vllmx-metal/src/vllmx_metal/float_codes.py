@@ -27,7 +27,7 @@ def float_form(part: WeightPart) -> Form | None:
         return _MXFP4
     if layout.kind == "fp8":
         return _MXFP8 if cols % 32 == 0 and _fp8_fits(part) else None
-    scale = part.buffers["scale"].dtype
+    scale = part.rows(0, 1).buffers["scale"].dtype
     whole = layout.options["global_scale"] == "none"
     if layout.group_size == 32 and whole and scale in _EXPONENTS:
         return _MXFP4

@@ -15,7 +15,7 @@ import mlx.core as mx
 from vllmx_core.backend import LoadOptions
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
 from vllmx_core.memory import GIB
-from vllmx_core.model import KVSpec, ModelShape
+from vllmx_core.model import ModelShape, OwnedKV
 
 from vllmx_metal.device import Device
 from vllmx_metal.dtypes import DTYPES
@@ -66,7 +66,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """KV pages of one attention layer."""
+    """KV pages of one attention layer; one of latents has rows of one head in `k`, and no `v`."""
 
     k: Pages
     v: Pages
@@ -80,15 +80,18 @@ class LayerPages:
 
 def allocate(plan: CachePlan) -> tuple[LayerPages, ...]:
     """Zeroed pages of each layer; layers of different groups have a place in common."""
-    places = [(_zeros(plan, kv), _zeros(plan, kv)) for kv in plan.layout.places]
+    places = [
+        (_zeros(plan, kv, kv.head_size), _zeros(plan, kv, kv.value_size))
+        for kv in plan.layout.places
+    ]
     pages = tuple(LayerPages(*places[place], group) for group, place in plan.layout.layers)
     mx.eval([page.arrays for page in pages])
     return pages
 
 
-def _zeros(plan: CachePlan, kv: KVSpec) -> Pages:
+def _zeros(plan: CachePlan, kv: OwnedKV, size: int) -> Pages:
     shape = (plan.num_blocks * plan.block_size, kv.num_kv_heads)
-    data = mx.zeros((*shape, kv.head_size), _STORED[plan.dtype])
+    data = mx.zeros((*shape, size), _STORED[plan.dtype])
     return Pages(plan.dtype, data, mx.zeros(shape) if plan.dtype in CODES else None)
 
 

@@ -170,8 +170,8 @@ class MetalLoadedModel:
             self._owner.submit(self._finish_running)
         self._in_flight.remove_oldest()
         arrays, seconds = handle.done.result()
-        ids = arrays.pop("ids")
-        return StepResult(ids, LogprobRows(**arrays) if arrays else None, seconds)
+        ids, logits = arrays.pop("ids"), arrays.pop("logits", None)
+        return StepResult(ids, LogprobRows(**arrays) if arrays else None, logits, seconds)
 
 
 class MetalStepHandle:

@@ -1,7 +1,9 @@
-"""Matrices as MLX multiplies them: dense, or packed integers with a scale for each group."""
+"""Matrices as MLX multiplies them: dense, or packed integers with a scale for each group. A stack
+of X equal matrices is of the same classes, with an axis of X in front of each array."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +15,11 @@ class Matrix(Protocol):
 
     def multiply(self, x: mx.array) -> mx.array:
         """x (..., in) -> (..., out), in the model's dtype or, where more is known, float32."""
+        ...
+
+    def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
+        """Of a stack: x (N, 1, in), each row by the matrix that ids (N,) names -> (N, 1, out);
+        `ordered`: whether the ids rise."""
         ...
 
     def rows(self, ids: mx.array) -> mx.array:
@@ -31,6 +38,11 @@ class DenseMatrix:
 
     def multiply(self, x: mx.array) -> mx.array:
         return x.astype(self.weight.dtype) @ self.weight.T
+
+    def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
+        weight = self.weight.swapaxes(-1, -2)
+        x = x.astype(weight.dtype)
+        return mx.gather_mm(x, weight, rhs_indices=ids, sorted_indices=ordered)
 
     def rows(self, ids: mx.array) -> mx.array:
         return self.weight[ids]
@@ -66,6 +78,17 @@ class QuantisedMatrix:
             group_size=self.group_size, bits=self.bits, mode=self.mode,
         )  # fmt: skip
         return product if self.factor is None else product.astype(mx.float32) * self.factor
+
+    def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
+        assert self.order is None, "stacks are in order"
+        product = mx.gather_qmm(
+            x.astype(self.dtype if self.biases is None else self.scales.dtype),
+            self.codes, self.scales, self.biases, rhs_indices=ids, sorted_indices=ordered,
+            group_size=self.group_size, bits=self.bits, mode=self.mode,
+        )  # fmt: skip
+        if self.factor is None:
+            return product
+        return product.astype(mx.float32) * self.factor[ids][:, None]
 
     def rows(self, ids: mx.array) -> mx.array:
         assert self.order is None, "a table of embeddings is in order"
@@ -127,6 +150,10 @@ class StackedMatrix:
     def multiply(self, x: mx.array) -> mx.array:
         return mx.concatenate([part.multiply(x) for part in self.parts], axis=-1)
 
+    def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
+        products = [part.multiply_each(x, ids, ordered=ordered) for part in self.parts]
+        return mx.concatenate(products, axis=-1)
+
     def rows(self, ids: mx.array) -> mx.array:
         raise AssertionError("a table of embeddings has one part")
 
@@ -137,15 +164,20 @@ class StackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What `Ops.linear` and `Ops.logits` get."""
+    """What `Ops.linear` and `Ops.logits` get; of stacks, what `Ops.experts` gets."""
 
     matrix: Matrix
-    bias: mx.array | None  # (out,)
+    bias: mx.array | None  # (out,), of a stack (X, out)
 
     def multiply(self, x: mx.array) -> mx.array:
         """x (T, in) -> (T, out), as `Matrix.multiply`."""
         product = self.matrix.multiply(x)
         return product if self.bias is None else product + self.bias
+
+    def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
+        """As `Matrix.multiply_each`."""
+        product = self.matrix.multiply_each(x, ids, ordered=ordered)
+        return product if self.bias is None else product + self.bias[ids][:, None]
 
 
 def stacked(parts: list[Matrix]) -> Matrix:
@@ -167,15 +199,21 @@ def _alike(one: Matrix, other: Matrix) -> bool:
 
 
 def _one(run: list[Matrix]) -> Matrix:
-    first = run[0]
-    if len(run) == 1:
-        return first
-    columns = iter(
-        [mx.concatenate(list(arrays)) for arrays in zip(*(m.arrays for m in run), strict=True)]
-    )
-    if isinstance(first, QuantisedMatrix):
-        codes, scales = next(columns), next(columns)
-        biases = None if first.biases is None else next(columns)
-        factor = None if first.factor is None else next(columns)
-        return replace(first, codes=codes, scales=scales, biases=biases, factor=factor)
-    return DenseMatrix(next(columns))
+    return joined(run, axis=0) if len(run) > 1 else run[0]
+
+
+def joined(matrices: Sequence[Matrix], axis: int) -> Matrix:
+    """Matrices or stacks of one kind as one, along the rows or along the axis in front."""
+    arrays = zip(*(matrix.arrays for matrix in matrices), strict=True)
+    return with_arrays(matrices[0], [mx.concatenate(list(some), axis) for some in arrays])
+
+
+def with_arrays(matrix: Matrix, arrays: Sequence[mx.array]) -> Matrix:
+    """A matrix of the same kind with other `arrays`."""
+    given = iter(arrays)
+    if isinstance(matrix, QuantisedMatrix):
+        codes, scales = next(given), next(given)
+        biases = None if matrix.biases is None else next(given)
+        factor = None if matrix.factor is None else next(given)
+        return replace(matrix, codes=codes, scales=scales, biases=biases, factor=factor)
+    return DenseMatrix(next(given))

@@ -15,19 +15,25 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_metal.attention import attention
+from vllmx_metal.experts import clamped, experts, route
 from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.latent_attention import latent_attention
 from vllmx_metal.matrices import LinearWeight, Matrix
 from vllmx_metal.step import MetalStep
 from vllmx_metal.weights import MetalWeight
@@ -128,6 +134,31 @@ def _layer_norm(op: LayerNorm, frame: MetalFrame) -> None:
     frame[op.out] = mx.fast.layer_norm(frame[op.x], frame.array(op.w), bias, op.eps)
 
 
+@OPS.add(HeadNorm)
+def _head_norm(op: HeadNorm, frame: MetalFrame) -> None:
+    spec, size = op.spec, op.spec.head_size
+    ends = [spec.num_heads * size, (spec.num_heads + spec.num_kv_heads) * size]
+    q, k, v = mx.split(frame[op.qkv], ends, axis=-1)
+    if op.q_norm is not None:
+        q = _normed_heads(q, frame.array(op.q_norm), spec)
+    if op.k_norm is not None:
+        k = _normed_heads(k, frame.array(op.k_norm), spec)
+    if spec.values:
+        heads = v.reshape(len(v), -1, size)
+        v = mx.fast.rms_norm(heads, None, spec.eps).reshape(v.shape)
+    frame[op.out] = mx.concatenate([q, k, v], axis=-1)
+
+
+def _normed_heads(x: mx.array, w: mx.array, spec: HeadNormSpec) -> mx.array:
+    """(T, heads * D) -> the same."""
+    runs = x.astype(mx.float32).reshape(len(x), -1, x.shape[-1] if spec.across else spec.head_size)
+    if spec.kind == "rms":
+        normed = mx.fast.rms_norm(runs, None, spec.eps)
+    else:
+        normed = mx.fast.layer_norm(runs, None, None, spec.eps)
+    return (normed * w.reshape(runs.shape[1:])).reshape(x.shape).astype(x.dtype)
+
+
 @OPS.add(Linear)
 def _linear(op: Linear, frame: MetalFrame) -> None:
     frame[op.out] = frame.matrix(op.w).multiply(frame[op.x]).astype(frame.dtype)
@@ -137,6 +168,14 @@ def _linear(op: Linear, frame: MetalFrame) -> None:
 def _attention(op: Attention, frame: MetalFrame) -> None:
     pages, weights = frame.pages[op.spec.layer], op.bound(frame.array)
     frame[op.out] = attention(frame[op.qkv], op.spec, weights, frame.step, pages)
+
+
+@OPS.add(LatentAttention)
+def _latent_attention(op: LatentAttention, frame: MetalFrame) -> None:
+    frame[op.out] = latent_attention(
+        frame[op.q], frame[op.latent], op.spec, frame.array(op.rope), frame.array(op.norm),
+        frame.matrix(op.k_b), frame.matrix(op.v_b), frame.step, frame.pages[op.spec.layer],
+    )  # fmt: skip
 
 
 @OPS.add(GatedAct)
@@ -195,6 +234,28 @@ def _gate(op: Gate, frame: MetalFrame) -> None:
     x, g = frame[op.x], frame[op.g]
     parts = x.reshape(*g.shape, op.span)
     frame[op.out] = _OPENINGS[op.kind](parts, g[..., None]).reshape(x.shape)
+
+
+@OPS.add(Route)
+def _route(op: Route, frame: MetalFrame) -> None:
+    bias, factor = (None if w is None else frame.array(w) for w in (op.bias, op.factor))
+    frame[op.ids], frame[op.slot_weights] = route(frame[op.logits], op.spec, bias, factor)
+
+
+@OPS.add(Experts)
+def _experts(op: Experts, frame: MetalFrame) -> None:
+    spec = op.spec
+
+    def activated(gate_up: mx.array) -> mx.array:
+        if spec.clamp is not None:
+            return clamped(gate_up, spec)
+        if not spec.gated:
+            return _ACTIVATIONS[spec.activation](gate_up)
+        return _GATES[spec.activation](*mx.split(gate_up, 2, axis=-1))
+
+    ids, weights = frame[op.ids], frame[op.slot_weights]
+    gate_up, down = frame.matrix(op.gate_up), frame.matrix(op.down)
+    frame[op.out] = experts(frame[op.x], ids, weights, gate_up, down, activated, frame.dtype)
 
 
 @OPS.add(Head)

@@ -21,7 +21,8 @@ def sample(logits: mx.array, rows: SamplingRows, fed_tokens: mx.array) -> dict[s
     """Samples or scores each of the (L, V) float32 logit rows.
 
     fed_tokens: (L,) the id that each row feeds at its logit row, for `TokenCounts.pending`.
-    Returns "ids" (L,) and, when a row asks for them, the fields of `LogprobRows`.
+    Returns "ids" (L,) and, when a row asks for them, the fields of `LogprobRows` and
+    "logits" (A, V) of the rows in `whole`.
     """
     broken = (mx.isnan(logits) | mx.isposinf(logits)).any(-1)  # (L,)
     ids = target = mx.array(rows.target)
@@ -33,6 +34,8 @@ def sample(logits: mx.array, rows: SamplingRows, fed_tokens: mx.array) -> dict[s
     if rows.max_logprobs >= 0:
         wanted = mx.where(ids < 0, -1, mx.array(rows.num_logprobs))
         results |= _logprobs(logits, ids, wanted, rows.max_logprobs)
+    if rows.whole is not None:
+        results["logits"] = logits[mx.array(rows.whole)]
     return results
 
 

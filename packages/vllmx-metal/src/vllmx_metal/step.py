@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -64,7 +64,9 @@ class MetalStep:
     positions: mx.array  # (T,)
     slots: tuple[mx.array, ...]  # (T,) of each cache group
     logit_rows: mx.array  # (L,)
-    _batches: dict[tuple[int, int | None, bool, bool], Batches] = field(default_factory=dict)
+    _batches: dict[tuple[int, int | None, bool, PagedKernels], Batches] = field(
+        default_factory=dict
+    )
     _rotations: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
     @classmethod
@@ -90,19 +92,20 @@ class MetalStep:
             self._rotations[id(table)] = cos, sin
         return self._rotations[id(table)]
 
-    def batches(self, spec: AttentionSpec, group: int) -> Batches:
+    def batches(self, spec: AttentionSpec, group: int, *, gathered: bool = False) -> Batches:
         """Every query token of the step once, over the pages of a cache group; made for the first
-        layer of its kind that asks."""
-        by_kernel = self.kernels.prefill and prefill_fits(spec)
-        key = (group, spec.window, spec.causal, by_kernel)
+        layer of its kind that asks. `gathered`: no kernel reads the pages where they lie."""
+        kernels = PagedKernels(False, False) if gathered else self.kernels
+        kernels = replace(kernels, prefill=kernels.prefill and prefill_fits(spec))
+        key = (group, spec.window, spec.causal, kernels)
         if key not in self._batches:
-            self._batches[key] = self._cut(spec, self.plan.block_tables[group], by_kernel)
+            self._batches[key] = self._cut(spec, self.plan.block_tables[group], kernels)
         return self._batches[key]
 
-    def _cut(self, spec: AttentionSpec, table: I32, by_kernel: bool) -> Batches:
+    def _cut(self, spec: AttentionSpec, table: I32, kernels: PagedKernels) -> Batches:
         tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS)
         single = tiles.queries == 1
-        paged = spec.causal & np.where(single, self.kernels.decode, by_kernel)  # (tiles,)
+        paged = spec.causal & np.where(single, kernels.decode, kernels.prefill)  # (tiles,)
         groups, batches = [], []
         for chosen, made in ((paged & single, self._rows), (paged & ~single, self._prefill)):
             if chosen.any():
@@ -126,9 +129,11 @@ class MetalStep:
 
     def _prefill(self, tiles: QueryTiles, table: I32) -> PrefillTiles:
         return PrefillTiles.of(
-            table[tiles.row], self.plan.positions[tiles.first_token],
-            tiles.queries, self.block_size,
-        )  # fmt: skip
+            table[tiles.row],
+            self.plan.positions[tiles.first_token],
+            tiles.queries,
+            self.block_size,
+        )
 
     def _gathered(self, tiles: QueryTiles, table: I32, spec: AttentionSpec) -> GatheredTiles:
         keys = tiles.first_key[:, None] + np.arange(tiles.longest)  # (N, C) positions

@@ -16,8 +16,9 @@ from vllmx_core.weight_map import TieKey, bias_of, has_bias, parts_of, tie_key
 from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 from vllmx_metal.dtypes import DTYPES, to_mlx
-from vllmx_metal.matrices import DenseMatrix, LinearWeight, Matrix, stacked
-from vllmx_metal.quantised import native_form, quantised_matrix
+from vllmx_metal.matrices import DenseMatrix, Form, LinearWeight, Matrix, stacked
+from vllmx_metal.quantised import quantised_matrix
+from vllmx_metal.stacks import forms_of, stack_of
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -39,15 +40,15 @@ def planned_bytes(
         if spec.kind == "vector":
             rest += spec.rows * 4
             continue
-        rest += spec.rows * dtype.size * has_bias(spec)
-        matrices[tie_key(spec)] = sum(
-            _matrix_bytes(spec, part, dtype) for part in parts_of(spec, source)
-        )
+        rest += spec.rows * spec.count * dtype.size * has_bias(spec)
+        parts = parts_of(spec, source)
+        forms = zip(parts, forms_of(spec, parts), strict=True)
+        matrices[tie_key(spec)] = sum(_matrix_bytes(part, form, dtype) for part, form in forms)
     return sum(matrices.values()) + rest
 
 
-def _matrix_bytes(spec: WeightSpec, part: WeightPart, dtype: mx.Dtype) -> int:
-    form, (rows, cols) = None if spec.offset else native_form(part), part.shape
+def _matrix_bytes(part: WeightPart, form: Form | None, dtype: mx.Dtype) -> int:
+    rows, cols = part.shape
     return rows * cols * dtype.size if form is None else form.num_bytes(rows, cols)
 
 
@@ -98,7 +99,10 @@ class WeightLoader:
         key = tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
             parts = parts_of(spec, self.source)
-            self._matrices[key] = stacked([self._matrix(spec, part) for part in parts])
+            forms = zip(parts, forms_of(spec, parts), strict=True)
+            made = [self._matrix(part, form, spec.offset) for part, form in forms]
+            whole = stack_of(spec, made) if spec.kind == "stack" else stacked(made)
+            self._matrices[key] = whole
             mx.eval(self._matrices[key].arrays)  # what they were made of is freed
         if spec.kind == "embedding":
             return self._matrices[key]
@@ -106,16 +110,18 @@ class WeightLoader:
 
     def _bias(self, spec: WeightSpec) -> mx.array | None:
         bias = bias_of(spec, self.source)
-        return None if bias is None else mx.array(bias).astype(self.dtype)
+        if bias is None:
+            return None
+        shape = (spec.count, spec.rows) if spec.kind == "stack" else (spec.rows,)
+        return mx.array(bias).astype(self.dtype).reshape(shape)
 
-    def _matrix(self, spec: WeightSpec, part: WeightPart) -> Matrix:
-        form = None if spec.offset else native_form(part)
+    def _matrix(self, part: WeightPart, form: Form | None, offset: float) -> Matrix:
         if form is not None:
             matrix = quantised_matrix(part, form, self.dtype)
             if matrix is not None:
                 mx.eval(matrix.arrays)
                 return matrix
-        return DenseMatrix(self._dense(part, spec.offset, self.dtype))
+        return DenseMatrix(self._dense(part, offset, self.dtype))
 
     def _dense(self, part: WeightPart, offset: float, dtype: mx.Dtype) -> mx.array:
         plain = part.layout == DENSE and part.decode is None and part.cut is None and not offset

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllmx_core.backend_kit.dtypes import SHORT_NAMES
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, shown_entry
 from vllmx_core.model import Activation
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -106,8 +106,14 @@ class ConfigReader:
             raise self.error(key, f"must have an entry for each of the {length} layers")
         return value[:length]
 
-    def activation(self, key: str = "hidden_act") -> Activation:
-        value = self._value(key, "silu")
+    def optional(self, key: str, default: float) -> float | None:
+        """A number above zero; `default` where the key is absent, None where it is null or 0."""
+        if self.config.get(key, default) in (None, 0):
+            return None
+        return self.number(key, default)
+
+    def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
+        value = self._value(key, default)
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise self.error(key, f"is not known here; known: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
@@ -135,7 +141,7 @@ class ConfigReader:
 
     def error(self, key: str, problem: str) -> UnsupportedModelError:
         """`config.json: KEY = VALUE PROBLEM`, to be raised."""
-        value = str(self.config.get(key, "(absent)"))[:80]
+        value = shown_entry(self.config, key)
         return UnsupportedModelError(
             f"config.json of a {self.architecture}: {key} = {value} {problem}"
         )

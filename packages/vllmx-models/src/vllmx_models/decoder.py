@@ -1,60 +1,65 @@
-"""The decoder that most open models share: pre-norm blocks of attention and a gated MLP.
+"""The decoder that most open models share: layers of a mixer and a feed-forward around a stream.
 
-An architecture reads its config.json into a `DecoderSpec`; the flags below are all that separates
-Llama, Mistral, Qwen and SmolLM. E hidden, F intermediate, H query heads, K kv heads, D head size.
+An architecture reads its config.json into a `DecoderSpec`: layers are data, built of the blocks in
+`vllmx_models.blocks`. E hidden size, T tokens of a step, V vocabulary, L rows of logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vllmx_core.model import (
-    Activation,
-    Array,
-    AttentionSpec,
-    KVSpec,
-    ModelShape,
-    Ops,
-    StepInputs,
-    Weight,
-)
+from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import PartSpec, WeightSpec
 
+from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope, Mixer, vector
+from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
 from vllmx_models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What may differ from layer to layer."""
+    """One layer."""
 
-    rope: Rope | None
-    """None: no position embedding (NoPE)."""
-    window: int | None = None
+    mixer: Mixer
+    feed_forward: FeedForward
+    norms: LayerNorms = PRE
+    extra: Block | None = None
+    """What reads the stream behind the feed-forward, without a norm, and adds to it."""
+    scalar: str | None = None
+    """A tensor of one value, by which the stream is multiplied at the layer's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Modules of the checkpoint outside the layers."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    also: tuple[str, str] | None = None
+    """(prefix, another prefix that checkpoints have in its place)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One decoder model; see the module's docstring for the alphabet."""
+    """One decoder model."""
 
-    vocab_size: int
+    vocab_size: int  # V
     hidden_size: int  # E
-    intermediate_size: int  # F
-    num_heads: int  # H
-    num_kv_heads: int  # K
-    head_size: int  # D
     layers: tuple[LayerSpec, ...]
     max_model_len: int
     dtype: str
-    norm_eps: float
-    activation: Activation = "silu"
+    norm: Norm
     tied_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMS norm of each query and key head before the rotation."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what a block adds to the stream."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    names: ModelNames = ModelNames()
 
 
 class Decoder:
@@ -64,113 +69,103 @@ class Decoder:
         self.spec = spec
         ropes: list[Rope] = []
         for layer in spec.layers:
-            if layer.rope is not None and layer.rope not in ropes:
-                ropes.append(layer.rope)
-        self._ropes = {f"rope.{index}": rope for index, rope in enumerate(ropes)}
-        self._tables = [
-            None if layer.rope is None else f"rope.{ropes.index(layer.rope)}"
-            for layer in spec.layers
-        ]
+            if layer.mixer.rope is not None and layer.mixer.rope not in ropes:
+                ropes.append(layer.mixer.rope)
+        self._tables = {f"rope.{index}": rope for index, rope in enumerate(ropes)}
 
     @property
     def shape(self) -> ModelShape:
         spec = self.spec
-        caches = (KVSpec(spec.num_kv_heads, spec.head_size, layer.window) for layer in spec.layers)
-        return ModelShape(
-            spec.vocab_size, spec.hidden_size, spec.max_model_len, tuple(caches), spec.dtype
-        )
+        caches = tuple(layer.mixer.cache for layer in spec.layers)
+        return ModelShape(spec.vocab_size, spec.hidden_size, spec.max_model_len, caches, spec.dtype)
 
     def weights(self) -> tuple[WeightSpec, ...]:
-        """Names of the checkpoint are those of transformers."""
-        spec = self.spec
-        table = (PartSpec("model.embed_tokens.weight", spec.vocab_size),)
-        head = table if spec.tied_embeddings else (PartSpec("lm_head.weight", spec.vocab_size),)
-        blocks = (self._block_weights(layer) for layer in range(len(spec.layers)))
-        return (
+        """The weight map, by the names that the architecture's checkpoints have."""
+        spec, names = self.spec, self.spec.names
+        table = (PartSpec(f"{names.embedding}.weight", spec.vocab_size),)
+        head = (PartSpec(f"{names.head}.weight", spec.vocab_size),)
+        layers = (self._layer_weights(index, layer) for index, layer in enumerate(spec.layers))
+        found = (
             WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab", role="vocabulary"),
-            *(weight for block in blocks for weight in block),
-            self._vector("norm", "model.norm.weight", spec.hidden_size),
-            WeightSpec("lm_head", "linear", head, spec.hidden_size, "vocab", role="vocabulary"),
-        )
+            *(weight for layer in layers for weight in layer),
+            *spec.norm.weights("norm", names.norm, spec.hidden_size),
+            WeightSpec(
+                "lm_head", "linear", table if spec.tied_embeddings else head, spec.hidden_size,
+                "vocab", role="vocabulary",
+            ),
+        )  # fmt: skip
+        return found if names.also is None else tuple(_renamed(one, *names.also) for one in found)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
-        return {name: rope.table(max_model_len) for name, rope in self._ropes.items()}
+        return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         spec = self.spec
-        x = ops.embedding(step.tokens, w["embed"])  # (T, E)
-        residual: Array | None = None
-        for layer in range(len(spec.layers)):
-            name = f"layers.{layer}"
-            x, residual = ops.add_rms_norm(x, residual, w[f"{name}.attn_norm"], spec.norm_eps)
-            qkv = ops.linear(x, w[f"{name}.qkv"])  # (T, (H + 2K) * D)
-            x = self._attention(ops, qkv, w, step, layer)  # (T, H * D)
-            x = ops.linear(x, w[f"{name}.o"])  # (T, E)
-            x, residual = ops.add_rms_norm(x, residual, w[f"{name}.mlp_norm"], spec.norm_eps)
-            gate_up = ops.linear(x, w[f"{name}.gate_up"])  # (T, 2F)
-            x = ops.gated_act(gate_up, spec.activation)  # (T, F)
-            x = ops.linear(x, w[f"{name}.down"])  # (T, E)
-        x, _ = ops.add_rms_norm(x, residual, w["norm"], spec.norm_eps)
-        return ops.logits(x, step.logit_rows, w["lm_head"])  # (L, V)
+        x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
+        stream = ResidualStream(ops, w, spec.norm, x)
+        for index, layer in enumerate(spec.layers):
+            self._layer(layer, stream, LayerScope(ops, w, step, index, self._tables, x))
+        x = _scaled(ops, stream.normed("norm"), spec.logit_scale)
+        return ops.logits(x, step.logit_rows, w["lm_head"], spec.logit_softcap)  # (L, V)
 
-    def _attention(
-        self, ops: Ops, qkv: Array, w: Mapping[str, Weight], step: StepInputs, layer: int
+    def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        parallel, names = layer.norms.parallel, layer.norms.named
+        x = self._read("attn_norm", names, stream, scope)
+        mixed = self._written("attn_post_norm", names, layer.mixer.record(x, scope), scope)
+        if not parallel:
+            stream.add(mixed)
+        if not parallel or "mlp_norm" in names:
+            x = self._read("mlp_norm", names, stream, scope)
+        scope = replace(scope, stream=stream.read())
+        fed = self._written("mlp_post_norm", names, layer.feed_forward.record(x, scope), scope)
+        stream.add(scope.ops.add(mixed, fed) if parallel else fed)
+        if layer.extra is not None:
+            stream.add(layer.extra.record(stream.read(), scope))
+        if layer.scalar is not None:
+            stream.scale(f"layers.{scope.layer}.scalar")
+
+    def _read(
+        self, name: str, names: Mapping[str, str], stream: ResidualStream, scope: LayerScope
     ) -> Array:
-        spec, table = self.spec, self._tables[layer]
-        rope, window = spec.layers[layer].rope, spec.layers[layer].window
-        options = AttentionSpec(
-            layer=layer,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            scale=spec.head_size**-0.5,
-            rotary_dim=0 if rope is None else rope.rotary_dim,
-            norm_eps=spec.norm_eps,
-            window=window,
-        )
-        return ops.attention(
-            qkv,
-            options,
-            step,
-            rope=None if table is None else w[table],
-            q_norm=w[f"layers.{layer}.q_norm"] if spec.qk_norm else None,
-            k_norm=w[f"layers.{layer}.k_norm"] if spec.qk_norm else None,
-        )
+        """What a block reads: the stream, through a norm where the layer has one there."""
+        return stream.normed(f"layers.{scope.layer}.{name}") if name in names else stream.read()
 
-    def _block_weights(self, layer: int) -> tuple[WeightSpec, ...]:
-        spec, ours, theirs = self.spec, f"layers.{layer}", f"model.layers.{layer}"
-        q_rows, kv_rows = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        qkv = (
-            _part(f"{attn}.q_proj", q_rows, spec.qkv_bias),
-            _part(f"{attn}.k_proj", kv_rows, spec.qkv_bias),
-            _part(f"{attn}.v_proj", kv_rows, spec.qkv_bias),
-        )
-        norms = (
-            self._vector(f"{ours}.q_norm", f"{attn}.q_norm.weight", spec.head_size),
-            self._vector(f"{ours}.k_norm", f"{attn}.k_norm.weight", spec.head_size),
-        )
-        gate_up = tuple(
-            _part(f"{mlp}.{name}_proj", spec.intermediate_size, spec.mlp_bias)
-            for name in ("gate", "up")
-        )
-        o = (_part(f"{attn}.o_proj", spec.hidden_size, spec.o_bias),)
-        down = (_part(f"{mlp}.down_proj", spec.hidden_size, spec.mlp_bias),)
-        after = f"{theirs}.post_attention_layernorm.weight"
+    def _written(self, name: str, names: Mapping[str, str], x: Array, scope: LayerScope) -> Array:
+        """What is added to the stream of a block's answer."""
+        if name in names:
+            x = self.spec.norm.record(scope.ops, x, scope.weights, f"layers.{scope.layer}.{name}")
+        return _scaled(scope.ops, x, self.spec.residual_scale)
+
+    def _layer_weights(self, index: int, layer: LayerSpec) -> tuple[WeightSpec, ...]:
+        size = self.spec.hidden_size
+        names = LayerNames(f"layers.{index}", f"{self.spec.names.layers}.{index}", size)
+        norms = {
+            name: self.spec.norm.weights(f"{names.ours}.{name}", f"{names.theirs}.{module}", size)
+            for name, module in layer.norms.named.items()
+        }
+        scalar = None if layer.scalar is None else f"{names.theirs}.{layer.scalar}"
         return (
-            self._vector(f"{ours}.attn_norm", f"{theirs}.input_layernorm.weight", spec.hidden_size),
-            WeightSpec(f"{ours}.qkv", "linear", qkv, spec.hidden_size, "column"),
-            *(norms if spec.qk_norm else ()),
-            WeightSpec(f"{ours}.o", "linear", o, q_rows, "row"),
-            self._vector(f"{ours}.mlp_norm", after, spec.hidden_size),
-            WeightSpec(f"{ours}.gate_up", "linear", gate_up, spec.hidden_size, "column"),
-            WeightSpec(f"{ours}.down", "linear", down, spec.intermediate_size, "row"),
+            *norms.get("attn_norm", ()),
+            *layer.mixer.weights(names),
+            *norms.get("attn_post_norm", ()),
+            *norms.get("mlp_norm", ()),
+            *layer.feed_forward.weights(names),
+            *norms.get("mlp_post_norm", ()),
+            *(() if layer.extra is None else layer.extra.weights(names)),
+            *(() if scalar is None else (vector(f"{names.ours}.scalar", scalar, 1),)),
         )
 
-    @staticmethod
-    def _vector(name: str, source: str, rows: int) -> WeightSpec:
-        return WeightSpec(name, "vector", (PartSpec(source, rows),))
+
+def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
+    """With the names as other checkpoints have them as alternatives."""
+    parts = (
+        replace(part, alternatives=(other + part.name.removeprefix(prefix), *part.alternatives))
+        if part.name.startswith(prefix)
+        else part
+        for part in spec.parts
+    )
+    return replace(spec, parts=tuple(parts))
 
 
-def _part(module: str, rows: int, bias: bool) -> PartSpec:
-    return PartSpec(f"{module}.weight", rows, f"{module}.bias" if bias else None)
+def _scaled(ops: Ops, x: Array, factor: float) -> Array:
+    return x if factor == 1.0 else ops.scale(x, factor)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from vllmx_core.model import Activation
+
+from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.dense import DenseMLP
+from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.blocks.norms import PRE, LayerNorms, Norm
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import DecoderSpec, LayerSpec
-from vllmx_models.rope import Rope, read_rope
+from vllmx_models.rope import LAYER_TYPES, Rope, read_rope
 
 MAX_LAYERS = 1024
 
@@ -64,6 +71,31 @@ def sliding_layers(read: ConfigReader, by_default: Sequence[bool]) -> list[bool]
     return [kind == "sliding_attention" for kind in types]
 
 
+def sliding_pattern(read: ConfigReader, every: int) -> list[bool]:
+    """`layer_types`, or a window in all layers but each `every`-th."""
+    return sliding_layers(read, [(layer + 1) % every != 0 for layer in range(num_layers(read))])
+
+
+def scaled_where_full(read: ConfigReader, full_theta: float, sliding_theta: float) -> ConfigReader:
+    """A config in which `rope_scaling` is for layers without a window alone, and the others may
+    have a base of their own, in the form that names each layer type."""
+    config = read.config
+    given = config.get("rope_parameters")
+    if isinstance(given, dict) and any(key in LAYER_TYPES for key in given):
+        return read
+    scaling = config.get("rope_scaling") or given or {}
+    if not isinstance(scaling, dict):
+        raise read.error("rope_scaling", "must be an object")
+    theta = read.number("rope_theta", full_theta)
+    local = read.number("rope_local_base_freq", sliding_theta or theta)
+    by_type = {
+        "full_attention": {"rope_theta": theta, **scaling},
+        "sliding_attention": {"rope_theta": local},
+    }
+    changed = {**config, "rope_scaling": None, "rope_parameters": by_type}
+    return ConfigReader(changed, read.architecture)
+
+
 def switched_window(read: ConfigReader, default: int | None) -> int | None:
     """`sliding_window` where `use_sliding_window` turns it on."""
     if not read.flag("use_sliding_window", False):
@@ -75,52 +107,68 @@ def switched_window(read: ConfigReader, default: int | None) -> int | None:
     return read.integer("sliding_window", default, high=1 << 31)
 
 
+def attention_mixer(
+    read: ConfigReader, head: int, *, default_kv_heads: int | None = None, **options: Any
+) -> AttentionMixer:
+    """The heads that every architecture names alike; `options` are `AttentionMixer`'s."""
+    heads = read.integer("num_attention_heads", high=1 << 16)
+    kv_heads = read.integer("num_key_value_heads", default_kv_heads or heads, high=1 << 16)
+    if heads % kv_heads:
+        raise read.error("num_key_value_heads", f"must divide num_attention_heads = {heads}")
+    return AttentionMixer(heads, kv_heads, head, **options)
+
+
+def dense_mlp(read: ConfigReader, activation: Activation | None = None, **options: Any) -> DenseMLP:
+    """The feed-forward of `intermediate_size`; `options` are `DenseMLP`'s."""
+    return DenseMLP(read.integer("intermediate_size"), activation or read.activation(), **options)
+
+
+def rms(read: ConfigReader, offset: float = 0.0) -> Norm:
+    """An RMS norm by `rms_norm_eps`."""
+    return Norm(read.number("rms_norm_eps", 1e-6), offset=offset)
+
+
 def layer_specs(
     read: ConfigReader,
+    mixer: AttentionMixer,
+    feed_forward: FeedForward,
     ropes: Sequence[Rope | None],
     sliding: Sequence[bool],
     window: int | None,
+    norms: LayerNorms = PRE,
 ) -> tuple[LayerSpec, ...]:
-    """One LayerSpec for each layer; refuses layers that slide through no window."""
+    """Layers that differ in rotation and window alone; refuses such as slide through no window."""
     if window is None and any(sliding):
         raise read.error(
             "layer_types", "has sliding layers, but sliding_window is not set or not in use"
         )
     return tuple(
-        LayerSpec(rope, window if slides else None)
+        LayerSpec(replace(mixer, rope=rope, window=window if slides else None), feed_forward, norms)
         for rope, slides in zip(ropes, sliding, strict=True)
     )
 
 
 def decoder_spec(
     read: ConfigReader,
-    head: int,
     layers: tuple[LayerSpec, ...],
     *,
     default_positions: int,
-    default_kv_heads: int | None = None,
     default_tied: bool = False,
-    **flags: Any,
+    norm: Norm | None = None,
+    context: int | None = None,
+    **options: Any,
 ) -> DecoderSpec:
-    """The dimensions that every architecture names alike; `flags` are `DecoderSpec`'s."""
-    heads = read.integer("num_attention_heads", high=1 << 16)
-    kv_heads = read.integer("num_key_value_heads", default_kv_heads or heads, high=1 << 16)
-    if heads % kv_heads:
-        raise read.error("num_key_value_heads", f"must divide num_attention_heads = {heads}")
+    """What all architectures name alike; an RMS norm by default; `options` are `DecoderSpec`'s. The
+    context that is claimed is `context`, or that of the longest rotation."""
     positions = read.integer("max_position_embeddings", default_positions)
-    claims = [layer.rope.context_len for layer in layers if layer.rope is not None]
+    claims = [layer.mixer.rope.context_len for layer in layers if layer.mixer.rope is not None]
     return DecoderSpec(
         vocab_size=read.integer("vocab_size"),
         hidden_size=read.integer("hidden_size"),
-        intermediate_size=read.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=head,
         layers=layers,
-        max_model_len=max(claims, default=positions),
+        max_model_len=context or max(claims, default=positions),
         dtype=read.dtype(),
-        norm_eps=read.number("rms_norm_eps", 1e-6),
-        activation=read.activation(),
+        norm=rms(read) if norm is None else norm,
         tied_embeddings=read.flag("tie_word_embeddings", default_tied),
-        **flags,
+        **options,
     )

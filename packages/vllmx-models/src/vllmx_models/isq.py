@@ -7,6 +7,8 @@ copy of the model is ever in memory. Which matrix gets which type is decided by 
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,16 @@ from vllmx_core.encoding import Encoder
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.registry import Registry
-from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart, WeightSource, made_part
+from vllmx_core.weight_map import name_in
+from vllmx_core.weights import (
+    DENSE,
+    QuantLayout,
+    RawTensor,
+    WeightPart,
+    WeightSource,
+    WeightSpec,
+    made_part,
+)
 
 from vllmx_models.encoders import encoder_for, float_rows
 from vllmx_models.gguf.architecture import DECODER_TENSORS
@@ -30,6 +41,7 @@ from vllmx_models.gguf.quantize.header import architecture_table
 from vllmx_models.gguf.quantize.mixes import Layers, type_of
 from vllmx_models.quantization.eight_bits import fp8_layout, fp8_part, int8_layout, int8_part
 
+logger = logging.getLogger("vllmx.models")
 ALIASES: Mapping[str, str] = {"q5_k": "q5_k_m", "q4_k": "q4_k_m", "q3_k": "q3_k_m"}
 """What llama.cpp means by the bare names."""
 ROWS_ALONE = 1024
@@ -48,9 +60,13 @@ class Encoding:
 def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> InSituSource:
     """As a `QuantizerSpec` implementation. Raises ConfigError for a checkpoint that is quantised
     already."""
-    specs = [spec for spec in model.weights() if spec.kind in ("linear", "embedding")]
-    cols = {part.name: spec.cols for spec in specs for part in spec.parts}
-    vocabulary = {part.name for spec in specs if spec.role == "vocabulary" for part in spec.parts}
+    specs = [spec for spec in model.weights() if _quantised(spec)]
+    named = partial(name_in, checkpoint.weights)
+    cols = {named(part): spec.cols for spec in specs for part in spec.parts}
+    words = [spec for spec in specs if spec.role == "vocabulary"]
+    vocabulary = {named(part) for spec in words for part in spec.parts}
+    heads = {named(part) for spec in words if spec.kind == "linear" for part in spec.parts}
+    tables = {named(part) for spec in words if spec.kind == "embedding" for part in spec.parts}
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
     if name in ("int8", "fp8"):
@@ -59,7 +75,7 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
             checkpoint.weights,
             {n: eight(width) for n, width in cols.items() if n not in vocabulary},
         )
-    mix, layers = ALIASES.get(name, name), _layers(checkpoint, model, tied=len(vocabulary) == 1)
+    mix, layers = ALIASES.get(name, name), _layers(checkpoint, model, tied=heads <= tables)
     file_name = _file_names(checkpoint, registry)
     types = {n: type_of(mix, file_name(n), (1, width), layers) for n, width in cols.items()}
     wanted = {kind for kind in types.values() if kind in QUANTIZERS}
@@ -68,6 +84,11 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
         checkpoint.weights,
         {n: encodings[kind] for n, kind in types.items() if kind in encodings},
     )
+
+
+def _quantised(spec: WeightSpec) -> bool:
+    """Matrices, but for those that choose experts: few rows, of which much depends."""
+    return spec.kind in ("linear", "embedding", "stack") and spec.role != "router"
 
 
 class InSituSource:
@@ -97,17 +118,23 @@ class InSituSource:
 
 
 def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightPart:
-    if end - begin > ROWS_ALONE:
+    if end - begin > ROWS_ALONE and len(part.shape) == 2:
         starts = range(begin, end, ROWS_ALONE)
         with ThreadPoolExecutor(available_cores(), "isq") as pool:
             jobs = (pool.submit(_make, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
             return _joined([job.result() for job in list(jobs)])
     rows = float_rows(part, begin, end)
+    shape = rows.shape
     try:
-        made = encoding.encode(rows)
+        made = encoding.encode(replace(rows, shape=(math.prod(shape[:-1]), shape[-1])))
     except WeightFormatError as error:
         raise WeightFormatError(f"{error.message}, or leave --isq out") from error
-    return made
+    if len(shape) == 2:
+        return made
+    buffers = {
+        key: replace(raw, shape=(*shape[:-1], *raw.shape[1:])) for key, raw in made.buffers.items()
+    }
+    return replace(made, shape=shape, buffers=buffers)
 
 
 def _joined(pieces: list[WeightPart]) -> WeightPart:
@@ -162,7 +189,8 @@ def _layers(checkpoint: Checkpoint, model: Model, *, tied: bool) -> Layers:
     shared = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
     layers = checkpoint.config.get("num_hidden_layers")
     count = layers if isinstance(layers, int) else len(model.shape.caches)
-    return Layers(count, shared, tied)
+    experts = max((spec.count for spec in model.weights() if spec.role == "experts"), default=0)
+    return Layers(count, shared, tied, experts)
 
 
 def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], str]:
@@ -176,10 +204,9 @@ def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], s
     stems = {ours: theirs for theirs, ours in tensors.items()}
 
     def name_of(name: str) -> str:
-        found = re.fullmatch(r"(.*?\.)(\d+)(\..*)\.weight", name)
-        if found is None:
-            return stems.get(name.removesuffix(".weight"), name)
-        stem = stems.get(f"{found[1]}{{}}{found[3]}")
-        return name if stem is None else stem.format(found[2])
+        numbers = re.findall(r"\.(\d+)(?=\.)", name)
+        pattern = re.sub(r"\.\d+(?=\.)", ".{}", name.removesuffix(".weight"))
+        stem = stems.get(pattern)
+        return name if stem is None else stem.format(*numbers[:1])
 
     return name_of

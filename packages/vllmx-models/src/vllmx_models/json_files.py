@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 from vllmx_core.files import open_regular
 
 MIB = 1 << 20
@@ -85,5 +85,5 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the name {twice[:100]!r} occurs twice")
+        raise ValueError(f"the name {shown(twice)} occurs twice")
     return found

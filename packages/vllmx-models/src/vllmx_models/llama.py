@@ -8,13 +8,22 @@ from typing import Any
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import (
+    attention_mixer,
     decoder_spec,
+    dense_mlp,
     head_size,
     layer_ropes,
     layer_specs,
     num_layers,
 )
-from vllmx_models.gguf.architecture import INTERLEAVED, GGUFArchitecture, decoder_config
+from vllmx_models.gguf.architecture import (
+    DECODER_TENSORS,
+    INTERLEAVED,
+    MIXTRAL_TENSORS,
+    GGUFArchitecture,
+    decoder_config,
+    mixtral_config,
+)
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 
 DEFAULT_POSITIONS = 2048
@@ -26,23 +35,20 @@ def llama(config: Mapping[str, Any]) -> Decoder:
     read.refuse_quirks("attention_bias", "mlp_bias")
     bias = read.flag("attention_bias", False)
     head, sliding = head_size(read), [False] * num_layers(read)
+    mixer = attention_mixer(read, head, qkv_bias=bias, o_bias=bias)
+    mlp = dense_mlp(read, bias=read.flag("mlp_bias", False))
     ropes = layer_ropes(read, head, sliding, default_positions=DEFAULT_POSITIONS)
-    return Decoder(
-        decoder_spec(
-            read,
-            head,
-            layer_specs(read, ropes, sliding, None),
-            default_positions=DEFAULT_POSITIONS,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=read.flag("mlp_bias", False),
-        )
-    )
+    layers = layer_specs(read, mixer, mlp, ropes, sliding, None)
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Mistral's models are stored as Llama's; those with a window are told apart by it."""
-    config = decoder_config(header, "attention.sliding_window")
+    """Mistral's models are stored as Llama's; those with a window are told apart by it, and those
+    with experts by these."""
+    config = decoder_config(header, "attention.sliding_window", "expert_count")
+    if header.integer("expert_count", 0, low=0):
+        window = header.integer("attention.sliding_window", 0, low=0) or None
+        return config | mixtral_config(header) | {"sliding_window": window}
     if header.integer("attention.sliding_window", 0, low=0):
         window = header.integer("attention.sliding_window")
         return config | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -52,4 +58,6 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-GGUF = GGUFArchitecture("LlamaForCausalLM", interleaved=INTERLEAVED, config=_gguf_config)
+GGUF = GGUFArchitecture(
+    "LlamaForCausalLM", {**DECODER_TENSORS, **MIXTRAL_TENSORS}, INTERLEAVED, _gguf_config
+)

@@ -9,7 +9,9 @@ from typing import Any
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import (
+    attention_mixer,
     decoder_spec,
+    dense_mlp,
     head_size,
     layer_ropes,
     layer_specs,
@@ -31,12 +33,6 @@ def mistral(config: Mapping[str, Any]) -> Decoder:
     head, sliding = head_size(read), [window is not None] * num_layers(read)
     # one rotation for all layers: the window is no layer type here
     ropes = layer_ropes(read, head, [False] * len(sliding), default_positions=DEFAULT_POSITIONS)
-    return Decoder(
-        decoder_spec(
-            read,
-            head,
-            layer_specs(read, ropes, sliding, window),
-            default_positions=DEFAULT_POSITIONS,
-            default_kv_heads=8,
-        )
-    )
+    mixer = attention_mixer(read, head, default_kv_heads=8)
+    layers = layer_specs(read, mixer, dense_mlp(read), ropes, sliding, window)
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))

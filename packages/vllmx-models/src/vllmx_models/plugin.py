@@ -6,32 +6,78 @@ from vllmx_core.hooks import hookimpl
 from vllmx_core.specs import (
     ModelSourceSpec,
     ModelSpec,
+    ParserSpec,
     QuantizationSpec,
     QuantizerSpec,
     WeightFormatSpec,
 )
 
+from vllmx_models.parsers import PARSERS
+
 
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
     return (
+        _model("cohere", "CohereForCausalLM", gguf="command-r"),
+        _model("cohere2", "Cohere2ForCausalLM", gguf=True),
+        _model("cwm", "CwmForCausalLM", "twins", gguf=False),
+        _model("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek", gguf="deepseek2"),
+        _model("deepseek_v3", "DeepseekV3ForCausalLM", "deepseek", gguf=False),
+        _model("deepseek_v32", "DeepseekV32ForCausalLM", "deepseek", gguf=False),
+        _model("ernie4_5", "Ernie4_5ForCausalLM", "twins", gguf=False),
+        _model("gemma", "GemmaForCausalLM", gguf=True),
+        _model("gemma2", "Gemma2ForCausalLM", gguf=True),
+        _model("gemma3", "Gemma3ForConditionalGeneration", gguf=False),
+        _model("gemma3_text", "Gemma3ForCausalLM", "gemma3", gguf="gemma3"),
+        _model("gemma4", "Gemma4ForConditionalGeneration", gguf=False),
+        _model("gemma4_text", "Gemma4ForCausalLM", "gemma4", gguf="gemma4"),
+        _model("glm4", "Glm4ForCausalLM", gguf=True),
+        _model("glm4_moe", "Glm4MoeForCausalLM", gguf="glm4moe"),
+        _model("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "deepseek", gguf=False),
+        _model("glm_moe_dsa", "GlmMoeDsaForCausalLM", "deepseek", gguf=False),
+        _model("gpt_oss", "GptOssForCausalLM", gguf="gpt-oss"),
+        _model("granite", "GraniteForCausalLM", gguf=True),
+        _model("granitemoe", "GraniteMoeForCausalLM", gguf=False),
+        _model("helium", "HeliumForCausalLM", "twins", gguf=False),
+        _model("internlm", "InternLMForCausalLM", "twins", gguf=False),
+        _model("internlm3", "InternLM3ForCausalLM", "twins", gguf=False),
         _model("llama", "LlamaForCausalLM", gguf=True),
+        _model("mimo", "MiMoForCausalLM", "twins", gguf=False),
+        _model("minimax_m2", "MiniMaxM2ForCausalLM", gguf="minimax-m2"),
         _model("mistral", "MistralForCausalLM", gguf=False),  # in GGUF files it is a llama
+        _model("mixtral", "MixtralForCausalLM", gguf=False),  # in GGUF files it is a llama
+        _model("olmo2", "Olmo2ForCausalLM", gguf=True),
+        _model("olmo3", "Olmo3ForCausalLM", gguf=False),
+        _model("olmoe", "OlmoeForCausalLM", gguf=True),
+        _model("phi3", "Phi3ForCausalLM", gguf=True),
         _model("qwen2", "Qwen2ForCausalLM", gguf=True),
+        _model("qwen2_moe", "Qwen2MoeForCausalLM", gguf="qwen2moe"),
         _model("qwen3", "Qwen3ForCausalLM", gguf=True),
+        _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
+        _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),
         _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
+        _model("stablelm", "StableLmForCausalLM", gguf=True),
+        _model("yi", "YiForCausalLM", "twins", gguf=False),
+        *_llamas(),
     )
 
 
-def _model(name: str, architecture: str, *, gguf: bool) -> ModelSpec:
-    """The module, its constructor, the model_type and the GGUF architecture are named alike."""
-    module = f"vllmx_models.{name}"
+def _llamas() -> tuple[ModelSpec, ...]:
+    """Names that other releases have for the layout of Llama."""
+    names = ("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM")
+    return tuple(ModelSpec(name.lower(), "vllmx_models.llama:llama", (name,)) for name in names)
+
+
+def _model(name: str, architecture: str, file: str | None = None, *, gguf: bool | str) -> ModelSpec:
+    """The module (unless it is `file`), its constructor and the model_type are named alike, and the
+    GGUF architecture too, unless `gguf` is its name."""
+    module = f"vllmx_models.{file or name}"
     return ModelSpec(
         name,
         f"{module}:{name}",
         (architecture,),
         (name,),
-        gguf_names=(name,) if gguf else (),
+        gguf_names=(gguf if isinstance(gguf, str) else name,) if gguf else (),
         gguf=f"{module}:GGUF" if gguf else "",
     )
 
@@ -78,6 +124,11 @@ IN_SITU = (
 @hookimpl
 def vllmx_quantizers() -> tuple[QuantizerSpec, ...]:
     return tuple(QuantizerSpec(name, "vllmx_models.isq:in_situ") for name in IN_SITU)
+
+
+@hookimpl
+def vllmx_parsers() -> tuple[ParserSpec, ...]:
+    return PARSERS
 
 
 @hookimpl

@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, LayerSpec
 from vllmx_models.decoder_config import (
+    attention_mixer,
     decoder_spec,
+    dense_mlp,
     head_size,
     layer_ropes,
     layer_specs,
@@ -28,26 +32,21 @@ def qwen2(config: Mapping[str, Any]) -> Decoder:
     read = ConfigReader(config, "Qwen2ForCausalLM")
     # transformers pays no heed to attention_bias here: the biases are part of the architecture
     read.refuse_quirks("attention_bias", *WINDOW_KEYS)
-    head = head_size(read)
-    return Decoder(
-        decoder_spec(
-            read,
-            head,
-            qwen_layers(read, head),
-            default_positions=DEFAULT_POSITIONS,
-            qkv_bias=True,
-        )
-    )
+    mixer = attention_mixer(read, head_size(read), qkv_bias=True)
+    layers = qwen_layers(read, mixer, dense_mlp(read))
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
 
 
-def qwen_layers(read: ConfigReader, head: int) -> tuple[LayerSpec, ...]:
+def qwen_layers(
+    read: ConfigReader, mixer: AttentionMixer, feed_forward: FeedForward
+) -> tuple[LayerSpec, ...]:
     """`layer_types`, or a window from layer `max_window_layers` on."""
     window = switched_window(read, 4096)
     first = read.integer("max_window_layers", 28, low=0)
     upper = [window is not None and layer >= first for layer in range(num_layers(read))]
     sliding = sliding_layers(read, upper)
-    ropes = layer_ropes(read, head, sliding, default_positions=DEFAULT_POSITIONS)
-    return layer_specs(read, ropes, sliding, window)
+    ropes = layer_ropes(read, mixer.head_size, sliding, default_positions=DEFAULT_POSITIONS)
+    return layer_specs(read, mixer, feed_forward, ropes, sliding, window)
 
 
 GGUF = GGUFArchitecture("Qwen2ForCausalLM")

@@ -8,7 +8,13 @@ from typing import Any
 
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
-from vllmx_models.decoder_config import decoder_spec, head_size
+from vllmx_models.decoder_config import (
+    attention_mixer,
+    decoder_spec,
+    dense_mlp,
+    head_size,
+    rms,
+)
 from vllmx_models.gguf.architecture import DECODER_TENSORS, HEAD_NORM_TENSORS, GGUFArchitecture
 from vllmx_models.qwen2 import DEFAULT_POSITIONS, WINDOW_KEYS, qwen_layers
 
@@ -18,18 +24,11 @@ def qwen3(config: Mapping[str, Any]) -> Decoder:
     read = ConfigReader(config, "Qwen3ForCausalLM")
     read.refuse_quirks("attention_bias", *WINDOW_KEYS)
     bias = read.flag("attention_bias", False)
-    head = head_size(read, 128)
-    return Decoder(
-        decoder_spec(
-            read,
-            head,
-            qwen_layers(read, head),
-            default_positions=DEFAULT_POSITIONS,
-            qk_norm=True,
-            qkv_bias=bias,
-            o_bias=bias,
-        )
+    mixer = attention_mixer(
+        read, head_size(read, 128), qk_norm=rms(read), qkv_bias=bias, o_bias=bias
     )
+    layers = qwen_layers(read, mixer, dense_mlp(read))
+    return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
 
 
 GGUF = GGUFArchitecture("Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS})

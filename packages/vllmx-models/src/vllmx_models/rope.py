@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, listing, shown
 from vllmx_core.plan import F32
 
 from vllmx_models.config import LARGEST_FLOAT
@@ -68,17 +68,18 @@ class Rope:
                 inverse, factor = SCALINGS[self.kind](self, max_model_len)
         except ArithmeticError:
             inverse, factor = np.full(1, np.nan, np.float32), 1.0
-        if not (np.isfinite(inverse) & (inverse > 0)).all() or not math.isfinite(factor):
+        turned = inverse[inverse != 0] if self.kind == "proportional" else inverse
+        if not (np.isfinite(turned) & (turned > 0)).all() or not math.isfinite(factor):
             raise UnsupportedModelError(
                 f"config.json: RoPE scaling {self.kind!r} with rope_theta {self.theta:g} and"
-                f" {str(dict(self.options))[:200]} gives no finite frequencies: check the values"
+                f" {shown(dict(self.options))} gives no finite frequencies: check the values"
             )
         return inverse, factor
 
     @property
     def context_len(self) -> int:
         """Tokens that the checkpoint claims, the scaling included."""
-        if self.kind in ("default", "llama3", "longrope"):
+        if self.kind in ("default", "llama3", "longrope", "proportional"):
             return self.max_positions
         start = _original(self) if self.kind == "yarn" else self.max_positions
         return max(self.max_positions, int(min(start * _factor(self), MAX_CONTEXT)))
@@ -92,7 +93,7 @@ class Rope:
         if not ok or not 0 < value <= LARGEST_FLOAT:  # type: ignore[operator]
             raise UnsupportedModelError(
                 f"config.json: RoPE scaling {self.kind!r} needs {key} as a number above 0, got"
-                f" {str(value)[:80]}"
+                f" {shown(value)}"
             )
         return float(value)  # type: ignore[arg-type]
 
@@ -209,9 +210,17 @@ def _longrope_factors(rope: Rope, which: str) -> F32:
     if not numbers or len(values) != count:  # type: ignore[arg-type]
         raise UnsupportedModelError(
             f"config.json: RoPE scaling 'longrope' needs {which}_factor as a list of {count}"
-            f" numbers above 0, got {str(values)[:80]}"
+            f" numbers above 0, got {shown(values)}"
         )
     return np.array(values, np.float32)
+
+
+def _proportional(rope: Rope, max_model_len: int) -> tuple[F32, float]:
+    """The frequencies of a whole head, of which the slower ones do not turn at all."""
+    inverse = _inverse(rope) / np.float32(rope.number("factor", 1.0))
+    turned = int(rope.number("partial_rotary_factor", 1.0) * rope.rotary_dim // 2)
+    inverse[turned:] = 0
+    return inverse, 1.0
 
 
 SCALINGS: Mapping[str, Callable[[Rope, int], tuple[F32, float]]] = {
@@ -221,6 +230,7 @@ SCALINGS: Mapping[str, Callable[[Rope, int], tuple[F32, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 
@@ -246,7 +256,7 @@ def read_rope(
             return None
     if not isinstance(parameters, dict):
         raise UnsupportedModelError(
-            f"config.json: the RoPE parameters must be an object, got {str(parameters)[:80]}"
+            f"config.json: the RoPE parameters must be an object, got {shown(parameters)}"
         )
     kind = _kind(parameters)
     options = {key: parameters[key] for key in _OPTIONS if parameters.get(key) is not None}
@@ -254,7 +264,10 @@ def read_rope(
     if outside is not None:
         options["original_max_position_embeddings"] = outside
     base = Rope(kind, 1.0, 2, max_positions, {**config, **_set(parameters)})
-    rotary_dim = int(head_size * base.number("partial_rotary_factor", 1.0))
+    partial = base.number("partial_rotary_factor", 1.0)
+    if kind == "proportional":  # pairs are those of the whole head, of which the first are turned
+        options["partial_rotary_factor"], partial = partial, 1.0
+    rotary_dim = int(head_size * min(partial, 2.0))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:
         raise UnsupportedModelError(
             f"config.json: RoPE would rotate {rotary_dim} of {head_size} head dimensions; it must"
@@ -275,13 +288,13 @@ def _kind(parameters: Mapping[str, Any]) -> str:
     kind = _ALIASES.get(named, named)
     if kind not in SCALINGS:
         raise UnsupportedModelError(
-            f"config.json: RoPE scaling {named[:80]!r} is not known here; known:"
+            f"config.json: RoPE scaling {shown(named)} is not known here; known:"
             f" {', '.join(SCALINGS)}"
         )
     unknown = sorted(parameters.keys() - _OPTIONS - _OTHER_KEYS)
     if unknown:
         raise UnsupportedModelError(
             f"config.json: RoPE scaling {kind!r} has keys that are not known here:"
-            f" {', '.join(unknown)[:200]}"
+            f" {listing(unknown)}"
         )
     return kind

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 from vllmx_core.weight_files import KeptReads
 from vllmx_core.weights import DENSE, WeightPart
 
@@ -141,7 +141,7 @@ def _weight_map(path: Path, index: dict[str, Any]) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or _leaves(file):
             raise WeightFormatError(
-                f"{path} places tensor {name[:100]!r} in {str(file)[:100]!r}, which is not a"
+                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a"
                 " *.safetensors file of the same folder: download the file again"
             )
     return weight_map

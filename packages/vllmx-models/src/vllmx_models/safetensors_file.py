@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 from vllmx_core.weight_files import KeptReads, WeightFile
 from vllmx_core.weights import DType, RawTensor
 
@@ -101,7 +101,7 @@ class SafetensorsFile:
         for begin, end, name in ranges:
             if begin != position:
                 fault = "overlaps the one before it" if begin < position else "follows a hole"
-                raise self._damaged(f"has a tensor {name[:100]!r} whose data {fault}")
+                raise self._damaged(f"has a tensor {shown(name)} whose data {fault}")
             position = end
         if data_start + position > file_bytes:
             raise self._truncated(data_start + position, file_bytes)
@@ -121,19 +121,18 @@ class SafetensorsFile:
 
     def _entry(self, name: str, value: Any) -> tuple[str, tuple[int, ...], int, int]:
         """(dtype, shape, begin, end) with begin and end counted from the start of the data."""
-        label = f"has a tensor {name[:100]!r}"
+        label = f"has a tensor {shown(name)}"
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
             raise self._damaged(f"{label} whose entry is not dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _BITS:
             raise WeightFormatError(
-                f"{self.path} {label} of unknown dtype {str(dtype)[:40]!r}; known:"
-                f" {', '.join(_BITS)}"
+                f"{self.path} {label} of unknown dtype {shown(dtype)}; known: {', '.join(_BITS)}"
             )
         if not isinstance(shape, list) or len(shape) > MAX_RANK or not _all_sizes(shape):
-            raise self._damaged(f"{label} with an impossible shape {str(shape)[:100]}")
+            raise self._damaged(f"{label} with an impossible shape {shown(shape)}")
         if not isinstance(offsets, list) or len(offsets) != 2 or not _all_sizes(offsets):
-            raise self._damaged(f"{label} with impossible offsets {str(offsets)[:100]}")
+            raise self._damaged(f"{label} with impossible offsets {shown(offsets)}")
         if (
             math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS
         ):  # numpy refuses it even if empty

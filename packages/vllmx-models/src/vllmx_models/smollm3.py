@@ -8,7 +8,9 @@ from typing import Any
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import (
+    attention_mixer,
     decoder_spec,
+    dense_mlp,
     head_size,
     layer_ropes,
     layer_specs,
@@ -37,17 +39,11 @@ def smollm3(config: Mapping[str, Any]) -> Decoder:
         read, head, sliding, default_positions=DEFAULT_POSITIONS, default_theta=DEFAULT_THETA
     )
     used = [rope if turns else None for rope, turns in zip(ropes, rotates, strict=True)]
+    mixer = attention_mixer(read, head, qkv_bias=bias, o_bias=bias)
+    mlp = dense_mlp(read, bias=read.flag("mlp_bias", False))
+    layers = layer_specs(read, mixer, mlp, used, sliding, window)
     return Decoder(
-        decoder_spec(
-            read,
-            head,
-            layer_specs(read, used, sliding, window),
-            default_positions=DEFAULT_POSITIONS,
-            default_tied=True,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=read.flag("mlp_bias", False),
-        )
+        decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS, default_tied=True)
     )
 
 

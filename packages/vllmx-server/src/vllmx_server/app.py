@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -12,17 +14,57 @@ from vllmx_core.errors import VllmxError
 from vllmx_engine.async_llm import AsyncLLM
 
 from vllmx_server import errors
+from vllmx_server.background import Background
+from vllmx_server.batches.line import LineAnswerer
+from vllmx_server.batches.places import Places
+from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
+from vllmx_server.errors import route_path
 from vllmx_server.hosts import HostCheck, allowed_hosts
 from vllmx_server.metrics import Metrics
-from vllmx_server.middleware import Authorization, RequestContext, route_path
-from vllmx_server.routes import chat, completions, status, text
+from vllmx_server.middleware import Authorization, RequestContext
+from vllmx_server.routes import (
+    batches,
+    chat,
+    completions,
+    files,
+    messages,
+    pooling,
+    responses,
+    status,
+    text,
+)
 from vllmx_server.state import ServerState
+from vllmx_server.store.storage import Storage
 
 ROUTES = (
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/messages", messages.messages),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("POST", "/v1/embeddings", pooling.embeddings),
+    ("POST", "/v1/rerank", pooling.rerank),
+    ("POST", "/v2/rerank", pooling.rerank),
+    ("POST", "/rerank", pooling.rerank),
+    ("POST", "/v1/score", pooling.score),
+    ("POST", "/score", pooling.score),
+    ("POST", "/classify", pooling.classify),
+    ("POST", "/pooling", pooling.pooling),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{id}", responses.delete),
+    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    ("POST", "/v1/files", files.upload),
+    ("GET", "/v1/files", files.list_files),
+    ("GET", "/v1/files/{id}", files.retrieve),
+    ("DELETE", "/v1/files/{id}", files.delete),
+    ("GET", "/v1/files/{id}/content", files.content),
+    ("POST", "/v1/batches", batches.create),
+    ("GET", "/v1/batches", batches.list_batches),
+    ("GET", "/v1/batches/{id}", batches.retrieve),
+    ("POST", "/v1/batches/{id}/cancel", batches.cancel),
     ("GET", "/v1/models", status.models),
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
@@ -33,8 +75,16 @@ ROUTES = (
     ("GET", "/metrics", status.metrics),
     ("GET", "/version", status.version),
 )
-_METHODS = ("GET", "POST", "HEAD", "OPTIONS")
-_PATHS = {path.replace(":path}", "}") for _, path, _ in ROUTES}
+_METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
+_PATHS = {path for _, path, _ in ROUTES if "{" not in path}
+_PATTERNS = [
+    (
+        re.compile(re.sub(r"{[^}]*}", "[^/]+", path).replace("models/[^/]+", "models/.+")),
+        path.replace(":path}", "}"),
+    )
+    for path in dict.fromkeys(path for _, path, _ in ROUTES if "{" in path)
+]
+"""Of paths with a part of the client's, and what is shown of them."""
 
 
 class App(Starlette):
@@ -46,8 +96,9 @@ class App(Starlette):
         await super().__call__(scope, receive, send)
 
 
-def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
-    """The application over a started engine; it does not own the engine."""
+def build_app(llm: AsyncLLM, config: ServerConfig, storage: Storage | None = None) -> Starlette:
+    """The application over a started engine; it does not own the engine, nor what it stores where
+    that is given. `app.state.server.background` must be started and stopped."""
     metrics = Metrics(llm.config.name, lambda: llm.stats, _cache_labels(llm))
     middleware = []
     if config.allowed_origins:
@@ -82,16 +133,37 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> Starlette:
         },
     )
     app.router.redirect_slashes = False  # it redirects to whatever host the client named
-    app.state.server = ServerState(llm, config, metrics, BodyBudget(config.max_body_bytes))
+    state = ServerState(
+        llm, config, metrics, BodyBudget(config.max_body_bytes), storage or Storage(config)
+    )
+    state.batches = _batch_runner(app, state)
+    state.background = Background(state.storage, state.batches)
+    app.state.server = state
     return app
+
+
+def _batch_runner(app: App, state: ServerState) -> BatchRunner:
+    llm, storage = state.llm, state.storage
+    endpoints = {path: endpoint for method, path, endpoint in ROUTES if method == "POST"}
+    places = Places(
+        lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - places.num_taken)
+    )
+    answerer = LineAnswerer(app, endpoints)
+    return BatchRunner(
+        storage.batches, storage.files, answerer, places, state.config.max_body_bytes,
+        lambda: llm.is_ready,
+    )  # fmt: skip
 
 
 def name_route(scope: Scope) -> tuple[str, str]:
     """The path and the method of a request where they are ones of ours, else "other"."""
     path, method = route_path(scope), scope["method"]
-    if path.startswith("/v1/models/"):
-        path = "/v1/models/{name}"
-    return path if path in _PATHS else "other", method if method in _METHODS else "other"
+    found = (
+        path
+        if path in _PATHS
+        else next((shown for pattern, shown in _PATTERNS if pattern.fullmatch(path)), "other")
+    )
+    return found, method if method in _METHODS else "other"
 
 
 def _cache_labels(llm: AsyncLLM) -> dict[str, object]:

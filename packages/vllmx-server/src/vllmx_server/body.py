@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 from msgspec.json import Decoder
 from starlette.requests import Request
-from vllmx_core.errors import VllmxError
-from vllmx_engine.text.text_threads import Stopped
+from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.body_budget import HeldBody
 from vllmx_server.config import ServerConfig
@@ -39,27 +39,29 @@ class CheckedBody(Protocol):
 
 
 B = TypeVar("B", bound=CheckedBody)
+T = TypeVar("T")
 
 
-async def read_json(request: Request, state: ServerState, decoder: Decoder[B]) -> B:
-    """The decoded and checked body. A large one is worked on by the text threads, in turn.
+async def read_json(request: Request, state: ServerState, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of the body. A large one is worked on by the text threads, in turn.
 
-    Raises what `read_body` and the checks raise, ModelNotFoundError and QueueFullError.
+    Raises what `read_body` and `parse` raise, and QueueFullError.
     """
-
-    def parse(_: Stopped) -> B:
-        body = decode(data, decoder)
-        state.check_model(body.model)
-        body.check()
-        return body
-
     client = client_of(request)
     with state.bodies.hold(client) as held:
         data = await read_body(request, state.config, held)
         request.scope["state"]["body_bytes"] = len(data)
         if len(data) <= _INLINE_BYTES:
-            return parse(lambda: False)
-        return await state.llm.text.run(client, len(data), parse)
+            return parse(data)
+        return await state.llm.text.run(client, len(data), lambda _: parse(data))
+
+
+def checked(data: bytes, state: ServerState, decoder: Decoder[B]) -> B:
+    """The decoded and checked body. Raises what the checks raise, and ModelNotFoundError."""
+    body = decode(data, decoder)
+    state.check_model(body.model)
+    body.check()
+    return body
 
 
 async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> bytes:
@@ -75,13 +77,13 @@ async def read_body(request: Request, config: ServerConfig, held: HeldBody) -> b
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(
-            f"the body has the content type {media_type[:100]!r}: send JSON with the header"
+            f"the body has the content type {shown(media_type)}: send JSON with the header"
             " 'Content-Type: application/json'"
         )
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise MediaTypeError(
-            f"the body has the content encoding {encoding[:100]!r}: send it uncompressed"
+            f"the body has the content encoding {shown(encoding)}: send it uncompressed"
         )
     try:
         async with asyncio.timeout(config.body_timeout_s):

@@ -50,6 +50,16 @@ class ServerConfig:
     """A stream that waits for its next token says so this often, by a comment; 0: never."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
+    data_dir: str | None = None
+    """Folder for files, batches and responses; None: they end with the server."""
+    max_file_bytes: int = 200 << 20
+    """Of one uploaded file."""
+    max_stored_bytes: int = 4 << 30
+    """Of all files of one API key, and as much again of its responses."""
+    max_stored_days: float = 30.0
+    """How long files, batches and responses are kept."""
+    trust_request_chat_template: bool = False
+    """Requests may bring a chat template of their own."""
     disable_access_log: bool = False
     log_level: str = "info"
 
@@ -60,6 +70,9 @@ class ServerConfig:
                 self._check_interval(name, 1, 1 << 20)
         self._check_interval("header_timeout_s", 0.001, 86400)
         self._check_interval("max_body_bytes", 1, 1 << 40)
+        self._check_interval("max_file_bytes", 1, 1 << 40)
+        self._check_interval("max_stored_bytes", 1, 1 << 50)
+        self._check_interval("max_stored_days", 0.0001, 36500)
         self._check_interval("max_concurrent_requests", 1, 1 << 20)
         self._check_interval("body_timeout_s", 0.001, 86400)
         self._check_interval("send_timeout_s", 0.001, 86400)

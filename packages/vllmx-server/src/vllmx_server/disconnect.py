@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 from vllmx_engine.client.request_stream import RequestStream
+
+T = TypeVar("T")
 
 
 async def disconnected(receive: Receive) -> None:
@@ -20,21 +22,49 @@ async def disconnected(receive: Receive) -> None:
 async def unless_gone(
     receive: Receive, submit: Coroutine[Any, Any, list[RequestStream]]
 ) -> list[RequestStream]:
-    """The streams that `submit` starts. When the client leaves first it is cancelled, and what it
-    has started is aborted; ClientDisconnect is raised then."""
+    """The streams that `submit` starts. When the client leaves first it is cancelled, and
+    ClientDisconnect is raised then. Whenever they are not returned, what it has started is
+    aborted."""
     worker = asyncio.ensure_future(submit)
+    watcher = asyncio.ensure_future(disconnected(receive))
+    there = False
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        there = not watcher.done()
+    finally:
+        watcher.cancel()
+        if not there:
+            worker.add_done_callback(_abort_all)
+            worker.cancel()
+        try:
+            await asyncio.wait((worker, watcher))
+        except asyncio.CancelledError:
+            worker.add_done_callback(_abort_all)
+            raise
+    if there:
+        return worker.result()
+    raise ClientDisconnect
+
+
+def _abort_all(worker: asyncio.Future[list[RequestStream]]) -> None:
+    """Nobody waits for what it has started."""
+    if not worker.cancelled() and worker.exception() is None:
+        for stream in worker.result():
+            stream.abort()
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. When the client leaves first it is cancelled, and ClientDisconnect is
+    raised."""
+    worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        gone = watcher.done()
+        gone = not worker.done()
+        worker.cancel()
         watcher.cancel()
-        if not worker.done():
-            worker.cancel()
         await asyncio.wait((worker, watcher))
-    if not gone:
-        return worker.result()
-    if not worker.cancelled() and worker.exception() is None:
-        for stream in worker.result():
-            stream.abort()
-    raise ClientDisconnect
+    if gone:
+        raise ClientDisconnect
+    return worker.result()

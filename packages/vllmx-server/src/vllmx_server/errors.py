@@ -8,6 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 from vllmx_core.errors import QueueFullError, VllmxError
 
 _TYPES = {
@@ -25,6 +26,15 @@ _TYPES = {
     503: "service_unavailable_error",
     505: "invalid_request_error",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+MESSAGES = "/v1/messages"
 _MAX_MESSAGE, _MAX_PARAM = 1000, 200
 _encode = msgspec.json.Encoder().encode
 
@@ -92,6 +102,13 @@ class OverloadedError(VllmxError):
     code = "overloaded"
 
 
+class AbortedError(VllmxError):
+    """The engine gave an answer up before its end."""
+
+    http_status = 503
+    code = "aborted"
+
+
 class RouteNotFoundError(VllmxError):
     """No such route."""
 
@@ -106,34 +123,58 @@ class MethodNotAllowedError(VllmxError):
     code = "method_not_allowed"
 
 
+def cut_message(error: VllmxError) -> str:
+    """Messages quote what the client sent, which may be megabytes."""
+    message = error.message
+    return message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " ..."
+
+
+def error_fields(error: VllmxError) -> dict[str, str | None]:
+    """An error as OpenAI's API describes one."""
+    param = error.param
+    return {
+        "message": cut_message(error),
+        "type": _TYPES.get(error.http_status, "internal_error"),
+        "param": param[:_MAX_PARAM] if param is not None else None,
+        "code": error.code,
+    }
+
+
 def error_body(error: VllmxError) -> bytes:
-    """JSON of one error. Messages quote what the client sent, which may be megabytes: they are
-    cut."""
-    message, param = error.message, error.param
-    if len(message) > _MAX_MESSAGE:
-        message = message[:_MAX_MESSAGE] + " ..."
-    return _encode(
-        {
-            "error": {
-                "message": message,
-                "type": _TYPES.get(error.http_status, "internal_error"),
-                "param": param[:_MAX_PARAM] if param is not None else None,
-                "code": error.code,
-            }
-        }
-    )
+    """JSON of one error."""
+    return _encode({"error": error_fields(error)})
 
 
-def error_response(error: VllmxError) -> Response:
+def messages_error_body(error: VllmxError) -> bytes:
+    """JSON of one error as Anthropic's API has it."""
+    other = "api_error" if error.http_status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.http_status, other)
+    return _encode({"type": "error", "error": {"type": kind, "message": cut_message(error)}})
+
+
+def error_response(error: VllmxError, scope: Scope | None = None) -> Response:
+    """In Anthropic's shape for the routes of its API, else in OpenAI's."""
     headers = {}
     if error.http_status in (429, 503):
         wait = error.retry_after_s if isinstance(error, QueueFullError) else 1.0
         headers["retry-after"] = str(max(1, round(wait)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(
-        error_body(error), error.http_status, headers=headers, media_type="application/json"
-    )
+    shape = messages_error_body if scope is not None and is_messages(scope) else error_body
+    return Response(shape(error), error.http_status, headers=headers, media_type="application/json")
+
+
+def is_messages(scope: Scope) -> bool:
+    """Whether a request is for a route of Anthropic's API."""
+    path: str = route_path(scope)
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
+
+
+def route_path(scope: Scope) -> str:
+    """The path without `root_path`, as the router sees it."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def internal_error() -> VllmxError:
@@ -143,7 +184,7 @@ def internal_error() -> VllmxError:
 
 async def on_vllmx_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, VllmxError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -153,7 +194,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path = request.scope["path"][:200]
     kind = MethodNotAllowedError if error.status_code == 405 else RouteNotFoundError
     response = error_response(
-        kind(f"{request.method} {path}: {error.detail.lower()}; docs/serving.md lists the routes")
+        kind(f"{request.method} {path}: {error.detail.lower()}; docs/serving.md lists the routes"),
+        request.scope,
     )
     response.headers.update(error.headers or {})
     return response

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -30,6 +31,18 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What a stream says besides its answer."""
+
+    failed: Callable[[VllmxError], bytes]
+    """The last event of a stream that fails."""
+    ping: bytes = PING
+
+
+OPENAI = Framing(lambda error: b"data: " + error_body(error) + b"\n\n" + DONE)
 
 
 class HeldResponse:
@@ -115,9 +128,9 @@ class JSONAnswer(HeldResponse):
 
 class EventStream(HeldResponse):
     """Server-sent events: each item of `events` (bytes with their framing) goes out at once, and a
-    comment where there is none for `ping_interval_s`.
+    ping where there is none for `ping_interval_s`.
 
-    The status is sent with the first event or comment, so that what fails before has its own
+    The status is sent with the first event or ping, so that what fails before has its own
     status; what fails later becomes an event of its own.
     """
 
@@ -128,9 +141,11 @@ class EventStream(HeldResponse):
         send_timeout_s: float,
         events: AsyncGenerator[bytes, None],
         ping_interval_s: float = 0.0,
+        framing: Framing = OPENAI,
     ) -> None:
         super().__init__(generation, release, send_timeout_s)
         self._events = events
+        self._framing = framing
         self._pings = Pings(ping_interval_s, self._sent_so_far, self._ping)
         self._begun = False
         self._direct: DirectBody | None = None
@@ -167,7 +182,7 @@ class EventStream(HeldResponse):
         if shown is not error:
             name, where = self._scope["state"]["request_id"], private_traceback(error)
             logger.error("unhandled error in the event stream of request %s\n%s", name, where)
-        await self._put(b"data: " + error_body(shown) + b"\n\n" + DONE)
+        await self._put(self._framing.failed(shown))
         await self._put(b"", more_body=False)
 
     async def _put(self, body: bytes, more_body: bool = True) -> None:
@@ -190,7 +205,8 @@ class EventStream(HeldResponse):
         return None if self._sending else self._num_sent
 
     def _ping(self) -> Awaitable[None] | None:
-        if self._direct is None or not self._direct.write(PING):
-            return self._transmit(PING)
+        ping = self._framing.ping
+        if self._direct is None or not self._direct.write(ping):
+            return self._transmit(ping)
         self._num_sent += 1
         return None

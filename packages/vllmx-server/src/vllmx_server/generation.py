@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from vllmx_core.errors import VllmxError
+from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
@@ -21,14 +22,19 @@ class Usage:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens: int | None = None
+        """Of the completion's; None where thoughts are not told from content."""
 
     def as_dict(self) -> dict[str, object]:
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class Generation:
@@ -46,6 +52,11 @@ class Generation:
         self._streams = streams
         self.usage = Usage(sum(len(stream.prompt_token_ids) for stream in streams))
         self._watches = [_Watch(stream, metrics, self.usage, started_s) for stream in streams]
+
+    @property
+    def readers(self) -> AnswerReaders | None:
+        """Of the answers to a conversation; None where there is nothing to tell from content."""
+        return self._streams[0].request.readers
 
     @property
     def prompt_token_ids(self) -> list[list[int]]:

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllmx_core.errors import shown
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import HostError, error_response
@@ -38,10 +39,10 @@ class HostCheck:
             name = _name_of(header(scope, b"host").decode("latin1"))
             if name not in self.allowed and not _is_address(name):
                 error = HostError(
-                    f"this server is not for the host {name[:200]!r}: call it localhost, or start"
+                    f"this server is not for the host {shown(name)}: call it localhost, or start"
                     " it with --allowed-hosts NAME (any: --allowed-hosts '*')"
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

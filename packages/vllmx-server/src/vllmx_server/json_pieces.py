@@ -23,9 +23,18 @@ class Items:
         self.items = items
 
 
+class Members:
+    """A JSON object whose members are made while it is encoded, each name once."""
+
+    __slots__ = ("members",)
+
+    def __init__(self, members: Iterable[tuple[str, Any]]) -> None:
+        self.members = members
+
+
 def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of a value, in pieces of about the same work; a small one is a single piece. `Items`
-    may stand in it anywhere within dictionaries and other `Items`."""
+    and `Members` may stand in it anywhere within dictionaries and other ones of their kind."""
     held = bytearray()
     for part in _parts(value):
         held += part
@@ -39,15 +48,21 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, Items):
         yield from _array(iter(value.items))
+    elif isinstance(value, Members):
+        yield from _object(value.members)
     elif _is_lazy(value):
-        before = b"{"
-        for name, item in value.items():
-            yield before + encode(name) + b":"
-            yield from _parts(item)
-            before = b","
-        yield b"}"
+        yield from _object(value.items())
     else:
         yield encode(value)
+
+
+def _object(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
+    before = b"{"
+    for name, item in members:
+        yield before + encode(name) + b":"
+        yield from _parts(item)
+        before = b","
+    yield b"}" if before == b"," else b"{}"
 
 
 def _array(items: Iterator[Any]) -> Iterator[bytes]:
@@ -65,6 +80,6 @@ def _array(items: Iterator[Any]) -> Iterator[bytes]:
 
 
 def _is_lazy(value: Any) -> bool:
-    return isinstance(value, Items) or (
+    return isinstance(value, Items | Members) or (
         isinstance(value, dict) and any(map(_is_lazy, value.values()))
     )

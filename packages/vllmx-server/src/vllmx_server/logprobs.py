@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-from vllmx_engine.client.logprob_rows import LogprobRows
+from vllmx_engine.client.logprob_rows import LogprobRows, decode_logprobs
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.outputs import Logprob
+from vllmx_engine.wire.messages import TokenLogprobs
 
-from vllmx_server.json_pieces import Items
+from vllmx_server.json_pieces import Items, Members
 
-Position = Mapping[int, Logprob]
-"""The chosen token first, then the likeliest ones."""
 FLOOR = -9999.0
 """JSON has no -inf; vLLM sends this."""
 
@@ -22,36 +21,44 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else FLOOR
 
 
-def shown(token: int, text: str | None, as_id: bool | None) -> str:
+def is_long(row: TokenLogprobs) -> bool:
+    """Whether making all of it at once would hold up the event loop."""
+    return bool(row.packed)
+
+
+def token_name(token: int, text: str | None, as_id: bool | None) -> str:
     """A token as answers name it: by its text, or by its id (`return_tokens_as_token_ids`), since
     the texts of several tokens may be one."""
     return f"token_id:{token}" if as_id else text or ""
 
 
 def chat_logprobs(
-    positions: Sequence[Position],
+    positions: Sequence[Any],
     token_ids: Sequence[int],
     top: int,
     tokenizer: Tokenizer,
     as_ids: bool | None,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat completion."""
+    """`choices[].logprobs` of a chat completion; `top`: -1: of all that there are."""
 
-    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": shown(token, logprob.decoded_token, as_ids),
-            "logprob": finite(logprob.logprob),
+            "token": token_name(token, tokenizer.token_text(token), as_ids),
+            "logprob": finite(logprob),
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
-    def row(token: int, position: Position) -> dict[str, Any]:
-        likeliest = sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
+    def row(position: TokenLogprobs | None) -> dict[str, Any]:
+        assert position is not None, "a generated token has its log-probability"
+        likeliest = islice(position.likeliest(), None if top < 0 else top)
+        entries = (entry(token, logprob) for token, logprob in likeliest)
         return {
-            **entry(token, position[token]),
-            "top_logprobs": [entry(other, logprob) for other, logprob in likeliest],
+            **entry(position.token, position.logprob),
+            "top_logprobs": Items(entries) if is_long(position) else list(entries),
         }
 
-    return {"content": Items(map(row, token_ids, positions)), "refusal": None}
+    assert isinstance(positions, LogprobRows)
+    return {"content": Items(map(row, positions.rows[: len(token_ids)])), "refusal": None}
 
 
 class CompletionLogprobs:
@@ -65,7 +72,7 @@ class CompletionLogprobs:
     def add(
         self,
         token_ids: Sequence[int],
-        positions: Sequence[Position | None],
+        positions: Sequence[Any],
         offsets: Sequence[int],
         shift: int = 0,
     ) -> None:
@@ -84,7 +91,7 @@ class CompletionLogprobs:
                 for logprob in positions.of_tokens()
             ),
             "top_logprobs": Items(
-                self._top(position) for _, positions in rows for position in positions
+                self._top(row) for _, positions in rows for row in positions.rows
             ),
             "text_offset": Items(offset for _, _, offsets in self._parts for offset in offsets),
         }
@@ -92,29 +99,43 @@ class CompletionLogprobs:
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
-    def _top(self, position: Position | None) -> dict[str, float] | None:
-        if position is None:
+    def _top(self, row: TokenLogprobs | None) -> dict[str, float] | Members | None:
+        if row is None:
             return None
-        top: dict[str, float] = {}
-        for token, entry in position.items():  # of one text: the chosen, else the likeliest
-            name = shown(token, entry.decoded_token, self._as_ids)
-            top.setdefault(name, finite(entry.logprob))
-        return top
+        return Members(self._named(row)) if is_long(row) else dict(self._named(row))
+
+    def _named(self, row: TokenLogprobs) -> Iterator[tuple[str, float]]:
+        """Each name once: of tokens with one text the chosen, else the likeliest."""
+        seen: set[str] = set()
+        for token, entry in decode_logprobs(row, self._tokenizer):
+            name = token_name(token, entry.decoded_token, self._as_ids)
+            if name not in seen:
+                seen.add(name)
+                yield name, finite(entry.logprob)
 
 
-def prompt_logprobs(positions: Sequence[Position | None] | None) -> Items | None:
+def prompt_logprobs(positions: Sequence[Any] | None) -> Items | None:
     """vLLM's `prompt_logprobs`: a mapping by token id for each prompt token, null for the first."""
-    return None if positions is None else Items(map(_prompt_row, positions))
-
-
-def _prompt_row(position: Position | None) -> dict[str, Any] | None:
-    if position is None:
+    if positions is None:
         return None
-    return {
-        str(token): {
-            "logprob": finite(entry.logprob),
-            "rank": entry.rank,
-            "decoded_token": entry.decoded_token,
-        }
-        for token, entry in position.items()
-    }
+    assert isinstance(positions, LogprobRows)
+    return Items(_prompt_row(row, positions.tokenizer) for row in positions.rows)
+
+
+def _prompt_row(
+    row: TokenLogprobs | None, tokenizer: Tokenizer
+) -> dict[str, dict[str, Any]] | Members | None:
+    if row is None:
+        return None
+    members = (
+        (
+            str(token),
+            {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            },
+        )
+        for token, entry in decode_logprobs(row, tokenizer)
+    )
+    return Members(members) if is_long(row) else dict(members)

@@ -14,7 +14,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllmx_core.private_traceback import private_traceback
 
-from vllmx_server.errors import AuthenticationError, error_response, internal_error
+from vllmx_server.errors import (
+    AuthenticationError,
+    error_response,
+    internal_error,
+    is_messages,
+    route_path,
+)
 from vllmx_server.priorities import client_name
 
 logger = logging.getLogger("vllmx.server")
@@ -56,12 +62,15 @@ class RequestContext:
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode("ascii")
         started, status = time.perf_counter(), 0
+        echoes = [(b"x-request-id", request_id)]
+        if is_messages(scope):
+            echoes.append((b"request-id", request_id))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *echoes]
             await send(message)
 
         try:
@@ -72,7 +81,7 @@ class RequestContext:
             name = request_id.decode("ascii")
             logger.error("unhandled error in request %s\n%s", name, private_traceback(error))
             if not status:
-                await error_response(internal_error())(scope, receive, send_with_id)
+                await error_response(internal_error(), scope)(scope, receive, send_with_id)
         finally:
             self._note(scope, status or CLIENT_GONE, time.perf_counter() - started)
 
@@ -109,7 +118,7 @@ class Authorization:
                 "missing or wrong API key: send it as 'Authorization: Bearer KEY' or as"
                 " 'X-API-Key: KEY'"
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         scope.setdefault("state", {})["client"] = client_name(digest)
         await self.app(scope, receive, send)
@@ -118,13 +127,6 @@ class Authorization:
 def header(scope: Scope, name: bytes) -> bytes:
     """The first header of this name; empty when there is none."""
     return next((value for key, value in scope["headers"] if key.lower() == name), b"")
-
-
-def route_path(scope: Scope) -> str:
-    """The path without `root_path`, as the router sees it."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _is_preflight(scope: Scope) -> bool:

@@ -26,9 +26,12 @@ from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
 from vllmx_server.loop_errors import on_loop_error
 from vllmx_server.state import ServerState
+from vllmx_server.store.storage import Storage
 
 logger = logging.getLogger("vllmx.server")
 
+_PREPARE_S = 2.0
+"""From the start to making what grammars need."""
 _CLOSE_S = 2.0
 """What connections get to end once all answers are sent."""
 _BACKLOG = 1024
@@ -56,6 +59,7 @@ async def _serve(
     check_versions()
     config, limits = hypercorn_config(server), connection_limits(server)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
+    storage = Storage(server)
     listener, url = bind(server)
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
@@ -63,20 +67,34 @@ async def _serve(
     try:
         signals = _Signals()
         async with await AsyncLLM.start(engine) as llm:
-            app = build_app(llm, server)
+            app = build_app(llm, server, storage)
+            await app.state.server.background.start()
             listen(listener, server)
             stop = signals.begin_serving(app.state.server)
             if on_ready is not None:
                 on_ready(llm, url)
             serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
             dying = asyncio.ensure_future(llm.until_dead())
+            preparing = asyncio.ensure_future(_prepare_grammars(llm))
             await _until_stopped(serving, stop, dying)
+            preparing.cancel()
+            await app.state.server.background.stop()
             if dying.done() and not dying.cancelled():
                 raise dying.result()
     finally:
+        storage.close()
         listener.close()
         if server.uds is not None:
             Path(server.uds).unlink(missing_ok=True)
+
+
+async def _prepare_grammars(llm: AsyncLLM) -> None:
+    """A while after the start, when who waited for it has been served."""
+    await asyncio.sleep(_PREPARE_S)
+    try:
+        await llm.prepare_grammars()
+    except Exception:  # the first grammar will meet it again, and say so
+        logger.exception("grammars cannot be prepared")
 
 
 async def _until_stopped(

@@ -7,20 +7,28 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Protocol, cast
 
 from starlette.requests import Request
-from vllmx_core.errors import ModelNotFoundError
+from vllmx_core.errors import ModelNotFoundError, shown
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server import __version__
+from vllmx_server.background import Background
+from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import OverloadedError
 from vllmx_server.metrics import Metrics
+from vllmx_server.pooling import Pooler
 from vllmx_server.priorities import PriorityRange, priority_ranges
-from vllmx_server.schema.sampling import SamplingFields
+from vllmx_server.responses.background import BackgroundResponses
+from vllmx_server.store.storage import Storage
+
+BATCH_PRIORITY = (1 << 31) - 1
+"""Behind everybody else, as batches are."""
 
 
 @dataclass(slots=True)
@@ -31,6 +39,9 @@ class ServerState:
     config: ServerConfig
     metrics: Metrics
     bodies: BodyBudget
+    storage: Storage
+    pooler: Pooler | None = None
+    """Of a model that makes vectors or scores; None: it generates text."""
     draining: bool = False
     in_flight: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
@@ -38,6 +49,10 @@ class ServerState:
     """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
     priorities: dict[str, PriorityRange] = field(init=False)
     """See `priority_ranges`."""
+    batches: BatchRunner = field(init=False)
+    running_responses: BackgroundResponses = field(default_factory=BackgroundResponses)
+    background: Background = field(init=False)
+    """Of it the owner of the server calls `start` and `stop`."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -48,7 +63,7 @@ class ServerState:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
         if name is not None and name != self.llm.config.name:
             raise ModelNotFoundError(
-                f"model {name[:200]!r} is not served here; served: {self.llm.config.name}",
+                f"model {shown(name)} is not served here; served: {self.llm.config.name}",
                 param="model",
             )
 
@@ -77,6 +92,7 @@ class ServerState:
         """Admits nothing new and waits until every answer has been sent; False when the time was
         up."""
         self.draining = True
+        await self.background.stop()
         if self.in_flight:
             try:
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -101,26 +117,55 @@ def state_of(request: Request) -> ServerState:
     return cast(ServerState, request.app.state.server)
 
 
-def request_id_of(request: Request, body: SamplingFields) -> str:
+class Named(Protocol):
+    """A body that may name its request."""
+
+    @property
+    def request_id(self) -> str | None: ...
+
+
+class Asking(Protocol):
+    """A body that says how urgent it is, and whose prefixes it shares."""
+
+    @property
+    def priority(self) -> int | None: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+def request_id_of(request: Request, body: Named) -> str:
     """The body's own request_id, or the one of the HTTP request. A name for the answer and for
     logs: clients may give one to several requests."""
     return body.request_id or cast(str, request.scope["state"]["request_id"])
 
 
+def owner_of(request: Request) -> str:
+    """Whose things a request may see: the API key's name, empty without keys."""
+    return cast(str, request.scope["state"].get("client", ""))
+
+
 def client_of(request: Request) -> str:
-    """Who asks, for fair share and budgets: the API key's digest, or without keys the address."""
-    key: str = request.scope["state"].get("client", "")
+    """Who asks, for fair share and budgets: the API key's name, or without keys the address. A
+    batch is another client than who sent it."""
+    owner = owner_of(request)
+    if "is_batch" in request.scope["state"]:
+        return f"{owner} (batch)"
     address = request.scope.get("client")
-    return key or (str(address[0]) if address else "")
+    return owner or (str(address[0]) if address else "")
 
 
-def caller_of(request: Request, body: SamplingFields) -> dict[str, Any]:
-    """Who asks, as keyword arguments of `AsyncLLM.submit`. The prefix-cache salt goes by the API
+def caller_of(request: Request, body: Asking) -> RequestOptions:
+    """Who asks, and how urgently. The prefix-cache salt goes by the API
     key, so that no client can probe another's prompts; a `cache_salt` of the request narrows it
     further. Raises InvalidRequestError for a priority that the key does not allow."""
-    client, key = client_of(request), request.scope["state"].get("client", "")
+    client, key = client_of(request), owner_of(request)
     priority = body.priority or 0
-    ranges = state_of(request).priorities
-    ranges.get(key, ranges[""]).check(priority)
+    if "is_batch" in request.scope["state"]:
+        priority = BATCH_PRIORITY
+    else:
+        ranges = state_of(request).priorities
+        ranges.get(key, ranges[""]).check(priority)
     salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
-    return {"priority": priority, "client": client, "cache_salt": salt}
+    session = getattr(body, "session_id", None) or ""
+    return RequestOptions(priority, client, salt, session)

@@ -75,8 +75,8 @@ def attention(
 ) -> Tensor:
     """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec`."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
-    split = qkv.view(-1, heads + 2 * kv_heads, size)  # (T, H + 2K, D)
-    q, k, v = split.split([heads, kv_heads, kv_heads], dim=1)
+    split = qkv.view(-1, spec.num_heads_in, size)  # (T, H + 2K, D)
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if weights.q_norm is not None:
         q = rms_norm(q, weights.q_norm, spec.norm_eps)
     if weights.k_norm is not None:
@@ -85,8 +85,9 @@ def attention(
         table = weights.rope[step.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
-    pages.k.write(step.slots[pages.group], k)
-    pages.v.write(step.slots[pages.group], v)
+    if not spec.shared:
+        pages.k.write(step.slots[pages.group], k)
+        pages.v.write(step.slots[pages.group], v)
     out = torch.empty_like(q)  # (T, H, D)
     for batch in step.batches(pages.group, spec.window, spec.causal):
         attended = _attend(q[batch.tokens], batch, spec, weights.sinks, pages, scratch)

@@ -58,9 +58,7 @@ class TorchBackend:
             device = choose_device()
         except ConfigError as error:
             return facts | {"device": error.message}
-        return facts | {
-            "device": describe(device), "free memory": format_bytes(free_bytes(device))
-        }  # fmt: skip
+        return facts | {"device": describe(device), "free memory": format_bytes(free_bytes(device))}
 
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> TorchLoadedModel:
         """See `vllmx_core.backend.Backend.load`. On the CPU it sets torch's number of threads, of
@@ -76,9 +74,12 @@ class TorchBackend:
         weights_size = weight_bytes(specs, constants, DTYPES[dtype])
         free = free_bytes(device)
         check_weights_fit(
-            weights_size, free, dtype, where=f" on {device}",
+            weights_size,
+            free,
+            dtype,
+            where=f" on {device}",
             remedy="choose a smaller model, or a 16-bit --dtype",
-        )  # fmt: skip
+        )
         used = weights_size + _activation_bytes(
             model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
@@ -104,9 +105,7 @@ class TorchBackend:
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
         pages = allocate(kv, device)
-        return TorchLoadedModel(
-            recording.steps, weights, pages, info, device, sampling_device
-        )  # fmt: skip
+        return TorchLoadedModel(recording.steps, weights, pages, info, device, sampling_device)
 
 
 def _num_threads(options: LoadOptions) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllmx_core.backend import LoadOptions
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
 from vllmx_core.memory import GIB
-from vllmx_core.model import KVSpec, ModelShape
+from vllmx_core.model import ModelShape, OwnedKV
 
 from vllmx_torch.kv_quant import CODES, quantise
 from vllmx_torch.weights import DTYPES
@@ -48,7 +48,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """KV pages of one attention layer."""
+    """KV pages of one attention layer; one of latents has rows of one head in `k`, and no `v`."""
 
     k: Pages
     v: Pages
@@ -59,14 +59,15 @@ class LayerPages:
 def allocate(plan: CachePlan, device: torch.device) -> tuple[LayerPages, ...]:
     """Zeroed pages of each layer; layers of different groups have a place in common."""
     places = [
-        (_zeros(plan, kv, device), _zeros(plan, kv, device)) for kv in plan.layout.places
-    ]  # fmt: skip
+        (_zeros(plan, kv, kv.head_size, device), _zeros(plan, kv, kv.value_size, device))
+        for kv in plan.layout.places
+    ]
     return tuple(LayerPages(*places[place], group) for group, place in plan.layout.layers)
 
 
-def _zeros(plan: CachePlan, kv: KVSpec, device: torch.device) -> Pages:
+def _zeros(plan: CachePlan, kv: OwnedKV, size: int, device: torch.device) -> Pages:
     shape = (kv.num_kv_heads, plan.num_blocks * plan.block_size)
-    data = torch.zeros(*shape, kv.head_size, dtype=_STORED[plan.dtype], device=device)
+    data = torch.zeros(*shape, size, dtype=_STORED[plan.dtype], device=device)
     scales = torch.zeros(shape, device=device) if plan.dtype in CODES else None
     return Pages(plan.dtype, data, scales)
 

@@ -143,5 +143,6 @@ class TorchStepHandle:
         """See `vllmx_core.backend.StepHandle.result`."""
         arrays, seconds = self._owner.finish(self)
         ids = arrays.pop("ids")
+        logits = arrays.pop("logits", None)
         logprobs = LogprobRows(**arrays) if arrays else None
-        return StepResult(ids.astype(np.int32, copy=False), logprobs, seconds)
+        return StepResult(ids.astype(np.int32, copy=False), logprobs, logits, seconds)

@@ -23,8 +23,9 @@ def edited_logits(logits: Tensor, rows: SamplingRows, fed_tokens: Tensor) -> Ten
     return out
 
 
-def _allowed(masks: np.ndarray[tuple[int, ...], np.dtype[np.uint32]], index: I32,
-             logits: Tensor) -> Tensor:  # fmt: skip
+def _allowed(
+    masks: np.ndarray[tuple[int, ...], np.dtype[np.uint32]], index: I32, logits: Tensor
+) -> Tensor:
     """(L, V) bits of each row's mask; rows without one are all True."""
     device, vocab_size = logits.device, logits.shape[1]
     words = upload(masks.view(np.int32), np.int32, device)  # (N, W)

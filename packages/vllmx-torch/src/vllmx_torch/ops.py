@@ -15,18 +15,24 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
+from vllmx_torch.experts import clamped, experts, route
 from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.latent_attention import latent_attention
 from vllmx_torch.step import TorchStep
 from vllmx_torch.weights import LinearWeight, TorchWeight
 
@@ -54,7 +60,7 @@ class TorchFrame(Frame[Tensor]):
         return weight
 
     def matrix(self, ref: WeightRef) -> LinearWeight:
-        """A matrix with its bias."""
+        """A matrix, or a stack of such, with its bias."""
         weight = self.weights[ref.name]
         assert isinstance(weight, LinearWeight), f"{ref.name} is no matrix"
         return weight
@@ -91,6 +97,29 @@ def _layer_norm(op: LayerNorm, frame: TorchFrame) -> None:
     frame[op.out] = functional.layer_norm(frame[op.x], w.shape, w, bias, op.eps)
 
 
+@OPS.add(HeadNorm)
+def _head_norm(op: HeadNorm, frame: TorchFrame) -> None:
+    spec, size = op.spec, op.spec.head_size
+    widths = [heads * size for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+    q, k, v = frame[op.qkv].split(widths, dim=-1)
+    if op.q_norm is not None:
+        q = _normed_heads(q, frame.tensor(op.q_norm), spec)
+    if op.k_norm is not None:
+        k = _normed_heads(k, frame.tensor(op.k_norm), spec)
+    if spec.values:
+        v = functional.rms_norm(v.view(len(v), -1, size), (size,), None, spec.eps).flatten(1)
+    frame[op.out] = torch.cat([q, k, v], dim=-1)
+
+
+def _normed_heads(x: Tensor, w: Tensor, spec: HeadNormSpec) -> Tensor:
+    """(T, heads * D) -> the same."""
+    runs = x.unflatten(-1, (-1, x.shape[-1] if spec.across else spec.head_size))
+    weights = w.view(runs.shape[1:])
+    if spec.kind == "rms":
+        return rms_norm(runs, weights, spec.eps).flatten(1)
+    return (functional.layer_norm(runs, runs.shape[2:], eps=spec.eps) * weights).flatten(1)
+
+
 @OPS.add(Linear)
 def _linear(op: Linear, frame: TorchFrame) -> None:
     w = frame.matrix(op.w)
@@ -100,8 +129,15 @@ def _linear(op: Linear, frame: TorchFrame) -> None:
 @OPS.add(Attention)
 def _attention(op: Attention, frame: TorchFrame) -> None:
     pages, weights = frame.pages[op.spec.layer], op.bound(frame.tensor)
-    frame[op.out] = attention(
-        frame[op.qkv], op.spec, weights, frame.step, pages, frame.scratch
+    frame[op.out] = attention(frame[op.qkv], op.spec, weights, frame.step, pages, frame.scratch)
+
+
+@OPS.add(LatentAttention)
+def _latent_attention(op: LatentAttention, frame: TorchFrame) -> None:
+    frame[op.out] = latent_attention(
+        frame[op.q], frame[op.latent], op.spec, frame.tensor(op.rope), frame.tensor(op.norm),
+        frame.matrix(op.k_b), frame.matrix(op.v_b), frame.step, frame.pages[op.spec.layer],
+        frame.scratch,
     )  # fmt: skip
 
 
@@ -145,6 +181,29 @@ _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
 def _gate(op: Gate, frame: TorchFrame) -> None:
     x, opened = frame[op.x], _GATES[op.kind](frame[op.g])
     frame[op.out] = (x.view(*opened.shape, op.span) * opened[..., None]).view_as(x)
+
+
+@OPS.add(Route)
+def _route(op: Route, frame: TorchFrame) -> None:
+    bias, factor = (None if w is None else frame.tensor(w) for w in (op.bias, op.factor))
+    frame[op.ids], frame[op.slot_weights] = route(frame[op.logits], op.spec, bias, factor)
+
+
+@OPS.add(Experts)
+def _experts(op: Experts, frame: TorchFrame) -> None:
+    spec = op.spec
+
+    def activated(gate_up: Tensor) -> Tensor:
+        if spec.clamp is not None:
+            return clamped(gate_up, spec)
+        if not spec.gated:
+            return _ACTIVATIONS[spec.activation](gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _ACTIVATIONS[spec.activation](gate) * up
+
+    ids, weights = frame[op.ids], frame[op.slot_weights]
+    gate_up, down = frame.matrix(op.gate_up), frame.matrix(op.down)
+    frame[op.out] = experts(frame[op.x], ids, weights, gate_up, down, activated)
 
 
 @OPS.add(Head)

@@ -22,7 +22,8 @@ def sample(logits: Tensor, rows: SamplingRows, fed_tokens: Tensor) -> dict[str, 
     """Samples or scores each of the (L, V) float32 logit rows; `logits` stays as it is.
 
     fed_tokens: (L,) the id that each row feeds at its logit row, for `TokenCounts.pending`.
-    Returns "ids" (L,) and, when a row asks for them, the fields of `LogprobRows`.
+    Returns "ids" (L,) and, when a row asks for them, the fields of `LogprobRows` and
+    "logits" (A, V) of the rows in `whole`.
     """
     device = logits.device
     broken = (torch.isnan(logits) | torch.isposinf(logits)).any(-1)  # (L,)
@@ -36,6 +37,8 @@ def sample(logits: Tensor, rows: SamplingRows, fed_tokens: Tensor) -> dict[str, 
     if rows.max_logprobs >= 0:
         wanted = upload(rows.num_logprobs, np.int64, device).masked_fill(ids < 0, -1)
         results |= _logprobs(logits, ids, wanted, rows.max_logprobs)
+    if rows.whole is not None:
+        results["logits"] = logits[upload(rows.whole, np.int64, device)]
     return results
 
 

@@ -49,10 +49,13 @@ class TorchStep:
         tokens, positions, slots, tables, rows = (
             upload(array, np.int64, device)
             for array in (
-                plan.tokens, plan.positions, np.stack(plan.slots), np.stack(plan.block_tables),
+                plan.tokens,
+                plan.positions,
+                np.stack(plan.slots),
+                np.stack(plan.block_tables),
                 plan.logit_rows,
             )
-        )  # fmt: skip
+        )
         if (plan.tokens < 0).any():
             referred = last_ids[(-tokens - 1).clamp(min=0)].clamp(min=0)  # (T,)
             tokens = torch.where(tokens < 0, referred, tokens)

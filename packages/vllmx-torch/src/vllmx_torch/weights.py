@@ -20,18 +20,20 @@ from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 logger = logging.getLogger("vllmx.torch")
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+}
 _COPY_BYTES = 64 << 20
 """A dense tensor goes over in pieces of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What `linear` and the head multiply by."""
+    """What `linear` and the head multiply by, or a stack of X such matrices."""
 
-    matrix: Tensor  # (out, in)
-    bias: Tensor | None  # (out,)
+    matrix: Tensor  # (out, in), of a stack (X, out, in)
+    bias: Tensor | None  # (out,), of a stack (X, out)
 
 
 TorchWeight = LinearWeight | Tensor
@@ -48,8 +50,9 @@ def weight_bytes(
         if spec.kind == "vector":
             rest += spec.rows * 4
             continue
-        rest += spec.rows * dtype.itemsize * has_bias(spec)
-        matrices[tie_key(spec)] = spec.rows * spec.cols * dtype.itemsize
+        rows = spec.rows * spec.count
+        rest += rows * dtype.itemsize * has_bias(spec)
+        matrices[tie_key(spec)] = rows * spec.cols * dtype.itemsize
     return sum(matrices.values()) + rest
 
 
@@ -86,12 +89,16 @@ class WeightLoader:
             return vector
         key = tie_key(spec)
         if key not in self._matrices:  # a head that is tied to the embedding is held once
-            shape = (spec.rows, spec.cols)
+            shape = (spec.rows * spec.count, spec.cols)
             self._matrices[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
             self._fill(self._matrices[key], spec)
         if spec.kind == "embedding":
             return self._matrices[key]
-        return LinearWeight(self._matrices[key], self._bias(spec))
+        matrix, bias = self._matrices[key], self._bias(spec)
+        if spec.kind == "stack":
+            matrix = matrix.view(spec.count, spec.rows, spec.cols)
+            bias = None if bias is None else bias.view(spec.count, spec.rows)
+        return LinearWeight(matrix, bias)
 
     def _bias(self, spec: WeightSpec) -> Tensor | None:
         bias = bias_of(spec, self.source)

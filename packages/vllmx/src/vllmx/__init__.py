@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllmx_core.config import EngineConfig
     from vllmx_core.errors import VllmxError
     from vllmx_core.sampling import SamplingParams
+    from vllmx_core.structured import StructuredOutputsParams
     from vllmx_engine.async_llm import AsyncLLM
     from vllmx_engine.client.chat import ChatOptions, Message
     from vllmx_engine.engine import Engine
@@ -30,6 +31,7 @@ __all__ = [
     "Message",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "VllmxError",
 ]
 
@@ -43,6 +45,7 @@ _HOMES = {
     "Message": "vllmx_engine.client.chat",
     "RequestOutput": "vllmx_engine.wire.outputs",
     "SamplingParams": "vllmx_core.sampling",
+    "StructuredOutputsParams": "vllmx_core.structured",
     "VllmxError": "vllmx_core.errors",
 }
 

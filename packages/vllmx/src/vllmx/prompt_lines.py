@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllmx_core.config_values import nearest
-from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.errors import ConfigError, InvalidRequestError, shown
 
 SEPARATOR = " | "
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
@@ -79,7 +79,7 @@ def _task(record: dict[str, Any]) -> Task:
     if record.get("method", "POST") != "POST" or url not in (CHAT_URL, TEXT_URL):
         raise ConfigError(
             f"a line of a batch must be a POST to {CHAT_URL} or {TEXT_URL}, got"
-            f" {str(record.get('method'))[:20]!r} to {str(url)[:80]!r}"
+            f" {shown(record.get('method'))} to {shown(url)}"
         )
     if body.get("stream"):
         raise ConfigError("stream: a batch is not streamed, leave it out")
@@ -102,7 +102,7 @@ def _from_fields(record: dict[str, Any], custom_id: str | None) -> Task:
     ]
     for name in sampling:
         if name not in known:
-            raise ConfigError(f"the unknown key {name[:80]!r}{nearest(name, known)}")
+            raise ConfigError(f"the unknown key {shown(name)}{nearest(name, known)}")
     SamplingParams(**sampling)
     if (prompt is None) == (messages is None):
         raise ConfigError('it needs either "prompt" or "messages"')

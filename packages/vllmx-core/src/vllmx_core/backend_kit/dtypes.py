@@ -6,15 +6,24 @@ from collections.abc import Collection, Mapping
 
 from vllmx_core.errors import ConfigError
 
-SHORT_NAMES: Mapping[str, str] = {
-    "bfloat16": "bf16", "float16": "f16", "fp16": "f16", "half": "f16", "float32": "f32",
-    "fp32": "f32", "float": "f32",
-}  # fmt: skip
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("bfloat16",),
+    "f16": ("float16", "fp16", "half"),
+    "f32": ("float32", "fp32", "float"),
+}
+"""The first of each is the long one."""
+SHORT_NAMES: Mapping[str, str] = {name: short for short, own in _NAMES.items() for name in own}
 
 
 def short_dtype(name: str) -> str:
     """bf16, f16 or f32 for any of their names; another name stays as it is."""
     return SHORT_NAMES.get(name, name)
+
+
+def long_dtype(name: str) -> str:
+    """bfloat16, float16 or float32, as users read them, just so."""
+    short = short_dtype(name)
+    return _NAMES[short][0] if short in _NAMES else name
 
 
 def choose_dtype(wanted: str, automatic: str, has: Collection[str], backend: str) -> str:

@@ -30,7 +30,8 @@ class AttentionSpec:
 
     The op splits `qkv` (T, (H + 2K) * D) into q | k | v, applies the optional per-head RMS norm to
     q and k, rotates the first `rotary_dim` of D, writes k and v to the layer's pages and attends.
-    Query head h reads kv head h // (H / K).
+    Query head h reads kv head h // (H / K). A layer that shares writes nothing: q alone comes in,
+    (T, H * D), and it reads the pages of an earlier layer.
     """
 
     layer: int
@@ -46,6 +47,13 @@ class AttentionSpec:
     softcap: float | None = None
     causal: bool = True
     """False: a row sees its whole context, and a window reaches as far forward as back."""
+    shared: bool = False
+    """Whether the pages are another layer's, which `ModelShape.caches` names."""
+
+    @property
+    def num_heads_in(self) -> int:
+        """Heads that the op is given for each token."""
+        return self.num_heads + (0 if self.shared else 2 * self.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +106,12 @@ class Attention(Op):
     def check(self) -> None:
         spec, where = self.spec, f"layer {self.spec.layer}"
         heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
-        width = (heads + 2 * kv_heads) * size
-        qkv = f"{where}: qkv has {self.qkv.width} features, not ({heads} + 2 * {kv_heads}) * {size}"
+        width = spec.num_heads_in * size
+        wanted = f"{heads}" if spec.shared else f"({heads} + 2 * {kv_heads})"
+        qkv = f"{where}: qkv has {self.qkv.width} features, not {wanted} * {size}"
         expect(self.qkv.width == width, f"{qkv} = {width}")
+        given = f"{where}: k_norm is given for a layer that shares its keys"
+        expect(not (spec.shared and self.k_norm), given)
         expect(heads % kv_heads == 0, f"{where}: {heads} heads over {kv_heads} kv heads")
         even = spec.rotary_dim % 2 == 0 and 0 <= spec.rotary_dim <= size
         expect(even, f"{where}: rotary_dim {spec.rotary_dim} of head size {size}")
@@ -154,7 +165,7 @@ def attention(
     K, D), rounded as a cache of `kv_dtype` would (None: as they are), then each row attends to what
     the pages hold; where they are, the plan's block table of `group` says."""
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
-    split = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, size)  # (T, H + 2K, D)
+    split = qkv.reshape(qkv.shape[0], spec.num_heads_in, size)  # (T, H + 2K, D)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
     if weights.q_norm is not None:
         q = rms_norm(q, weights.q_norm, spec.norm_eps)
@@ -164,11 +175,10 @@ def attention(
         table = weights.rope[plan.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
-    if kv_dtype is not None:
-        k, v = kv_quant.rounded(k, kv_dtype), kv_quant.rounded(v, kv_dtype)
     page, slots = k_pages.shape[1], plan.slots[group]
-    k_pages[slots // page, slots % page] = k
-    v_pages[slots // page, slots % page] = v
+    if not spec.shared:
+        k_pages[slots // page, slots % page] = _stored(k, kv_dtype)
+        v_pages[slots // page, slots % page] = _stored(v, kv_dtype)
     out = np.empty_like(q)  # (T, H, D)
     for row in range(plan.num_rows):
         tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
@@ -180,6 +190,10 @@ def attention(
         mask = attention_mask(spec, query_positions, key_positions)
         out[tokens] = attend(q[tokens], keys, values, mask, spec, weights.sinks)
     return out.reshape(qkv.shape[0], heads * size)
+
+
+def _stored(x: Floats, kv_dtype: str | None) -> Floats:
+    return x if kv_dtype is None else kv_quant.rounded(x, kv_dtype)
 
 
 def _visible(spec: AttentionSpec, query_positions: I32, context_len: int) -> I32:

@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from vllmx_core.interpreter import Frame
 from vllmx_core.ops.values import WeightRef
-from vllmx_core.plan import StepPlan
+from vllmx_core.plan import AnyArray, StepPlan
 
 Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """KV cache of one layer."""
+    """KV cache of one layer; one of latents has rows of one head in `k`, and an empty `v`."""
 
     k: Floats  # (blocks, P, K, D)
     v: Floats  # (blocks, P, K, D)
@@ -42,7 +42,7 @@ class NumpyWeights:
         return sum(array.nbytes for kind in (self.arrays, self.biases) for array in kind.values())
 
 
-class NumpyFrame(Frame[Floats]):
+class NumpyFrame(Frame[AnyArray]):
     """One step of the reference: its values, weights, plan and KV cache."""
 
     def __init__(

@@ -94,9 +94,7 @@ class OpList:
 
 def last_reads(ops: Iterable[Op]) -> dict[Value, int]:
     """Value -> index of the last op that reads or writes it."""
-    return {
-        value: index for index, op in enumerate(ops) for value in (*op.reads, *op.writes)
-    }  # fmt: skip
+    return {value: index for index, op in enumerate(ops) for value in (*op.reads, *op.writes)}
 
 
 def expect(holds: bool, problem: str) -> None:
@@ -111,6 +109,7 @@ def expect_features(**operands: object) -> None:
         expect(isinstance(value, Value), f"{name} is {value!r}, not what another op returned")
         assert isinstance(value, Value)
         expect(value.rows == "T", f"{name} holds logits: no op takes them")
+        expect(value.dtype == "model", f"{name} is what `route` gave: only `experts` takes it")
 
 
 def expect_same_width(**operands: Value) -> None:
@@ -133,6 +132,14 @@ def expect_vector(w: object, size: int) -> None:
     expect_weight(w, "vector")
     assert isinstance(w, WeightRef)
     expect(w.rows == size, f"{w.name!r} has {w.rows} values, not {size}")
+
+
+def expect_stack(w: object, rows: int, cols: int, what: str) -> None:
+    """`w` must be a stack of matrices (rows, cols)."""
+    expect_weight(w, "stack")
+    assert isinstance(w, WeightRef)
+    given = f"{w.name!r} has matrices ({w.rows}, {w.cols})"
+    expect((w.rows, w.cols) == (rows, cols), f"{given}, not {what} = ({rows}, {cols})")
 
 
 def expect_matrix(x: Value, w: object) -> None:

@@ -14,21 +14,25 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.gate import Gate, GateKind
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec, LatentWeights
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList, expect
 from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import LogitRows, StepInputs, TokenIds, Value, WeightRef
 
 OPS: tuple[type[Op], ...] = (
-    Embedding, RmsNorm, AddRmsNorm, LayerNorm, Linear, GatedLinear, Attention, GatedAct, Act, Add,
-    Scale, ScaleBy, Gate, Head,
+    Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
+    LatentAttention, GatedAct, Act, Add, Scale, ScaleBy, Gate, Route, Experts, Head,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -67,6 +71,16 @@ class Ops:
         """(x - mean) / sqrt(var + eps) * w + bias."""
         return self._record(LayerNorm.of, x, w, bias, eps).out
 
+    def head_norm(
+        self,
+        qkv: Value,
+        spec: HeadNormSpec,
+        q_norm: WeightRef | None = None,
+        k_norm: WeightRef | None = None,
+    ) -> Value:
+        """(T, (H + 2K) * D) with the heads of q, k and v normed that `HeadNormSpec` tells."""
+        return self._record(HeadNorm.of, qkv, spec, q_norm, k_norm).out
+
     def linear(self, x: Value, w: WeightRef) -> Value:
         """x @ w.T + bias."""
         return self._record(Linear.of, x, w).out
@@ -85,6 +99,22 @@ class Ops:
         """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec` and `AttentionWeights`."""
         weights = AttentionWeights(rope, q_norm, k_norm, sinks)
         return self._record(Attention.of, qkv, spec, weights, step).out
+
+    def latent_attention(
+        self,
+        q: Value,
+        latent: Value,
+        spec: LatentSpec,
+        step: StepInputs,
+        *,
+        rope: WeightRef,
+        norm: WeightRef,
+        k_b: WeightRef,
+        v_b: WeightRef,
+    ) -> Value:
+        """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`."""
+        weights = LatentWeights(rope, norm, k_b, v_b)
+        return self._record(LatentAttention.of, q, latent, spec, weights, step).out
 
     def gated_act(self, gate_up: Value, kind: Activation) -> Value:
         """(T, 2F) -> (T, F): act(gate) * up."""
@@ -107,6 +137,33 @@ class Ops:
     def gate(self, x: Value, g: Value, kind: GateKind) -> Value:
         """x (T, F) times act(g), g (T, G): each gate is for F / G neighbouring features."""
         return self._record(Gate.of, x, g, kind).out
+
+    def route(
+        self,
+        logits: Value,
+        spec: RouteSpec,
+        *,
+        bias: WeightRef | None = None,
+        factor: WeightRef | None = None,
+    ) -> tuple[Value, Value]:
+        """(T, X) -> ids and weights (T, k) of the experts of each token, for `experts`: `bias` (X,)
+        takes part in the choice alone, `factor` (X,) multiplies each expert's weight."""
+        op = self._record(Route.of, logits, spec, bias, factor)
+        return op.ids, op.slot_weights
+
+    def experts(
+        self,
+        x: Value,
+        ids: Value,
+        weights: Value,
+        gate_up: WeightRef,
+        down: WeightRef,
+        spec: ExpertsSpec,
+    ) -> Value:
+        """x (T, E) through the experts that `route` chose -> (T, E), the sum of what they say times
+        their weights. gate_up: a stack of X matrices (2F, E), gate rows first, or (F, E) where the
+        spec has no gate; down: a stack of X matrices (E, F)."""
+        return self._record(Experts.of, x, ids, weights, gate_up, down, spec).out
 
     def logits(
         self, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None = None

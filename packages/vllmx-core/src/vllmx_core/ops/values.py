@@ -10,16 +10,20 @@ from vllmx_core.errors import OpError
 
 Rows = Literal["T", "L"]
 """How many rows an array has: the tokens of the step, or those that want logits."""
+ValueType = Literal["model", "f32", "i32"]
 WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """An array (rows, width) of the step; identity is what tells two apart. Logits (rows L) are
-    float32, the others of the type that the backend computes in."""
+    """An array (rows, width) of the step; identity is what tells two apart."""
 
     width: int
     rows: Rows = "T"
+    dtype: ValueType = "model"
+    """"model": the type that the backend computes in; logits (rows L) are float32 all the same."""
+    below: int = 0
+    """Of i32: its values are 0 to below - 1."""
 
     def __bool__(self) -> bool:
         raise OpError("the forward pass branches on a value: it must only pass arrays on")
@@ -37,6 +41,8 @@ class WeightRef:
     rows: int
     cols: int = 0
     """0 for a vector."""
+    count: int = 1
+    """Matrices of a stack, each (rows, cols)."""
 
 
 @dataclass(frozen=True, slots=True)

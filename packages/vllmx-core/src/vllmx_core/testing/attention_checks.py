@@ -53,7 +53,11 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
     norms, sinks = features.pop("norms", False), features.pop("sinks", False)
     values |= features
     windows: Sequence[int | None] = values.pop("windows", [values.pop("window", None)] * 2)
-    specs = [AttentionSpec(i, window=window, **values) for i, window in enumerate(windows)]
+    shared = values.pop("shared", False)  # by all layers but the first
+    specs = [
+        AttentionSpec(i, window=window, shared=shared and i > 0, **values)
+        for i, window in enumerate(windows)
+    ]
     size, heads, kv_heads = values["head_size"], values["num_heads"], values["num_kv_heads"]
     builder = Builder(VOCAB, seed)
     builder.embedding("embed", HIDDEN)
@@ -61,7 +65,8 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
         builder.rope("rope", values["rotary_dim"])
     for layer, spec in enumerate(specs):
         builder.attention(spec)
-        builder.linear(f"{layer}.qkv", (heads * size, kv_heads * size, kv_heads * size), HIDDEN)
+        rows = (heads * size,) if spec.shared else (heads * size, kv_heads * size, kv_heads * size)
+        builder.linear(f"{layer}.qkv", rows, HIDDEN)
         builder.linear(f"{layer}.out", HIDDEN, heads * size)
         builder.vector(f"{layer}.q_norm", size)
         builder.vector(f"{layer}.k_norm", size)
@@ -77,7 +82,7 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
                 step,
                 rope=w.get("rope"),
                 q_norm=w[f"{layer}.q_norm"] if norms else None,
-                k_norm=w[f"{layer}.k_norm"] if norms else None,
+                k_norm=w[f"{layer}.k_norm"] if norms and not spec.shared else None,
                 sinks=w[f"{layer}.sinks"] if sinks else None,
             )
             x = ops.add(x, ops.linear(attended, w[f"{layer}.out"]))
@@ -90,6 +95,15 @@ class AttentionChecks(Harness):
     @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
     def test_attention(self, features: dict[str, Any]) -> None:
         self.compare(*attention_model(**features), mixed_steps())
+
+    @pytest.mark.parametrize(
+        "features",
+        [{}, {"norms": True, "rotary_dim": 16, "num_kv_heads": 2, "sinks": True}, {"window": 5}],
+    )
+    def test_pages_of_an_earlier_layer(self, features: dict[str, Any]) -> None:
+        """The second layer brings queries alone."""
+        model, source = attention_model(shared=True, **features)
+        self.compare(model, source, mixed_steps())
 
     def test_attention_both_ways(self) -> None:
         """Rows without a causal mask come whole."""

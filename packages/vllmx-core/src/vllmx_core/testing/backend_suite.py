@@ -14,6 +14,7 @@ from vllmx_core.testing.attention_checks import AttentionChecks
 from vllmx_core.testing.cache_group_checks import CacheGroupChecks
 from vllmx_core.testing.kv_dtype_checks import KVDtypeChecks
 from vllmx_core.testing.late_checks import LateChecks
+from vllmx_core.testing.latent_checks import LatentChecks
 from vllmx_core.testing.op_checks import OpChecks
 from vllmx_core.testing.sampler_checks import SamplerChecks
 from vllmx_core.testing.step_checks import StepChecks
@@ -23,6 +24,7 @@ from vllmx_core.testing.weight_checks import WeightChecks
 class BackendSuite(
     OpChecks,
     AttentionChecks,
+    LatentChecks,
     CacheGroupChecks,
     KVDtypeChecks,
     SamplerChecks,

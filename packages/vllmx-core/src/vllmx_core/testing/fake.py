@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.in_flight import InFlight
@@ -21,7 +22,7 @@ from vllmx_core.cache_groups import blocks_of, cache_layout, longest_sequence
 from vllmx_core.errors import CapacityError
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
-from vllmx_core.plan import I32, U64, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.plan import F32, I32, U64, LogprobRows, SamplingRows, StepPlan, StepResult
 from vllmx_core.testing.fake_rules import (
     EOS_SALT,
     POSITION_FACTOR,
@@ -80,6 +81,8 @@ class FakeStep:
         """Finds the ids."""
         self._result.ids = self._owner.sampled(rows, self._fed, self._history)
         self._result.logprobs = self._owner.logprobs(rows, self._history, self._result.ids)
+        if rows.whole is not None:
+            self._result.logits = self._owner.logits(self._history[rows.whole])
 
     def result(self) -> StepResult:
         """Call once, in the order of the steps. Raises FakeError where the test ordered it."""
@@ -290,7 +293,7 @@ class FakeLoadedModel:
         if rows.max_logprobs < 0:
             return None
         vocab_size, width = self.rules.vocab_size, rows.max_logprobs
-        first = (mix(history) % np.uint64(vocab_size)).astype(np.int64)  # (L,)
+        first = self._greedy(history)  # (L,)
         rank = (ids - first) % vocab_size + 1
         offsets = np.arange(width)
         wanted = (offsets < rows.num_logprobs[:, None]) & (ids >= 0)[:, None]  # (L, K)
@@ -303,6 +306,15 @@ class FakeLoadedModel:
             top_ids.astype(np.int32),
             top.astype(np.float32),
         )
+
+    def logits(self, history: U64) -> F32:
+        """Whose log-softmax `logprobs` tells, as if the sum of all were 1."""
+        ids, first = np.arange(self.rules.vocab_size), self._greedy(history)
+        rank = (ids - first[:, None]) % self.rules.vocab_size + 1
+        return (rank / -4).astype(np.float32)
+
+    def _greedy(self, history: U64) -> npt.NDArray[np.int64]:
+        return (mix(history) % np.uint64(self.rules.vocab_size)).astype(np.int64)
 
     def _weights_to(self, length: int) -> U64:
         if length > self._weights.shape[0]:

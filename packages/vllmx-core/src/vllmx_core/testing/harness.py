@@ -33,6 +33,9 @@ class Harness:
     exact_batches = True
     """A row's bits do not depend on its batch mates nor on chunking."""
 
+    missing_ops: Collection[str] = ()
+    """Names of ops that it does not have yet: a model that needs one must be refused by name."""
+
     kv_dtypes: Collection[str] = KV_DTYPES
     """KV caches that it has; others must be refused by name with ConfigError."""
     kv_share = 0.1

@@ -53,6 +53,7 @@ def rows_of(kind: str, count: int) -> SamplingRows:
         "all": {
             "temperature": 0.8, "num_logprobs": VOCAB, "presence_penalty": 0.3,
             "counts": _counts(count), "edits": _edits(count), **_masks(count),
+            "whole": np.arange(0, count, 2, dtype=np.int32),
         },
     }  # fmt: skip
     rows = sampling_rows(count, **own, **{k: v for k, v in columns[kind].items() if k != "masks"})
@@ -67,6 +68,7 @@ def assert_equal(got: StepResult, wanted: StepResult, kind: str = "") -> None:
     """To the bit: both come from the same backend and the same batch."""
     np.testing.assert_array_equal(got.ids, wanted.ids, err_msg=kind)
     assert (got.logprobs is None) == (wanted.logprobs is None)
+    np.testing.assert_array_equal(got.logits, wanted.logits, err_msg=kind)
     if got.logprobs is not None and wanted.logprobs is not None:
         for name in ("chosen", "rank", "top_ids", "top"):
             np.testing.assert_array_equal(

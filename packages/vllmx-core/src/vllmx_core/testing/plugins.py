@@ -13,10 +13,12 @@ from typing import Any
 
 from vllmx_core.errors import PluginError
 from vllmx_core.hooks import GROUP, Hooks
+from vllmx_core.output_format import OutputFormat
 from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     BackendSpec,
     ModelSpec,
+    ParserSpec,
     QuantizerSpec,
     Spec,
 )
@@ -119,8 +121,7 @@ def _problems(spec: Spec) -> list[str]:
             problems.append(f"{what}: {role} {text!r} is not 'package.module:attribute'")
             continue
         try:
-            if not callable(_load(text)):
-                problems.append(f"{what}: {role} {text!r} is not callable")
+            problems += _kind_problems(spec, _load(text), f"{what}: {role} {text!r}")
         except PluginError as error:
             problems.append(f"{what}: {role}: {error.message}")
     if isinstance(spec, BackendSpec) and not problems:
@@ -128,6 +129,12 @@ def _problems(spec: Spec) -> list[str]:
     if isinstance(spec, ModelSpec):
         problems += _gguf_problems(spec, what)
     return problems + _unread(spec, what)
+
+
+def _kind_problems(spec: Spec, loaded: object, what: str) -> list[str]:
+    if isinstance(spec, ParserSpec):
+        return [] if isinstance(loaded, OutputFormat) else [f"{what} is not an OutputFormat"]
+    return [] if callable(loaded) else [f"{what} is not callable"]
 
 
 def _unread(spec: Spec, what: str) -> list[str]:

@@ -75,6 +75,9 @@ class SamplerChecks(Harness):
                     atol=self.tolerance,
                     err_msg=name,
                 )
+        if expected.logits is not None:
+            assert got.logits is not None
+            np.testing.assert_allclose(got.logits, expected.logits, rtol=0, atol=self.tolerance)
         return expected
 
     @pytest.mark.parametrize("columns", CASES.values(), ids=CASES.keys())
@@ -182,6 +185,19 @@ class SamplerChecks(Harness):
         rows = per_row(temperature=0.5, target=target, num_logprobs=np.arange(ROWS) % 4)
         expected = self.judge(rows)
         assert (expected.ids[::2] == target[::2]).all()
+
+    def test_rows_come_back_whole(self) -> None:
+        """As they were computed, whatever edits say."""
+        edits = LogitEdits(
+            np.arange(ROWS + 1, dtype=np.int32),
+            np.full(ROWS, 7, np.int32),
+            np.full(ROWS, -100, np.float32),
+        )
+        whole = np.array([0, 5, 6, ROWS - 1], np.int32)
+        rows = per_row(temperature=0.8, edits=edits, num_logprobs=np.arange(ROWS) % 3, whole=whole)
+        expected = self.judge(rows)
+        assert expected.logits is not None
+        np.testing.assert_array_equal(expected.logits, logit_table()[whole * 5])
 
     def test_a_broken_row_breaks_alone(self) -> None:
         """NaN logits answer -1, whose successor is harmless."""

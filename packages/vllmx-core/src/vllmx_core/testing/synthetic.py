@@ -10,13 +10,26 @@ from typing import Self
 import numpy as np
 
 from vllmx_core.errors import WeightFormatError
-from vllmx_core.model import Array, AttentionSpec, KVSpec, ModelShape, Ops, StepInputs, Weight
+from vllmx_core.model import (
+    Array,
+    AttentionSpec,
+    CacheSpec,
+    KVSpec,
+    LatentKV,
+    LatentSpec,
+    ModelShape,
+    Ops,
+    SharedKV,
+    StepInputs,
+    Weight,
+)
 from vllmx_core.plan import F32, AnyArray
 from vllmx_core.weights import (
     DENSE,
     DType,
     PartSpec,
     RawTensor,
+    RowRuns,
     WeightPart,
     WeightSpec,
     f32_to_bf16,
@@ -87,7 +100,7 @@ class Builder:
         self.arrays: dict[str, F32] = {}
         self.specs: list[WeightSpec] = []
         self.tables: dict[str, F32] = {}
-        self.caches: list[KVSpec] = []
+        self.caches: list[CacheSpec] = []
 
     def embedding(self, name: str, cols: int) -> Self:
         """A (V, cols) table."""
@@ -107,6 +120,26 @@ class Builder:
                 part = replace(part, bias=bias.name)
             parts.append(part)
         self.specs.append(WeightSpec(name, "linear", tuple(parts), cols))
+        return self
+
+    def stack(
+        self, name: str, count: int, rows: Sequence[int], cols: int, biases: Sequence[int] = ()
+    ) -> Self:
+        """`count` matrices of such parts as `linear` makes."""
+        parts: list[PartSpec] = []
+        for index in range(count):
+            self.linear(f"{name}.{index}", rows, cols, biases)
+            parts.extend(self.specs.pop().parts)
+        self.specs.append(WeightSpec(name, "stack", tuple(parts), cols, "expert", count=count))
+        return self
+
+    def head_stack(self, name: str, count: int, rows: int, cols: int) -> Self:
+        """Matrices that lie one below the other in one tensor."""
+        tensor = self._array(f"{name}.weight", (count * rows, cols), cols**-0.5).name
+        parts = tuple(
+            PartSpec(tensor, rows, runs=RowRuns(index * rows, rows, rows)) for index in range(count)
+        )
+        self.specs.append(WeightSpec(name, "stack", parts, cols, count=count))
         return self
 
     def tied(self, name: str, table: str, cols: int) -> Self:
@@ -129,9 +162,20 @@ class Builder:
         self.tables[name] = np.concatenate([np.cos(angles), np.sin(angles)], 1, dtype=np.float32)
 
     def attention(self, spec: AttentionSpec) -> None:
-        """Announces the KV cache of a layer; layers in their order."""
+        """Announces the KV cache of a layer; layers in their order. One that shares reads the pages
+        of the first."""
         assert spec.layer == len(self.caches), "layers out of order"
-        self.caches.append(KVSpec(spec.num_kv_heads, spec.head_size, spec.window))
+        own = KVSpec(spec.num_kv_heads, spec.head_size, spec.window)
+        self.caches.append(SharedKV(0) if spec.shared else own)
+
+    def latent_attention(self, spec: LatentSpec) -> None:
+        """Announces the cache of a layer, as `attention`, and makes the weights that it names after
+        itself: norm, k_b and v_b."""
+        assert spec.layer == len(self.caches), "layers out of order"
+        self.caches.append(LatentKV(spec.rank, spec.rotary_dim))
+        self.vector(f"{spec.layer}.norm", spec.rank)
+        self.head_stack(f"{spec.layer}.k_b", spec.num_heads, spec.rank, spec.nope_size)
+        self.head_stack(f"{spec.layer}.v_b", spec.num_heads, spec.value_size, spec.rank)
 
     def build(self, hidden_size: int, body: Body) -> SyntheticModel:
         """The model; its weights are `ArraySource(builder.arrays)`."""

@@ -29,34 +29,13 @@ struct Computing<CodePages<Code>> {
 };
 #endif
 
-// Folds what the pieces of cut units left in the workspace.
-template <class Worker>
-void combine(const VxAttention& a, const VxStep& step, VxCtx* ctx, Worker* worker) {
-  Tiling tiling(a, step);
-  Cutter cutter(a, step, ctx->nth);
-  const size_t state_floats = cutter.state_floats();
-  Tile tile;
-  int base = 0, taken = vx_next(ctx);
-  while (tiling.next(&tile)) {
-    Cut cut = cutter.cut(tile);
-    if (cut.pieces == 1) continue;
-    for (; taken < base + tiling.units(); taken = vx_next(ctx)) {
-      int unit = taken - base;
-      size_t first_state = cut.workspace_state + unit * tiling.unit_states(tile);
-      worker->begin(tile, tiling.unit_heads(unit));
-      worker->combine((float*)a.workspace + first_state * state_floats, state_floats);
-    }
-    base += tiling.units();
-  }
-}
-
 // Units over more partitions than these are not taken before their time: who loses its core holds them up.
 constexpr int kExpectedPartitions = 4;
 
 // The shares of the step. With `writes` each unit first writes its own token (see decodes_whole).
 template <class Pages>
 void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
-  Worker<typename Computing<Pages>::Partition> worker(a, step, ctx->scratch);
+  Worker<typename Computing<Pages>::Partition> worker(a, step, HeadEnds(a, step), ctx->scratch);
   PageMap<Pages> pages(a);
   Shares shares(a, step, ctx->nth);
   const size_t state_floats = shares.cutter.state_floats();
@@ -67,13 +46,7 @@ void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
     if (writes) write_token<Pages>(a, step, pages, now.tile.token, now.heads.kv_head);
     worker.begin(now.tile, now.heads);
     worker.expect(ahead && more ? &next : nullptr);
-    if (now.cut.pieces == 1) {
-      worker.run_whole();
-    } else {
-      int from = now.piece * now.cut.piece_partitions;
-      int to = minimum(from + now.cut.piece_partitions, partitions(now.tile));
-      worker.run_piece(from, to, (float*)a.workspace + now.first_state * state_floats, state_floats);
-    }
+    run_share(a, now, state_floats, &worker);
     if (!ahead) more = shares.find(vx_next(ctx), &next);
   }
   if (!shares.cutter.any()) return;
@@ -83,8 +56,8 @@ void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
 
 template <class Pages>
 void run(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
-  const bool alone = decodes_whole(a, step, ctx->nth);
-  if (!alone) {
+  const bool alone = !a.shared && decodes_whole(a, step, ctx->nth);
+  if (!alone && !a.shared) {
     write_kv<Pages>(a, step, ctx);
     vx_barrier(ctx);
   }

@@ -43,6 +43,11 @@ VX_INLINE void rotate_pairs(float* x, const float* table, int rotary_dim) {
   }
 }
 
+// Floats from a token of qkv to the next.
+VX_INLINE size_t token_stride(const VxAttention& a) {
+  return (size_t)(a.num_heads + (a.shared ? 0 : 2 * a.num_kv_heads)) * a.head_size;
+}
+
 // A head that will be wanted soon: heads of successive tokens lie too far apart for the machine to guess.
 VX_INLINE void prefetch_head(const float* x, int head_size) {
   for (int i = 0; i < head_size; i += 16) prefetch(x + i);

@@ -104,7 +104,7 @@ VX_INLINE void write_v(CodePages<Code>, const VxStep&, int, uint8_t* group, int 
 template <class Pages>
 __attribute__((noinline)) void write_token(const VxAttention& a, const VxStep& step, const PageMap<Pages>& pages, int t,
                            int kv_head) {
-  size_t stride = (size_t)(a.num_heads + 2 * a.num_kv_heads) * a.head_size;
+  size_t stride = token_stride(a);
   const float* k = a.qkv + t * stride + (size_t)(a.num_heads + kv_head) * a.head_size;
   const float* v = k + (size_t)a.num_kv_heads * a.head_size;
   if (t + 2 < step.T) {

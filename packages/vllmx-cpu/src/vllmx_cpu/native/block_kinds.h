@@ -40,6 +40,8 @@ using BlockKind = typename KindFor<Format, Format::FAMILY>::type;
 template <class Kind, int NR, int MB>
 static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, const uint8_t* panel,
                          float* c, const uint8_t* next) {
+  // With more tokens the products are the bound, and requests among them cost registers.
+  constexpr bool BESIDE = Kind::UNIT_COLS == 256 && MB < 6;
   for (int r = 0; r < NR; ++r, w += block_bytes) {
     const uint8_t* next_block = next && r + 1 < NR ? w + block_bytes : next;
     NativeF acc[16 / NATIVE_LANES][MB];
@@ -49,10 +51,18 @@ static void micro_blocks(const uint8_t* w, size_t block_bytes, int32_t units, co
       for (int t = 0; t < MB; ++t) acc[i][t] = splat_as(Tag<NativeF>(), 0.0f);
     const uint8_t* x = panel;
     for (int32_t u = 0; u < units; ++u, x += MB * (size_t)Kind::PANEL_BYTES) {
-      if (next) WeightFetch<Kind, 1>::before_unit(w, block_bytes, u, units, next_block);
+      if (next && !BESIDE) WeightFetch<Kind, 1>::before_unit(w, block_bytes, u, units, next_block);
 #pragma GCC unroll 1
-      for (int lane = 0; lane < 16; lane += NATIVE_LANES)
-        Kind::template multiply<MB>(acc[lane / NATIVE_LANES], w, u, units, lane, x);
+      for (int lane = 0; lane < 16; lane += NATIVE_LANES) {
+        NativeF* sums = acc[lane / NATIVE_LANES];
+        if constexpr (BESIDE)
+          Kind::template multiply<MB>(sums, w, u, lane, x, [=](int part) {
+            if (next && lane == 0)
+              WeightFetch<Kind, 1>::template beside_unit<8>(w, block_bytes, u, units, next_block, part);
+          });
+        else
+          Kind::template multiply<MB>(sums, w, u, units, lane, x);
+      }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 16 / NATIVE_LANES; ++i)

@@ -193,7 +193,7 @@ static inline size_t block_bytes(int32_t kind, int32_t cols) {
 }
 
 // Where row r of a packed matrix lies: its block, and its lane there. A gated matrix has `features`
-// gate rows and as many up rows (linear_run.h tells how they alternate); 0: not gated.
+// gate rows and as many up rows (product.h tells how they alternate); 0: not gated.
 struct Place {
   int32_t block, lane;
 };

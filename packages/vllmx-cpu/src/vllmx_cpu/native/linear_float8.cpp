@@ -1,14 +1,11 @@
 // VX: per instruction set
-// `linear` for float8 weights.
-#include "linear_families.h"
-#include "linear_run.h"
+// Kernels for float8 weights.
+#include "family_kernel.h"
 
 namespace vx {
 namespace VX_ISA {
 
-void linear_float8(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  run_family<layout::FLOAT8>(a, step, rows, ctx);
-}
+const Kernel* float8_kernel(int32_t kind, int32_t rows) { return family_kernel<layout::FLOAT8>(kind, rows); }
 
 }  // namespace VX_ISA
 }  // namespace vx

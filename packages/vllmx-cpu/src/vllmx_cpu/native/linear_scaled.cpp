@@ -1,14 +1,11 @@
 // VX: per instruction set
-// `linear` for weights of one scale for each 32 columns (GGUF).
-#include "linear_families.h"
-#include "linear_run.h"
+// Kernels for weights of one scale for each 32 columns (GGUF).
+#include "family_kernel.h"
 
 namespace vx {
 namespace VX_ISA {
 
-void linear_scaled(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  run_family<layout::SCALED>(a, step, rows, ctx);
-}
+const Kernel* scaled_kernel(int32_t kind, int32_t rows) { return family_kernel<layout::SCALED>(kind, rows); }
 
 }  // namespace VX_ISA
 }  // namespace vx

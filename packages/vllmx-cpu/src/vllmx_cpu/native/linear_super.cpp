@@ -1,14 +1,11 @@
 // VX: per instruction set
-// `linear` for weights in units of 256 columns with scales of their groups (GGUF).
-#include "linear_families.h"
-#include "linear_run.h"
+// Kernels for weights in units of 256 columns with scales of their groups (GGUF).
+#include "family_kernel.h"
 
 namespace vx {
 namespace VX_ISA {
 
-void linear_super(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  run_family<layout::SUPER>(a, step, rows, ctx);
-}
+const Kernel* super_kernel(int32_t kind, int32_t rows) { return family_kernel<layout::SUPER>(kind, rows); }
 
 }  // namespace VX_ISA
 }  // namespace vx

@@ -14,7 +14,7 @@ enum VxBlockKind : int32_t {
   VX_AFFINE8_128 = 37, VX_FLOAT8 = 40,
 };
 
-// A packed matrix: tiles of 32 output rows, each two blocks of 16 rows; see linear_run.h.
+// A packed matrix: tiles of 32 output rows, each two blocks of 16 rows; see product.h.
 struct VxWeight {
   const void* data;
   const float* bias;      // in packed row order, or null

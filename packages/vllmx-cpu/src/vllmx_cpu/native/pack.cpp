@@ -1,4 +1,4 @@
-// Repacks a row-major matrix into the tiles that linear_run.h reads. Runs once, at load.
+// Repacks a row-major matrix into the tiles that product.h reads. Runs once, at load.
 #include "block_layout.h"
 #include "simd.h"
 #include "team.h"
@@ -55,7 +55,7 @@ VX_API size_t vx_packed_bytes(int32_t tiles, int32_t cols, int32_t kind) {
 
 // Writes source rows 0 ... count - 1 (row-major, `cols` wide, VxDType source_kind) as rows `first`,
 // `first + 1` ... of a packed matrix that was zero. Row r of a gated matrix of `features` gate rows
-// and as many up rows goes where linear_run.h looks for it; features 0: not gated. Thread-safe for
+// and as many up rows goes where product.h looks for it; features 0: not gated. Thread-safe for
 // different rows.
 VX_API void vx_pack_rows(void* packed, int32_t kind, int32_t cols, int32_t features, const void* source,
                          int32_t source_kind, int32_t first, int32_t count) {

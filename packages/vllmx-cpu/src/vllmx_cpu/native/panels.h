@@ -1,8 +1,7 @@
-// Activations as `linear` reads them: cut into panels of tokens, each [units][tokens], so that the inner
-// loop reads both operands from front to back, rounded to what the weights' kind multiplies. Few are
-// packed by every thread for itself (no barrier); many are packed together.
+// Activations as the micro kernels read them: panels of tokens, each [units][tokens], so that the inner
+// loop reads both operands from front to back, rounded to what the weights' kind multiplies.
 #pragma once
-#include "ops.h"
+#include "product.h"
 #include "simd.h"
 
 namespace vx {
@@ -10,17 +9,10 @@ namespace VX_ISA {
 
 // Up to here each thread packs for itself: what is only rounded, and what is quantised, which is more work.
 enum { PRIVATE_PANEL_BYTES = 256 << 10, PRIVATE_QUANTISED_BYTES = 16 << 10 };
-
-struct Panels {
-  const uint8_t* base;
-  int32_t rows, units, count, size;  // count panels of `size` rows, the last one of fewer
-
-  int32_t begin(int32_t panel) const { return panel < count ? panel * size : rows; }
-};
-
-VX_INLINE const float* activation_row(const VxLinear* a, const VxStep* step, int32_t row) {
-  return a->x + (size_t)(a->logit_rows ? step->logit_rows[row] : row) * (size_t)a->w.cols;
-}
+template <class Kind>
+static constexpr size_t PRIVATE_BYTES = Kind::QUANTISED ? PRIVATE_QUANTISED_BYTES : PRIVATE_PANEL_BYTES;
+template <class Kind>
+static constexpr int32_t PARTS = Kind::QUANTISED ? 4 : 1;
 
 // Calls visit(activations, u) for the units first ... last - 1 of a row x, in the weights' order of columns. A last unit that is wider than what is left of the row is filled up with zeros.
 template <int COLS, class Visit>
@@ -70,36 +62,29 @@ static void pack_row(const VxWeight* w, const float* x, int32_t first, int32_t l
 
 // Part `part` of `parts` of a panel: a range of its units, so that threads write to lines of their own.
 template <class Kind>
-static void pack_panel(const VxLinear* a, const VxStep* step, Panels p, int32_t panel, int32_t part,
-                       int32_t parts, uint8_t* base) {
+static void pack_panel(const Product& a, const Panels& p, int32_t panel, int32_t part, int32_t parts) {
   const int32_t begin = p.begin(panel), tokens = p.begin(panel + 1) - begin;
   const int32_t first = p.units * part / parts, last = p.units * (part + 1) / parts;
-  uint8_t* out = base + (size_t)begin * p.units * Kind::PANEL_BYTES;
+  uint8_t* out = p.base + (size_t)begin * p.units * Kind::PANEL_BYTES;
   for (int32_t t = 0; t < tokens; ++t)
-    pack_row<Kind>(&a->w, activation_row(a, step, begin + t), first, last, tokens, out + t * Kind::PANEL_BYTES);
+    pack_row<Kind>(&a.w, a.row(begin + t), first, last, tokens, out + t * Kind::PANEL_BYTES);
 }
 
-// The rows of this step as panels of `size` rows.
+// Panels of `size` rows.
 template <class Kind>
-static Panels pack(const VxLinear* a, const VxStep* step, int32_t rows, int32_t size, VxCtx* ctx) {
-  Panels p;
-  p.rows = rows;
-  p.units = (a->w.cols + Kind::UNIT_COLS - 1) / Kind::UNIT_COLS;
-  p.count = (rows + size - 1) / size;
-  p.size = size;
-  const size_t bytes = (size_t)rows * p.units * Kind::PANEL_BYTES;
-  const size_t most = Kind::QUANTISED ? PRIVATE_QUANTISED_BYTES : PRIVATE_PANEL_BYTES;
-  const int32_t parts = Kind::QUANTISED ? 4 : 1;
-  const bool alone = bytes <= most && bytes <= ctx->scratch_bytes;
-  p.base = alone ? ctx->scratch : (const uint8_t*)a->panels;
-  if (alone) {
-    for (int32_t i = 0; i < p.count; ++i) pack_panel<Kind>(a, step, p, i, 0, 1, ctx->scratch);
-  } else {
-    for (int32_t i; (i = vx_next(ctx)) < p.count * parts;)
-      pack_panel<Kind>(a, step, p, i / parts, i % parts, parts, (uint8_t*)a->panels);
-    vx_barrier(ctx);
-  }
+static Panels panels_of(const Product& a, int32_t size) {
+  Panels p = {};
+  p.rows = a.rows, p.size = size;
+  p.units = (a.w.cols + Kind::UNIT_COLS - 1) / Kind::UNIT_COLS;
+  p.count = (a.rows + size - 1) / size;
+  p.bytes = (size_t)a.rows * p.units * Kind::PANEL_BYTES;
   return p;
+}
+// The fewest panels of at most MOST rows, all of about the same size.
+template <class Kind>
+static Panels even_panels(const Product& a, int32_t most) {
+  const int32_t count = (a.rows + most - 1) / most;
+  return panels_of<Kind>(a, (a.rows + count - 1) / count);
 }
 
 }  // namespace VX_ISA

@@ -12,7 +12,7 @@ namespace VX_ISA {
 
 namespace {
 
-// Row `row` of a packed table (linear_run.h tells the layout): every element lies 16 rows further on.
+// Row `row` of a packed table (product.h tells the layout): every element lies 16 rows further on.
 static void unpack_row(const VxWeight* w, int32_t row, float* y) {
   if (w->kind >= VX_Q4_0) return unpack_block_row(w, row, y);
   const int32_t block = row / 16, lane = row % 16;

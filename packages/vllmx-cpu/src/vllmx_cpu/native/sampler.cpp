@@ -41,6 +41,7 @@ class RowSampler {
     if (!top.broken && top.greatest < kInfinity) id = a_.target[row] >= 0 ? a_.target[row] : pick(top);
     if (leads()) a_.ids[row] = id;
     if (a_.max_logprobs >= 0) report(id, top);
+    if (a_.whole_index && a_.whole_index[row] >= 0) copy_whole(a_.whole_index[row]);
     meet();
   }
 
@@ -278,6 +279,13 @@ class RowSampler {
       if (next.id < 0) break;
       top_ids[i] = next.id;
       top_values[i] = (float)((double)next.score - log_mass);
+    }
+  }
+
+  void copy_whole(int index) const {
+    float* to = a_.whole + (size_t)index * a_.vocab_size;
+    for (int s = begin_; s < end_; ++s) {
+      __builtin_memcpy(to + s * kSlice, raw_ + s * kSlice, slice_length(s) * sizeof(float));
     }
   }
 

@@ -44,6 +44,8 @@ struct VxSampler {
   int32_t* rank;                     // (L)
   int32_t* top_ids;                  // (L, max_logprobs)
   float* top;                        // (L, max_logprobs)
+  const int32_t* whole_index;        // (L) row of `whole`, -1 = none; or null
+  float* whole;                      // (A, V) logits of the rows that want them all
   void* workspace;                   // shared by the team, 64-byte aligned, free between ops
 };
 

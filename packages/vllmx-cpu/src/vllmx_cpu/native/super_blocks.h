@@ -72,13 +72,18 @@ struct SuperBlocks {
   }
 
   template <int MB>
-  VX_INLINE void multiply(NativeF* acc, const uint8_t* block, int32_t u, int32_t, int lane,
-                          const uint8_t* x) {
+  VX_INLINE void multiply(NativeF* acc, const uint8_t* block, int32_t u, int32_t, int lane, const uint8_t* x) {
+    multiply<MB>(acc, block, u, lane, x, [](int) {});
+  }
+  // Calls beside(part) for 8 parts of the unit.
+  template <int MB, class Beside>
+  VX_INLINE void multiply(NativeF* acc, const uint8_t* block, int32_t u, int lane, const uint8_t* x, Beside beside) {
     const uint8_t* unit = block + (size_t)u * UNIT_BYTES;
     NativeI total[MB];
 #pragma GCC unroll 16
     for (int t = 0; t < MB; ++t) total[t] = splat_as(Tag<NativeI>(), 0);
     for (int i = 0; i < 8; ++i) {
+      beside(i);
       NativeU w[8];
       load_codes<Format>(unit + Format::codes(i) + lane * 4, w);
 #pragma GCC unroll 4

@@ -1,9 +1,7 @@
-// `linear` of bf16 weights on AMX tiles: the loops around tile_dense.h.
+// Products of bf16 weights on AMX tiles: the loops around tile_dense.h.
 #pragma once
-#include "linear_output.h"
 #include "panels.h"
 #include "tile_dense.h"
-#include "weight_chunks.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -13,10 +11,10 @@ namespace VX_ISA {
 enum { SLICE_UNITS = 16, SLICE_TILES = 16, SUM_FLOATS = TILE_TOKENS * 32 };
 
 // The tiles begin ... end - 1 times one panel; c: their sums, [tiles][TILE_TOKENS][32].
-static void multiply_dense_panel(const VxLinear* a, const Panels& p, int32_t panel, int32_t begin,
+static void multiply_dense_panel(const Product& a, const Panels& p, int32_t panel, int32_t begin,
                                  int32_t end, float* c) {
   const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
-  const int32_t pairs = (a->w.cols + 1) / 2, whole = pairs / 16, rest = pairs % 16;
+  const int32_t pairs = (a.w.cols + 1) / 2, whole = pairs / 16, rest = pairs % 16;
   const size_t block_bytes = (size_t)pairs * 64;
   const uint8_t* x = p.base + (size_t)row * p.units * DenseTiles::PANEL_BYTES;
   const auto run = tokens > 16 ? multiply_dense<2> : multiply_dense<1>;
@@ -25,7 +23,7 @@ static void multiply_dense_panel(const VxLinear* a, const Panels& p, int32_t pan
   for (int32_t u = 0; u < p.units; u += slice) {
     const int32_t last = u + slice < whole ? u + slice : whole;
     for (int32_t tile = begin; tile < end; ++tile) {
-      const uint8_t* data = (const uint8_t*)a->w.data + (size_t)tile * 2 * block_bytes;
+      const uint8_t* data = (const uint8_t*)a.w.data + (size_t)tile * 2 * block_bytes;
       float* sums = c + (size_t)(tile - begin) * SUM_FLOATS;
       const uint8_t* part = x + (size_t)u * tokens * DenseTiles::PANEL_BYTES;
       if (u < last) {
@@ -44,26 +42,26 @@ static void multiply_dense_panel(const VxLinear* a, const Panels& p, int32_t pan
   }
 }
 
-static void run_dense_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  const Panels p = pack<DenseTiles>(a, step, rows, TILE_TOKENS, ctx);
-  const size_t tile_bytes = (size_t)((a->w.cols + 1) / 2) * 128;
-  float* c = (float*)(ctx->scratch + PRIVATE_PANEL_BYTES);
-  TileShapes shapes;
-  // Activations come from the third-level cache once a chunk, while the tiles are fast: larger chunks.
-  const Chunks size = p.count > 1 ? Chunks{4 * CHUNK_BYTES, 4} : Chunks{CHUNK_BYTES, 8};
-  for_chunks(&a->w, tile_bytes, size, ctx, [&](int32_t begin, int32_t end) {
+struct DenseTileKernel {
+  static Panels shape(const Product& a) { return panels_of<DenseTiles>(a, TILE_TOKENS); }
+  static void multiply(const Product& a, const Panels& p, TileRange tiles, uint8_t* scratch) {
+    float* c = (float*)(scratch + PRIVATE_PANEL_BYTES);
+    TileShapes shapes;
     for (int32_t panel = 0; panel < p.count; ++panel) {
       const int32_t row = p.begin(panel), tokens = p.begin(panel + 1) - row;
       shapes.set(tokens, DenseTiles::STEPS);
-      for (int32_t tile = begin; tile < end; tile += SLICE_TILES) {
-        const int32_t last = tile + SLICE_TILES < end ? tile + SLICE_TILES : end;
+      for (int32_t tile = tiles.begin; tile < tiles.end; tile += SLICE_TILES) {
+        const int32_t last = tile + SLICE_TILES < tiles.end ? tile + SLICE_TILES : tiles.end;
         multiply_dense_panel(a, p, panel, tile, last, c);
         for (int32_t i = tile; i < last; ++i)
           finish_tile(a, i, row, tokens, c + (size_t)(i - tile) * SUM_FLOATS);
       }
     }
-  });
-}
+  }
+  // Activations come from the third-level cache once a chunk, while the tiles are fast: larger chunks.
+  static constexpr Kernel kernel = {{CHUNK_BYTES, 8}, {4 * CHUNK_BYTES, 4}, PRIVATE_PANEL_BYTES, 1,
+                                    shape, pack_panel<DenseTiles>, multiply};
+};
 
 }  // namespace VX_ISA
 }  // namespace vx

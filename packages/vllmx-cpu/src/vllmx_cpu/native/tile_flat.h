@@ -64,7 +64,7 @@ struct FlatTiles : BlockKind<Format> {
 
   // Units u ... u + count - 1 of a block, unpacked at `tiles`, times a panel's from x on, into the
   // accumulators at c: [TOKENS][32] of 16 rows, which start at zero where u is 0.
-  struct Product {
+  struct UnitProduct {
     const uint8_t *tiles, *block, *x;
     int32_t u, count;
     float* c;
@@ -74,7 +74,7 @@ struct FlatTiles : BlockKind<Format> {
   // to be added by the next product: `before` is in and out those four, none (count 0) at the start. A
   // product without units does no more than that. The tiles are shaped for TOKENS rows.
   template <int TOKENS, Passing PASSING>
-  static __attribute__((noinline)) void multiply(const Product& now, Product* before, int32_t units, int32_t* sums,
+  static __attribute__((noinline)) void multiply(const UnitProduct& now, UnitProduct* before, int32_t units, int32_t* sums,
                                                  Fetch* fetch) {
     Stage<TOKENS, PASSING> s = {now, *before, units, sums, *fetch, {}};
     s.load_sums(before->c);
@@ -104,7 +104,7 @@ struct FlatTiles : BlockKind<Format> {
   template <int TOKENS, Passing PASSING>
   struct Stage {
     static constexpr bool SIGNED = is_signed(PASSING);
-    Product now, before;
+    UnitProduct now, before;
     int32_t units;
     int32_t* sums;
     Fetch fetch;
@@ -148,7 +148,7 @@ struct FlatTiles : BlockKind<Format> {
     template <int I, bool INNER>
     VX_MEMBER void run() {
       enum { FROM = (I + 1) % 4 };
-      const Product& from = I < 3 ? before : now;  // of the unit that is added
+      const UnitProduct& from = I < 3 ? before : now;  // of the unit that is added
       const bool adds = INNER || FROM < from.count;
       typename Blocks::Scales scales;
       if (adds) {

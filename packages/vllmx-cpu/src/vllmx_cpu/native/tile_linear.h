@@ -1,10 +1,8 @@
-// `linear` of quantised weights on AMX tiles: the loops around tile_flat.h, tile_super.h and tile_float8.h.
+// Products of quantised weights on AMX tiles: the loops around tile_flat.h, tile_super.h and tile_float8.h.
 #pragma once
-#include "linear_output.h"
 #include "tile_flat.h"
 #include "tile_float8.h"
 #include "tile_super.h"
-#include "weight_chunks.h"
 
 namespace vx {
 namespace VX_ISA {
@@ -23,17 +21,17 @@ static int32_t passing_panels(const Panels& p) {
 template <class Kind, int TOKENS, Passing PASSING>
 struct FlatRun {
   typedef typename Kind::Panels Panels;
-  typedef typename Kind::Product Product;
-  const VxLinear* a;
+  typedef typename Kind::UnitProduct UnitProduct;
+  const Product& a;
   Panels p;
   uint8_t* room;            // for a span of units as tiles
   float *c, *other;         // [PASS_TOKENS][32] accumulators of an output tile, and of the next one
   alignas(64) int32_t sums[4 * 16 * TOKENS];
-  Product before;
+  UnitProduct before;
   int32_t tile = 0, row = 0, rows = 0;  // the output tile that `other` belongs to; rows is 0 where it is stored
 
-  FlatRun(const VxLinear* linear, const Panels& panels, uint8_t* scratch)
-      : a(linear), p(panels), room(scratch + 2 * PASS_TOKENS * 32 * 4), c((float*)scratch),
+  FlatRun(const Product& product, const Panels& panels, uint8_t* scratch)
+      : a(product), p(panels), room(scratch + 2 * PASS_TOKENS * 32 * 4), c((float*)scratch),
         other(c + PASS_TOKENS * 32), before{nullptr, nullptr, nullptr, 0, 0, c} {}
 
   // Half `b` of a tile times panels first ... last - 1.
@@ -44,7 +42,7 @@ struct FlatRun {
       float* at = c + b * 16;
       for (int32_t panel = first; panel < last; ++panel, at += TOKENS * 32) {
         if (PASSING == MANY) fetch.next();
-        const Product now = {tiles, block, p.at(panel, u), u, count, at};
+        const UnitProduct now = {tiles, block, p.at(panel, u), u, count, at};
         Kind::template multiply<TOKENS, PASSING>(now, &before, p.units, sums, &fetch);
         finish_rows();
       }
@@ -70,7 +68,7 @@ struct FlatRun {
 };
 
 template <class Kind, int TOKENS, Passing PASSING>
-static void multiply_flat(const VxLinear* a, const typename Kind::Panels& p, VxCtx* ctx) {
+static void multiply_flat(const Product& a, const typename Kind::Panels& p, TileRange tiles, uint8_t* scratch) {
   const int32_t block_bytes = p.units * (int32_t)Kind::UNIT_BYTES;
   const int32_t pass = passing_panels(p), passing = p.count < pass ? p.count : pass;
   // The next block is fetched while this one is used: lines for each panel of a span, or for each unit.
@@ -78,38 +76,33 @@ static void multiply_flat(const VxLinear* a, const typename Kind::Panels& p, VxC
   const int32_t lines = (block_bytes / 64 + uses) / uses;
   TileShapes shapes;
   shapes.set(TOKENS, TOKENS, Kind::STEPS);
-  FlatRun<Kind, TOKENS, PASSING> run(a, p, ctx->scratch + Kind::Panels::PRIVATE_BYTES);
-  const auto each = [&](int32_t begin, int32_t end, int32_t then) {
-    const auto at = [&](int32_t tile, int b) {
-      return (const uint8_t*)a->w.data + (size_t)(2 * tile + b) * block_bytes;
-    };
-    for (int32_t first = 0; first < p.count; first += pass) {
-      const int32_t last = first + pass < p.count ? first + pass : p.count, row = p.begin(first);
-      for (int32_t tile = begin; tile < end; ++tile) {
-        for (int b = 0; b < 2; ++b) {
-          const int32_t next_tile = b == 0 ? tile : tile + 1 < end ? tile + 1 : then;
-          const uint8_t* next = at(next_tile, 1 - b);
-          const bool stays = first > 0 || next_tile < 0;
-          run.multiply(at(tile, b), first, last, b, {next, stays ? next : next + block_bytes, lines});
-        }
-        run.end_tile(tile, row, p.begin(last) - row);
+  FlatRun<Kind, TOKENS, PASSING> run(a, p, scratch + Kind::Panels::PRIVATE_BYTES);
+  const uint8_t* data = (const uint8_t*)a.w.data;
+  for (int32_t first = 0; first < p.count; first += pass) {
+    const int32_t last = first + pass < p.count ? first + pass : p.count, row = p.begin(first);
+    for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
+      for (int b = 0; b < 2; ++b) {
+        const uint8_t* block = data + (size_t)(2 * tile + b) * block_bytes;
+        const uint8_t* next = b == 1 && tile + 1 == tiles.end ? tiles.then : block + block_bytes;
+        const bool stays = first > 0 || !next;
+        run.multiply(block, first, last, b, {next, stays ? next : next + block_bytes, lines});
       }
+      run.end_tile(tile, row, p.begin(last) - row);
     }
-    run.finish();
-  };
-  for_chunks_ahead(&a->w, 2 * (size_t)block_bytes, {CHUNK_BYTES, 8}, ctx, each);
+  }
+  run.finish();
 }
 
 template <class Kind>
-static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  const typename Kind::Panels p = Kind::Panels::pack(a, step, rows, ctx);
+static void multiply_flat_tiles(const Product& a, const Panels& panels, TileRange tiles, uint8_t* scratch) {
+  const typename Kind::Panels p(panels);
   enum { LEAST = Kind::FROM_TOKENS > 8 ? 12 : 8 };  // the least size of panels of FROM_TOKENS rows or more
   const bool many = p.size == 16 && p.count >= FROM_MANY && passing_panels(p) >= FROM_MANY;
   const auto run = many             ? multiply_flat<Kind, 16, MANY>
                    : p.size == 16   ? multiply_flat<Kind, 16, FEW>
                    : p.size == 12   ? multiply_flat<Kind, 12, FEW>
                                     : multiply_flat<Kind, LEAST, FEW>;
-  run(a, p, ctx);
+  run(a, p, tiles, scratch);
 }
 
 // --- units of 256 columns --------------------------------------------------------------------------
@@ -117,12 +110,12 @@ static void run_flat_tiles(const VxLinear* a, const VxStep* step, int32_t rows, 
 template <class Tiles>
 struct SuperRun {
   typedef typename Tiles::Panels Panels;
-  typedef typename Tiles::Product Product;
-  const VxLinear* a;
+  typedef typename Tiles::UnitProduct UnitProduct;
+  const Product& a;
   Panels p;
   uint8_t* room;  // for a unit as tiles
   int32_t* sums;
-  Product before = {};
+  UnitProduct before = {};
   int32_t tile = 0, row = 0, rows = 0;  // what `before` is the last product of; rows is 0 where there is more
 
   // What waits for the next product.
@@ -148,7 +141,7 @@ struct SuperRun {
     float* c = all + b * 16;
     for (int32_t panel = first; panel < last; panel += 2, c += 2 * p.size * 32) {
       const bool pair = panel + 1 < last;
-      const Product now = {unit, {p.at(panel, u), pair ? p.at(panel + 1, u) : nullptr}, c};
+      const UnitProduct now = {unit, {p.at(panel, u), pair ? p.at(panel + 1, u) : nullptr}, c};
       const auto run = pair ? Tiles::template run<true, Fetch> : Tiles::template run<false, Fetch>;
       run(now, before, p.size, panel + 2 < last ? nullptr : next, room, sums, fetch);
       before = now;
@@ -158,13 +151,13 @@ struct SuperRun {
 };
 
 template <class Tiles>
-static void run_super_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  typedef typename Tiles::Panels Panels;
-  const Panels p = Panels::pack(a, step, rows, ctx);
+static void multiply_super_tiles(const Product& a, const Panels& panels, TileRange tiles, uint8_t* scratch) {
+  typedef typename Tiles::Panels TilesPanels;
+  const TilesPanels p(panels);
   const int32_t block_bytes = p.units * (int32_t)Tiles::UNIT_BYTES, most = PASS_TOKENS / 16;
   const int32_t pass = p.count < most ? p.count : most, pairs = (pass + 1) / 2;
   const int32_t uses = p.units * pairs * Tiles::PARTS, lines = (block_bytes / 64 + uses) / uses;
-  float* c = (float*)(ctx->scratch + Panels::PRIVATE_BYTES);
+  float* c = (float*)(scratch + TilesPanels::PRIVATE_BYTES);
   uint8_t* room = (uint8_t*)(c + PASS_TOKENS * 32);
   alignas(64) int32_t sums[Tiles::SUMS];
   TileShapes shapes;
@@ -172,31 +165,27 @@ static void run_super_tiles(const VxLinear* a, const VxStep* step, int32_t rows,
   SuperRun<Tiles> run = {a, p, room, sums};
   run.clear(c);
   Tiles::clear(room);
-  const Chunks size = {CHUNK_BYTES, 8};
-  for_chunks_ahead(&a->w, 2 * (size_t)block_bytes, size, ctx, [&](int32_t begin, int32_t end, int32_t then) {
-    const uint8_t *data = (const uint8_t*)a->w.data, *chunk = data + (size_t)2 * begin * block_bytes;
-    const uint8_t* chunk_end = chunk + (size_t)2 * (end - begin) * block_bytes;
-    for (int part = 0; part < Tiles::PARTS; ++part) Tiles::unpack(chunk, part, room);
-    for (int32_t tile = begin; tile < end; ++tile)
-      for (int32_t first = 0; first < p.count; first += pass) {
-        const int32_t last = first + pass < p.count ? first + pass : p.count;
-        const uint8_t* unit = data + (size_t)2 * tile * block_bytes;
-        const uint8_t* again = last < p.count ? unit : nullptr;
-        for (int b = 0; b < 2; ++b) {
-          const uint8_t* ahead = unit + block_bytes;
-          if (ahead == chunk_end) ahead = data + (size_t)2 * (then < 0 ? 0 : then) * block_bytes;
-          const bool stays = first > 0 || (unit + block_bytes == chunk_end && then < 0);
-          Fetch fetch = {ahead, stays ? ahead : ahead + block_bytes, lines};
-          for (int32_t u = 0; u < p.units; ++u, unit += Tiles::UNIT_BYTES) {
-            const uint8_t* next = unit + Tiles::UNIT_BYTES;
-            if (b == 1 && u + 1 == p.units && again) next = again;
-            run.multiply(unit, u, first, last, c, b, next == chunk_end ? nullptr : next, &fetch);
-          }
+  const uint8_t *data = (const uint8_t*)a.w.data, *end = data + (size_t)2 * tiles.end * block_bytes;
+  for (int part = 0; part < Tiles::PARTS; ++part)
+    Tiles::unpack(data + (size_t)2 * tiles.begin * block_bytes, part, room);
+  for (int32_t tile = tiles.begin; tile < tiles.end; ++tile)
+    for (int32_t first = 0; first < p.count; first += pass) {
+      const int32_t last = first + pass < p.count ? first + pass : p.count;
+      const uint8_t* unit = data + (size_t)2 * tile * block_bytes;
+      const uint8_t* again = last < p.count ? unit : nullptr;
+      for (int b = 0; b < 2; ++b) {
+        const uint8_t* ahead = unit + block_bytes == end ? tiles.then : unit + block_bytes;
+        const bool stays = first > 0 || !ahead;
+        Fetch fetch = {ahead, stays ? ahead : ahead + block_bytes, lines};
+        for (int32_t u = 0; u < p.units; ++u, unit += Tiles::UNIT_BYTES) {
+          const uint8_t* next = unit + Tiles::UNIT_BYTES;
+          if (b == 1 && u + 1 == p.units && again) next = again;
+          run.multiply(unit, u, first, last, c, b, next == end ? nullptr : next, &fetch);
         }
-        run.tile = tile, run.row = p.begin(first), run.rows = p.begin(last) - run.row;
       }
-    run.finish(c);
-  });
+      run.tile = tile, run.row = p.begin(first), run.rows = p.begin(last) - run.row;
+    }
+  run.finish(c);
 }
 
 // --- units with several sums, whose weights are unpacked one at a time ----------------------------
@@ -225,25 +214,22 @@ static void multiply_block(const uint8_t* block, const Panels& p, int32_t first,
 }
 
 template <class Kind>
-static void run_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  const Panels p = pack<Kind>(a, step, rows, TILE_TOKENS, ctx);
+static void multiply_unit_by_unit(const Product& a, const Panels& p, TileRange tiles, uint8_t* scratch) {
   const size_t block_bytes = (size_t)p.units * Kind::UNIT_BYTES;
-  float* c = (float*)(ctx->scratch + PRIVATE_PANEL_BYTES);
+  float* c = (float*)(scratch + PRIVATE_PANEL_BYTES);
   uint8_t* room = (uint8_t*)(c + PASS_FLOATS);
   TileShapes shapes;
-  for_chunks(&a->w, 2 * block_bytes, {CHUNK_BYTES, 8}, ctx, [&](int32_t begin, int32_t end) {
-    for (int32_t tile = begin; tile < end; ++tile)
-      for (int32_t first = 0; first < p.count; first += PASS_PANELS) {
-        const int32_t last = first + PASS_PANELS < p.count ? first + PASS_PANELS : p.count;
-        const int32_t row = p.begin(first), passing = p.begin(last) - row;
-        for (int32_t i = 0; i < passing * 32; i += 16) store(c + i, zero());
-        for (int b = 0; b < 2; ++b) {
-          const uint8_t* block = (const uint8_t*)a->w.data + (size_t)(2 * tile + b) * block_bytes;
-          multiply_block<Kind>(block, p, first, last, c + b * 16, room, &shapes, first == 0);
-        }
-        finish_tile(a, tile, row, passing, c);
+  for (int32_t tile = tiles.begin; tile < tiles.end; ++tile)
+    for (int32_t first = 0; first < p.count; first += PASS_PANELS) {
+      const int32_t last = first + PASS_PANELS < p.count ? first + PASS_PANELS : p.count;
+      const int32_t row = p.begin(first), passing = p.begin(last) - row;
+      for (int32_t i = 0; i < passing * 32; i += 16) store(c + i, zero());
+      for (int b = 0; b < 2; ++b) {
+        const uint8_t* block = (const uint8_t*)a.w.data + (size_t)(2 * tile + b) * block_bytes;
+        multiply_block<Kind>(block, p, first, last, c + b * 16, room, &shapes, first == 0);
       }
-  });
+      finish_tile(a, tile, row, passing, c);
+    }
 }
 
 // From so many rows on tiles are the faster way.
@@ -259,15 +245,26 @@ static constexpr int32_t tiles_from() {
 template <class Format>
 static constexpr int32_t TILES_FROM = tiles_from<Format>();
 
-template <class Format>
-static void run_on_tiles(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-  if constexpr (Format::FAMILY == layout::FLOAT8)
-    run_tiles<Float8Tiles>(a, step, rows, ctx);
-  else if constexpr (Format::FAMILY == layout::SUPER)
-    run_super_tiles<SuperTiles<Format>>(a, step, rows, ctx);
-  else
-    run_flat_tiles<FlatTiles<Format>>(a, step, rows, ctx);
+template <class Panels>
+static constexpr Kernel tile_kernel(decltype(Kernel::multiply) multiply) {
+  return {{CHUNK_BYTES, 8}, {CHUNK_BYTES, 8}, Panels::PRIVATE_BYTES, Panels::PARTS, Panels::shape, Panels::pack, multiply};
 }
+template <class Format, layout::Family FAMILY = Format::FAMILY>
+struct TileKernel {
+  typedef FlatTiles<Format> Kind;
+  static constexpr Kernel kernel = tile_kernel<typename Kind::Panels>(multiply_flat_tiles<Kind>);
+};
+template <class Format>
+struct TileKernel<Format, layout::SUPER> {
+  typedef SuperTiles<Format> Kind;
+  static constexpr Kernel kernel = tile_kernel<typename Kind::Panels>(multiply_super_tiles<Kind>);
+};
+template <class Format>
+struct TileKernel<Format, layout::FLOAT8> {
+  static Panels shape(const Product& a) { return panels_of<Float8Tiles>(a, TILE_TOKENS); }
+  static constexpr Kernel kernel = {{CHUNK_BYTES, 8}, {CHUNK_BYTES, 8}, PRIVATE_BYTES<Float8Tiles>, PARTS<Float8Tiles>,
+                                    shape, pack_panel<Float8Tiles>, multiply_unit_by_unit<Float8Tiles>};
+};
 
 }  // namespace VX_ISA
 }  // namespace vx

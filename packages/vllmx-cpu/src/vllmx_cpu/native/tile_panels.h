@@ -10,45 +10,36 @@ namespace VX_ISA {
 // sum, room for 16 | [n][columns] quads | [n][EXTRA] bytes that follow the quads there. A panel has 4, 8, 12
 // or 16 tokens; those beyond the last are zero.
 template <class Blocks, int FACTORS_ = 8, int EXTRA = 0>
-struct TilePanels {
+struct TilePanels : Panels {
   enum { FACTORS = FACTORS_, QUADS = 16 * FACTORS };
-  const uint8_t* base;
-  int32_t rows, units, count, size;
+  explicit TilePanels(const Panels& p) : Panels(p) {}
 
   static constexpr size_t unit_bytes(int32_t tokens) { return QUADS + (size_t)tokens * (Blocks::UNIT_COLS + EXTRA); }
   size_t panel_bytes() const { return (size_t)units * unit_bytes(size); }
-  int32_t begin(int32_t panel) const { return panel < count ? panel * size : rows; }
   const uint8_t* at(int32_t panel, int32_t u) const {
     return base + (size_t)panel * panel_bytes() + (size_t)u * unit_bytes(size);
   }
 
-  // Up to PRIVATE_BYTES every thread packs for itself rather than wait for the others.
-  enum { PRIVATE_BYTES = 16 << 10, PARTS = 4 };
+  enum { PRIVATE_BYTES = 16 << 10, PARTS = 4 };  // of Kernel
 
-  // The rows of this step.
-  static TilePanels pack(const VxLinear* a, const VxStep* step, int32_t rows, VxCtx* ctx) {
-    TilePanels p;
-    p.rows = rows;
-    p.units = (a->w.cols + Blocks::UNIT_COLS - 1) / Blocks::UNIT_COLS;
-    const int32_t least = (rows + 15) / 16;
-    p.size = ((rows + least - 1) / least + 3) / 4 * 4;
-    p.count = (rows + p.size - 1) / p.size;
-    const bool alone = (size_t)p.count * p.panel_bytes() <= PRIVATE_BYTES;
-    uint8_t* base = alone ? ctx->scratch : (uint8_t*)a->panels;
-    p.base = base;
-    int32_t part = 0;
-    while ((part = alone ? part : vx_next(ctx)) < p.count * PARTS)
-      p.pack_part(a, step, part / PARTS, part % PARTS, base), ++part;
-    if (!alone) vx_barrier(ctx);
+  static Panels shape(const Product& a) {
+    Panels p = {};
+    p.rows = a.rows;
+    p.units = (a.w.cols + Blocks::UNIT_COLS - 1) / Blocks::UNIT_COLS;
+    const int32_t least = (a.rows + 15) / 16;
+    p.size = ((a.rows + least - 1) / least + 3) / 4 * 4;
+    p.count = (a.rows + p.size - 1) / p.size;
+    p.bytes = (size_t)p.count * TilePanels(p).panel_bytes();
     return p;
   }
 
- private:
-  // One of the PARTS of a panel's units: threads that share a panel write to lines of their own.
-  void pack_part(const VxLinear* a, const VxStep* step, int32_t panel, int32_t part, uint8_t* base) const {
-    const int32_t first = units * part / PARTS, last = units * (part + 1) / PARTS;
+  // A part of a panel's units: threads that share a panel write to lines of their own.
+  static void pack(const Product& a, const Panels& panels, int32_t panel, int32_t part, int32_t parts) {
+    const TilePanels p(panels);
+    const int32_t rows = p.rows, size = p.size;
+    const int32_t first = p.units * part / parts, last = p.units * (part + 1) / parts;
     const size_t stride = unit_bytes(size);
-    uint8_t* out = base + (size_t)panel * panel_bytes();
+    uint8_t* out = p.base + (size_t)panel * p.panel_bytes();
     for (int32_t t = 0; t < size; ++t) {
       const int32_t row = panel * size + t;
       const size_t factors = (size_t)t * FACTORS, quads = QUADS + (size_t)t * Blocks::UNIT_COLS;
@@ -64,8 +55,7 @@ struct TilePanels {
         for (int32_t u = first; u < last; ++u) write(unit, u);
         continue;
       }
-      const float* x = activation_row(a, step, row);
-      for_units<Blocks::UNIT_COLS>(&a->w, x, first, last, [&](const float* values, int32_t u) {
+            for_units<Blocks::UNIT_COLS>(&a.w, a.row(row), first, last, [&](const float* values, int32_t u) {
         Blocks::pack_unit(values, unit);
         write(unit, u);
       });

@@ -77,7 +77,7 @@ struct SuperTiles : SuperBlocks<Format> {
   static_assert(!CUT_SCALES || PLANES == 1 || MAX_CODE * 7 < 256, "a product exceeds its byte");
 
   // A unit of 16 output rows times one or two panels.
-  struct Product {
+  struct UnitProduct {
     const uint8_t* unit;  // the weights, as they lie in memory
     const uint8_t* x[2];  // the panels' activations; x[1] null for one panel
     float* c;             // [2 * tokens][32] accumulators
@@ -112,7 +112,7 @@ struct SuperTiles : SuperBlocks<Format> {
   // adds the sums of `before` (without x: none), which are in `sums` and, for its second panel, still in
   // the tiles. All panels have `tokens` tokens, a multiple of four, and the tiles are shaped for them.
   template <bool PAIR, class Fetch>
-  static void run(const Product& now, const Product& before, int32_t tokens, const uint8_t* next,
+  static void run(const UnitProduct& now, const UnitProduct& before, int32_t tokens, const uint8_t* next,
                   uint8_t* room, int32_t* sums, Fetch* fetch) {
     const bool add_first = before.x[0], add_second = before.x[1];
     typename Blocks::Scales scales;
@@ -143,7 +143,7 @@ struct SuperTiles : SuperBlocks<Format> {
   }
 
   // Adds the sums of the last product.
-  static void finish(const Product& before, int32_t tokens, int32_t* sums) {
+  static void finish(const UnitProduct& before, int32_t tokens, int32_t* sums) {
     const typename Blocks::Scales scales = Blocks::load_scales(before.unit);
     if (before.x[1]) store_second(sums);
     for (int half = 0; half < (before.x[1] ? 2 : 1); ++half)
@@ -246,7 +246,7 @@ struct SuperTiles : SuperBlocks<Format> {
   }
 
   // A quarter of a half's tokens.
-  VX_INLINE void add(const Product& p, const typename Blocks::Scales& scales, int half, int quarter,
+  VX_INLINE void add(const UnitProduct& p, const typename Blocks::Scales& scales, int half, int quarter,
                      int32_t tokens, const int32_t* sums) {
     if (tokens == 16)
       add_tokens<4>(p, scales, half, quarter * 4, tokens, sums);
@@ -258,7 +258,7 @@ struct SuperTiles : SuperBlocks<Format> {
       add_tokens<1>(p, scales, half, quarter, tokens, sums);
   }
   template <int COUNT>
-  VX_INLINE void add_tokens(const Product& p, const typename Blocks::Scales& scales, int half, int first,
+  VX_INLINE void add_tokens(const UnitProduct& p, const typename Blocks::Scales& scales, int half, int first,
                             int32_t tokens, const int32_t* sums) {
     const uint8_t* factors = p.x[half] + first * (int)Panels::FACTORS;
     sums += half * RESULTS * 256 + first * 16;

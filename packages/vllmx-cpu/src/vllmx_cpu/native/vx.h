@@ -90,4 +90,5 @@ struct VxAttention {
   void* workspace;               // shared by the team, 64-byte aligned, free between ops; may be null
   size_t workspace_bytes;        // vx_attention_workspace_bytes; less only costs parallelism
   int32_t group;                 // which of the step's block tables lists the pages
+  int32_t shared;                // 1: q alone, (T, H * D), over pages that an earlier layer wrote
 };

@@ -100,9 +100,12 @@ def _feed(next_job: Any, finished: Any, target: Target, cache: CubinCache) -> No
             assert worker.stdout is not None
             while (unit := next_job()) is not None:
                 job = {
-                    "source": str(unit.source), "defines": unit.defines, "arch": target.arch,
-                    "include_folders": target.include_folders, "folder": str(cache.folder),
-                }  # fmt: skip
+                    "source": str(unit.source),
+                    "defines": unit.defines,
+                    "arch": target.arch,
+                    "include_folders": target.include_folders,
+                    "folder": str(cache.folder),
+                }
                 worker.stdin.write(json.dumps(job) + "\n")
                 worker.stdin.flush()
                 if not worker.stdout.readline():

@@ -51,9 +51,12 @@ class _Proposal(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t"""
 
     _fields_ = (
-        ("algorithm", _Algorithm), ("workspace_bytes", c_size_t), ("state", c_int),
-        ("waves", c_float), ("reserved", c_int * 4),
-    )  # fmt: skip
+        ("algorithm", _Algorithm),
+        ("workspace_bytes", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
 
 
 _SIGNATURES: dict[str, list[Any]] = {
@@ -69,11 +72,14 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceDestroy": [_HANDLE],
     "cublasLtMatmulPreferenceSetAttribute": [_HANDLE, c_int, c_void_p, c_size_t],
     "cublasLtMatmulAlgoGetHeuristic": [
-        *[_HANDLE] * 7, c_int, POINTER(_Proposal), POINTER(c_int),
+        *[_HANDLE] * 7,
+        c_int,
+        POINTER(_Proposal),
+        POINTER(c_int),
     ],
     "cublasLtMatmulAlgoCheck": [*[_HANDLE] * 6, c_void_p, POINTER(_Proposal)],
     "cublasLtMatmul": [*[c_void_p] * 14, c_size_t, c_void_p],
-}  # fmt: skip
+}
 
 
 class CublasLtError(VllmxError):

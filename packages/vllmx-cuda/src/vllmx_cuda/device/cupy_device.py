@@ -186,8 +186,9 @@ class CupyDevice:
     # ---- kernels
 
     def prepare(self, variants: Sequence[Variant], *, progress: bool = False) -> None:
-        keys = [key for key in dict.fromkeys(v.module_key for v in variants)
-                if key not in self._modules]  # fmt: skip
+        keys = [
+            key for key in dict.fromkeys(v.module_key for v in variants) if key not in self._modules
+        ]
         units = {key: Unit(KERNELS_FOLDER / key[0], key[1]) for key in keys}
         cubins = compiled(
             list(units.values()), self._target, self._nvrtc, kernel_cache(), progress=progress
@@ -307,8 +308,10 @@ class CupyDevice:
     @contextmanager
     def faults(self) -> Iterator[None]:
         refusals = (
-            self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, CublasLtError,
-        )  # fmt: skip
+            self._runtime.CUDARuntimeError,
+            self._cupy.cuda.driver.CUDADriverError,
+            CublasLtError,
+        )
         try:
             yield
         except refusals as error:

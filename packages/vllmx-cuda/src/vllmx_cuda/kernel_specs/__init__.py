@@ -5,7 +5,9 @@ from __future__ import annotations
 from vllmx_cuda.kernel_specs import (
     attention,
     codes8,
+    experts,
     gguf,
+    latent,
     linear,
     norms,
     rows,
@@ -24,7 +26,9 @@ from vllmx_cuda.kernel_specs.types import (
     vector_width,
 )
 
-_GROUPS = (norms, attention, rows, linear, sampling, gguf, w4, codes8, wrappers)
+_GROUPS = (
+    norms, attention, rows, linear, experts, latent, sampling, gguf, w4, codes8, wrappers,
+)  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
 """By entry name."""
 

@@ -107,7 +107,8 @@ def _check_heads(sizes: Sizes) -> None:
 
 
 def _store(sizes: Sizes, options: Options) -> Launch:
-    _check_heads(sizes)
+    if sizes["kv_heads"]:  # else queries alone
+        _check_heads(sizes)
     total = sizes["heads"] + 2 * sizes["kv_heads"]
     grid = (sizes["tokens"], ceil_div(total, _HEADS_A_BLOCK), 1)
     return Launch(grid, 32 * _HEADS_A_BLOCK)

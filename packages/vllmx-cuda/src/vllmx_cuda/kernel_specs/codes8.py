@@ -34,9 +34,11 @@ E4M3_ARCHITECTURES = (89, 120, 121)
 """Whose `mma` multiplies FP8. sm_90 and sm_100 have other instructions for it."""
 _CODE_OPTIONS = {**ROW_OPTIONS, "VX_CODE": tuple(CODES.values()), "VX_GROUPS": (0, 1)}
 _LINEAR_OPTIONS = {
-    "VX_DTYPE": tuple(DTYPES.values()), "VX_CODE": tuple(CODES.values()),
-    "VX_TOKENS": GEMV_TOKENS, "VX_OUT": (0, 1),
-}  # fmt: skip
+    "VX_DTYPE": tuple(DTYPES.values()),
+    "VX_CODE": tuple(CODES.values()),
+    "VX_TOKENS": GEMV_TOKENS,
+    "VX_OUT": (0, 1),
+}
 
 
 def _coded_rows(sizes: Sizes, options: Options) -> Launch:

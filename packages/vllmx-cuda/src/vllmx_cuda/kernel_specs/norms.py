@@ -27,6 +27,18 @@ def one_block_a_row(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["rows"], 1, 1), row_block(sizes["width"], options["VX_VEC"]))
 
 
+def head_runs(heads: int, kv_heads: int, across: bool) -> int:
+    """Norms of a token's heads: see head_norm.cu."""
+    return 2 + kv_heads if across else heads + 2 * kv_heads
+
+
+def _head_norm(sizes: Sizes, options: Options) -> Launch:
+    at_least("rows", sizes["rows"], 1)
+    at_least("width", sizes["width"], 1)
+    threads = row_block(sizes["width"], options["VX_VEC"])
+    return Launch((sizes["rows"], sizes["runs"], 1), threads)
+
+
 RMS_NORM = Kernel(
     entry="rms_norm",
     source="rms_norm.cu",
@@ -58,4 +70,16 @@ LAYER_NORM = Kernel(
     rule=one_block_a_row,
 )
 
-KERNELS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM)
+HEAD_NORM = Kernel(
+    entry="head_norm",
+    source="head_norm.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments(
+        "in elem* qkv, in f32* q_norm?, in f32* k_norm?, out elem* out, i32 heads, i32 kv_heads,"
+        " i32 size, i32 across, i32 layer, i32 values, f32 eps"
+    ),
+    sizes=("rows", "runs", "width"),
+    rule=_head_norm,
+)
+
+KERNELS = (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, HEAD_NORM)

@@ -21,7 +21,8 @@ _THREADS = 256
 _ACT_OPTIONS = {**ROW_OPTIONS, "VX_ACT": tuple(ACTIVATIONS.values())}
 
 
-def _rows(sizes: Sizes, options: Options) -> Launch:
+def by_rows(sizes: Sizes, options: Options) -> Launch:
+    """A block of a row's features, a grid of them and of the rows."""
     at_least("rows", sizes["rows"], 1)
     pieces = ceil_div(sizes["width"], _THREADS * options["VX_VEC"])
     return Launch((sizes["rows"], pieces, 1), _THREADS)
@@ -44,7 +45,7 @@ GATED_ACT = Kernel(
     options=_ACT_OPTIONS,
     arguments=arguments("in elem* gate_up, out elem* y, i32 width"),
     sizes=("rows", "width"),
-    rule=_rows,
+    rule=by_rows,
 )
 ACTIVATION = Kernel(
     entry="activation",
@@ -52,7 +53,7 @@ ACTIVATION = Kernel(
     options=_ACT_OPTIONS,
     arguments=arguments("in elem* x, out elem* y, i32 width"),
     sizes=("rows", "width"),
-    rule=_rows,
+    rule=by_rows,
 )
 ADD = Kernel(
     entry="add",
@@ -76,7 +77,7 @@ SCALE_BY = Kernel(
     options=ROW_OPTIONS,
     arguments=arguments("in elem* x, in f32* w, out elem* y, i32 width, i32 span"),
     sizes=("rows", "width"),
-    rule=_rows,
+    rule=by_rows,
 )
 GATE = Kernel(
     entry="gate",
@@ -84,7 +85,7 @@ GATE = Kernel(
     options={**ROW_OPTIONS, "VX_ACT": tuple(GATES.values())},
     arguments=arguments("in elem* x, in elem* g, out elem* y, i32 width, i32 span"),
     sizes=("rows", "width"),
-    rule=_rows,
+    rule=by_rows,
 )
 SOFTCAP = Kernel(
     entry="softcap",
@@ -100,7 +101,7 @@ GATHER_ROWS = Kernel(
     options=ROW_OPTIONS,
     arguments=arguments("in i32* ids, in elem* table, out elem* y, i32 width"),
     sizes=("rows", "width"),
-    rule=_rows,
+    rule=by_rows,
 )
 GATHER_COLUMNS = Kernel(
     entry="gather_columns",
@@ -108,7 +109,7 @@ GATHER_COLUMNS = Kernel(
     options={**ROW_OPTIONS, "VX_VEC": (1,)},
     arguments=arguments("in elem* x, in i32* columns, out elem* y, i32 width"),
     sizes=("rows", "width"),
-    rule=_rows,
+    rule=by_rows,
 )
 BEGIN_STEP = Kernel(
     entry="begin_step",

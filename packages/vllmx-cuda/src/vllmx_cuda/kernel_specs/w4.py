@@ -33,9 +33,12 @@ ONE_GROUP = 31
 TRANSPOSED, PACKED_ROWS, PACKED_COLUMNS = 0, 1, 2
 """Values of VX_PACKED: how a checkpoint's words hold integers, see `kernels/w4_repack_words.cu`."""
 BLOCK_FORMS = {
-    "q4_0": (4, ZERO_MIDDLE, 5), "q4_1": (4, MINIMA, 5), "q4_k": (4, MINIMA, 5),
-    "q6_k": (6, ZERO_MIDDLE, 4), "q8_0": (8, ZERO_MIDDLE, 5),
-}  # fmt: skip
+    "q4_0": (4, ZERO_MIDDLE, 5),
+    "q4_1": (4, MINIMA, 5),
+    "q4_k": (4, MINIMA, 5),
+    "q6_k": (6, ZERO_MIDDLE, 4),
+    "q8_0": (8, ZERO_MIDDLE, 5),
+}
 """GGUF's types that lie in this order -> VX_BITS, VX_ZERO, group_shift; their factors are f16."""
 WARPS = 8
 _FEWER_TILES = 4

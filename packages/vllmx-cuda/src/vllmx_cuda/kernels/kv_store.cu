@@ -6,7 +6,7 @@
 //         rotary_dim) of f32, cos then sin of each position, or null; q (T, H, D) of elem;
 //         k_pages, v_pages (blocks, K, P, D) of VX_KV with P = 2^page_shift, so that the tokens of a
 //         page that one head reads are neighbours; slots (T): block * P + offset, negative: the
-//         token is padding and nothing is stored.
+//         token is padding and nothing is stored. K is 0 where a layer reads another one's pages.
 // Grid:   (T, ceil((H + 2K) / 4)), a warp a head. A head passes through shared memory once, where
 //         every rotation, half-split, interleaved or partial, is two reads.
 // Floor:  bytes: qkv read once, the same written once.
@@ -63,7 +63,7 @@ kv_store(const elem* __restrict__ qkv, const int* __restrict__ positions,
 
   bool rotates = rope && !is_value;
   const float* table = rotates ? rope + (size_t)positions[token] * rotary_dim : nullptr;
-  int slot = slots[token], kv_head = (head - heads) % kv_heads;
+  int slot = slots[token], kv_head = is_query ? 0 : (head - heads) % kv_heads;
   size_t page_row = 0;
   if (!is_query) {
     if (slot < 0) return;

@@ -7,6 +7,7 @@
 // Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS)), 128 threads that share ROWS rows of w and split K;
 //         a thread keeps several 16-byte loads of w in flight and reuses x for all of them.
 // Floor:  bytes of w, once for each tile of VX_TOKENS tokens.
+#include "expert_tiles.h"
 #include "outputs.h"
 #include "vx.h"
 
@@ -28,16 +29,19 @@ VX_DEV Pack<elem, VX_VEC> load_weight(const elem* p) {
   return pack;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, VX_TOKENS < 4 ? 8 : VX_TOKENS < 8 ? 5 : 3)
-linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
-            out_elem* __restrict__ y, int m, int n, int k, int pitch) {
-  __shared__ float part[WARPS][ROWS * VX_TOKENS];
-  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * VX_TOKENS;
+#define BLOCKS(SHARED) (VX_TOKENS < 4 ? 8 : VX_TOKENS < 8 ? SHARED : 3)  // that their registers leave room for
+
+// One tile of tokens: token i of m reads x from `row_of(i)` on, and writes row i of y.
+template <class Rows>
+VX_DEV void multiply_tile(const elem* __restrict__ x, Rows row_of, const elem* __restrict__ w,
+                          const float* __restrict__ bias, out_elem* __restrict__ y,
+                          float (&part)[WARPS][ROWS * VX_TOKENS], int token0, int m, int n, int k, int pitch) {
+  int row0 = blockIdx.x * ROWS;
   const elem *rows[ROWS], *tokens[VX_TOKENS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) rows[r] = w + (size_t)min(row0 + r, n - 1) * k;
 #pragma unroll
-  for (int t = 0; t < VX_TOKENS; t++) tokens[t] = x + (size_t)min(token0 + t, m - 1) * k;
+  for (int t = 0; t < VX_TOKENS; t++) tokens[t] = x + row_of(min(token0 + t, m - 1));
 
   const int step = THREADS * VX_VEC;
   float sums[ROWS][VX_TOKENS] = {};
@@ -64,4 +68,44 @@ linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float*
   }
   store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, pitch);
 }
+
+struct OwnRow {
+  int pitch;
+  VX_DEV size_t operator()(int token) const { return (size_t)token * pitch; }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS(5))
+linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
+            out_elem* __restrict__ y, int m, int n, int k, int pitch) {
+  __shared__ float part[WARPS][ROWS * VX_TOKENS];
+  multiply_tile(x, OwnRow{k}, w, bias, y, part, blockIdx.y * VX_TOKENS, m, n, k, pitch);
+}
 VX_EXPORT(linear_gemv)
+
+// The same with the matrix of one of X experts for each tile (expert_tiles.h).
+// Grid: (ceil(N / ROWS), tiles).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS(4))
+experts_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
+             const int* __restrict__ order, const int* __restrict__ tiles, out_elem* __restrict__ y, int share,
+             int n, int k) {
+  __shared__ float part[WARPS][ROWS * VX_TOKENS];
+  ExpertTile tile = tile_of(tiles, blockIdx.y);
+  if (tile.count == 0) return;
+  multiply_tile(x, RowOfSlot{order, tile.first, share, k}, w + (size_t)tile.expert * n * k,
+                bias ? bias + (size_t)tile.expert * n : nullptr, y + (size_t)tile.first * n, part, 0, tile.count,
+                n, k, n);
+}
+VX_EXPORT(experts_gemv)
+
+// The same with a matrix for each head: y[t, h] = x[t, h] w[h]^T.
+// Layout: x (M, ..) with rows `x_pitch` apart and heads `x_head`, y likewise; w (H, N, K) of elem.
+// Grid:   (ceil(N / ROWS), ceil(M / VX_TOKENS), H).
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS(4))
+heads_gemv(const elem* __restrict__ x, const elem* __restrict__ w, out_elem* __restrict__ y, int m, int n, int k,
+           int x_pitch, int x_head, int y_pitch, int y_head) {
+  __shared__ float part[WARPS][ROWS * VX_TOKENS];
+  int head = blockIdx.z;
+  multiply_tile(x + (size_t)head * x_head, OwnRow{x_pitch}, w + (size_t)head * n * k, nullptr,
+                y + (size_t)head * y_head, part, blockIdx.y * VX_TOKENS, m, n, k, y_pitch);
+}
+VX_EXPORT(heads_gemv)

@@ -11,6 +11,7 @@
 //         16-byte load, and feeds two products, which have sums of their own to wait half as long for each other.
 // Floor:  bytes of w, once for each tile of tokens. A ring in registers holds 8 loads of w of each thread under
 //         way, 32 KB a block, at all times: a load follows each product, not each ring.
+#include "expert_tiles.h"
 #include "outputs.h"
 #include "vx.h"
 
@@ -52,13 +53,14 @@ VX_DEV void multiply(float (&sums)[2][VX_ROWS][4], const Unit& unit) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
-linear_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
-           out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch) {
-  __shared__ float part[WARPS * TOKENS * (ROWS + PADDING)];
-  __shared__ int arrived;
+// One tile of tokens: token i of m reads x from `row_of(i)` on, and writes row `token0 + i` of y.
+template <class Rows>
+VX_DEV void multiply_tile(const elem* __restrict__ x, Rows row_of, const elem* __restrict__ w,
+                          const float* __restrict__ bias, out_elem* __restrict__ y,
+                          float* partial, u32* arrivals, float* part, int* arrived, int token0, int m,
+                          int n, int k, int pitch) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * TOKENS;
+  int row0 = blockIdx.x * ROWS;
   int units = k / COLS, piece = blockIdx.z * WARPS + warp, shift = 31 - __clz(gridDim.z * WARPS);
   int unit = piece * units >> shift, end = (piece + 1) * units >> shift;
   const elem *rows[VX_ROWS], *tokens[VX_TILES];
@@ -67,7 +69,7 @@ linear_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* 
     rows[r] = w + (size_t)min(row0 + 8 * r + group, n - 1) * k + unit * COLS + quarter * 8;
 #pragma unroll
   for (int t = 0; t < VX_TILES; t++)
-    tokens[t] = x + (size_t)min(token0 + 8 * t + group, m - 1) * k + unit * COLS + quarter * 8;
+    tokens[t] = x + row_of(min(token0 + 8 * t + group, m - 1)) + unit * COLS + quarter * 8;
 
   float sums[2][VX_ROWS][4] = {};
   Unit ring[IN_FLIGHT];
@@ -92,6 +94,34 @@ linear_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* 
     for (int e = 0; e < 2 * VX_TILES; e++)  // the other half: tokens that are not there
       part[(warp * TOKENS + group + 8 * (e / 2)) * (ROWS + PADDING) + 8 * r + 2 * quarter + e % 2] =
           sums[0][r][e] + sums[1][r][e];
-  store_parts<WARPS, ROWS, TOKENS>(y, part, bias, partial, arrivals, &arrived, token0, row0, m, n, pitch);
+  store_parts<WARPS, ROWS, TOKENS>(y, part, bias, partial, arrivals, arrived, token0, row0, m, n, pitch);
+}
+
+struct OwnRow {
+  int pitch;
+  VX_DEV size_t operator()(int token) const { return (size_t)token * pitch; }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+linear_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
+           out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch) {
+  __shared__ float part[WARPS * TOKENS * (ROWS + PADDING)];
+  __shared__ int arrived;
+  multiply_tile(x, OwnRow{k}, w, bias, y, partial, arrivals, part, &arrived, blockIdx.y * TOKENS, m, n, k, pitch);
 }
 VX_EXPORT(linear_mma)
+
+// The same with the matrix of one of X experts for each tile (expert_tiles.h).
+// Grid: (ceil(N / (8 * VX_ROWS)), tiles).
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+experts_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
+            const int* __restrict__ order, const int* __restrict__ tiles, out_elem* __restrict__ y, int share,
+            int n, int k) {
+  __shared__ float part[WARPS * TOKENS * (ROWS + PADDING)];
+  ExpertTile tile = tile_of(tiles, blockIdx.y);
+  if (tile.count == 0) return;
+  multiply_tile(x, RowOfSlot{order, tile.first, share, k}, w + (size_t)tile.expert * n * k,
+                bias ? bias + (size_t)tile.expert * n : nullptr, y + (size_t)tile.first * n, nullptr, nullptr,
+                part, nullptr, 0, tile.count, n, k, n);
+}
+VX_EXPORT(experts_mma)

@@ -50,15 +50,21 @@ def tune(
     begin, total = time.perf_counter(), len(missing)
     logger.info(
         "choosing cuBLASLt's algorithms for %d products of up to %d rows by measuring them: once on"
-        " this kind of GPU, at most %.0f s", total, missing[-1][0], limit_s,
-    )  # fmt: skip
+        " this kind of GPU, at most %.0f s",
+        total,
+        missing[-1][0],
+        limit_s,
+    )
     with device.tuning():
         for done, (m, product) in enumerate(missing):
             if time.perf_counter() - begin >= limit_s:
                 logger.info(
                     "measured %d of %d products: those of %d rows and more take the library's"
-                    " favourites until the next start", done, total, m,
-                )  # fmt: skip
+                    " favourites until the next start",
+                    done,
+                    total,
+                    m,
+                )
                 return
             product.enqueue(m)
             if progress:

@@ -62,10 +62,11 @@ def load_weights(
         if key not in tied:
             tied[key] = _segments(plan.matrices[key], device, pieces)
         biases: list[Memory] = []
+        rows = spec.count * spec.rows  # the matrices of a stack lie below each other
         for kind in ("f32", plan.dtype) if has_bias(spec) else ():
-            biases.append(device.zeros(spec.rows * ITEM_BYTES[kind]))
+            biases.append(device.zeros(rows * ITEM_BYTES[kind]))
             pieces += _bias_pieces(spec, source, biases[-1], kind)
-        weights[spec.name] = Matrix(tied[key], spec.rows, spec.cols, *biases)
+        weights[spec.name] = Matrix(tied[key], rows, spec.cols, *biases)
     for name, table in constants.items():
         weights[name] = memory = device.empty(4 * table.size)
         pieces += _table_pieces(memory, np.ascontiguousarray(table, np.float32))

@@ -48,9 +48,11 @@ def groups_bytes(cols: int, tokens: int) -> ScratchBytes:
 def _rows(ops: Ops, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
     """Codes with a scale for each row or group, or with one for all."""
     kernel = ops.variant(
-        "quantize_rows", VX_VEC=vector_width(cols), VX_CODE=CODES[codes.kind],
+        "quantize_rows",
+        VX_VEC=vector_width(cols),
+        VX_CODE=CODES[codes.kind],
         VX_GROUPS=int(codes.groups),
-    )  # fmt: skip
+    )
 
     def quantise(m: int) -> None:
         scratch = ops.products

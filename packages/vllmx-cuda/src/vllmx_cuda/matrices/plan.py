@@ -96,7 +96,7 @@ def plan_weights(
             rest += 4 * spec.rows
             parts_of(spec, source)
             continue
-        rest += spec.rows * (4 + ITEM_BYTES[target.dtype]) * has_bias(spec)
+        rest += spec.count * spec.rows * (4 + ITEM_BYTES[target.dtype]) * has_bias(spec)
         key = tie_key(spec)
         if key not in matrices:
             matrices[key] = _plan_matrix(spec, source, target, key in gathered)
@@ -107,10 +107,12 @@ def plan_weights(
 def _plan_matrix(
     spec: WeightSpec, source: WeightSource, target: Target, gathered: bool
 ) -> MatrixPlan:
-    """A table that rows are gathered from is one segment, of a form that can do it."""
+    """A table that rows are gathered from is one segment, of a form that can do it; so is a stack,
+    which kernels find an expert's rows in."""
     parts = parts_of(spec, source)
     plain: Form = Dense(target.dtype, spec.offset)
-    forms = [plain if spec.offset else form_of(part, target, gathered=gathered) for part in parts]
+    is_plain = bool(spec.offset) or spec.kind == "stack"
+    forms = [plain if is_plain else form_of(part, target, gathered=gathered) for part in parts]
     if gathered and any(form != forms[0] for form in forms):
         forms = [plain] * len(parts)
     pairs = zip(forms, parts, strict=True)

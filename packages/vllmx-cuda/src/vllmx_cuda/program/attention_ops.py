@@ -45,11 +45,14 @@ def _store(op: Attention, to: Lowering) -> Enqueue:
     kernel = to.variant(
         "kv_store", VX_HEAD=spec.head_size, VX_KV=to.kv, VX_VEC=store_vector(spec.head_size)
     )
-    heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
+    heads = {"heads": spec.num_heads, "kv_heads": 0 if spec.shared else spec.num_kv_heads}
     values = (
-        *heads.values(), spec.rotary_dim, int(spec.interleaved), to.page_shift,
+        *heads.values(),
+        spec.rotary_dim,
+        int(spec.interleaved),
+        to.page_shift,
         spec.norm_eps,
-    )  # fmt: skip
+    )
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         to.device.launch(
@@ -69,10 +72,11 @@ def _decode(op: Attention, to: Lowering) -> Enqueue:
     y, pages, scratch = to.place(op.out), to.pages[spec.layer], to.scratch
     sinks, seen = to.vector(op.sinks), visibility(spec)
     options = {
-        "VX_HEAD": spec.head_size, "VX_KV": to.kv,
+        "VX_HEAD": spec.head_size,
+        "VX_KV": to.kv,
         "VX_VEC": decode_vector(spec.head_size),
         "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads),
-    }  # fmt: skip
+    }
     combine = to.variant("paged_combine", **options)
     if decodes_on_tensor_cores(spec, to.dtype, to.device.info.arch):
         group = decode_group(spec.num_heads // spec.num_kv_heads, spec.head_size)
@@ -95,9 +99,10 @@ def _decode(op: Attention, to: Lowering) -> Enqueue:
             ),
         )  # fmt: skip
         to.device.launch(
-            combine, {"tokens": sizes.tokens, "heads": spec.num_heads},
+            combine,
+            {"tokens": sizes.tokens, "heads": spec.num_heads},
             (scratch.partial, scratch.weights, first_item, sinks, y, spec.num_heads),
-        )  # fmt: skip
+        )
 
     return enqueue
 

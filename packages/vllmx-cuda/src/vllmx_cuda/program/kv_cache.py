@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
-from vllmx_core.model import KVSpec, ModelShape
+from vllmx_core.model import ModelShape, OwnedKV
 
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
@@ -48,7 +48,7 @@ def allocate(plan: CachePlan, device: Device) -> tuple[LayerPages, ...]:
     return tuple(replace(places[place], group=group) for group, place in plan.layout.layers)
 
 
-def _allocate_place(plan: CachePlan, kv: KVSpec, device: Device) -> LayerPages:
+def _allocate_place(plan: CachePlan, kv: OwnedKV, device: Device) -> LayerPages:
     vectors = plan.num_blocks * plan.block_size * kv.num_kv_heads
     size = vectors * kv.head_size * _ITEM_BYTES[plan.dtype]
     k, v = device.empty(size), device.empty(size)

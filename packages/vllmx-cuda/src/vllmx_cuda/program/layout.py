@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention, AttentionSpec
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.op import Op, OpList, last_reads
 from vllmx_core.ops.values import Rows, Value
 
@@ -20,6 +22,8 @@ from vllmx_cuda.kernel_specs.attention import (
     mma_group,
 )
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
+from vllmx_cuda.program import latent_ops
+from vllmx_cuda.program.expert_ops import Spaces
 from vllmx_cuda.program.prefill import prefill_kernel
 from vllmx_cuda.program.work import Visibility, WorkKinds, item_capacity
 
@@ -30,10 +34,12 @@ ALIGNMENT = 256
 class Scratch:
     """Buffers that live within one op; every op may use all of them."""
 
-    queries: Memory  # (T, H, D)
-    partial: Memory  # (N, H, D) float32
+    queries: Memory  # (T, H, D), of latents (T, H, C + Dr)
+    partial: Memory  # (N, H, D or C) float32
     weights: Memory  # (N, H, 2) float32
     rows: Memory  # (L, E)
+    found: Memory  # (T, H, C), of latents
+    experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,20 @@ class StepLayout:
     partial: int
     weights: int
     rows: int
+    found: int
+    experts: int
     products: ScratchBytes
 
     @property
     def num_bytes(self) -> int:
-        scratch = self.queries + self.partial + self.weights + self.rows
-        return self.arena.num_bytes + scratch + self.products.num_bytes
+        return self.arena.num_bytes + sum(self._scratch) + self.products.num_bytes
+
+    @property
+    def _scratch(self) -> tuple[int, ...]:
+        return self.queries, self.partial, self.weights, self.rows, self.found, self.experts
 
     def scratch(self, device: Device) -> Scratch:
-        sizes = (self.queries, self.partial, self.weights, self.rows)
-        return Scratch(*map(device.empty, sizes))
+        return Scratch(*map(device.empty, self._scratch))
 
     def product_scratch(self, device: Device) -> ProductScratch:
         need = self.products
@@ -75,20 +85,29 @@ def lay_out(
     in_place = _in_place(ops)
 
     def value_bytes(value: Value) -> int:
-        return value.width * max_rows[value.rows] * (4 if value.rows == "L" else item)
+        narrow = value.rows == "T" and value.dtype == "model"
+        return value.width * max_rows[value.rows] * (item if narrow else 4)
 
-    specs = attention_specs(ops)
+    specs, latents = attention_specs(ops), latent_specs(ops)
     items = max_items(ops, max_rows["T"], num_processors)
     widest = max((spec.num_heads * spec.head_size for spec in specs), default=0)
-    heads = max((spec.num_heads for spec in specs), default=0)
+    found = max((spec.num_heads * spec.rank for spec in latents), default=0)
+    rows = max((spec.num_heads * spec.row_size for spec in latents), default=0)
+    head_counts = [*(spec.num_heads for spec in specs), *(spec.num_heads for spec in latents)]
+    heads = max(head_counts, default=0)
     head_inputs = [op.x.width for op in ops if isinstance(op, Head)]
     return StepLayout(
         plan_arena(ops, value_bytes, [steps.logits], alignment=ALIGNMENT, in_place=in_place),
         in_place,
-        queries=max_rows["T"] * widest * item,
-        partial=items * widest * 4,
+        queries=max_rows["T"] * max(widest, rows) * item,
+        partial=items * max(widest, found) * 4,
         weights=items * heads * 2 * 4,
         rows=max_rows["L"] * max(head_inputs, default=0) * item,
+        found=max_rows["T"] * found * item,
+        experts=max(
+            (Spaces.of(op, max_rows["T"], item).num_bytes for op in ops if isinstance(op, Experts)),
+            default=0,
+        ),
         products=products,
     )
 
@@ -107,6 +126,10 @@ def attention_specs(ops: Sequence[Op]) -> list[AttentionSpec]:
     return [op.spec for op in ops if isinstance(op, Attention)]
 
 
+def latent_specs(ops: Sequence[Op]) -> list[LatentSpec]:
+    return [op.spec for op in ops if isinstance(op, LatentAttention)]
+
+
 def visibility(spec: AttentionSpec) -> Visibility:
     return Visibility(spec.window, spec.causal)
 
@@ -116,12 +139,12 @@ def work_kinds(
 ) -> WorkKinds:
     """What a step's attention work must be planned for. Tensor cores take the prompts where they
     can take those of every layer. For `kv` and `wgmma` see `prefill_kernel`."""
-    specs = attention_specs(ops)
+    specs, latents = attention_specs(ops), [latent_ops.VISIBILITY for _ in latent_specs(ops)]
     found = [prefill_kernel(spec, dtype, kv, arch, wgmma=wgmma) for spec in specs]
     sizes = dict.fromkeys(kernel.tile_tokens for kernel in found if kernel)
-    return WorkKinds(
-        tuple(dict.fromkeys(map(visibility, specs))), tuple(sizes) if all(found) else ()
-    )
+    by_tiles = all(found) and not latents
+    seen = tuple(dict.fromkeys([*map(visibility, specs), *latents]))
+    return WorkKinds(seen, tuple(sizes) if by_tiles else ())
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
@@ -131,12 +154,12 @@ def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:
 
 def max_items(ops: Sequence[Op], num_tokens: int, num_processors: int) -> int:
     """Work items that a step of so many tokens can have in any layer."""
+    blocks = [
+        *map(blocks_an_item, attention_specs(ops)),
+        *map(latent_ops.blocks_an_item, latent_specs(ops)),
+    ]
     return max(
-        (
-            item_capacity(num_tokens, num_processors, blocks_an_item(spec))
-            for spec in attention_specs(ops)
-        ),
-        default=num_tokens,
+        (item_capacity(num_tokens, num_processors, count) for count in blocks), default=num_tokens
     )
 
 

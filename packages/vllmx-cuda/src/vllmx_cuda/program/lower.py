@@ -15,13 +15,17 @@ from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
+from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.values import Rows, Value, WeightRef
@@ -38,9 +42,11 @@ from vllmx_cuda.loading.weights import Weight
 from vllmx_cuda.matrices.form import ProductScratch, Target
 from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
 from vllmx_cuda.program.attention_ops import attention
+from vllmx_cuda.program.expert_ops import can_multiply, can_route, experts, route
 from vllmx_cuda.program.kv_cache import LayerPages
+from vllmx_cuda.program.latent_ops import can_attend, latent_attention
 from vllmx_cuda.program.layout import Scratch
-from vllmx_cuda.program.norm_ops import add_rms_norm, rms_norm
+from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 
 Enqueue = Callable[[StepSizes, StepMemory], None]
@@ -64,6 +70,8 @@ class Lowering:
     in_place: Mapping[Value, Value]
     scratch: Scratch
     products: ProductScratch
+    max_tokens: int
+    """Of a step."""
     wgmma: bool = False
     """Whether paged_prefill_wgmma takes the prompts that it can take."""
     variants: list[Variant] = field(default_factory=list)
@@ -137,8 +145,12 @@ class Lowering:
 
 OPS: OpTable[Lowering, Enqueue] = OpTable("cuda")
 OPS.add(Attention, when=lambda op: op.spec.head_size in HEAD_SIZES)(attention)
+OPS.add(LatentAttention, when=can_attend)(latent_attention)
 OPS.add(RmsNorm)(rms_norm)
 OPS.add(AddRmsNorm)(add_rms_norm)
+OPS.add(HeadNorm)(head_norm)
+OPS.add(Route, when=can_route)(route)
+OPS.add(Experts, when=can_multiply)(experts)
 
 
 @OPS.add(Embedding)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.head_norm import HeadNorm
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.values import Value
 
 from vllmx_cuda.kernel_specs import Variant, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
+from vllmx_cuda.kernel_specs.norms import head_runs
 from vllmx_cuda.matrices.form import ActivationCodes
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 
@@ -41,6 +43,26 @@ def rms_norm(op: RmsNorm, to: Lowering) -> Enqueue:
         codes = norm.codes
         arguments = (source, weight, *out, width, eps, codes.scale, codes.pitch(sizes.tokens))
         to.device.launch(norm.kernel, shape, arguments)
+
+    return enqueue
+
+
+def head_norm(op: HeadNorm, to: Lowering) -> Enqueue:
+    spec, size = op.spec, op.spec.head_size
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    kernel = to.variant("head_norm", VX_VEC=vector_width(size))
+    shape = {
+        "runs": head_runs(heads, kv_heads, spec.across),
+        "width": heads * size if spec.across else size,
+    }
+    arguments = (
+        to.place(op.qkv), to.vector(op.q_norm), to.vector(op.k_norm), to.place(op.out),
+        heads, kv_heads, size, int(spec.across), int(spec.kind == "layer"), int(spec.values),
+        spec.eps,
+    )  # fmt: skip
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        to.device.launch(kernel, {"rows": sizes.tokens, **shape}, arguments)
 
     return enqueue
 

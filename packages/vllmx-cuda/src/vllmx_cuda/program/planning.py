@@ -81,10 +81,12 @@ def plan_load(
     target = Target(dtype, number(device.info.arch))
     weights = plan_weights(specs, table_values, source, target, tokens)
     check_weights_fit(
-        weights.num_bytes, free, dtype,
+        weights.num_bytes,
+        free,
+        dtype,
         where=f" on {device.info.name} of {format_bytes(device.info.memory_bytes)}",
         remedy="choose a smaller model, a 16-bit --dtype, or end what else runs on the GPU",
-    )  # fmt: skip
+    )
     buckets = bucket_sizes(options.num_seqs)
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)

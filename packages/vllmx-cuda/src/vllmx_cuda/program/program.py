@@ -152,7 +152,7 @@ class Program:
         num_tiles = tuple(map(len, tiles))
         return StepSizes(
             plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles, self._groups
-        )  # fmt: skip
+        )
 
     def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
         kinds = self.plan.work

@@ -62,12 +62,18 @@ class Sampled:
     """Columns of the log-probabilities; None: nobody asked."""
     ids: Bytes
     logprobs: Bytes
+    num_whole: int = 0
+    logits: Bytes | None = None
+    """Of the rows that want them whole, one behind the other."""
 
     def read(self) -> StepResult:
         """After the copies have run."""
         ids = np.array(self.ids.view(np.int32))
         if self.width is None:
             return StepResult(ids)
+        logits = None
+        if self.logits is not None:
+            logits = np.array(self.logits.view(np.float32)).reshape(self.num_whole, -1)
         rows, width = self.num_rows, self.width
         words = np.array(self.logprobs.view(np.int32))
         chosen, rank, top_ids, top = np.split(words, [rows, 2 * rows, (2 + width) * rows])
@@ -75,10 +81,13 @@ class Sampled:
         return StepResult(
             ids,
             LogprobRows(
-                chosen.view(np.float32), rank, top_ids.reshape(shape),
+                chosen.view(np.float32),
+                rank,
+                top_ids.reshape(shape),
                 top.view(np.float32).reshape(shape),
             ),
-        )  # fmt: skip
+            logits,
+        )
 
 
 class DeviceSampler:
@@ -133,7 +142,21 @@ class DeviceSampler:
         self._device.download(ids, self._last_ids)
         if width is None:
             return Sampled(count, None, ids, ids)
-        return Sampled(count, width, ids, self._score(logits, step, count, width))
+        logprobs = self._score(logits, step, count, width)
+        if rows.whole is None:
+            return Sampled(count, width, ids, logprobs)
+        whole = self._download_rows(logits, rows.whole.tolist())
+        return Sampled(count, width, ids, logprobs, rows.whole.size, whole)
+
+    def _download_rows(self, logits: Memory, rows: Sequence[int]) -> Bytes:
+        """Logits of these rows, one behind the other, in memory of this step's own: few requests
+        want them, and those of a step in flight must stay."""
+        row_bytes = 4 * self._vocab_size
+        found = self._device.pinned(row_bytes * len(rows))
+        for place, row in enumerate(rows):
+            part = found[place * row_bytes : (place + 1) * row_bytes]
+            self._device.download(part, logits.at(row * row_bytes, row_bytes))
+        return found
 
     def _upload(self, arrays: Mapping[str, AnyArray]) -> dict[str, Memory]:
         """All arrays in one copy."""
@@ -216,8 +239,11 @@ def _sparse(rows: SamplingRows) -> dict[str, AnyArray]:
     """What few rows bring, by the kernels' names for it."""
     arrays: dict[str, AnyArray] = {}
     if rows.edits is not None:
-        arrays |= {"edit_start": rows.edits.start, "edit_ids": rows.edits.ids,
-                   "edit_values": rows.edits.values}  # fmt: skip
+        arrays |= {
+            "edit_start": rows.edits.start,
+            "edit_ids": rows.edits.ids,
+            "edit_values": rows.edits.values,
+        }
     if rows.counts is not None:
         arrays |= {"count_start": rows.counts.start, "count_ids": rows.counts.ids,
                    "counts": rows.counts.output_counts, "pending": rows.counts.pending}  # fmt: skip

@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import ConfigError, ModelNotFoundError
+from vllmx_core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from vllmx_core.output_format import OutputFormat
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.core.load import LoadPlan
+from vllmx_engine.client.answers import AnswerReaders, marker_ids
+from vllmx_engine.client.chat_options import ChatMessage, ChatOptions, Message
+from vllmx_engine.client.forced_calls import asks_for_calls, with_calls
+from vllmx_engine.client.request import Request
+from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.formats.choice import FoundFormat, check_name, find_format
 from vllmx_engine.text.chat_template import ChatTemplate
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
 from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
+from vllmx_engine.wire.grammars import Thoughts
 
-ChatMessage = Mapping[str, Any]
-"""An OpenAI message: role, content, and what else the template knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation, for who does not want to write dictionaries."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How to render a conversation; see `ChatTemplate.render`."""
-
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    """None: yes, unless `continue_final_message`."""
-    continue_final_message: bool = False
-    template: str | None = None
-    """Name of one of the model's templates."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template, such as enable_thinking."""
+__all__ = ["ChatMessage", "ChatOptions", "ChatRenderer", "Message", "load_tokenizer"]
 
 
 class ChatRenderer:
@@ -50,25 +35,64 @@ class ChatRenderer:
 
     Args:
         source: Jinja source that replaces the model's own.
+        registry: knows the formats of answers; None: nothing is read from answers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        registry: Registry | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._source = source
+        self._config = config or EngineConfig()
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._found: FoundFormat | None = None
+        self._marker_ids = frozenset[int]()
 
     @classmethod
-    def of(cls, config: EngineConfig, tokenizer: Tokenizer) -> ChatRenderer:
+    def of(cls, config: EngineConfig, tokenizer: Tokenizer, registry: Registry) -> ChatRenderer:
         """The renderer that a configuration asks for. Raises ConfigError for a template file that
-        cannot be read."""
+        cannot be read, and for a parser that nobody provides."""
+        for flag in ("tool_parser", "reasoning_parser"):
+            check_name(registry, flag, getattr(config, flag))
         if config.chat_template is None:
-            return cls(tokenizer)
+            return cls(tokenizer, config=config, registry=registry)
         source = read_text(Path(config.chat_template), MAX_TEMPLATE_BYTES)
         if source is None:
             raise ConfigError(
                 f"--chat-template {config.chat_template} does not exist: check the path",
                 param="chat_template",
             )
-        return cls(tokenizer, source)
+        return cls(tokenizer, source, config=config, registry=registry)
+
+    @property
+    def format(self) -> FoundFormat:
+        """What answers are made of. Looked for at first use, which may take a while."""
+        with self._lock:
+            if self._found is None:
+                found = self._find_format()
+                self._marker_ids = marker_ids(found.format, self._tokenizer)
+                self._found = found
+        return self._found
+
+    def _find_format(self) -> FoundFormat:
+        if self._registry is None:
+            return FoundFormat(OutputFormat("none"), "not read", "not read")
+        own = self._tokenizer.chat_templates
+        templates = own if self._source is None else {"default": self._source}
+        return find_format(
+            self._registry,
+            templates,
+            self._config.tool_parser,
+            self._config.reasoning_parser,
+            self._tokenizer.named_tokens,
+            self._tokenizer.config.get("response_template"),
+        )
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -77,6 +101,60 @@ class ChatRenderer:
         if self._source is not None:
             return ChatTemplate(self._source, self._tokenizer.named_tokens)
         return ChatTemplate.from_tokenizer(self._tokenizer)
+
+    def with_calls(
+        self, params: SamplingParams, options: ChatOptions | None = None
+    ) -> SamplingParams:
+        """Parameters under which answers hold the calls that are asked for. May take a while.
+        Raises InvalidRequestError where they cannot."""
+        if options is None or not asks_for_calls(options):
+            return params
+        return with_calls(params, self.format.format, options)
+
+    def after_thoughts(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        """Parameters whose form of the answer holds from behind the thoughts on, where the prompt
+        leaves them open. May take a while."""
+        form, thinking = params.structured_outputs, self.format.format.thinking
+        if form is None or form.after_ids or thinking is None or not thinking.begin.strip():
+            return params
+        if not prompt.rstrip().endswith(thinking.begin.strip()):
+            return params
+        ids = self._tokenizer.encode(thinking.end.strip(), add_special_tokens=False)
+        return replace(params, structured_outputs=replace(form, after_ids=tuple(ids)))
+
+    def thoughts(self, params: SamplingParams, prompt: str) -> Thoughts | None:
+        """How long the answer to a prompt of `render` may think. May take a while. Raises
+        InvalidRequestError where nothing tells thoughts."""
+        budget, thinking = params.thinking_token_budget, self.format.format.thinking
+        if budget is None or budget < 0:
+            return None
+        if thinking is None or not thinking.begin.strip():
+            raise InvalidRequestError(
+                "thinking_token_budget needs a model whose thoughts can be told from content: leave"
+                " it out, or start the server with --reasoning-parser",
+                param="thinking_token_budget",
+            )
+        begin, end = (
+            tuple(self._tokenizer.encode(marker.strip(), add_special_tokens=False))
+            for marker in (thinking.begin, thinking.end)
+        )
+        is_open = prompt.rstrip().endswith(thinking.begin.strip())
+        return Thoughts(budget, () if is_open else begin, end)
+
+    def with_readers(self, request: Request, options: ChatOptions | None = None) -> Request:
+        """The request of a prompt of `render`, with what reads its answers. May take a while."""
+        options = options or ChatOptions()
+        made_of = self.format.format
+        readers = AnswerReaders(
+            made_of,
+            self._tokenizer,
+            request.prompt,
+            request.prompt_ids,
+            options.tools,
+            marker_ids=self._marker_ids,
+            one_call=options.one_call,
+        )
+        return replace(request, readers=readers) if readers.is_needed else request
 
     def render(
         self,
@@ -88,7 +166,10 @@ class ChatRenderer:
         an event loop. Raises TemplateError, InvalidRequestError."""
         options = options or ChatOptions()
         generation = options.add_generation_prompt
-        return self.template.render(
+        template = self.template
+        if options.source is not None:
+            template = ChatTemplate(options.source, self._tokenizer.named_tokens)
+        return template.render(
             [asdict(message) if isinstance(message, Message) else message for message in messages],
             options.tools,
             documents=options.documents,

@@ -19,8 +19,12 @@ from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_table import RequestTable
 from vllmx_engine.client.stepper import Stepper
-from vllmx_engine.core.load import load_planned, plan_load
+from vllmx_engine.core.load import load_planned
+from vllmx_engine.core.load_plan import plan_load
 from vllmx_engine.core.watchdog import StepWatch, log_stuck
+from vllmx_engine.grammar.check import check
+from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
+from vllmx_engine.wire.grammars import GrammarSpec
 from vllmx_engine.wire.outputs import RequestOutput
 
 logger = logging.getLogger("vllmx.inline")
@@ -45,8 +49,9 @@ class InlineEngine:
             self._core, self.info = load_planned(plan)
         try:
             self.tokenizer = tokenizer.result()
-            self.renderer = ChatRenderer.of(config, self.tokenizer)
+            self.renderer = ChatRenderer.of(config, self.tokenizer, plan.registry)
             self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
+            self.builder.check_grammar = self._check_grammar
             self._table = RequestTable(self.tokenizer)
         except BaseException:
             self._core.close()
@@ -57,6 +62,8 @@ class InlineEngine:
         """Held while results are taken in or handed out, and while the core is given up."""
         self._closed: EngineDeadError | None = None
         self._freed = False
+        self._lexicon: Lexicon | None = None
+        self._verdict_on_grammars = threading.Lock()
 
     def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
         """Queues a request. Raises EngineDeadError."""
@@ -106,6 +113,16 @@ class InlineEngine:
                 aborted = self._table.end(state, "abort")
             if self._closed is None:
                 self._core.abort(aborted)
+
+    def _check_grammar(self, spec: GrammarSpec) -> str:
+        """In this process: whoever brings the grammar waits for it. Raises GrammarError."""
+        with self._verdict_on_grammars:
+            if self._lexicon is None:
+                size = self.info.vocab_size
+                vocabulary = vocabulary_of(self.tokenizer, size, self.builder.eos_ids)
+                self._lexicon = Lexicon.of(vocabulary)
+                self._core.set_vocabulary(vocabulary)
+            return check(spec, self._lexicon)
 
     def close(self) -> None:
         """Ends all requests and frees the model, unless that hangs. May be called twice."""

@@ -11,6 +11,28 @@ MAX_CALL_LOGPROBS = 1 << 21
 """Over all prompts, choices and tokens: one choice of 99,864 tokens with the 20 likeliest each."""
 
 
+def resolve_logprobs(name: str, wanted: int | None, limit: int, vocab_size: int) -> int | None:
+    """How many of the likeliest ids a request gets that wants so many, or -1 for all.
+
+    Args:
+        name: the request's field.
+        limit: `EngineConfig.max_logprobs`.
+
+    Raises:
+        InvalidRequestError: more than `limit` allows.
+    """
+    if wanted is None or 0 <= wanted <= limit:
+        return wanted
+    if limit < 0 and wanted >= -1:
+        return vocab_size if wanted < 0 else min(wanted, vocab_size)
+    remedy = "-1, for all of the vocabulary, is served with --max-logprobs -1"
+    if wanted > limit:
+        remedy = "lower it, or raise --max-logprobs (-1: no limit)"
+    raise InvalidRequestError(
+        f"{name} must be between 0 and {limit}, got {wanted}: {remedy}", param=name
+    )
+
+
 def most_scored_tokens(params: SamplingParams) -> int:
     """Tokens of each choice where the call names no max_tokens."""
     if params.logprobs is None:

@@ -18,11 +18,11 @@ class LogprobRows(Sequence[Any]):
     """`dict[int, Logprob]` for each position, made at each access: the token itself first, then the
     likeliest. None where `rows` has None, as for the first token of a prompt."""
 
-    __slots__ = ("_tokenizer", "rows")
+    __slots__ = ("rows", "tokenizer")
 
     def __init__(self, rows: list[TokenLogprobs | None], tokenizer: Tokenizer) -> None:
         self.rows = rows
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -33,9 +33,9 @@ class LogprobRows(Sequence[Any]):
     def __getitem__(self, index: slice) -> LogprobRows: ...
     def __getitem__(self, index: int | slice) -> dict[int, Logprob] | LogprobRows | None:
         if isinstance(index, slice):
-            return LogprobRows(self.rows[index], self._tokenizer)
+            return LogprobRows(self.rows[index], self.tokenizer)
         row = self.rows[index]
-        return None if row is None else decode_logprobs(row, self._tokenizer)
+        return None if row is None else dict(decode_logprobs(row, self.tokenizer))
 
     def of_tokens(self) -> Iterator[float | None]:
         """The log-probability of each position's own token."""
@@ -52,10 +52,9 @@ class LogprobRows(Sequence[Any]):
         return repr(list(self))
 
 
-def decode_logprobs(row: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def decode_logprobs(row: TokenLogprobs, tokenizer: Tokenizer) -> Iterator[tuple[int, Logprob]]:
     """The token itself first, then the likeliest, each with its text."""
-    entries = {row.token: Logprob(row.logprob, row.rank, tokenizer.token_text(row.token))}
-    for rank, (token, logprob) in enumerate(zip(row.top_ids, row.top_logprobs, strict=True), 1):
-        if token not in entries:
-            entries[token] = Logprob(logprob, rank, tokenizer.token_text(token))
-    return entries
+    yield row.token, Logprob(row.logprob, row.rank, tokenizer.token_text(row.token))
+    for rank, (token, logprob) in enumerate(row.likeliest(), 1):
+        if token != row.token:
+            yield token, Logprob(logprob, rank, tokenizer.token_text(token))

@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,10 +17,17 @@ import msgspec
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.client.logprob_limit import check_logprobs, most_scored_tokens
+from vllmx_engine.client.answers import AnswerReaders
+from vllmx_engine.client.logprob_limit import (
+    check_logprobs,
+    most_scored_tokens,
+    resolve_logprobs,
+)
 from vllmx_engine.core.generation_config import SAMPLING
+from vllmx_engine.grammar.spec import grammar_spec
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
+from vllmx_engine.wire.grammars import Grammar, GrammarSpec, Thoughts
 from vllmx_engine.wire.messages import CoreInfo, CoreRequest, Follower, choices_of, pack_ids
 
 logger = logging.getLogger("vllmx.requests")
@@ -43,6 +50,8 @@ class Request:
     """One for each choice that is generated (best_of, or n)."""
     stops: StopSet | None
     arrival_s: float = field(default_factory=time.monotonic)
+    readers: AnswerReaders | None = None
+    """Of a conversation, where its answers hold more than content."""
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -60,6 +69,8 @@ class RequestOptions:
     """For fair share between clients."""
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
+    session_id: str = ""
+    """Requests of one session go on with one another."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -114,9 +125,17 @@ class RequestBuilder:
         self.info = info
         ids = tokenizer.eos_token_ids.union(_eos_ids(info.generation_config))
         self._eos_ids = sorted(i for i in ids if 0 <= i < info.vocab_size)  # -1 means none
+        self.check_grammar: Callable[[GrammarSpec], str] | None = None
+        """Makes of a grammar what the core is given. Raises GrammarError. For requests that are
+        built without theirs."""
         self._seeds = random.Random(seed)  # noqa: S311 - draws of text, not secrets
         self._numbers = itertools.count()
         self.defaults = default_params(info.generation_config)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Ends of sequence that the model's files name."""
+        return self._eos_ids
 
     def sampling_params(self, **explicit: Any) -> SamplingParams:
         """The model's recommended parameters, replaced where `explicit` names a value."""
@@ -131,6 +150,8 @@ class RequestBuilder:
         options: RequestOptions = RequestOptions(),
         add_special_tokens: bool = True,
         fit_max_tokens: bool = True,
+        grammar: str | None = None,
+        thoughts: Thoughts | None = None,
     ) -> Request:
         """Everything that can be refused is refused here.
 
@@ -139,12 +160,15 @@ class RequestBuilder:
             add_special_tokens: BOS and the like around a text; False after a chat template, which
                 brings its own.
             fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
+            grammar: what came of checking `params.structured_outputs`; None: it is checked here.
+            thoughts: how long the answer may think.
 
         Raises:
+            GrammarError: no answer can follow `params.structured_outputs`.
             ContextLengthError: no room after the prompt for one token, or for `max_tokens`.
             InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
         """
-        params = params or self.sampling_params()
+        params = self._resolved(params or self.sampling_params())
         if params.truncate_prompt_tokens is None:
             text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)
         else:
@@ -153,8 +177,9 @@ class RequestBuilder:
         if not fit_max_tokens:
             self._check_room(len(ids), params.max_tokens)
         params.check_vocab(self.info.vocab_size)
+        found = self._grammar(params, grammar, thoughts)
         number = next(self._numbers)
-        core = self._core_requests(number, ids, params, options)
+        core = self._core_requests(number, ids, params, options, found)
         check_logprobs(params, [(len(ids), core[0].max_tokens)])
         return Request(
             request_id or f"req-{number}",
@@ -164,6 +189,17 @@ class RequestBuilder:
             core,
             StopSet(params.stop) if params.stop else None,
         )
+
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """With -1 for all log-probabilities replaced by their number."""
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return params
+        limit, size = self.info.max_logprobs, self.info.vocab_size
+        logprobs = resolve_logprobs("logprobs", params.logprobs, limit, size)
+        of_prompt = resolve_logprobs("prompt_logprobs", params.prompt_logprobs, limit, size)
+        if (logprobs, of_prompt) == (params.logprobs, params.prompt_logprobs):
+            return params
+        return dataclasses.replace(params, logprobs=logprobs, prompt_logprobs=of_prompt)
 
     def _truncated(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
@@ -232,8 +268,24 @@ class RequestBuilder:
             param="prompt",
         )
 
+    def _grammar(
+        self, params: SamplingParams, text: str | None, thoughts: Thoughts | None
+    ) -> Grammar | None:
+        form = params.structured_outputs
+        if form is None:
+            return None if thoughts is None else Grammar("", thoughts=thoughts)
+        if text is None:
+            assert self.check_grammar is not None, "nobody checks grammars here"
+            text = self.check_grammar(grammar_spec(form))
+        return Grammar(text, form.after_ids, thoughts)
+
     def _core_requests(
-        self, number: int, ids: list[int], params: SamplingParams, options: RequestOptions
+        self,
+        number: int,
+        ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: Grammar | None,
     ) -> list[CoreRequest]:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         stop_ids = [] if params.ignore_eos else self._eos_ids
@@ -243,11 +295,13 @@ class RequestBuilder:
             params=_core_params(params),
             stop_ids=[*stop_ids, *params.stop_token_ids],
             bad_words_ids=self._bad_words(params.bad_words),
+            grammar=grammar,
             max_tokens=self._max_tokens(len(ids), params),
             seed=choice_seed(seed, 0),
             priority=options.priority,
             client=options.client,
             cache_salt=options.cache_salt,
+            session_id=options.session_id,
         )
         followers = [
             Follower(f"{number}.{index}", choice_seed(seed, index))
@@ -296,7 +350,12 @@ def _core_params(params: SamplingParams) -> SamplingParams:
     if logprobs is None and (params.best_of or params.n) > params.n:
         logprobs = 0
     return dataclasses.replace(
-        params, logprobs=logprobs, stop=(), bad_words=(), truncate_prompt_tokens=None
+        params,
+        logprobs=logprobs,
+        stop=(),
+        bad_words=(),
+        truncate_prompt_tokens=None,
+        structured_outputs=None,
     )
 
 

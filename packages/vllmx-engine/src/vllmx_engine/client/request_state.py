@@ -16,7 +16,16 @@ from vllmx_engine.wire.messages import CoreOutput, FinishReason, TokenLogprobs
 from vllmx_engine.wire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 MAX_DELTA_ROWS = 64
-"""Positions with log-probabilities in one output of a stream: what is encoded in a few ms."""
+"""Positions with log-probabilities in one output of a stream, and fewer where each has many: what
+is encoded in a few ms."""
+_MAX_DELTA_LOGPROBS = 1344
+
+
+def delta_rows(num_logprobs: int | None) -> int:
+    """Positions in one output of a stream, by how many of the likeliest each has."""
+    return max(1, min(MAX_DELTA_ROWS, _MAX_DELTA_LOGPROBS // ((num_logprobs or 0) + 1)))
+
+
 OutputKind = Literal["delta", "cumulative", "final"]
 
 
@@ -29,6 +38,7 @@ class ChoiceState:
 
     __slots__ = (
         "_hide_logprobs",
+        "_most_rows",
         "_tokenizer",
         "cumulative_logprob",
         "finish_reason",
@@ -44,7 +54,7 @@ class ChoiceState:
     )
 
     def __init__(self, request: RequestState, index: int, tokenizer: Tokenizer) -> None:
-        params = request.request.params
+        params, readers = request.request.params, request.request.readers
         self.request = request
         self.index = index
         self.text = SequenceText(
@@ -53,6 +63,7 @@ class ChoiceState:
             params,
             stops=request.request.stops,
             keep_offsets=params.logprobs is not None,
+            kept_ids=frozenset() if readers is None else readers.marker_ids,
         )
         self.ids: list[int] = []
         self.pieces: list[str] = []
@@ -64,6 +75,7 @@ class ChoiceState:
         self.has_update = False
         self._tokenizer = tokenizer
         self._hide_logprobs = params.logprobs is None
+        self._most_rows = delta_rows(params.logprobs)
 
     def take(self, output: CoreOutput) -> bool:
         """Adds the update of one step; returns whether a stop string ended the sequence, of which
@@ -108,7 +120,7 @@ class ChoiceState:
     def output(self, *, drop: bool) -> CompletionOutput:
         """What is held; with `drop` it is given away, so that the next output has what follows. Of
         many log-probabilities, which a slow client lets gather, a part is given away at a time."""
-        if drop and len(self.logprobs) > MAX_DELTA_ROWS:
+        if drop and len(self.logprobs) > self._most_rows:
             return self._part()
         output = CompletionOutput(
             index=self.index,
@@ -129,7 +141,7 @@ class ChoiceState:
 
     def _part(self) -> CompletionOutput:
         """The first tokens of what is held, with all of its text; the rest is an update again."""
-        size = MAX_DELTA_ROWS
+        size = self._most_rows
         output = CompletionOutput(
             index=self.index,
             text="".join(self.pieces),
@@ -249,10 +261,9 @@ class RequestState:
         chosen = [choice for choice in self.choices if choice.has_update]
         if not self._in_parts:
             return chosen
+        most = delta_rows(self.request.params.logprobs)
         rows = accumulate(len(choice.logprobs) for choice in chosen)
-        return [c for c, so_far in zip(chosen, rows, strict=True) if so_far <= MAX_DELTA_ROWS] or (
-            chosen[:1]
-        )
+        return [c for c, so_far in zip(chosen, rows, strict=True) if so_far <= most] or chosen[:1]
 
     def _best(self) -> list[ChoiceState]:
         """The n choices of greatest mean log-probability, numbered anew, best first."""

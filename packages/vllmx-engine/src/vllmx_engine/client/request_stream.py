@@ -17,7 +17,7 @@ class RequestStream:
 
     Raises the request's error (`EngineDeadError` when the core died) from the iteration; an abort
     ends it with a last output of finish reason "abort". Cancelling the task that waits aborts, and
-    so does leaving the `async with` early. News that the consumer has not taken yet are merged
+    so does leaving the `async with` early. Updates that the consumer has not taken yet are merged
     into one output, so that a slow consumer costs no memory and holds up nobody.
 
     Args:

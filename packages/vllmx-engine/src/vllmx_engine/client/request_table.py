@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from vllmx_core import errors
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import InvalidRequestError, QueueFullError, VllmxError
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.client.logprob_rows import LogprobRows
@@ -33,6 +33,21 @@ class RequestTable:
     def __len__(self) -> int:
         """Sequences in flight."""
         return len(self._choices)
+
+    def check_room(self, num_choices: int, running: int, waiting: int) -> None:
+        """Whether a call with so many choices fits beside those in flight, where so many run and
+        wait at the most. Raises InvalidRequestError where it never could, and QueueFullError."""
+        if num_choices > running + waiting:
+            raise InvalidRequestError(
+                f"the call has {num_choices} choices in all, but at most {running} run and"
+                f" {waiting} wait: lower n or best_of, split the call, or raise --max-queue",
+                param="n",
+            )
+        if len(self) + num_choices > running + waiting:
+            raise QueueFullError(
+                f"{len(self)} sequences are in flight and this request has {num_choices};"
+                f" at most {running} run and {waiting} wait: try again later"
+            )
 
     def add(
         self,
@@ -66,7 +81,7 @@ class RequestTable:
         return aborted
 
     def _take_one(self, choice: ChoiceState, output: CoreOutput, now_s: float) -> bool:
-        """News of one sequence; returns whether the core must abort it."""
+        """Takes the update of one sequence; returns whether the core must abort it."""
         state = choice.request
         if is_piece(output):
             state.scored += output.prompt_logprobs or []

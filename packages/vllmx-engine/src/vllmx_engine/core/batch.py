@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
+from vllmx_engine.core.chunk import Batch, Chunk
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import LogitOwners, RowsBuilder
-from vllmx_engine.core.scheduler import Batch, Chunk
 from vllmx_engine.core.sequence import Limits
 
 
@@ -64,7 +64,7 @@ class BatchBuilder:
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
         if not waits_for_ids:
-            self._sampling.edit(owners, sampling)
+            self._sampling.edit(owners, sampling, number)
         step = Step(
             number=number,
             batch=batch,
@@ -78,12 +78,16 @@ class BatchBuilder:
         sampled = select if not batch.chunks else owners.rows
         table.last_token[sampled] = -1 - owners.logits
         table.sampled_in[sampled] = number
+        for row in owners.constrained:
+            if row.sequence.grammar is not None and row.sequence.grammar.is_slow:
+                row.sequence.grammar.paused_step = number
+                table.pause(row.sequence.row)
         return plan, sampling, step
 
     def edit(self, step: Step, sampling: SamplingRows) -> None:
         """What was left out of the parameters of a step that `waits_for_ids`, which are known by
         now."""
-        self._sampling.edit(step.owners, sampling)
+        self._sampling.edit(step.owners, sampling, step.number)
 
     def _decode(self, rows: AnyArray, select: AnyArray | slice) -> StepPlan:
         """One token a row."""

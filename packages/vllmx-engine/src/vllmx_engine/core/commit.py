@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterator
 
 from vllmx_core.errors import NonFiniteLogitsError, VllmxError
-from vllmx_core.plan import LogprobRows, StepResult
+from vllmx_core.plan import I32, StepResult
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
+from vllmx_engine.core.likeliest import likeliest
 from vllmx_engine.core.sampling_rows import Scored
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Sequence
@@ -17,6 +18,9 @@ from vllmx_engine.wire.messages import CoreOutput, FinishReason, TokenLogprobs
 
 logger = logging.getLogger("vllmx.commit")
 
+MIN_FORCED_TOKENS = 3
+"""So many in a row are computed at once: k of them save k - 1 steps of their row, and make one step
+a mixed one for all."""
 _PIECE_LOGPROBS = 1 << 14
 """Log-probabilities of a prompt in one output, or those of one token: a few ms to decode."""
 
@@ -29,6 +33,8 @@ class Committer:
         self._table = scheduler.table
         self._size = scheduler.limits.block_size
         self.prompt_tokens = self.generation_tokens = 0
+        self.paused: list[Sequence] = []
+        """Sequences that sit out until their next mask is made; the owner takes them out."""
 
     def commit(self, step: Step, result: StepResult) -> list[CoreOutput]:
         """Results of sequences that ended since the launch are dropped; those of preempted ones
@@ -40,7 +46,7 @@ class Committer:
         fed = table.sampled_in[owners.rows] == step.number
         table.last_token[owners.rows[fed]] = ids[fed]
         self._file_blocks(step)
-        details = _Details(result.logprobs)
+        details = _Details(result, owners.whole)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
             outputs += self._score(scored, result, details)
@@ -49,12 +55,14 @@ class Committer:
                 continue
             try:
                 if not sequence.is_plain or token < 0:
+                    if sequence.skipped_step == step.number:
+                        continue  # its token is one of those that were forced
                     logit = int(owners.logits[index])
-                    outputs.append(self._special(sequence, token, logit, details))
+                    outputs.append(self._special(sequence, token, logit, details, step.number))
                 elif (reason := sequence.accept(token)) is None:
                     outputs.append(CoreOutput(request_id=sequence.request_id, ids=[token]))
                 else:
-                    outputs.append(self._output(sequence, token, reason))
+                    outputs.append(self._output(sequence, [token], reason))
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
         self.generation_tokens += sum([len(output.ids) for output in outputs])
@@ -81,8 +89,10 @@ class Committer:
         if self._scheduler.blocks.has_windows:
             self._scheduler.blocks.slide(step.rows[self._table.epoch[step.rows] == step.epochs])
 
-    def _special(self, sequence: Sequence, token: int, logit: int, details: _Details) -> CoreOutput:
-        """A first token, one with log-probabilities, or a row without a result."""
+    def _special(
+        self, sequence: Sequence, token: int, logit: int, details: _Details, number: int
+    ) -> CoreOutput:
+        """A first token, one with log-probabilities or a grammar, or a row without a result."""
         if token < 0:
             raise NonFiniteLogitsError(
                 f"the model's logits for token {len(sequence.tokens)} of this request are not"
@@ -93,17 +103,41 @@ class Committer:
         reason = sequence.accept(token)
         wanted = sequence.request.params.logprobs
         logprobs = None if wanted is None else [details.of(logit, token, wanted)]
-        if not is_first:
-            return self._output(sequence, token, reason, logprobs)
-        sequence.settle()
-        self.prompt_tokens += sequence.num_prompt
-        self._scheduler.prompt_computed(sequence)
-        return self._output(sequence, token, reason, logprobs, is_first=True)
+        if is_first:
+            sequence.settle()
+            self.prompt_tokens += sequence.num_prompt
+            self._scheduler.release_followers(sequence)
+        ids = [token]
+        if reason is None and sequence.grammar is not None:
+            if sequence.grammar.paused_step == number:
+                self.paused.append(sequence)
+            elif wanted is None:
+                forced, reason = self._forced(sequence, number)
+                ids += forced
+        return self._output(sequence, ids, reason, logprobs, is_first=is_first)
+
+    def _forced(self, sequence: Sequence, number: int) -> tuple[list[int], FinishReason | None]:
+        """Takes in the tokens that the grammar leaves no choice about, behind the one that step
+        `number` sampled: they are computed as one chunk. Says whether the sequence ends with
+        them."""
+        assert sequence.grammar is not None, sequence.request_id
+        room = sequence.limit - 1 - len(sequence.tokens)
+        forced = sequence.grammar.forced_tokens()[: max(0, room)]
+        if len(forced) < MIN_FORCED_TOKENS:
+            return [], None
+        if not self._scheduler.make_room(sequence, len(forced)):
+            return [], None
+        for index, token in enumerate(forced, 1):
+            reason = sequence.accept(token)
+            if reason is not None:
+                return forced[:index], reason
+        self._scheduler.feed_known(sequence, number)
+        return forced, None
 
     def _output(
         self,
         sequence: Sequence,
-        token: int,
+        ids: list[int],
         reason: FinishReason | None,
         logprobs: list[TokenLogprobs] | None = None,
         *,
@@ -113,9 +147,9 @@ class Committer:
             self._scheduler.finish(sequence)
         return CoreOutput(
             request_id=sequence.request_id,
-            ids=[token],
+            ids=ids,
             finish_reason=reason,
-            stop_id=token if reason == "stop" else None,
+            stop_id=ids[-1] if reason == "stop" and ids[-1] in sequence.stop_ids else None,
             logprobs=logprobs,
             prompt_logprobs=[]
             if is_first and sequence.request.params.prompt_logprobs is not None
@@ -171,14 +205,18 @@ def error_output(request_id: str, error: Exception) -> CoreOutput:
 class _Details:
     """Log-probabilities of a step as lists, made when the first row asks."""
 
-    def __init__(self, logprobs: LogprobRows | None) -> None:
-        self._logprobs = logprobs
+    def __init__(self, result: StepResult, whole: I32 | None) -> None:
+        self._result = result
+        self._places: dict[int, int] = {}
+        """Where the logits of a row lie that came back whole."""
+        if whole is not None:
+            self._places = {logit: place for place, logit in enumerate(whole.tolist())}
         self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
 
     def of(self, logit: int, token: int, count: int) -> TokenLogprobs:
         """Of the chosen token of a logit row, with the `count` likeliest."""
         if self._lists is None:
-            rows = self._logprobs
+            rows = self._result.logprobs
             assert rows is not None, "the backend left out log-probabilities that were asked for"
             self._lists = (
                 rows.chosen.tolist(),
@@ -187,6 +225,11 @@ class _Details:
                 rows.top.tolist(),
             )
         chosen, rank, top_ids, top = self._lists
+        place = self._places.get(logit)
+        if place is not None:
+            assert self._result.logits is not None, "the backend left out logits"
+            packed = likeliest(self._result.logits[place], token, chosen[logit], count)
+            return TokenLogprobs(token, chosen[logit], rank[logit], [], [], packed)
         ids, values = top_ids[logit], top[logit]
         if len(ids) > count:
             ids, values = ids[:count], values[:count]

@@ -1,4 +1,4 @@
-"""The loop around an engine core: messages in, steps, news out.
+"""The loop around an engine core: messages in, steps, updates out.
 
 The same loop runs in the core process (messages come from a socket) and on a thread of the API
 process (from the frontend itself). Between steps it takes whatever messages have come, without
@@ -16,6 +16,7 @@ from vllmx_core.errors import EngineDeadError, StepTimeoutError
 
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.watchdog import Watchdog
+from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.ipc import (
     AbortRequests,
     AddRequest,
@@ -96,6 +97,8 @@ class CoreLoop:
                     self._report(time.monotonic())
             case ResetPrefixCache(call_id):
                 self._emit(PrefixCacheReset(call_id, self._core.reset_prefix_cache()))
+            case Vocabulary():
+                self._core.set_vocabulary(message)
             case Shutdown():
                 self._stopped = True
             case Start():
@@ -114,12 +117,12 @@ class CoreLoop:
         return taken and (not rest or self._emit(Outputs(rest)))
 
     def _end_all(self) -> None:
-        """Nobody reads: computing on would fill the memory with news."""
+        """Nobody reads: computing on would fill the memory with updates."""
         ids = self._core.request_ids
         self._core.abort(ids)
         text = (
-            "the API process did not take the engine core's news: too much of them waited, so every"
-            " request in flight was ended"
+            "the API process did not take what the engine core sent: too much of it waited, so"
+            " every request in flight was ended"
         )
         logger.error("%s (%d)", text, len(ids))
         code = EngineDeadError.code

@@ -13,11 +13,14 @@ from vllmx_core.errors import EngineDeadError, InvalidRequestError
 from vllmx_core.plan import SamplingRows, StepPlan
 
 from vllmx_engine.core.batch import BatchBuilder, Step
+from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.commit import Committer, error_output
 from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.prefix_cache import CacheIdentity
-from vllmx_engine.core.scheduler import Batch, Scheduler
+from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Limits, Sequence, check_request
+from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.messages import STEP_TOKENS, CoreOutput, CoreRequest, CoreStats
 
 logger = logging.getLogger("vllmx.core")
@@ -25,6 +28,8 @@ logger = logging.getLogger("vllmx.core")
 _MAX_FAILURES = 3
 """Steps that fail one after the other until the backend counts as dead."""
 
+_GRAMMAR_WAIT_S = 0.002
+"""That a step waits for a grammar with nothing else to do, as do requests that come meanwhile."""
 _MIN_CHUNK = 16
 """Prompt tokens that a step computes however far it misses its target."""
 
@@ -76,7 +81,10 @@ class EngineCore:
         )
         self._builder = BatchBuilder(self._scheduler.table, self.limits)
         self._committer = Committer(self._scheduler)
+        self._grammars = Grammars(vocab_size)
         self._in_flight: _Launched | None = None
+        self._idle = False
+        """The last call of `step` found nothing to compute."""
         self._outputs: list[CoreOutput] = []
         self._num_added = self._num_steps = self._num_failures = 0
         self._step_s = 0.0
@@ -102,7 +110,9 @@ class EngineCore:
             raise self._dead
         self.activity.calls += 1
         try:
+            self._take_grammars(_GRAMMAR_WAIT_S if self._idle else 0.0)
             launched = self._launch()
+            self._idle = launched is None and self._in_flight is None
             if self._overlap:
                 launched, self._in_flight = self._in_flight, launched
             if launched is not None:
@@ -141,7 +151,11 @@ class EngineCore:
         if before is not None:
             self._collect(before)
         self.activity.doing, self.activity.batch = "launching a step", step.batch
-        self._builder.edit(step, rows)
+        try:
+            self._builder.edit(step, rows)
+        except Exception:
+            forward.sample(rows).result()  # it cannot be taken back, and none follows it unsampled
+            raise
         return forward.sample(rows)
 
     def _collect(self, launched: _Launched) -> None:
@@ -160,6 +174,19 @@ class EngineCore:
         self._step_tokens += tokens
         self._step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
         self._outputs[:0] = self._committer.commit(step, result)
+        for sequence in self._committer.paused:
+            self._grammars.prepare(sequence)
+        self._committer.paused.clear()
+
+    def _take_grammars(self, wait_s: float) -> None:
+        """Sequences whose grammar was compiled go to the queue, those whose mask was made go on."""
+        for sequence, error in self._grammars.finished(wait_s):
+            if sequence.finished:
+                continue
+            if error is None:
+                self._scheduler.release(sequence)
+            else:
+                self._outputs.append(self._committer.fail(sequence, error))
 
     # --- failures -----------------------------------------------------------------------------
     def _fail_broken(self, broken: list[tuple[Sequence, Exception]]) -> None:
@@ -207,17 +234,21 @@ class EngineCore:
                 check_request(request, self.limits)
             sequence = Sequence(request, self._num_added, self.limits, leader)
             self._num_added += 1
-            self._scheduler.add(sequence)
+            has_all = request.grammar is None or self._grammars.start(sequence)
+            self._scheduler.add(sequence, hold=not has_all)
         except Exception as error:  # one request's fault must not stop the others
             self._outputs.append(error_output(request.request_id, error))
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What the core must know before it is given a request with a grammar."""
+        self._grammars.set_vocabulary(vocabulary)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests at once and without an output; their blocks are free for the next step.
         Ids that are unknown or ended are ignored."""
         ids = dict.fromkeys(request_ids)  # not a set: in order they lie side by side in memory
         live = self._scheduler.live
-        for sequence in [live[request_id] for request_id in ids if request_id in live]:
-            self._scheduler.finish(sequence)
+        self._scheduler.finish_all([live[name] for name in ids if name in live])
         if self._outputs:
             self._outputs = [output for output in self._outputs if output.request_id not in ids]
 
@@ -268,6 +299,7 @@ class EngineCore:
         try:
             self.abort(self.request_ids)
             self._in_flight = None
+            self._grammars.close()
             self._model.close()
         finally:
             self.activity.calls += 1

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,17 +19,16 @@ from vllmx_core.checkpoint import (
     check_quantization,
     open_checkpoint,
     quantise_in_situ,
-    quantizer,
-    resolve_path,
 )
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, shown
 from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model
-from vllmx_core.registry import Registry, architecture_names, load_registry
+from vllmx_core.registry import architecture_names
 
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.generation_config import generation_config
+from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.core.sequence import Limits
 from vllmx_engine.wire.messages import CoreInfo
 
@@ -43,32 +39,6 @@ AUTOMATIC_CONTEXT = 1 << 20
 """A longer context must be asked for: its tables alone take hundreds of megabytes."""
 TABLE_SHARE = 8
 """One part in so many of the free memory may go to tables that grow with the context."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What to load, found but not yet opened."""
-
-    config: EngineConfig
-    path: Path
-    registry: Registry
-    progress: bool
-    """Show progress bars on standard error."""
-
-
-def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
-    """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
-    unknown --isq or --prefer."""
-    registry = registry or load_registry()
-    if config.prefer:
-        registry.prefer(config.prefer)
-    for line in itertools.chain(*registry.conflicts()):
-        logger.warning("%s", line)
-    if config.isq is not None:
-        quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
-    progress = sys.stderr.isatty()
-    path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
-    return LoadPlan(config, path, registry, progress)
 
 
 def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
@@ -219,6 +189,7 @@ def _core_info(
     info = loaded.info
     names = [*architecture_names(checkpoint.config), str(checkpoint.config.get("model_type", ""))]
     return CoreInfo(
+        max_logprobs=plan.config.max_logprobs,
         model=plan.config.name,
         path=str(plan.path),
         architecture=names[0].encode("utf-8", "backslashreplace").decode(),

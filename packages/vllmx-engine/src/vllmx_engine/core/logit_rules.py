@@ -13,7 +13,8 @@ from vllmx_core.plan import I32, U32
 from vllmx_engine.wire.messages import CoreRequest
 
 _BANNED = float("-inf")
-_PIECE = 1 << 14
+_PIECE = 1 << 13
+_ZERO = array("i", [0])
 
 
 class LogitRules:
@@ -96,7 +97,7 @@ class Counts:
         self._index: dict[int, int] = {}
         """Where generated ids stand in `ids`."""
         self.ids = in_prompt[:]
-        self.output_counts = array("i", bytes(4 * len(in_prompt)))
+        self.output_counts = _ZERO * len(in_prompt)
         """How often each of `ids` was generated (0: in the prompt alone)."""
 
     def add(self, token: int) -> None:
@@ -119,9 +120,7 @@ class Counts:
 def _distinct(ids: I32, vocab_size: int) -> array[int]:
     """Each of the ids once, ascending."""
     seen = np.zeros(vocab_size, np.bool_)
-    for start in range(
-        0, ids.size, _PIECE
-    ):  # a copy of all as indices would cost more than the rest
+    for start in range(0, ids.size, _PIECE):  # a copy of all as indices would cost more than this
         seen[ids[start : start + _PIECE].astype(np.intp)] = True
     return array("i", np.flatnonzero(seen).astype(np.int32).tobytes())
 

@@ -57,6 +57,8 @@ class Prefixes:
         length = self._full_prefix(sequence)
         if self._windows:
             length = self._window_prefix(sequence, length)
+        if not length:
+            return self._miss
         return self._hit(sequence, length)
 
     def _full_prefix(self, sequence: Sequence) -> int:

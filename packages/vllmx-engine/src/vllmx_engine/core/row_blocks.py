@@ -137,6 +137,16 @@ class RowBlocks:
             self._table.blocks[:, rows, at] = blocks.reshape(self.num_groups, rows.size)
             self._table.num_blocks[rows] += 1
 
+    def extend(self, row: int, num_tokens: int, room: int) -> bool:
+        """Blocks in each group, so that a row that decodes can hold so many tokens. False, and
+        nothing done, where that takes more than `room`."""
+        missing = -(-num_tokens // self._size) - int(self._table.num_blocks[row])
+        if missing * self.num_groups > room:
+            return missing <= 0
+        for _ in range(missing):
+            self.grow(np.array([row]))
+        return True
+
     def slide(self, rows: AnyArray, *, keep_unfiled: bool = True) -> bool:
         """Gives back the blocks of rows that their next token no longer sees; of them, where
         `keep_unfiled`, those alone that the prefix cache knows, which the others will soon be.

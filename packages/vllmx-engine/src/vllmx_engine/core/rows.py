@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from operator import attrgetter
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
@@ -17,6 +18,7 @@ FLOAT_DEFAULTS = {
 """What a logit row has that scores a prompt token: greedy, and everything else off."""
 FLOAT_FIELDS = tuple(FLOAT_DEFAULTS)
 """Rows of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""
+_floats = attrgetter(*FLOAT_FIELDS)
 _NEVER = np.int32(2**31 - 1)
 
 
@@ -102,7 +104,7 @@ class RowTable:
         self.waits[row] = sequence.needs_last_token
         self._num_waits += sequence.needs_last_token
         request, params = sequence.request, sequence.request.params
-        self.floats[:, row] = [getattr(params, name) for name in FLOAT_FIELDS]
+        self.floats[:, row] = _floats(params)
         self.top_k[row] = params.top_k
         self.seed[row] = request.seed
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -127,6 +129,15 @@ class RowTable:
     def start_decoding(self, sequence: Sequence) -> None:
         """Its last known token was scheduled: from now on it is fed what it samples."""
         self.feed_end[sequence.row] = sequence.limit - 1
+
+    def pause(self, row: int) -> None:
+        """It does not decode until `start_decoding`."""
+        self.feed_end[row] = 0
+
+    def feed_known(self, row: int) -> None:
+        """Its next tokens are known: it does not decode until the last of them is scheduled."""
+        self.feed_end[row] = 0
+        self.sampled_in[row] = -1
 
     def never_file(self, row: int) -> None:
         """Leaves the row's blocks out of the prefix cache."""

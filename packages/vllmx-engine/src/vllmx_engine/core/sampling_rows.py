@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vllmx_core.plan import (
     F32,
     I32,
+    MAX_LISTED_LOGPROBS,
     U32,
     AnyArray,
     LogitEdits,
@@ -19,9 +20,10 @@ from vllmx_core.plan import (
     TokenCounts,
 )
 
+from vllmx_engine.core.chunk import Batch
+from vllmx_engine.core.grammar_masks import Constrained, fill_masks
 from vllmx_engine.core.logit_rules import Counts, LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
-from vllmx_engine.core.scheduler import Batch
 from vllmx_engine.core.sequence import Limits, Sequence
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
@@ -57,6 +59,10 @@ class LogitOwners:
     masked: list[tuple[int, U32]] = field(default_factory=list)
     counted: list[tuple[int, Counts]] = field(default_factory=list)
     """Logit rows with edits, masks and penalties, ascending."""
+    constrained: list[Constrained] = field(default_factory=list)
+    """Logit rows with grammars; their masks follow those of `masked`."""
+    whole: I32 | None = None
+    """`SamplingRows.whole`."""
     broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences whose rules raised."""
 
@@ -80,8 +86,12 @@ class RowsBuilder:
             sampling.counts = _counts(owners.counted, plan)
         return owners, sampling
 
-    def edit(self, owners: LogitOwners, sampling: SamplingRows) -> None:
-        """Bans and biases, as the tokens that the host knows by now have them."""
+    def edit(self, owners: LogitOwners, sampling: SamplingRows, number: int) -> None:
+        """For step `number`: grammars, bans and biases, as the tokens that the host knows by now
+        have them."""
+        if owners.constrained:
+            assert sampling.masks is not None
+            owners.broken += fill_masks(owners.constrained, sampling.masks, number)
         if owners.edited:
             sampling.edits = _edits(owners, sampling)
 
@@ -109,12 +119,14 @@ class RowsBuilder:
             sequence = self._table.owner[row]
             assert sequence is not None
             owners.sequences.append(sequence)
+            if sequence.grammar is not None:
+                owners.constrained.append(Constrained(logit, sequence))
             rules = sequence.rules
             if rules is None:
                 continue
             if rules.has_edits:
                 owners.edited.append((logit, sequence, rules))
-            if rules.mask is not None:
+            if rules.mask is not None and sequence.grammar is None:
                 owners.masked.append((logit, rules.mask))
             if rules.counts is not None:
                 owners.counted.append((logit, rules.counts))
@@ -152,6 +164,12 @@ class RowsBuilder:
             tokens = part.sequence.tokens[part.start + 1 : part.start + 1 + part.count]
             target[rows_of_part] = tokens
             num_logprobs[rows_of_part] = part.num_logprobs
+        most = int(num_logprobs.max(initial=-1))
+        if most > MAX_LISTED_LOGPROBS:
+            wide = num_logprobs > MAX_LISTED_LOGPROBS
+            owners.whole = np.flatnonzero(wide).astype(np.int32)
+            num_logprobs[wide] = 0
+            most = int(num_logprobs.max())
         sampling = SamplingRows(
             **dict(zip(FLOAT_FIELDS, floats, strict=True)),
             top_k=top_k,
@@ -159,15 +177,25 @@ class RowsBuilder:
             position=position,
             target=target,
             num_logprobs=num_logprobs,
-            max_logprobs=int(num_logprobs.max(initial=-1)),
+            max_logprobs=most,
             all_greedy=not floats[0].any(),
+            whole=owners.whole,
         )
-        if owners.masked:
-            logits, masks = zip(*owners.masked, strict=True)
-            sampling.mask_index = np.full(num_logits, -1, np.int32)
-            sampling.mask_index[list(logits)] = range(len(masks))
-            sampling.masks = np.stack(masks)
+        if owners.masked or owners.constrained:
+            self._place_masks(owners, sampling)
         return sampling
+
+    def _place_masks(self, owners: LogitOwners, sampling: SamplingRows) -> None:
+        """Masks that stay as they are, then room for those that `edit` fills."""
+        logits = [logit for logit, _ in owners.masked] + [row.logit for row in owners.constrained]
+        sampling.mask_index = np.full(sampling.num_rows, -1, np.int32)
+        sampling.mask_index[logits] = range(len(logits))
+        masks = np.zeros((len(logits), (self._limits.vocab_size + 31) // 32), np.uint32)
+        for index, (_, mask) in enumerate(owners.masked):
+            masks[index] = mask
+        for index, row in enumerate(owners.constrained, len(owners.masked)):
+            row.mask = index
+        sampling.masks = masks
 
 
 def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
@@ -175,9 +203,12 @@ def _edits(owners: LogitOwners, sampling: SamplingRows) -> LogitEdits:
     logits: list[int] = []
     ids: list[array[int]] = []
     values: list[array[float]] = []
+    must_end = {row.logit for row in owners.constrained if row.must_end}
     for logit, sequence, rules in owners.edited:
         try:
             generated = int(sampling.position[logit]) - sequence.num_prompt
+            if logit in must_end:
+                generated = max(generated, rules.min_tokens)
             own_ids, own_values = rules.edits(sequence.tokens, generated)
         except Exception as error:  # one request's fault must not stop the others
             owners.broken.append((sequence, error))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import insort
 from collections import Counter, deque
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
 
 import numpy as np
 from vllmx_core.plan import AnyArray
 
-from vllmx_engine.core.cost import StepCost, StepLoad
+from vllmx_engine.core.chunk import Batch, Chunk, load_of
+from vllmx_engine.core.cost import StepCost
+from vllmx_engine.core.followers import Followers
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Prefixes
@@ -24,29 +26,6 @@ logger = logging.getLogger("vllmx.scheduler")
 
 _MAX_MISFITS = 4
 """After so many of the queue that do not fit a step looks for no other that would."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a prompt (or of a preempted sequence) that a step computes."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    num_logits: int
-    """The last this many of its tokens are logit rows."""
-    samples: bool
-    """The last logit row is drawn from: the chunk ends with the last known token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a step computes."""
-
-    decodes: AnyArray
-    """Rows of the table that decode one token each, ascending."""
-    chunks: tuple[Chunk, ...]
-    load: StepLoad
 
 
 class Scheduler:
@@ -96,30 +75,39 @@ class Scheduler:
         prefill only a prompt that is too long for its step is ever cut."""
         self._ranks: Counter[int] = Counter()
         """Live sequences of each priority."""
-        self._leaders: dict[str, Sequence] = {}
-        """Live sequences that others may name as their leader, while their prompt is computed."""
-        self._followers: dict[str, dict[str, Sequence]] = {}
-        """By their leader's id, then by their own."""
+        self._followers = Followers()
+        self._held: dict[str, Sequence] = {}
+        """Those that cannot be computed yet, for another reason."""
 
     # --- the life of a sequence -------------------------------------------------------------------
     @property
     def num_waiting(self) -> int:
-        return len(self.queue) + sum(map(len, self._followers.values()))
+        return len(self.queue) + len(self._held) + len(self._followers)
 
-    def add(self, sequence: Sequence) -> None:
-        """Takes a checked sequence in."""
+    def add(self, sequence: Sequence, *, hold: bool = False) -> None:
+        """Takes a checked sequence in; with `hold` it waits for `release`, its place in the queue
+        by its arrival."""
         request = sequence.request
         sequence.root = self.cache.root(request.cache_salt)
         self.live[sequence.request_id] = sequence
         self.share.enter(request.client)
         self._ranks[self.queue.asked(sequence)] += 1
-        leader = self._leaders.get(request.leader or "")
-        if leader is not None and self._can_share(sequence):
-            followers = self._followers.setdefault(leader.request_id, {})
-            followers[sequence.request_id] = sequence
+        self._followers.may_lead(sequence)
+        if hold:
+            self._held[sequence.request_id] = sequence
         else:
+            self._enqueue(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """What a sequence was held for, or sat out for, is there."""
+        if self._held.pop(sequence.request_id, None) is not None:
+            self._enqueue(sequence)
+        elif sequence.row >= 0 and sequence not in self.prefills:
+            self.table.start_decoding(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if not (self._can_share(sequence) and self._followers.add(sequence)):
             self.queue.push(sequence)
-        self._leaders[sequence.request_id] = sequence
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Ends a sequence in whatever state it is; its blocks are free from here on. `forget`:
@@ -128,35 +116,59 @@ class Scheduler:
         del self.live[sequence.request_id]
         if sequence.row >= 0:
             self._leave_row(sequence, forget=forget)
-        elif not self._leave_leader(sequence):
+        elif not (self._held.pop(sequence.request_id, None) or self._followers.remove(sequence)):
             self.queue.remove(sequence)
-        self._release_followers(sequence)
+        self.release_followers(sequence)
         self.share.leave(sequence.request.client)
         rank = self.queue.asked(sequence)
         self._ranks[rank] -= 1
         if not self._ranks[rank]:
             del self._ranks[rank]
 
+    def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Gives a sequence that decodes, unless it was preempted, blocks for so many tokens behind
+        those that are known. False where they are scarce."""
+        if sequence.row < 0:
+            return True  # its blocks come with its next admission
+        room = self.blocks.room(len(self.running), self.prefills)
+        return self.blocks.extend(sequence.row, len(sequence.tokens) + num_tokens, room)
+
+    def feed_known(self, sequence: Sequence, number: int) -> None:
+        """A sequence that decodes has known tokens, behind the one that step `number` brought: they
+        are computed as a prompt is. What a later step under way brings of it is skipped."""
+        if sequence.row < 0:
+            return
+        row = sequence.row
+        if self.table.sampled_in[row] > number:
+            sequence.skipped_step = int(self.table.sampled_in[row])
+        self.table.feed_known(row)
+        insort(self.prefills, sequence, key=self.queue.order)
+
+    def finish_all(self, sequences: Iterable[Sequence]) -> None:
+        """`finish` for each, at a fraction of its cost for those that wait in the queue."""
+        queued: list[Sequence] = []
+        for sequence in sequences:
+            name = sequence.request_id
+            if sequence.row >= 0 or name in self._held or sequence in self._followers:
+                self.finish(sequence)
+            else:
+                sequence.finished = True
+                del self.live[name]
+                queued.append(sequence)
+        self.queue.remove_all(queued)
+        self.share.leave_all(Counter([sequence.request.client for sequence in queued]))
+        self._ranks -= Counter([self.queue.asked(sequence) for sequence in queued])
+        for sequence in queued:
+            self.release_followers(sequence)
+
     def _can_share(self, sequence: Sequence) -> bool:
         long_enough = sequence.num_prompt > self.limits.block_size
         return self.prefixes.enabled and long_enough and sequence.all_scored
 
-    def prompt_computed(self, sequence: Sequence) -> None:
-        """Its prompt's blocks are in the prefix cache: who waited for them may go on."""
-        if sequence.request_id in self._leaders:
-            self._release_followers(sequence)
-
-    def _release_followers(self, sequence: Sequence) -> None:
-        if self._leaders.pop(sequence.request_id, None) is not None:
-            for follower in self._followers.pop(sequence.request_id, {}).values():
-                self.queue.push(follower)
-
-    def _leave_leader(self, sequence: Sequence) -> bool:
-        """False when it does not wait for another's prompt."""
-        leader = sequence.request.leader
-        if leader is None or leader not in self._followers:
-            return False
-        return self._followers[leader].pop(sequence.request_id, None) is not None
+    def release_followers(self, sequence: Sequence) -> None:
+        """Its prompt's blocks are in the prefix cache, or never will be: who waited goes on."""
+        for follower in self._followers.release(sequence):
+            self.queue.push(follower)
 
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
@@ -192,7 +204,7 @@ class Scheduler:
         prefilling.close()
         if not decodes.size and not chunks:
             return None
-        batch = Batch(decodes, tuple(chunks), _load(decodes.size, context, chunks))
+        batch = Batch(decodes, tuple(chunks), load_of(decodes.size, context, chunks))
         self._charge(batch)
         return batch
 
@@ -320,7 +332,7 @@ class Scheduler:
             rows = [chunk.sequence.row for chunk in batch.chunks]
             slots = np.concatenate([clients[batch.decodes], clients[rows]])
             tokens = np.ones(slots.size)
-            tokens[batch.decodes.size :] = [_num_new(chunk) for chunk in batch.chunks]
+            tokens[batch.decodes.size :] = [chunk.num_new for chunk in batch.chunks]
             self.share.charge(slots, tokens)
 
     # --- rows and blocks --------------------------------------------------------------------------
@@ -333,8 +345,7 @@ class Scheduler:
         self.queue.admit(sequence)
         sequence.found = None
         self.running.append(sequence)
-        self.prefills.append(sequence)
-        self.prefills.sort(key=self.queue.order)
+        insort(self.prefills, sequence, key=self.queue.order)
         self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
         if not sequence.was_preempted:
             sequence.queue_s = time.monotonic() - sequence.arrival_s
@@ -365,15 +376,3 @@ class Scheduler:
             return False
         self.pool.clear_idle()
         return True
-
-
-def _num_new(chunk: Chunk) -> int:
-    """Its tokens without those that were computed before a preemption: to make room for others is
-    no service, and is not paid for twice."""
-    start = max(chunk.start, chunk.sequence.num_charged)
-    return max(0, chunk.start + chunk.num_tokens - start)
-
-
-def _load(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:
-    work = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks)
-    return StepLoad(num_decodes, context, sum(chunk.num_tokens for chunk in chunks), work)

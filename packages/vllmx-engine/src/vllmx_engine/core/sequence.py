@@ -6,11 +6,14 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
 from vllmx_core.cache_groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
 
+from vllmx_engine.core.grammar_row import GrammarRow
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
 from vllmx_engine.core.prefix_cache import Entry
+from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.wire.messages import CoreRequest, FinishReason
 
 _ID_BYTES = 4
@@ -68,6 +71,7 @@ class Sequence:
         "digests",
         "finished",
         "found",
+        "grammar",
         "is_plain",
         "limit",
         "num_cached_tokens",
@@ -82,6 +86,7 @@ class Sequence:
         "root",
         "row",
         "rules",
+        "skipped_step",
         "stop_ids",
         "tokens",
         "was_preempted",
@@ -133,6 +138,10 @@ class Sequence:
             else leader.rules.of_another_choice()
         )
         self.counts = None if self.rules is None else self.rules.counts
+        self.grammar: GrammarRow | ThoughtBudget | None = None
+        """Of a request with a grammar, once that is compiled."""
+        self.skipped_step = -1
+        """Number of a step under way that computes a token of it that is known by now."""
         self.is_plain = False
         """Committing a token needs no more than appending it; never so for the first one."""
 
@@ -150,18 +159,23 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """The host must see each token before it can prepare the next step."""
+        if self.request.grammar is not None:
+            return True
         return self.rules is not None and bool(self.rules.phrases)
 
     def settle(self) -> None:
         """The first token is out: decides `is_plain` for the others."""
-        self.is_plain = self.request.params.logprobs is None
+        self.is_plain = self.request.params.logprobs is None and self.grammar is None
 
     def accept(self, token: int) -> FinishReason | None:
-        """Appends a sampled id and says whether the sequence ends with it."""
+        """Appends a sampled id and says whether the sequence ends with it. Raises GrammarError for
+        one that its grammar does not allow."""
         self.tokens.append(token)
         if self.counts is not None:
             self.counts.add(token)
         if token in self.stop_ids:  # before min_tokens they are banned, see LogitRules
+            return "stop"
+        if self.grammar is not None and self.grammar.accept(token):
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
 
@@ -177,7 +191,7 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
     length = ids.size
     if length == 0:
         raise InvalidRequestError("the prompt has no tokens: send at least one", param="prompt")
-    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+    if ids.view(np.uint32).max() >= limits.vocab_size:  # a negative one is greater than any
         wrong = ids[(ids < 0) | (ids >= limits.vocab_size)][0]
         raise InvalidRequestError(
             f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, got {wrong}",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from vllmx_core.plan import AnyArray
@@ -56,15 +56,24 @@ class FairShare:
 
     def leave(self, client: str) -> None:
         """A request of the client ended."""
-        self._live[client] -= 1
-        if self._live[client]:
-            return
-        del self._live[client]
-        slot = self._slots.pop(client)
-        self._left[client] = float(self._service[slot])
-        self._service[slot] = np.inf
-        self._free.append(slot)
-        if len(self._left) > _MAX_REMEMBERED:
+        if self._live[client] > 1:
+            self._live[client] -= 1
+        else:
+            self.leave_all({client: 1})
+
+    def leave_all(self, ended: Mapping[str, int]) -> None:
+        """So many requests of each client ended."""
+        gone = [client for client, count in ended.items() if count == self._live[client]]
+        for client, count in ended.items():
+            self._live[client] -= count
+        slots = [self._slots.pop(client) for client in gone]
+        kept = slice(-_MAX_REMEMBERED, None)
+        self._left.update(zip(gone[kept], self._service[slots[kept]].tolist(), strict=True))
+        for client in gone:
+            del self._live[client]
+        self._service[slots] = np.inf
+        self._free += slots
+        while len(self._left) > _MAX_REMEMBERED:
             self._left.popitem(last=False)
         if not self._slots:
             self._left.clear()
@@ -116,6 +125,18 @@ class _Class:
         line.pop(sequence.arrival)
         if not line:
             del self._clients[client]
+
+    def remove_all(self, sequences: list[Sequence], clients: list[str]) -> None:
+        """Takes many out, each of its client."""
+        for client, count in Counter(clients).items():
+            if count == len(self._clients[client]):
+                del self._clients[client]
+        if self._clients:
+            for client, sequence in zip(clients, sequences, strict=True):
+                line = self._clients.get(client)
+                if line is not None:
+                    line.pop(sequence.arrival)
+        self._drop_old_heads()
 
     def first(self) -> Sequence:
         """Of the client that was served least; there must be one."""
@@ -197,6 +218,22 @@ class WaitingQueue:
         if not group:
             self._classes.pop(priority)
         self._length -= 1
+
+    def remove_all(self, sequences: Iterable[Sequence]) -> None:
+        """Takes many out."""
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            if _goes_ahead(sequence):
+                self.remove(sequence)
+            else:
+                groups.setdefault(self.priority(sequence), []).append(sequence)
+        for priority, members in groups.items():
+            group = self._classes.get(priority)
+            assert group is not None, priority
+            group.remove_all(members, [self._client(sequence) for sequence in members])
+            if not group:
+                self._classes.pop(priority)
+            self._length -= len(members)
 
     def admit(self, sequence: Sequence) -> None:
         """Takes one out that gets a row; this may make it another priority's turn."""

@@ -1,7 +1,7 @@
 """How an asyncio program reaches an engine core: in its own process, or on a thread of this one.
 
-Both kinds have one face, `Frontend`, and tell their news to one `Listener`, always on the thread of
-the event loop.
+Both kinds have one face, `Frontend`, and tell their updates to one `Listener`, always on the thread
+of the event loop.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Literal, Protocol, TypeVar
 
 from vllmx_core.errors import EngineDeadError, StepTimeoutError, VllmxError
 
-from vllmx_engine.core.core_loop import CoreLoop
-from vllmx_engine.core.load import LoadPlan, load_planned
+from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.link.heartbeat import Heartbeat
 from vllmx_engine.link.supervisor import CoreProcess
+from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.ipc import (
     AbortRequests,
     AddRequest,
@@ -49,7 +49,7 @@ Status = Literal["ready", "restarting", "dead", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Where a frontend's news go."""
+    """Who is told what a frontend hears from the core."""
 
     outputs: Callable[[list[CoreOutput]], None]
     stats: Callable[[CoreStats], None]
@@ -77,6 +77,11 @@ class Frontend(Protocol):
         EngineDeadError unless the status is "ready"."""
         ...
 
+    def tell(self, vocabulary: Vocabulary) -> None:
+        """Sends what the core must know before the first request with a grammar. A core that was
+        started again must be told again. Raises EngineDeadError."""
+        ...
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """Unknown ids and a core that is gone are ignored."""
         ...
@@ -95,7 +100,7 @@ class Frontend(Protocol):
 
 
 class _Core:
-    """What both kinds share: news from the core, and calls that it answers."""
+    """What both kinds share: updates from the core, and calls that it answers."""
 
     def __init__(self) -> None:
         self.info: CoreInfo
@@ -115,6 +120,11 @@ class _Core:
         leader, *others = requests
         followers = [Follower(other.request_id, other.seed) for other in others]
         self._send(AddRequest(leader, followers))
+
+    def tell(self, vocabulary: Vocabulary) -> None:
+        if self.status != "ready":
+            raise self.unavailable()
+        self._send(vocabulary)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids and self.status == "ready":
@@ -200,7 +210,11 @@ class ThreadFrontend(_Core):
         self._inbox.put(message)
 
     def _run(self, plan: LoadPlan) -> None:
-        """The core's thread."""
+        """The core's thread. What a core is made of is imported here: a server, whose core has a
+        process of its own, is ready sooner without."""
+        from vllmx_engine.core.core_loop import CoreLoop
+        from vllmx_engine.core.load import load_planned
+
         try:
             core, info = load_planned(plan)
             self._emit(Ready(info))

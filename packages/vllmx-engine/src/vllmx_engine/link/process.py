@@ -24,7 +24,8 @@ from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
 
 from vllmx_engine.core.core_loop import CoreLoop
-from vllmx_engine.core.load import LoadPlan, load_planned
+from vllmx_engine.core.load import load_planned
+from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.wire.ipc import (
     ErrorRecord,
     Failed,
@@ -82,7 +83,7 @@ class Connection:
 
 
 def _smaller(message: Outputs) -> list[Outputs]:
-    """The same news in two messages; news that are too large alone become an error."""
+    """The same updates in two messages; one that is too large alone becomes an error."""
     outputs = message.outputs
     if len(outputs) > 1:
         middle = len(outputs) // 2

@@ -75,7 +75,7 @@ class CoreProcess(asyncio.Protocol):
     ) -> CoreProcess:
         """Spawns the process and returns when it is ready. Raises the VllmxError that it met."""
         core = cls(on_message, on_lost)
-        folder = _socket_folder()
+        folder = socket_folder()
         try:
             await core._launch(start, folder)
             core.info = await core._loaded()
@@ -88,7 +88,7 @@ class CoreProcess(asyncio.Protocol):
 
     async def _launch(self, start: Start, folder: Path) -> None:
         path = folder / "core.sock"
-        with _listen(path) as listener:
+        with listen(path) as listener:
             self._process = spawn(path)
             connection = await self._accept(listener)
         loop = asyncio.get_running_loop()
@@ -208,11 +208,11 @@ class CoreProcess(asyncio.Protocol):
             self._on_lost(self)
 
 
-def spawn(path: Path) -> subprocess.Popen[bytes]:
-    """The core process; its output goes to our standard error. `-P`: the working directory must
+def spawn(path: Path, module: str = "vllmx_engine.link.process") -> subprocess.Popen[bytes]:
+    """A process of ours; its output goes to our standard error. `-P`: the working directory must
     not shadow modules. It inherits a mask that holds back what a terminal or a service manager
     sends to the whole group, until it has begun to ignore it."""
-    command = [sys.executable, "-P", "-m", "vllmx_engine.link.process", str(path)]
+    command = [sys.executable, "-P", "-m", module, str(path)]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603
@@ -220,7 +220,7 @@ def spawn(path: Path) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _socket_folder() -> Path:
+def socket_folder() -> Path:
     """A new folder with mode 0700, whose path is short enough for a socket."""
     folder = tempfile.mkdtemp(prefix="vllmx-")
     if len(os.fsencode(folder)) + len("/core.sock") > _MAX_SOCKET_PATH:
@@ -229,7 +229,8 @@ def _socket_folder() -> Path:
     return Path(folder)
 
 
-def _listen(path: Path) -> socket.socket:
+def listen(path: Path) -> socket.socket:
+    """A socket there that this user alone can open, for one connection."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     listener.bind(str(path))  # nobody else can enter the folder before chmod

@@ -59,7 +59,7 @@ class ChatTemplate:
         if not sources:
             raise TemplateError("the model has no chat template; give one with --chat-template")
         environment = TemplateEnvironment(limits or TemplateLimits())
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens: Mapping[str, str] = dict(special_tokens or {})
         self._templates = {
             name: _CompiledTemplate(text, environment) for name, text in sources.items()
         }
@@ -131,7 +131,7 @@ class ChatTemplate:
             strings=compiled.strings,
         )
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             **extra,
             "tools": plain_data(tools, "tools"),
             "documents": plain_data(documents, "documents"),

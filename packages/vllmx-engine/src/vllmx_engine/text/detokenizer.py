@@ -38,6 +38,7 @@ def make_detokenizer(
     *,
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
+    kept_ids: frozenset[int] = frozenset(),
 ) -> Detokenizer:
     """The fastest exact detokenizer for this tokenizer.
 
@@ -46,16 +47,17 @@ def make_detokenizer(
         skip_special_tokens: special tokens give no text.
         spaces_between_special_tokens: False joins neighbouring special tokens without the space
             that some decoders (never the concatenating ones) put between tokens.
+        kept_ids: special tokens that give text all the same.
     """
     plan = tokenizer.plan
-    pieces = tokenizer.visible_pieces if skip_special_tokens else tokenizer.all_pieces
-    texts = tokenizer.visible_texts if skip_special_tokens else tokenizer.all_texts
-    if plan is not None and pieces is not None and texts is not None:
-        return PieceDetokenizer(plan, pieces, texts, prompt_ids)
+    hidden = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset[int]()
+    tables = tokenizer.tables(hidden)
+    if plan is not None and tables is not None:
+        return PieceDetokenizer(plan, *tables, prompt_ids)
     joined = frozenset[int]()
     if not (skip_special_tokens or spaces_between_special_tokens):
         joined = tokenizer.special_ids
-    return WindowDetokenizer(tokenizer, prompt_ids, skip_special_tokens, joined)
+    return WindowDetokenizer(tokenizer, prompt_ids, hidden, joined)
 
 
 class PieceDetokenizer:
@@ -123,17 +125,17 @@ class WindowDetokenizer:
     once that no longer ends in an incomplete character.
     """
 
-    __slots__ = ("_ids", "_joined", "_last_joined", "_read", "_shown", "_skip", "_tokenizer")
+    __slots__ = ("_hidden", "_ids", "_joined", "_last_joined", "_read", "_shown", "_tokenizer")
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
+        hidden: frozenset[int] = frozenset(),
         joined: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._hidden = hidden
         self._joined = joined
         self._last_joined = False
         self._ids: list[int] = []
@@ -175,9 +177,9 @@ class WindowDetokenizer:
         return delta
 
     def _is_hidden(self, token_id: int) -> bool:
-        if self._skip and token_id in self._tokenizer.special_ids:
+        if token_id in self._hidden:
             return True
         return self._tokenizer.id_to_token(token_id) is None
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
-from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 
 from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
@@ -76,7 +76,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     if name not in _ALGORITHMS:
         raise UnsupportedModelError(
-            f"the GGUF file's tokenizer is of the kind {name[:80]!r}, which is not known here;"
+            f"the GGUF file's tokenizer is of the kind {shown(name)}, which is not known here;"
             f" known: {', '.join(_ALGORITHMS)}; give a folder with tokenizer.json by --tokenizer"
         )
     algorithm, vocabulary = _ALGORITHMS[name], GGUFVocabulary(metadata)
@@ -111,7 +111,7 @@ def _pre_tokenizer(vocabulary: GGUFVocabulary) -> PreTokenizerKind:
         name = "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the GGUF file's pre-tokenizer {name[:80]!r} is not known here; known:"
+            f"the GGUF file's pre-tokenizer {shown(name)} is not known here; known:"
             f" {', '.join(sorted(PRE_TOKENIZERS))}; give a folder with tokenizer.json by"
             " --tokenizer"
         )
@@ -203,7 +203,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
             continue
         if not isinstance(value, str) or len(value.encode("utf-8")) > MAX_TEMPLATE_BYTES:
             raise WeightFormatError(
-                f"{key[:80]} of the GGUF file must be text of at most {MAX_TEMPLATE_BYTES} bytes"
+                f"{shown(key)} of the GGUF file must be text of at most {MAX_TEMPLATE_BYTES} bytes"
             )
         templates[key[len(_TEMPLATE) + 1 :] or "default"] = value
     return templates

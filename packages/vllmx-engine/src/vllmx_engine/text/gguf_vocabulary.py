@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import WeightFormatError
+from vllmx_core.errors import WeightFormatError, shown
 
 logger = logging.getLogger("vllmx.text")
 
@@ -65,7 +65,7 @@ class GGUFVocabulary:
             cut = line.find(" ", 1)
             if cut < 0 or not line[cut + 1 :]:
                 raise WeightFormatError(
-                    f"merge {index} of the GGUF vocabulary, {line[:80]!r}, is not a pair of tokens"
+                    f"merge {index} of the GGUF vocabulary, {shown(line)}, is not a pair of tokens"
                 )
             pairs.append((line[:cut], line[cut + 1 :]))
         return pairs
@@ -141,7 +141,7 @@ class GGUFVocabulary:
 
 def wrong_value(key: str, value: Any, wanted: str) -> WeightFormatError:
     """The error for a value of another kind than it should be, to be raised."""
-    shown = "(absent)" if value is None else f"{type(value).__name__} {str(value)[:60]}"
+    found = "(absent)" if value is None else f"{type(value).__name__} {shown(value)}"
     return WeightFormatError(
-        f"{PREFIX}{key} of the GGUF file must be {wanted}, it is {shown}: convert the model again"
+        f"{PREFIX}{key} of the GGUF file must be {wanted}, it is {found}: convert the model again"
     )

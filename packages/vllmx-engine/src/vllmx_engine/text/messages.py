@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 MAX_DEPTH = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -96,7 +96,7 @@ def _check_role(message: Message, index: int, strings: Collection[str]) -> None:
     role = message["role"]
     if role not in ROLES and role not in strings:
         raise InvalidRequestError(
-            f"messages[{index}].role is {role[:100]!r}, which neither the API nor this model's chat"
+            f"messages[{index}].role is {shown(role)}, which neither the API nor this model's chat"
             f" template knows: use one of {', '.join(ROLES)}",
             param=f"messages[{index}].role",
         )

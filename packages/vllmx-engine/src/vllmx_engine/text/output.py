@@ -24,6 +24,7 @@ class SequenceText:
             `spaces_between_special_tokens` are used.
         stops: `params.stop` compiled, to share it between the sequences of a request.
         keep_offsets: record `token_offsets` (for `logprobs.text_offset` of completions).
+        kept_ids: special tokens whose text is never skipped.
     """
 
     __slots__ = (
@@ -46,12 +47,14 @@ class SequenceText:
         *,
         stops: StopSet | None = None,
         keep_offsets: bool = False,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = make_detokenizer(
             tokenizer,
             prompt_ids,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            kept_ids=kept_ids,
         )
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

@@ -78,6 +78,7 @@ class Tokenizer:
             added = backend.get_added_tokens_decoder()
             last_id = backend.get_vocab_size(with_added_tokens=True) - 1
             self._plan = plan_pieces(backend)
+        self._tables: dict[frozenset[int], tuple[PieceTable, TextTable]] = {}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = 1 + max(last_id, *added) if added else 1 + last_id
         self.bos_token_id = self._named_id("bos_token")
@@ -209,24 +210,19 @@ class Tokenizer:
     @cached_property
     def all_pieces(self) -> PieceTable | None:
         """Bytes per token, special tokens as their text."""
-        return None if self._plan is None else PieceTable(self.id_to_token, self._plan, frozenset())
+        tables = self.tables(frozenset())
+        return None if tables is None else tables[0]
 
-    @cached_property
-    def visible_pieces(self) -> PieceTable | None:
-        """Bytes per token, special tokens as nothing."""
+    def tables(self, hidden: frozenset[int]) -> tuple[PieceTable, TextTable] | None:
+        """Bytes and text per token, `hidden` ones as nothing; None where tokens have no bytes of
+        their own."""
         if self._plan is None:
             return None
-        return PieceTable(self.id_to_token, self._plan, self.special_ids)
-
-    @cached_property
-    def all_texts(self) -> TextTable | None:
-        """Text per token of `all_pieces`."""
-        return None if self.all_pieces is None else TextTable(self.all_pieces)
-
-    @cached_property
-    def visible_texts(self) -> TextTable | None:
-        """Text per token of `visible_pieces`."""
-        return None if self.visible_pieces is None else TextTable(self.visible_pieces)
+        found = self._tables.get(hidden)
+        if found is None:
+            pieces = PieceTable(self.id_to_token, self._plan, hidden)
+            found = self._tables.setdefault(hidden, (pieces, TextTable(pieces)))
+        return found
 
     def _cannot_decode(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(

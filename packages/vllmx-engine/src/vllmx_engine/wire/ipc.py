@@ -16,6 +16,7 @@ from vllmx_core import errors
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
 
+from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
 
@@ -63,7 +64,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Free everything and exit."""
 
 
-ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Ping | Shutdown
+ToCore = Start | AddRequest | AbortRequests | ResetPrefixCache | Vocabulary | Ping | Shutdown
 
 
 # --- from the core --------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """All news of one step."""
+    """The updates of all requests after one step."""
 
     outputs: list[CoreOutput]
 
@@ -137,7 +138,7 @@ to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCor
 from_core_decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
-def encode_frame(message: ToCore | FromCore) -> bytearray:
+def encode_frame(message: msgspec.Struct) -> bytearray:
     """The message with its length in front. Raises FrameTooLargeError."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)

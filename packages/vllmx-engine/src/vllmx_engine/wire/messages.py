@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from vllmx_core.plan import I32
-from vllmx_core.sampling import SamplingParams
+from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
+
+from vllmx_engine.wire.grammars import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -39,6 +41,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_ids: list[int] = []
     """End-of-sequence ids of the model (empty when ignore_eos) and `params.stop_token_ids`."""
     bad_words_ids: list[list[int]] = []
+    grammar: Grammar | None = None
+    """What the answer follows; replaces `params.structured_outputs`."""
     max_tokens: int
     """Resolved: never more than the context holds."""
     seed: int
@@ -49,6 +53,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Whom the request belongs to, for fair share; the API key's digest on the server."""
     cache_salt: str = ""
     """Part of the prefix-cache hash: only requests of one salt share blocks."""
+    session_id: str = ""
+    """The client's name of what this request goes on with; empty: none."""
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
@@ -95,7 +101,11 @@ def choices_of(leader: CoreRequest, followers: Sequence[Follower]) -> list[CoreR
     ]
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+_UNPACKED = 1024
+"""Entries that are made into Python's numbers at a time."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Log-probabilities at one position."""
 
     token: int
@@ -103,13 +113,34 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+    packed: bytes = b""
+    """In place of the two lists where they are long: the ids, then their log-probabilities, as
+    numbers of 32 bits."""
+
+    def likeliest(self) -> Iterator[tuple[int, float]]:
+        """Ids with their log-probabilities, the likeliest first."""
+        if not self.packed:
+            return zip(self.top_ids, self.top_logprobs, strict=True)
+        half = len(self.packed) // 2
+        ids = np.frombuffer(self.packed, "<i4", half // 4)
+        values = np.frombuffer(self.packed, "<f4", half // 4, offset=half)
+        starts = range(0, ids.size, _UNPACKED)
+        return (
+            pair
+            for start in starts
+            for pair in zip(
+                ids[start : start + _UNPACKED].tolist(),
+                values[start : start + _UNPACKED].tolist(),
+                strict=True,
+            )
+        )
 
 
 class CoreOutput(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True, gc=False
 ):
-    """News of one request after a step. Untracked by the garbage collector (so is TokenLogprobs):
-    hundreds are made in each step, and what they hold cannot form a cycle."""
+    """The update of one request after a step. Untracked by the garbage collector (so is
+    TokenLogprobs): hundreds are made in each step, and what they hold cannot form a cycle."""
 
     request_id: str
     ids: list[int]
@@ -185,5 +216,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     generation_config: dict[str, Any] = {}
     """As the checkpoint has it: defaults of sampling parameters."""
+    max_logprobs: int = MAX_LOGPROBS
+    """`EngineConfig.max_logprobs`."""
     details: dict[str, str] = {}
     """Of the backend: kernel variant, threads, ..."""

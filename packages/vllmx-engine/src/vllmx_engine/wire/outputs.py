@@ -19,6 +19,15 @@ class Logprob(msgspec.Struct, frozen=True):
     decoded_token: str | None
 
 
+class ToolCall(msgspec.Struct):
+    """A call that a model makes."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object; a part of it where the answer was cut."""
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice of a request: all of it, or what is new of it (see `RequestOutput`)."""
 
@@ -38,6 +47,12 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     """With "stop": the stop string or stop token id that ended it; None for the model's own
     end of sequence."""
+    reasoning: str | None = None
+    """Of `LLM.chat`, where the model's thoughts can be told from its text: the thoughts."""
+    content: str | None = None
+    """Of `LLM.chat`: `text` without thoughts and calls."""
+    tool_calls: list[ToolCall] | None = None
+    """Of `LLM.chat` with tools: what the model calls."""
 
 
 class RequestMetrics(msgspec.Struct):

@@ -35,6 +35,28 @@ HEAD_NORM_TENSORS: Mapping[str, str] = {
     "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
     "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
 }
+EXPERT_TENSORS: Mapping[str, str] = {
+    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.{}.up_proj",
+    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.{}.down_proj",
+}
+"""A file has all experts of a layer as one tensor; the second {} is the expert."""
+_MIXTRAL = "model.layers.{}.block_sparse_moe"
+MIXTRAL_TENSORS: Mapping[str, str] = {
+    "blk.{}.ffn_gate_inp": f"{_MIXTRAL}.gate",
+    "blk.{}.ffn_gate_exps": f"{_MIXTRAL}.experts.{{}}.w1",
+    "blk.{}.ffn_up_exps": f"{_MIXTRAL}.experts.{{}}.w3",
+    "blk.{}.ffn_down_exps": f"{_MIXTRAL}.experts.{{}}.w2",
+}
+"""Mixtral's, whose files are those of a "llama"."""
+SANDWICH_TENSORS: Mapping[str, str] = {
+    **DECODER_TENSORS,
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+"""Of layers with norms around both blocks."""
 INTERLEAVED: Mapping[str, Literal["heads", "kv_heads"]] = {
     "blk.{}.attn_q": "heads",
     "blk.{}.attn_k": "kv_heads",
@@ -57,9 +79,43 @@ def decoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
         "num_key_value_heads": header.integer("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": header.integer("context_length"),
-        "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
+        **_epsilon(header),
         "hidden_act": "silu",
         **rope_config(header, head_size),
+    }
+
+
+def _epsilon(header: GGUFHeader) -> dict[str, Any]:
+    """Of layer norms, where the file speaks of such, else of RMS norms."""
+    if header.has("attention.layer_norm_epsilon"):
+        return {"layer_norm_eps": header.number("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": header.number("attention.layer_norm_rms_epsilon")}
+
+
+def experts_config(header: GGUFHeader) -> dict[str, Any]:
+    """The keys of config.json for experts; F is `feed_forward_length` where nothing else is said
+    of it."""
+    config = {
+        "num_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "moe_intermediate_size": header.integer(
+            "expert_feed_forward_length", header.integer("feed_forward_length")
+        ),
+    }
+    if header.has("expert_shared_feed_forward_length"):
+        shared = header.integer("expert_shared_feed_forward_length", low=0)
+        config["shared_expert_intermediate_size"] = shared
+    return config
+
+
+def mixtral_config(header: GGUFHeader) -> dict[str, Any]:
+    """What a "llama" with experts has beside the keys of every decoder."""
+    config = experts_config(header)
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": config["num_experts"],
+        "num_experts_per_tok": config["num_experts_per_tok"],
+        "intermediate_size": config["moe_intermediate_size"],
     }
 
 
@@ -70,10 +126,24 @@ class GGUFArchitecture:
     architecture: str
     """Of config.json's `architectures`; `config` may name another one."""
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER_TENSORS)
-    """Name in the file -> name in the original checkpoint; see `DECODER_TENSORS`."""
+    """Name in the file -> name in the original checkpoint; see `DECODER_TENSORS`. A key with
+    ".weight" or ".bias" at its end names one tensor, and the original's whole name is given."""
     interleaved: Mapping[str, Literal["heads", "kv_heads"]] = field(default_factory=dict)
     """Names in the file whose rows are brought back to the original's order, head by head."""
     config: Callable[[GGUFHeader], dict[str, Any]] = decoder_config
     """Metadata -> config.json. Vocabulary, ties, dtype and `architectures` are added to it."""
     unused: tuple[str, ...] = ROPE_TENSORS
     """Whole names of tensors that `config` reads, or nobody."""
+    states: Callable[[Any], Mapping[str, Any]] = lambda spec: {}
+    """states(spec) of a `DecoderSpec`: metadata that `config` reads beside those of every decoder,
+    for files that are written."""
+    norm_offset: float = 0.0
+    """What a file has added to the weights of norms: 1 for Gemma, up to the third."""
+
+    def name_of(self, pattern: str, suffix: str) -> str:
+        """The original's name of a tensor, with places for the layer and perhaps the expert; empty
+        where the architecture has no such."""
+        if (whole := self.tensors.get(pattern + suffix)) is not None:
+            return whole
+        stem = self.tensors.get(pattern)
+        return "" if stem is None else stem + suffix

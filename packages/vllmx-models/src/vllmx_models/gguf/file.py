@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 from vllmx_core.weight_files import FileRange, WeightFile
 
 from vllmx_models.gguf.blocks import FOREIGN_TYPES, TENSOR_TYPES, TensorType
@@ -127,8 +127,7 @@ def _alignment(cursor: Cursor, metadata: Mapping[str, Value]) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(value) is not int or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
         raise cursor.damaged(
-            f"general.alignment is {str(value)[:40]}, a power of two up to {MAX_ALIGNMENT} is"
-            " needed"
+            f"general.alignment is {shown(value)}, a power of two up to {MAX_ALIGNMENT} is needed"
         )
     return value
 

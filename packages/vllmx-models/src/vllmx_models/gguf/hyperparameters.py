@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown, shown_entry
 from vllmx_core.plan import F32
 
 from vllmx_models.gguf.file import TensorInfo
@@ -92,6 +92,28 @@ class GGUFHeader:
             raise self.error(key, f"must be a number above 0 and at most {_LARGEST:g}")
         return float(str(np.float32(value)))
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self.error(key, "must be true or false")
+        return value
+
+    def integers(self, key: str, length: int) -> list[int]:
+        """An array with an integer above 0 for each layer, or one for all."""
+        value = self._value(key, _ABSENT)
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key)] * length
+        if value.dtype.kind not in "iu" or len(value) != length or (value < 1).any():
+            raise self.error(key, f"must be {length} integers above 0")
+        return [int(one) for one in value]
+
+    def flags(self, key: str, length: int) -> list[bool]:
+        """An array of truth values, one for each layer."""
+        value = self._value(key, _ABSENT)
+        if not isinstance(value, np.ndarray | tuple | list) or len(value) != length:
+            raise self.error(key, f"must be {length} truth values")
+        return [bool(one) for one in value]
+
     def text(self, key: str, default: str) -> str:
         value = self._value(key, default)
         if not isinstance(value, str):
@@ -106,14 +128,14 @@ class GGUFHeader:
                 continue
             if isinstance(value, np.ndarray | tuple) or value not in neutral:
                 raise UnsupportedModelError(
-                    f"{self.path}: {self.architecture}.{key} = {str(value)[:80]} changes the model"
+                    f"{self.path}: {self.architecture}.{key} = {shown(value)} changes the model"
                     " in a way that this architecture does not have here"
                 )
 
     def error(self, key: str, problem: str) -> WeightFormatError:
         """`PATH: ARCHITECTURE.KEY = VALUE PROBLEM`, to be raised."""
         name = f"{self.architecture}.{key}"
-        value = str(self.metadata.get(name, "(absent)"))[:80]
+        value = shown_entry(self.metadata, name)
         return WeightFormatError(f"{self.path}: {name} = {value} {problem}")
 
     def _value(self, key: str, default: Any) -> Any:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
+from vllmx_core.errors import shown
 
 from vllmx_models.gguf.cursor import MAX_STRING_BYTES, Cursor
 
@@ -66,7 +67,7 @@ class StringArray(Sequence[str]):
             try:
                 found.append(data[position + 8 : end].decode("utf-8"))
             except UnicodeDecodeError as error:
-                what = f"an entry of {self.key} is not UTF-8"
+                what = f"an entry of {shown(self.key)} is not UTF-8"
                 raise self.cursor.damaged(what, position + 8 + error.start) from error
             position = end
         return found
@@ -95,9 +96,9 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
         place = cursor.position
         key = cursor.string("a metadata key", MAX_KEY_BYTES)
         if key in found:
-            raise cursor.damaged(f"the metadata key {key[:100]!r} is there twice", place)
-        kind = cursor.u32(f"the type of {key[:100]!r}")
-        found[key] = reader.value(kind, key[:100], 0)
+            raise cursor.damaged(f"the metadata key {shown(key)} is there twice", place)
+        kind = cursor.u32(f"the type of {shown(key)}")
+        found[key] = reader.value(kind, key, 0)
     return found
 
 
@@ -111,36 +112,41 @@ class _Reader:
     def value(self, kind: int, key: str, depth: int) -> Value:
         cursor = self._cursor
         if kind == _STRING:
-            return cursor.string(f"the value of {key!r}")
+            return cursor.string(f"the value of {shown(key)}")
         if kind == _ARRAY:
             return self._array(key, depth + 1)
         if kind not in _NUMBERS:
-            raise cursor.damaged(f"{key!r} is of the unknown value type {kind}")
+            raise cursor.damaged(f"{shown(key)} is of the unknown value type {kind}")
         form, dtype = _NUMBERS[kind]
-        start = cursor.skip(dtype.itemsize, f"the value of {key!r}")
+        start = cursor.skip(dtype.itemsize, f"the value of {shown(key)}")
         value = struct.unpack_from(form, cursor.data, start)[0]
         if kind != _BOOL:
             return value
         if value > 1:
-            raise cursor.damaged(f"{key!r} is a truth value of {value}, neither 0 nor 1", start)
+            raise cursor.damaged(
+                f"{shown(key)} is a truth value of {value}, neither 0 nor 1", start
+            )
         return bool(value)
 
     def _array(self, key: str, depth: int) -> Value:
         cursor = self._cursor
         if depth > MAX_DEPTH:
-            raise cursor.damaged(f"{key!r} nests arrays more than {MAX_DEPTH} deep")
-        kind, count = cursor.u32(f"the type of {key!r}"), cursor.u64(f"the length of {key!r}")
+            raise cursor.damaged(f"{shown(key)} nests arrays more than {MAX_DEPTH} deep")
+        kind, count = (
+            cursor.u32(f"the type of {shown(key)}"),
+            cursor.u64(f"the length of {shown(key)}"),
+        )
         if kind in _NUMBERS:
             return self._numbers(kind, count, key)
         if kind not in (_STRING, _ARRAY):
-            raise cursor.damaged(f"{key!r} is an array of the unknown value type {kind}")
+            raise cursor.damaged(f"{shown(key)} is an array of the unknown value type {kind}")
         smallest = 8 if kind == _STRING else 12
         if count * smallest > cursor.remaining:
-            raise cursor.damaged(f"{key!r} claims {count} items, more than the file can hold")
+            raise cursor.damaged(f"{shown(key)} claims {count} items, more than the file can hold")
         if count > self._left[kind]:
             raise cursor.damaged(
-                f"{key!r} brings {count} strings or inner arrays, {self._left[kind]} are left of"
-                " what a file may have"
+                f"{shown(key)} brings {count} strings or inner arrays, {self._left[kind]} are left"
+                " of what a file may have"
             )
         self._left[kind] -= count
         if kind == _ARRAY:
@@ -149,12 +155,14 @@ class _Reader:
 
     def _numbers(self, kind: int, count: int, key: str) -> Value:
         dtype = _NUMBERS[kind][1]
-        start = self._cursor.skip(count * dtype.itemsize, f"the array {key!r}")
+        start = self._cursor.skip(count * dtype.itemsize, f"the array {shown(key)}")
         array = np.frombuffer(self._cursor.data, dtype, count, start)
         if kind != _BOOL:
             return array
         if array.size and array.max() > 1:
-            raise self._cursor.damaged(f"{key!r} has truth values that are neither 0 nor 1", start)
+            raise self._cursor.damaged(
+                f"{shown(key)} has truth values that are neither 0 nor 1", start
+            )
         return array.view(np.bool_)
 
     def _strings(self, count: int, key: str) -> StringArray:
@@ -165,12 +173,12 @@ class _Reader:
         for _ in range(count):
             if position > last_there:
                 if position > last:
-                    raise cursor.damaged(f"{key!r} ends beyond the file", position)
+                    raise cursor.damaged(f"{shown(key)} ends beyond the file", position)
                 cursor.need(position + 8)
                 data, last_there = cursor.data, len(cursor.data) - 8
             length = unpack(data, position)[0]
             if length > MAX_STRING_BYTES or length > last - position:
-                raise cursor.damaged(f"{key!r} has a string of {length} bytes", position)
+                raise cursor.damaged(f"{shown(key)} has a string of {length} bytes", position)
             position += 8 + length
         cursor.need(position)
         cursor.position = position

@@ -11,11 +11,12 @@ import math
 from typing import Any
 
 import numpy as np
-from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.plan import F32
 
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (FREQS, LONG, SHORT)
 MAX_FACTORS = 4096
@@ -46,7 +47,8 @@ def rope_config(header: GGUFHeader, head_size: int) -> dict[str, Any]:
 
 def _scaling(header: GGUFHeader) -> dict[str, Any] | None:
     """What the metadata say."""
-    kind = header.text("rope.scaling.type", "linear" if _has_factor(header) else "none")
+    unnamed = "longrope" if LONG in header.tensors else "none"  # Phi-3's do not say so
+    kind = header.text("rope.scaling.type", "linear" if _has_factor(header) else unnamed)
     if kind == "none":
         return None
     if kind == "linear":
@@ -57,7 +59,7 @@ def _scaling(header: GGUFHeader) -> dict[str, Any] | None:
     if kind == "longrope":
         return _longrope(header)
     raise UnsupportedModelError(
-        f"{header.path}: RoPE scaling {kind[:80]!r} is not known here; known: none, linear, yarn,"
+        f"{header.path}: RoPE scaling {shown(kind)} is not known here; known: none, linear, yarn,"
         " longrope"
     )
 
@@ -73,7 +75,7 @@ def _factor(header: GGUFHeader) -> float:
 
 
 def _yarn(header: GGUFHeader) -> dict[str, Any]:
-    for key in ("yarn_ext_factor", "yarn_log_multiplier", "alpha"):
+    for key in ("yarn_ext_factor", "alpha"):
         if header.has(f"rope.scaling.{key}"):
             raise UnsupportedModelError(
                 f"{header.path}: {header.architecture}.rope.scaling.{key} is not known here"
@@ -90,6 +92,15 @@ def _yarn(header: GGUFHeader) -> dict[str, Any]:
     if header.has("rope.scaling.attn_factor"):  # on top of yarn's own
         own = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
         scaling["attention_factor"] = header.number("rope.scaling.attn_factor") * own
+    if header.has(
+        LOG_MULTIPLIER
+    ):  # what heads of latent attention are multiplied by, and no others
+        if not header.has("attention.kv_lora_rank"):
+            raise UnsupportedModelError(
+                f"{header.path}: {header.architecture}.{LOG_MULTIPLIER} is not known here"
+            )
+        mscale = round(header.number(LOG_MULTIPLIER) * 10, 6)  # the file has a tenth of it
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
     context = header.integer("context_length")
     original = header.integer("rope.scaling.original_context_length", context)
     scaling["original_max_position_embeddings"] = original

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
 
 from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.shard_names import first_shard, shard_names
@@ -85,5 +85,5 @@ def _check_set(files: Sequence[GGUFFile]) -> None:
 def _number(file: GGUFFile, key: str, default: int) -> int:
     value = file.metadata.get(key, default)
     if type(value) is not int:
-        raise WeightFormatError(f"{file.path}: {key} = {str(value)[:40]} is no integer")
+        raise WeightFormatError(f"{file.path}: {key} = {shown(value)} is no integer")
     return value

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +20,12 @@ from vllmx_core.weights import WeightPart, made_part
 
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.blocks import TensorType, weight_part
-from vllmx_models.gguf.file import GGUFFile, TensorInfo
+from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.gguf.norms import is_norm, shifted
+from vllmx_models.gguf.places import Heads, places_of
 from vllmx_models.gguf.shards import model_file, open_shards
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)")
 _DTYPES = {"F32": "float32", "F16": "float16"}
 _SAMPLING = {
     "temp": "temperature",
@@ -37,51 +36,13 @@ _SAMPLING = {
 }
 
 
-_FUSED = "blk.{}.attn_qkv"
-"""The rows of queries, keys and values in one tensor, for architectures that keep them apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Rows of the attention's matrices: `query` or `kv` heads of `size` each."""
-
-    query: int
-    kv: int
-    size: int
-
-    def count(self, group: Literal["heads", "kv_heads"]) -> int:
-        return self.query if group == "heads" else self.kv
-
-    @property
-    def fused(self) -> dict[str, int]:
-        """Rows of each tensor in `_FUSED`, in their order."""
-        rows = {"q": self.query, "k": self.kv, "v": self.kv}
-        return {f"blk.{{}}.attn_{name}": count * self.size for name, count in rows.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a weight comes from."""
-
-    file: GGUFFile
-    info: TensorInfo
-    first: int
-    rows: int
-    """Its entries of the first dimension, from `first` on."""
-    heads: int | None
-    """Its rows are interleaved within each of so many heads; None: they are not."""
-
-
 class GGUFSource:
     """A `WeightSource` under the names of the original checkpoint; see `blocks` for the layouts."""
 
     def __init__(self, files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) -> None:
         self._files = tuple(files)
-        self._places: dict[str, Place] = {}
-        for file in self._files:
-            for info in file.tensors.values():
-                if info.name not in table.unused:
-                    self._add(file, info, table, heads)
+        self._places = places_of(self._files, table, heads)
+        self._norm_offset = table.norm_offset
 
     def names(self) -> Collection[str]:
         """All tensor names."""
@@ -97,55 +58,20 @@ class GGUFSource:
                 f" ({'nearest: ' + near if near else f'it has {len(self._places)} others'}): the"
                 " file is incomplete or made by a converter of another model, download it again"
             )
-        info, stored = place.info, place.file.stored(place.info.name)
-        row_bytes = info.num_bytes // info.shape[0]
-        stored = stored.cut(place.first * row_bytes, (place.first + place.rows) * row_bytes)
-        shape = (place.rows, *info.shape[1:])
-        part = weight_part(name, info.kind, shape, stored)
+        stored = place.file.stored(place.info.name).cut(place.begin, place.end)
+        part = weight_part(name, place.info.kind, place.shape, stored)
+        if len(place.shape) == 1 and is_norm(place.info.name):
+            return shifted(part, -self._norm_offset)
         if place.heads is None:
             return part
-        order = deinterleaved(place.rows, place.heads)
-        return made_part(name, shape, part.layout, partial(_gathered, part, info.kind, order))
+        order = deinterleaved(place.shape[0], place.heads)
+        make = partial(_gathered, part, place.info.kind, order)
+        return made_part(name, place.shape, part.layout, make)
 
     def close(self) -> None:
         """Closes the files; parts must not be used any more."""
         for file in self._files:
             file.close()
-
-    def _add(self, file: GGUFFile, info: TensorInfo, table: GGUFArchitecture, heads: Heads) -> None:
-        pattern, layer, suffix = _split_name(info.name)
-        pieces = {pattern: info.shape[0]}
-        if pattern == _FUSED and pattern not in table.tensors:
-            pieces = heads.fused
-            if sum(pieces.values()) != info.shape[0] or not _has_rows(info):
-                raise _uncut(file, info, f"{heads.query} + 2 * {heads.kv} heads of {heads.size}")
-        first = 0
-        for piece, rows in pieces.items():
-            if piece not in table.tensors:
-                raise UnsupportedModelError(
-                    f"{file.path} has a tensor {info.name!r}, which a model of {table.architecture}"
-                    " does not have: it is another variant of the architecture"
-                )
-            group = table.interleaved.get(piece)
-            count = None if group is None else heads.count(group)
-            if count is not None and (rows % (2 * count) or not _has_rows(info)):
-                raise _uncut(file, info, f"{count} heads")
-            name = table.tensors[piece].format(layer) + suffix
-            if name in self._places:
-                raise WeightFormatError(
-                    f"{file.path}: {info.name!r} is there twice, also as"
-                    f" {self._places[name].info.name!r} of {self._places[name].file.path}: the"
-                    " files are not of one model"
-                )
-            self._places[name] = Place(file, info, first, rows, count)
-            first += rows
-
-
-def _uncut(file: GGUFFile, info: TensorInfo, wanted: str) -> WeightFormatError:
-    return WeightFormatError(
-        f"{file.path}: tensor {info.name!r}, {info.kind.name} {list(info.shape)}, cannot be cut"
-        f" into {wanted}: the file is damaged"
-    )
 
 
 def deinterleaved(rows: int, heads: int) -> npt.NDArray[np.intp]:
@@ -166,20 +92,6 @@ def _gathered(
     data = raw.data.reshape(raw.shape[0], -1)[wanted - lowest]
     shape = (end - begin, *stored.shape[1:])
     return weight_part(stored.name, kind, shape, data.reshape(-1))
-
-
-def _has_rows(info: TensorInfo) -> bool:
-    """Whether entries of the first dimension are whole bytes of their own."""
-    return len(info.shape) > 1 or info.kind.values == 1
-
-
-def _split_name(name: str) -> tuple[str, str, str]:
-    """("blk.{}.attn_q", "3", ".weight") of blk.3.attn_q.weight."""
-    stem, dot, suffix = name.rpartition(".")
-    match = _LAYER.fullmatch(stem)
-    if match is None:
-        return stem, "", dot + suffix
-    return f"blk.{{}}.{match[2]}", match[1], dot + suffix
 
 
 def open_checkpoint(path: Path, registry: Registry) -> Checkpoint:
@@ -240,7 +152,7 @@ def _table(path: Path, name: str, registry: Registry) -> GGUFArchitecture:
     specs = registry.all(ModelSpec)
     known = ", ".join(sorted(known for spec in specs for known in spec.gguf_names))
     raise UnsupportedModelError(
-        f"{path} holds a model of the GGUF architecture {name[:80]!r}, which no installed plugin"
+        f"{path} holds a model of the GGUF architecture {shown(name)}, which no installed plugin"
         f" serves; known: {known or 'none'}"
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, listing
 from vllmx_core.weights import WeightPart, WeightSource
 
 from vllmx_models.quantization.ct_weights import WeightArgs, read_activations, read_weight_args
@@ -82,10 +82,10 @@ class CompressedTensorsScheme:
         ranks = [group.rank(module, self._source) for group in self._groups]
         best = max(ranks)
         if best == 0:
-            targets = ", ".join(target for group in self._groups for target in group.targets)
+            targets = [target for group in self._groups for target in group.targets]
             raise UnsupportedModelError(
                 f"{self._source}: module {module!r} has quantised tensors, but no config group"
-                f" targets it; known targets: {targets[:300]}"
+                f" targets it; known targets: {listing(targets)}"
             )
         return self._groups[ranks.index(best)]
 

@@ -180,9 +180,10 @@ def read_weight_args(read: QuantReader) -> WeightArgs:
         and (strategy, group_size) not in (("tensor_group", 16), ("group", 32))
     ):
         raise read.error(
-            "strategy", "is not read for 4-bit floats with this group_size; known: tensor_group"
+            "strategy",
+            "is not read for 4-bit floats with this group_size; known: tensor_group"
             " with 16, group with 32",
-        )  # fmt: skip
+        )
     if is_float and bits == 8 and strategy not in ("tensor", "channel", "block"):
         raise read.error("strategy", "is not read for FP8; known: tensor, channel, block")
     if not is_float and strategy not in ("tensor", "channel", "group"):

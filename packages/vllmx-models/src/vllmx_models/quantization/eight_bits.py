@@ -15,9 +15,12 @@ from vllmx_models.quantization.matrices import Options, decode_fp8
 INT8_MAX = np.float32(127)
 E4M3_MAX = np.float32(448)
 _ACTIVATIONS: Options = {
-    "activations": "dynamic", "activation_bits": 8, "activation_strategy": "token",
-    "activation_symmetric": True, "strategy": "channel",
-}  # fmt: skip
+    "activations": "dynamic",
+    "activation_bits": 8,
+    "activation_strategy": "token",
+    "activation_symmetric": True,
+    "strategy": "channel",
+}
 
 
 def int8_layout(cols: int) -> QuantLayout:

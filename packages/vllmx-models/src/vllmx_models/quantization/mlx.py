@@ -40,8 +40,10 @@ class Mode:
 
 
 FLOAT_MODES: Mapping[str, Mode] = {
-    "mxfp4": Mode(4, 32, "f8e8m0"), "nvfp4": Mode(4, 16, "f8e4m3"), "mxfp8": Mode(8, 32, "f8e8m0"),
-}  # fmt: skip
+    "mxfp4": Mode(4, 32, "f8e8m0"),
+    "nvfp4": Mode(4, 16, "f8e4m3"),
+    "mxfp8": Mode(8, 32, "f8e8m0"),
+}
 
 
 def mlx(source: WeightSource, config: Mapping[str, Any]) -> QuantizedSource:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fnmatch import translate
 from functools import lru_cache
 
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, shown
 
 from vllmx_models.quantization.patterns import MAX_PATTERN_LENGTH, Pattern
 
@@ -60,7 +60,7 @@ def _glob(pattern: str, source: str) -> re.Pattern[str]:
     star, so that `re` needs no bound."""
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise UnsupportedModelError(
-            f"{source}: the pattern {pattern[:80]!r} has {len(pattern)} characters, at most"
+            f"{source}: the pattern {shown(pattern)} has {len(pattern)} characters, at most"
             f" {MAX_PATTERN_LENGTH} are allowed: repair the config"
         )
     body = translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")

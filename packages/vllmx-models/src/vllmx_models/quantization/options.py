@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, shown_entry
 from vllmx_core.weights import DType
 
 from vllmx_models.config import ConfigReader
@@ -66,5 +66,5 @@ class QuantReader(ConfigReader):
         return ModulePatterns(self.words(*keys), self.source)
 
     def error(self, key: str, problem: str) -> UnsupportedModelError:
-        value = str(self.config.get(key, "(absent)"))[:80]
+        value = shown_entry(self.config, key)
         return UnsupportedModelError(f"{self.source}: {key} = {value} {problem}")

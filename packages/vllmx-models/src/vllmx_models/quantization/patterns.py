@@ -18,7 +18,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, shown
 
 _parser: Any = import_module("re._parser")  # what `re.compile` parses with; it has no public name
 _FLAGS = int(re.UNICODE | re.IGNORECASE | re.DOTALL | re.VERBOSE)
@@ -74,7 +74,7 @@ class Pattern:
     """
 
     def __init__(self, text: str, source: str) -> None:
-        self._label = f"{source}: the pattern {text[:80]!r}"
+        self._label = f"{source}: the pattern {shown(text)}"
         if len(text) > MAX_PATTERN_LENGTH:
             raise UnsupportedModelError(
                 f"{self._label} has {len(text)} characters, at most {MAX_PATTERN_LENGTH} are"
@@ -100,7 +100,7 @@ class Pattern:
             return self._move(_Name(name), 1) != 0
         except _TooLongError:
             raise UnsupportedModelError(
-                f"{self._label} takes too long on {name[:80]!r}, which has {len(name)} characters"
+                f"{self._label} takes too long on {shown(name)}, which has {len(name)} characters"
                 f" of at most {MAX_NAME_LENGTH}: repair the config"
             ) from None
 

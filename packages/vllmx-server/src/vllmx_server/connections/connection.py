@@ -181,7 +181,7 @@ class Connection:
 
     # --- what the protocol says -------------------------------------------------------------------
     async def protocol_send(self, event: Event) -> None:
-        """Takes bytes for the client, and news: idle or not, and the connection's end."""
+        """Takes bytes for the client, and hears whether the connection is idle and when it ends."""
         if isinstance(event, RawData):
             try:
                 await self._write(event.data)

@@ -8,13 +8,15 @@ sees the answer and not a broken connection.
 
 from __future__ import annotations
 
+import ast
+
 import h11
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.events import Body, EndBody, Request, Response
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h11 import STREAM_ID, H2ProtocolAssumedError, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.errors import BadHTTPError, error_body
 
@@ -97,7 +99,7 @@ class Http1(H11Protocol):
                 _check(event, is_first=self.keep_alive_requests == 0)
         except h11.RemoteProtocolError as error:
             await self.refuse(
-                BadHTTPError.of(error.error_status_hint, f"no valid request: {error}")
+                BadHTTPError.of(error.error_status_hint, f"no valid request: {_reason(error)}")
             )
             return False
         except BadHTTPError as error:
@@ -183,6 +185,15 @@ def _check(request: h11.Request, *, is_first: bool) -> None:
     if request.http_version not in (b"1.0", b"1.1") and not (preface and is_first):
         version = request.http_version.decode()
         raise BadHTTPError.of(505, f"HTTP/{version} is not spoken here: use HTTP/1.1")
+
+
+def _reason(error: h11.RemoteProtocolError) -> str:
+    """What h11 says, with the line that it quotes as text: it writes `bytearray(b'...')`."""
+    reason, _, quoted = str(error).partition(": bytearray(")
+    if not quoted:
+        return reason
+    line: bytes = ast.literal_eval(quoted.removesuffix(")"))
+    return f"{reason}: {shown(line.decode('latin-1'))}"
 
 
 def _declared_bytes(request: h11.Request) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -47,6 +46,8 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.utils import filter_pseudo_headers
 from vllmx_core.private_traceback import private_traceback
 
+from vllmx_server.connections.frame_budget import FrameBudget
+
 logger = logging.getLogger("vllmx.server")
 
 _SLICE_BYTES = 8192
@@ -58,29 +59,6 @@ _SMALL_BYTES = 128
 _DROPPED_BYTES = 64 << 20
 """Of one stream's body after its answer; more is stopped."""
 _HOP_HEADERS = (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding")
-
-
-class FrameBudget:
-    """A token bucket: `burst` at once, and `per_s` again each second."""
-
-    def __init__(
-        self, burst: float, per_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._burst, self._per_s, self._clock = burst, per_s, clock
-        self._left, self._seen_s = burst, clock()
-
-    def take(self, count: int) -> bool:
-        """False when more was taken than there was."""
-        if not count:
-            return True
-        now_s = self._clock()
-        refill = (now_s - self._seen_s) * self._per_s
-        self._left = min(self._burst, self._left + refill) - count
-        self._seen_s = now_s
-        return self._left >= 0
-
-    def give(self, count: int) -> None:
-        self._left = min(self._burst, self._left + count)
 
 
 class _Application:
@@ -203,8 +181,7 @@ class Http2(H2Protocol):
                 case StreamEnded(stream_id=stream_id) if stream_id in self.streams:
                     await self.streams[stream_id].handle(EndBody(stream_id=stream_id))
                 case StreamReset(stream_id=stream_id):
-                    await self._close_stream(stream_id)
-                    await self._window_updated(stream_id)
+                    await self._drop_stream(stream_id)
                 case WindowUpdated(stream_id=stream_id):
                     await self._window_updated(stream_id)
                 case RemoteSettingsChanged():
@@ -308,9 +285,16 @@ class Http2(H2Protocol):
         self._forget(stream_id)
         await super()._close_stream(stream_id)
 
+    async def _drop_stream(self, stream_id: int) -> None:
+        """Ends a stream without an answer; with the last one the connection waits for requests."""
+        if stream_id in self.streams:
+            await super().stream_send(StreamClosed(stream_id=stream_id))
+        self._forget(stream_id)
+        await self._window_updated(stream_id)
+
     # --- what goes out ----------------------------------------------------------------------------
     async def stream_send(self, event: StreamEvent) -> None:
-        if self.closed:  # and no news of it, which would start the wait for another request
+        if self.closed:  # and nobody is told, which would start the wait for another request
             if isinstance(event, StreamClosed):
                 await self._close_stream(event.stream_id)
             return
@@ -359,10 +343,8 @@ class Http2(H2Protocol):
             self.connection.reset_stream(stream_id, ErrorCodes.CANCEL)
         if (buffer := self.stream_buffers.get(stream_id)) is not None:
             await buffer.close()
-        await self._close_stream(stream_id)
-        await self._window_updated(stream_id)
+        await self._drop_stream(stream_id)
         await self._flush()
-        await self.send(Updated(idle=all(stream.idle for stream in self.streams.values())))
 
     async def send_task(self) -> None:
         try:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from itertools import repeat
 from typing import Any
 
 from starlette.requests import Request
-from vllmx_core.errors import InvalidRequestError
-from vllmx_core.sampling import MAX_LOGPROBS
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import CompletionOutput
 
-from vllmx_server.body import body_bytes
+from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.chat_reading import ReadStream, WholeAnswer, deltas, plain_chunk
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
@@ -21,40 +21,18 @@ from vllmx_server.json_pieces import Items, json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
-from vllmx_server.state import ServerState, caller_of
+from vllmx_server.state import ServerState
 
 
 async def chat_completions(request: Request) -> HeldResponse:
     """OpenAI's chat completion, streamed or not."""
-    return await generate(request, DECODER, _submit, ChatAnswer)
+    return await generate(request, DECODER, chat_call, _submit, ChatAnswer)
 
 
 async def _submit(
-    request: Request, state: ServerState, body: ChatCompletionRequest
+    request: Request, state: ServerState, body: ChatCompletionRequest, call: ChatCall
 ) -> list[RequestStream]:
-    if body.num_logprobs is not None and not 0 <= body.num_logprobs <= MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {body.num_logprobs}",
-            param="top_logprobs",
-        )
-    llm = state.llm
-    limit = body.token_limit
-    if limit is None:
-        limit = llm.default_sampling_params.get("max_tokens")
-    params = body.sampling_params(
-        llm.default_sampling_params, max_tokens=limit, logprobs=body.num_logprobs
-    )
-    stream = await llm.submit_chat(
-        body.conversation(),
-        params,
-        chat=body.chat_options(),
-        kind="delta" if body.stream else "final",
-        add_special_tokens=bool(body.add_special_tokens),
-        fit_max_tokens=body.token_limit is None,  # what the model recommends is no one's mistake
-        num_bytes=body_bytes(request),
-        **caller_of(request, body),
-    )
-    return [stream]
+    return await submit_chat(request, state, call)
 
 
 class ChatAnswer:
@@ -72,16 +50,24 @@ class ChatAnswer:
         self._body = body
         self._generation = generation
         self._created = int(time.time())
+        self._has_reasoning = body.include_reasoning is not False
+        self._readers = generation.readers
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
         (final,) = await self._generation.finals()
+        read: list[WholeAnswer] = []
+        if self._readers is not None:
+            read = [await WholeAnswer.read(self._readers, choice) for choice in final.outputs]
+            if self._readers.has_thinking:
+                tokens = sum(each.num_reasoning_tokens for each in read)
+                self._generation.usage.reasoning_tokens = tokens
         body: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._state.llm.config.name,
-            "choices": Items(map(self._choice, final.outputs)),
+            "choices": Items(map(self._choice, final.outputs, read or repeat(None))),
             "system_fingerprint": self._state.fingerprint,
             "usage": self._generation.usage.as_dict(),
             "prompt_logprobs": prompt_logprobs(final.prompt_logprobs),
@@ -89,13 +75,20 @@ class ChatAnswer:
         }
         return json_pieces(body)
 
-    def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self._echoed() + choice.text, "refusal": None}
+    def _choice(self, choice: CompletionOutput, read: WholeAnswer | None) -> dict[str, Any]:
+        message: dict[str, Any]
+        if read is None:
+            text = self._echoed() + choice.text
+            message = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            assert self._readers is not None
+            has_reasoning = self._has_reasoning and self._readers.has_thinking
+            message = read.message(self._echoed(), has_reasoning=has_reasoning)
         found: dict[str, Any] = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.finish_reason if read is None else read.finish_reason(choice),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
@@ -115,6 +108,7 @@ class ChatAnswer:
             self._state.fingerprint,
         )
         is_plain = not (body.num_logprobs is not None or body.return_token_ids or chunks.has_usage)
+        readings = self._readings()
         begun = False
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
@@ -122,7 +116,11 @@ class ChatAnswer:
                     begun = True
                     yield self._roles(chunks)
                 for choice in output.outputs:
-                    if choice.finish_reason is not None or not is_plain:
+                    if readings:
+                        reading = readings[choice.index]
+                        if chunk := self._read_chunks(chunks, choice, reading, is_plain):
+                            yield chunk
+                    elif choice.finish_reason is not None or not is_plain:
                         yield chunks.chunk(self._delta(choice), usage)
                     elif choice.text:
                         yield (
@@ -132,6 +130,43 @@ class ChatAnswer:
         if chunks.has_last_usage:
             yield chunks.usage(usage)
         yield DONE
+
+    def _readings(self) -> list[ReadStream]:
+        """One for each choice of a stream that is read."""
+        if self._readers is None:
+            return []
+        if self._readers.has_thinking:
+            self._generation.usage.reasoning_tokens = 0
+        hides = not self._has_reasoning
+        return [ReadStream(self._readers, hides_reasoning=hides) for _ in range(self._body.n or 1)]
+
+    def _read_chunks(
+        self, chunks: Chunks, choice: CompletionOutput, reading: ReadStream, is_plain: bool
+    ) -> bytes:
+        """What an output adds: a chunk for each part of the message, or none."""
+        events, usage = reading.events(choice), self._generation.usage
+        if usage.reasoning_tokens is not None:
+            usage.reasoning_tokens += reading.num_new_reasoning_tokens
+        if is_plain and choice.finish_reason is None:
+            return b"".join(plain_chunk(chunks, choice.index, event) for event in events)
+        found: list[dict[str, Any]] = [
+            {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas(events)
+        ]
+        found[0] |= self._beside(choice)
+        if choice.finish_reason is not None:
+            found[-1] |= {
+                "finish_reason": reading.finish_reason(choice),
+                "stop_reason": choice.stop_reason,
+            }
+        return b"".join(chunks.chunk(each, usage) for each in found)
+
+    def _beside(self, choice: CompletionOutput) -> dict[str, Any]:
+        """What is told of tokens, in the order of chunks without reading."""
+        found: dict[str, Any] = {"logprobs": self._logprobs(choice)}
+        if self._body.return_token_ids:
+            found["token_ids"] = choice.token_ids
+        return found
 
     def _roles(self, chunks: Chunks) -> bytes:
         """The first chunk of every choice."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
+from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
-from vllmx_engine.client.logprob_limit import check_logprobs
+from vllmx_engine.client.request_state import MAX_DELTA_ROWS
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.client.rule_limit import check_rules
+from vllmx_engine.text.fim import fim_marks
 from vllmx_engine.text.output import prompt_offsets
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
@@ -28,37 +30,58 @@ from vllmx_server.schema.completions import DECODER, CompletionRequest
 from vllmx_server.state import ServerState, caller_of
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body comes to."""
+
+    prompts: list[str | list[int]]
+    params: SamplingParams
+
+
 async def completions(request: Request) -> HeldResponse:
     """OpenAI's text completion for one or several prompts, streamed or not."""
-    return await generate(request, DECODER, _submit, CompletionAnswer)
+    return await generate(request, DECODER, _asked, _submit, CompletionAnswer)
+
+
+def _asked(state: ServerState, body: CompletionRequest) -> Asked:
+    prompts = body.prompts()
+    if body.suffix:
+        prompts = _filled(state, prompts, body.suffix)
+    asked = Asked(prompts, _params(state, body))
+    check_rules(asked.params, len(asked.prompts))
+    return asked
+
+
+def _filled(
+    state: ServerState, prompts: list[str | list[int]], suffix: str
+) -> list[str | list[int]]:
+    """Prompts for what stands between each of these and the suffix. Raises InvalidRequestError."""
+    marks = fim_marks(state.llm.tokenizer)
+    if marks is None:
+        raise InvalidRequestError(
+            f"suffix is not served: model {state.llm.config.name!r} has no tokens for filling into"
+            " the middle of a text; load one that has, such as Qwen/Qwen2.5-Coder-0.5B",
+            param="suffix",
+        )
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequestError(
+            "suffix needs prompts that are texts, not token ids", param="suffix"
+        )
+    return [marks.prompt(str(prompt), suffix) for prompt in prompts]
 
 
 async def _submit(
-    request: Request, state: ServerState, body: CompletionRequest
+    request: Request, state: ServerState, body: CompletionRequest, asked: Asked
 ) -> list[RequestStream]:
     """One engine request for each prompt; all or none. Raises what the engine refuses."""
-    params, prompts = _params(state, body), body.prompts()
-    check_rules(params, len(prompts))
-    state.llm.check_open(len(prompts) * params.num_choices)
-    streams: list[RequestStream] = []
-    try:
-        for prompt in prompts:
-            stream = await state.llm.submit(
-                prompt,
-                params,
-                kind="delta" if body.stream else "final",
-                add_special_tokens=body.add_special_tokens is not False,
-                fit_max_tokens=not isinstance(body.max_tokens, int),
-                **caller_of(request, body),
-            )
-            streams.append(stream)
-            check_logprobs(params, [stream.request.lengths for stream in streams])
-            await asyncio.sleep(0)  # tokenizing many prompts must not hold up other requests
-    except BaseException:
-        for stream in streams:
-            stream.abort()
-        raise
-    return streams
+    return await state.llm.submit_all(
+        asked.prompts,
+        asked.params,
+        kind="delta" if body.stream else "final",
+        options=caller_of(request, body),
+        add_special_tokens=body.add_special_tokens is not False,
+        fit_max_tokens=not isinstance(body.max_tokens, int),
+    )
 
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
@@ -181,34 +204,70 @@ class CompletionAnswer:
         )
         is_plain = not (body.logprobs is not None or body.return_token_ids or chunks.has_usage)
         begun: set[int] = set()
+        echoes: dict[int, Echo] = {}
         async with aclosing(self._generation.outputs()) as outputs:
             async for index, output in outputs:
+                if body.echo and index not in echoes:
+                    echoes[index] = await asyncio.to_thread(self._echo_of, output)
                 for choice in output.outputs:
                     number = index * self._n + choice.index
+                    echo = echoes.get(index)
+                    if echo is not None and number not in begun:
+                        for part in self._echo_parts(number, echo):
+                            yield chunks.chunk(part, usage)
+                            await asyncio.sleep(0)
                     if choice.finish_reason is not None or not is_plain or number not in begun:
                         is_first = number not in begun
                         begun.add(number)
                         if body.scores_only:
                             usage.completion_tokens = 0
-                        delta = self._delta(number, choice, output, is_first)
+                        delta = self._delta(number, choice, output, is_first, echo)
                         yield chunks.chunk(delta, usage)
                     elif choice.text:
                         yield b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
-                            chunks.head, number, encode(choice.text), chunks.tail,
-                        )  # fmt: skip
+                            chunks.head,
+                            number,
+                            encode(choice.text),
+                            chunks.tail,
+                        )
         if chunks.has_last_usage:
             yield chunks.usage(usage)
         yield DONE
 
+    def _echo_parts(self, number: int, echo: Echo) -> Iterator[dict[str, Any]]:
+        """The prompt, with its log-probabilities a few tokens at a time."""
+        rows = echo.output.prompt_logprobs if self._body.logprobs is not None else None
+        if rows is None:
+            yield {"index": number, "text": echo.text, "logprobs": None, "finish_reason": None}
+            return
+        ids, offsets = echo.output.prompt_token_ids, [*echo.offsets, len(echo.text)]
+        offsets[0] = 0
+        for start in range(0, len(ids), MAX_DELTA_ROWS):
+            end = min(len(ids), start + MAX_DELTA_ROWS)
+            found = CompletionLogprobs(
+                self._state.llm.tokenizer, self._body.return_tokens_as_token_ids
+            )
+            found.add(ids[start:end], rows[start:end], echo.offsets[start:end])
+            yield {
+                "index": number,
+                "text": echo.text[offsets[start] : offsets[end]],
+                "logprobs": found.as_dict(),
+                "finish_reason": None,
+            }
+
     def _delta(
-        self, number: int, choice: CompletionOutput, output: RequestOutput, is_first: bool
+        self,
+        number: int,
+        choice: CompletionOutput,
+        output: RequestOutput,
+        is_first: bool,
+        echo: Echo | None,
     ) -> dict[str, Any]:
-        echoed = self._prompt_text(output) if is_first and self._body.echo else ""
         scores_only = self._body.scores_only
         found: dict[str, Any] = {
             "index": number,
-            "text": echoed if scores_only else echoed + choice.text,
-            "logprobs": self._logprobs(choice, 0),
+            "text": "" if scores_only else choice.text,
+            "logprobs": self._logprobs(choice, 0 if echo is None else len(echo.text)),
             "finish_reason": choice.finish_reason,
         }
         if choice.finish_reason is not None:

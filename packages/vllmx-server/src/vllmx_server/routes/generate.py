@@ -10,14 +10,29 @@ import msgspec
 from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.body import read_json
+from vllmx_server.body import CheckedBody, checked, read_json
 from vllmx_server.disconnect import unless_gone
-from vllmx_server.event_stream import EventStream, HeldResponse, JSONAnswer
+from vllmx_server.event_stream import OPENAI, EventStream, Framing, HeldResponse, JSONAnswer
 from vllmx_server.generation import Generation
-from vllmx_server.schema.sampling import SamplingFields
 from vllmx_server.state import ServerState, request_id_of, state_of
 
-Body = TypeVar("Body", bound=SamplingFields)
+
+class GeneratingBody(CheckedBody, Protocol):
+    """A body that asks for generated text."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer comes in events."""
+        ...
+
+    @property
+    def request_id(self) -> str | None:
+        """The client's own name of the request."""
+        ...
+
+
+Body = TypeVar("Body", bound=GeneratingBody)
+Asked = TypeVar("Asked")
 
 
 class Answer(Protocol):
@@ -36,25 +51,45 @@ class Answer(Protocol):
 async def generate(
     request: Request,
     decoder: msgspec.json.Decoder[Body],
-    submit: Callable[[Request, ServerState, Body], Coroutine[Any, Any, list[RequestStream]]],
+    prepare: Callable[[ServerState, Body], Asked],
+    submit: Callable[[Request, ServerState, Body, Asked], Coroutine[Any, Any, list[RequestStream]]],
     answer_of: Callable[[ServerState, Body, str, Generation], Answer],
+    framing: Framing = OPENAI,
 ) -> HeldResponse:
     """Reads and checks the body, unless it could not be admitted, starts an engine request for each
     prompt (`submit`: all or none), and answers with what `answer_of` (state, body, request id,
-    generation) makes of them."""
+    generation) makes of them, in a stream with the pings and the error event of `framing`.
+    `prepare` makes of a body what is submitted, on a thread where the body is large."""
     state, started_s = state_of(request), time.monotonic()
+
+    def parse(data: bytes) -> tuple[Body, Asked]:
+        body = checked(data, state, decoder)
+        return body, prepare(state, body)
+
     state.check_admission()
-    body = await read_json(request, state, decoder)
+    body, asked = await read_json(request, state, parse)
     release = state.admit()
     try:
-        streams = await unless_gone(request.receive, submit(request, state, body))
+        streams = await unless_gone(request.receive, submit(request, state, body, asked))
     except BaseException:
         release()
         raise
     generation = Generation(streams, state.metrics, started_s)
     answer = answer_of(state, body, request_id_of(request, body), generation)
+    return held(state, bool(body.stream), answer, generation, release, framing)
+
+
+def held(
+    state: ServerState,
+    is_streamed: bool,
+    answer: Answer,
+    generation: Generation,
+    release: Callable[[], None],
+    framing: Framing,
+) -> HeldResponse:
+    """The response that sends an answer."""
     timeout_s = state.config.send_timeout_s
-    if body.stream:
+    if is_streamed:
         ping_s = state.config.sse_ping_interval_s
-        return EventStream(generation, release, timeout_s, answer.events(), ping_s)
+        return EventStream(generation, release, timeout_s, answer.events(), ping_s, framing)
     return JSONAnswer(generation, release, timeout_s, answer.whole)

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.config import DEMO_MODEL
-from vllmx_core.errors import ModelNotFoundError
+from vllmx_core.errors import ModelNotFoundError, shown
 
 from vllmx_server import __version__
 from vllmx_server.metrics import CONTENT_TYPE
@@ -43,7 +43,7 @@ async def model(request: Request) -> Response:
     name = request.path_params["name"]
     if name != state.llm.config.name:
         raise ModelNotFoundError(
-            f"model {name[:200]!r} is not served here; served: {state.llm.config.name}"
+            f"model {shown(name)} is not served here; served: {state.llm.config.name}"
         )
     return _json(_card(state))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
 
-from vllmx_server.body import body_bytes, read_json
-from vllmx_server.schema.text import DETOKENIZE, TOKENIZE, TokenizeRequest
+from vllmx_server.body import body_bytes, checked, read_json
+from vllmx_server.chat_call import check_template
+from vllmx_server.disconnect import while_there
+from vllmx_server.schema.text import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
 from vllmx_server.state import ServerState, client_of, state_of
 
 _encode = msgspec.json.Encoder().encode
@@ -17,8 +21,16 @@ _encode = msgspec.json.Encoder().encode
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or of a rendered conversation."""
     state = state_of(request)
-    body, client = await read_json(request, state, TOKENIZE), client_of(request)
-    tokens = await _tokens_of(state, body, client, body_bytes(request))
+    client = client_of(request)
+
+    def parse(data: bytes) -> tuple[TokenizeRequest, list[dict[str, Any]]]:
+        body = checked(data, state, TOKENIZE)
+        check_template(state, body.chat_template)
+        return body, [each.for_template(index) for index, each in enumerate(body.messages or ())]
+
+    body, conversation = await read_json(request, state, parse)
+    encoding = _tokens_of(state, body, conversation, client, body_bytes(request))
+    tokens = await while_there(request.receive, encoding)
     answer = await state.llm.text.run(
         client, len(tokens), lambda _: _tokenized(state, tokens, bool(body.return_token_strs))
     )
@@ -38,13 +50,15 @@ def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> byt
 
 
 async def _tokens_of(
-    state: ServerState, body: TokenizeRequest, client: str, num_bytes: int
+    state: ServerState,
+    body: TokenizeRequest,
+    conversation: list[dict[str, Any]],
+    client: str,
+    num_bytes: int,
 ) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return await state.llm.encode(body.prompt, special, client=client)
-    messages = body.messages or []
-    conversation = [message.for_template(index) for index, message in enumerate(messages)]
     return await state.llm.encode_chat(
         conversation, body.chat_options(), bool(body.add_special_tokens), client, num_bytes
     )
@@ -53,13 +67,23 @@ async def _tokens_of(
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = state_of(request)
-    body, client = await read_json(request, state, DETOKENIZE), client_of(request)
-    vocab_size = state.llm.info.vocab_size
-    lowest, highest = min(body.tokens, default=0), max(body.tokens, default=0)
+    client = client_of(request)
+
+    def parse(data: bytes) -> DetokenizeRequest:
+        body = checked(data, state, DETOKENIZE)
+        check_ids(body.tokens, state.llm.info.vocab_size)
+        return body
+
+    body = await read_json(request, state, parse)
+    text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
+    return Response(_encode({"prompt": text}), media_type="application/json")
+
+
+def check_ids(tokens: list[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError for an id that is not in the vocabulary."""
+    lowest, highest = min(tokens, default=0), max(tokens, default=0)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise InvalidRequestError(
             f"token id {wrong} is not in the vocabulary of {vocab_size} tokens", param="tokens"
         )
-    text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
-    return Response(_encode({"prompt": text}), media_type="application/json")

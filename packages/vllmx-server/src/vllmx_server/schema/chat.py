@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat import ChatOptions
 
-from vllmx_server.schema.decode import check_free_form, check_shape
+from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.decode import check_free_form
 from vllmx_server.schema.sampling import SamplingFields
+from vllmx_server.schema.tools import check_tools, forced_tool, tool_list
 
 MAX_MESSAGES = 4096
+MAX_TEMPLATE = 64 << 10
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,18 +113,6 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         return parts
 
 
-class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    function: FunctionSpec
-    type: str = "function"
-
-
 def check_messages(messages: list[ChatMessage]) -> None:
     """Raises InvalidRequestError for none, for more than `MAX_MESSAGES`, and for one that is not
     served."""
@@ -151,20 +143,6 @@ def template_arguments(given: dict[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def tool_list(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools as the template takes them: with their keys in the client's order, in which templates
-    print them, so that the model reads what the client wrote."""
-    return [
-        tool if "type" in tool else {"type": "function", **tool} for tool in tools or ()
-    ] or None
-
-
-def check_tools(tools: list[dict[str, Any]] | None) -> None:
-    """Raises InvalidRequestError for what is no definition of a tool, or nested too deeply."""
-    check_free_form(tools, "tools")
-    check_shape(tools or [], list[Tool], "tools")
-
-
 def generation_prompt(add: bool | None, continue_final_message: bool | None) -> bool:
     """Whether the prompt ends with the beginning of an answer. Raises InvalidRequestError."""
     if add and continue_final_message:
@@ -180,14 +158,18 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     """OpenAI's chat completion with vLLM's extensions."""
 
     messages: list[ChatMessage]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: limits.MaxTokens | None = None
+    max_completion_tokens: limits.MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    """False: thoughts are told from content and left out."""
+    thinking_token_budget: int | None = None
+    """After so many tokens of thoughts their end is forced; -1: never."""
 
     # Taken where they ask for what is done anyway: see `unserved`.
     modalities: list[str] | None = None
@@ -196,8 +178,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     web_search_options: Any = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
-    include_reasoning: Any = None
-    chat_template: Any = None
     media_io_kwargs: Any = None
     prediction: Any = None  # would save time and change no token
 
@@ -207,6 +187,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """None: false, for templates write their own."""
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
+    """Only where the operator trusts clients with it."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
@@ -222,27 +204,24 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         SamplingFields.check(self)
+        self.check_streamed("top_logprobs", self.num_logprobs)
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:  # vLLM's clients send the default, 0
             raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
-        self._check_tool_choice()
         if self.echo and not self.continue_final_message:
             raise InvalidRequestError(
                 "echo repeats the final message and so needs continue_final_message = true",
                 param="echo",
             )
         check_tools(self.tools)
+        forced_tool(self.tool_choice, self.tools)
         for name in ("chat_template_kwargs", "documents"):
             check_free_form(getattr(self, name), name)
 
-    def _check_tool_choice(self) -> None:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequestError(
-                f"tool_choice = {repr(self.tool_choice)[:200]} is not served: tools are shown to"
-                " the model, but nothing makes it call one, and its calls are returned as text;"
-                ' leave tool_choice out or set "auto"',
-                param="tool_choice",
-            )
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as the template takes them."""
@@ -254,12 +233,15 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
         if self.reasoning_effort is not None:
             arguments.setdefault("reasoning_effort", self.reasoning_effort)
         return ChatOptions(
-            tools=tool_list(self.tools),
+            tools=tool_list(self.callable_tools),
             documents=self.documents,
             add_generation_prompt=generation_prompt(
                 self.add_generation_prompt, self.continue_final_message
             ),
             continue_final_message=bool(self.continue_final_message),
+            one_call=self.parallel_tool_calls is False,
+            tool_choice=forced_tool(self.tool_choice, self.tools) or "auto",
+            source=self.chat_template,
             template_kwargs=arguments,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from vllmx_core.errors import InvalidRequestError
 
+from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.sampling import SamplingFields
 
 MAX_PROMPTS = 256
@@ -18,16 +19,19 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: str | list[str | int | list[int]]
     """A text, a list of token ids, or a list of either."""
-    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    max_tokens: limits.MinTokens | msgspec.UnsetType | None = msgspec.UNSET
     """None: as many as the context holds. Not given: 16, or what the context has room for."""
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     """None: true."""
 
+    suffix: str | None = None
+    """What stands behind the text that is wanted, for models that were trained to fill in."""
+
     # Taken where they ask for what is done anyway: see `unserved`.
-    suffix: Any = None
     prompt_embeds: Any = None
+    thinking_token_budget: Any = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises InvalidRequestError."""
@@ -66,9 +70,18 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     def check(self) -> None:
         SamplingFields.check(self)
-        if self.stream and self.echo and self.logprobs is not None:
+        if self.thinking_token_budget not in (None, -1):
             raise InvalidRequestError(
-                "echo with logprobs cannot be streamed: leave out stream", param="echo"
+                f"thinking_token_budget = {repr(self.thinking_token_budget)[:200]} is not served:"
+                " only the answers of chats have thoughts that are told apart",
+                param="thinking_token_budget",
+            )
+        self.check_streamed("logprobs", self.logprobs)
+        if self.suffix and self.echo:
+            raise InvalidRequestError(
+                "echo repeats what stands before the answer, and with suffix that is not all of"
+                " the prompt: leave out one of them",
+                param="echo",
             )
 
 

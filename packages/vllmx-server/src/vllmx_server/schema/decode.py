@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 import msgspec
 from vllmx_core.errors import InvalidRequestError
 
+from vllmx_server.schema.intervals import outside
+from vllmx_server.schema.json_weight import check_weight
+
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Nesting of the free-form parts of a request (tool schemas, template arguments)."""
 _MANY_BYTES = 64 << 10
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
-_PATH = re.compile(r" - at `\$\.?([^`]*)`")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -24,10 +27,11 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         if len(body) <= _MANY_BYTES:
             return decoder.decode(body)
+        check_weight(body)
         with _collector_at_rest():
             return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise outside(str(error), body, decoder.type) or _explain(str(error)) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError
-from vllmx_core.sampling import MAX_BIAS_ENTRIES, SamplingParams, listing
+from vllmx_core.errors import InvalidRequestError, listing
+from vllmx_core.sampling import SamplingParams
 
-from vllmx_server.schema.unserved import (
-    ResponseFormat,
-    UnservedFields,
-    check_response_format,
-    check_unserved,
-)
+from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.structured import StructuredFields, structured_outputs
+from vllmx_server.schema.unserved import check_unserved
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default the model's generation_config.json may set."""
+
+MAX_STREAMED_LOGPROBS = 1000
+"""For each token; a chunk is encoded at once."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,41 +35,41 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
         return bool(self.continuous_usage_stats if asked is None else asked)
 
 
-class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields first, then vLLM's extensions; None always means: not given."""
 
     model: str | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
+    frequency_penalty: limits.Penalty | None = None
+    logit_bias: limits.Biases | None = None
+    n: limits.Choices | None = None
+    presence_penalty: limits.Penalty | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | limits.Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.TopP | None = None
 
-    best_of: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    best_of: limits.Choices | None = None
+    top_k: limits.TopK | None = None
+    min_p: limits.MinP | None = None
+    repetition_penalty: limits.Factor | None = None
+    min_tokens: limits.MinTokens | None = None
+    stop_token_ids: limits.StopIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
+    truncate_prompt_tokens: limits.Truncation | None = None
+    allowed_token_ids: limits.AllowedIds | None = None
+    bad_words: limits.BadWords | None = None
+    priority: limits.Priority | None = None
+    request_id: limits.Name | None = None
+    cache_salt: limits.Name | None = None
+    session_id: limits.Name | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: ResponseFormat | None = None
 
     # Accepted and ignored, because clients send them by default and they change no token.
     user: str | None = None
@@ -79,7 +79,6 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    session_id: str | None = None
     stream_interval: int | None = None
 
     def check(self) -> None:
@@ -99,18 +98,17 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequestError(
                 "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
             )
-        if not -(1 << 31) <= (self.priority or 0) < 1 << 31:
-            raise InvalidRequestError(
-                f"priority must fit into 32 bits, got {self.priority}", param="priority"
-            )
-        for name in ("request_id", "cache_salt"):
-            value = getattr(self, name)
-            if value is not None and not 0 < len(value) <= 128:
-                raise InvalidRequestError(
-                    f"{name} must have 1 to 128 characters, got {len(value)}", param=name
-                )
-        check_response_format(self.response_format)
         check_unserved(self)
+
+    def check_streamed(self, name: str, num_logprobs: int | None) -> None:
+        """Raises InvalidRequestError for more log-probabilities than one chunk should hold."""
+        if not self.stream or num_logprobs is None or 0 <= num_logprobs <= MAX_STREAMED_LOGPROBS:
+            return
+        raise InvalidRequestError(
+            f"{name} = {num_logprobs} cannot be streamed, at most {MAX_STREAMED_LOGPROBS} for each"
+            " token can: leave out stream",
+            param=name,
+        )
 
     def sampling_params(
         self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None
@@ -121,22 +119,18 @@ class SamplingFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
             *DEFAULTED, "frequency_penalty", "presence_penalty", "n", "best_of", "seed", "stop",
             "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
             "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-            "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
+            "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "thinking_token_budget",
         ):  # fmt: skip
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None:
                 values[name] = value
         if self.logit_bias:
             values["logit_bias"] = _logit_bias(self.logit_bias)
+        values["structured_outputs"] = structured_outputs(self)
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
 
 
 def _logit_bias(entries: dict[str, float]) -> dict[int, float]:
-    if len(entries) > MAX_BIAS_ENTRIES:
-        raise InvalidRequestError(
-            f"logit_bias has {len(entries)} entries, at most {MAX_BIAS_ENTRIES} are allowed",
-            param="logit_bias",
-        )
     bad = [key for key in entries if not (key.isascii() and key.isdigit() and len(key) < 11)]
     if bad:
         raise InvalidRequestError(

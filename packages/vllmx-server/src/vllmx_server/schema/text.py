@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from vllmx_core.errors import InvalidRequestError
 from vllmx_engine.client.chat import ChatOptions
 
 from vllmx_server.schema.chat import (
+    MAX_TEMPLATE,
     ChatMessage,
     check_messages,
-    check_tools,
     generation_prompt,
     template_arguments,
-    tool_list,
 )
 from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.tools import check_tools, tool_list
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +33,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """None: unless `continue_final_message`."""
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None = None
+    """Only where the operator trusts clients with it."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
@@ -51,6 +54,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 self.add_generation_prompt, self.continue_final_message
             ),
             continue_final_message=bool(self.continue_final_message),
+            source=self.chat_template,
             template_kwargs=template_arguments(self.chat_template_kwargs),
         )
 

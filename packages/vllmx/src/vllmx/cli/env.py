@@ -14,7 +14,7 @@ from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 
 LIBRARIES = (
-    "numpy", "tokenizers", "jinja2", "msgspec", "pluggy", "starlette", "hypercorn",
+    "numpy", "tokenizers", "jinja2", "llguidance", "msgspec", "pluggy", "starlette", "hypercorn",
     "huggingface_hub", "torch", "mlx", "cupy",
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ from vllmx.cli.flags_vllm import NO_DRAFT, NO_LORA, ONE_DEVICE, TEXT_ONLY
 from vllmx.cli.foreign_flags import ignored, means, refused, switch, switches, variable
 
 ONE_CACHE = "keys and values have one type: say --kv-cache-dtype int8 for 8 bits"
+REASONING = {"none": "none", "auto": "auto", "deepseek": "auto"}
 KV_TYPES = {"f32": "f32", "f16": "f16", "bf16": "bf16", "q8_0": "int8"}
 IN_MEMORY = "weights are packed into memory when they are loaded"
 WHOLE_MODEL = "the whole model is on one device; --backend names it"
@@ -59,9 +60,11 @@ LLAMA = (
     variable("--offline", "HF_HUB_OFFLINE", "only what the cache holds", bare=True),
     switch("--jinja", "templates are always Jinja"),
     refused("--no-jinja", "templates are always Jinja: leave it out", bare=True),
-    ignored("--reasoning-format", "reasoning stays in the text: say none", "none"),
-    switch("--metrics --no-slots --no-webui --no-warmup --warmup --no-mmproj --perf --no-perf",
-        "vllmx does it so anyway"),
+    means("--reasoning-format", "reasoning_parser", "deepseek is auto", REASONING),
+    switch(
+        "--metrics --no-slots --no-webui --no-warmup --warmup --no-mmproj --perf --no-perf",
+        "vllmx does it so anyway",
+    ),
     switches("-v --verbose --log-verbose", "log_level", "debug", "all messages"),
     switches("--log-disable", "log_level", "error", "errors alone"),
     ignored("-lv --verbosity --log-verbosity", "--log-level says how much is logged"),
@@ -73,4 +76,4 @@ LLAMA = (
     refused("-md --model-draft", NO_DRAFT),
     refused("--mmproj", TEXT_ONLY),
     refused("--embedding --embeddings --reranking --rerank", OTHER_TASK, bare=True),
-)  # fmt: skip
+)

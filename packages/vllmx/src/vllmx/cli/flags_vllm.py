@@ -6,7 +6,7 @@ from vllmx.cli.foreign_flags import ignored, means, refused, switch, switches, v
 
 ONE_DEVICE = "vllmx runs a model on one device: leave it out or say 1"
 NO_SWAP = "vllmx recomputes preempted sequences and swaps nothing: leave it out or say 0"
-NO_PARSER = "tool calls and reasoning come back as text for now: leave it out"
+PARSER_PLUGIN = "a plugin brings parsers by the hook vllmx_parsers (docs/plugins.md)"
 NO_LORA = "vllmx serves no adapters: merge them into the model"
 NO_DRAFT = "vllmx does not speculate: leave it out"
 NO_TEXT = "the text of requests is never logged"
@@ -56,8 +56,11 @@ VLLM = (
     ignored("--kv-offloading-size", NO_SWAP, "0"),
     switch("--calculate-kv-scales", "8-bit KV caches always have a scale for each vector"),
     ignored("--prefix-caching-hash-algo", "blocks are known by digests and compared"),
-    ignored("--max-num-partial-prefills --max-long-partial-prefills", "chunks follow "
-        "--target-step-ms: leave it out or say 1", "1"),
+    ignored(
+        "--max-num-partial-prefills --max-long-partial-prefills",
+        "chunks follow --target-step-ms: leave it out or say 1",
+        "1",
+    ),
     ignored("--long-prefill-token-threshold", "chunks follow --target-step-ms: say 0", "0"),
     ignored("--scheduler-delay-factor", "nothing is delayed: leave it out or say 0", "0", "0.0"),
     ignored("--num-scheduler-steps", "a step is one token: leave it out or say 1", "1"),
@@ -70,7 +73,6 @@ VLLM = (
     ignored("--max-seq-len-to-capture", GRAPHS),
     ignored("--cuda-graph-sizes --cudagraph-capture-sizes", GRAPHS),
     ignored("--compilation-config -O", GRAPHS),
-    ignored("--max-logprobs", "a request may ask for 20: leave it out or say 20", "20"),
     ignored("--response-role", "answers have the role assistant", "assistant"),
     ignored("--chat-template-content-format", "content is given as the template reads it"),
     ignored("--guided-decoding-backend", "there is no structured output yet", "auto"),
@@ -78,9 +80,8 @@ VLLM = (
     ignored("--allowed-local-media-path --allowed-media-domains", TEXT_ONLY),
     ignored("--ssl-cert-reqs", "clients' certificates are not asked for: say 0", "0"),
     refused("--ssl-ca-certs", "clients' certificates are not asked for: put a proxy in front"),
-    refused("--enable-auto-tool-choice", NO_PARSER, bare=True),
-    refused("--tool-call-parser --tool-parser-plugin", NO_PARSER),
-    refused("--reasoning-parser", NO_PARSER),
+    switch("--enable-auto-tool-choice", "a model calls tools wherever a request brings some"),
+    refused("--tool-parser-plugin --reasoning-parser-plugin", PARSER_PLUGIN),
     refused("--enable-lora", NO_LORA, bare=True),
     refused("--lora-modules", NO_LORA),
     refused("--speculative-config", NO_DRAFT),
@@ -88,4 +89,4 @@ VLLM = (
     refused("--middleware", "put a proxy in front"),
     refused("--otlp-traces-endpoint", "there are no traces; /metrics has the times"),
     refused("--enable-sleep-mode", "stop and start the server, it takes a second", bare=True),
-)  # fmt: skip
+)

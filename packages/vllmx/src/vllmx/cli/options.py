@@ -39,6 +39,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "served_model_name": ("--alias", "-a"),
     "seed": ("-s",),
     "root_path": ("--api-prefix",),
+    "tool_parser": ("--tool-call-parser",),
     "ssl_certfile": ("--ssl-cert-file",),
     "ssl_keyfile": ("--ssl-key-file",),
 }
@@ -77,8 +78,11 @@ HELP: Mapping[str, str] = {
     " again; 0: never; default: 300, on CPUs 3600.",
     "enforce_eager": "Run op by op, for debugging.",
     "max_queue": "Requests that may wait; more get 429.",
+    "max_logprobs": "Greatest logprobs of a request; -1: no limit.",
     "seed": "Seed for requests that bring none.",
     "served_model_name": "Name that clients use.",
+    "tool_parser": "How calls of tools are read: a format of `vllmx parsers`, auto or none.",
+    "reasoning_parser": "How thoughts are told from content: a format, auto or none.",
     "prefer": "Plugin that serves what another (or vllmx itself) provides too; may be repeated.",
 }
 
@@ -154,9 +158,12 @@ FILE = (("--file", "-f", "--f", "file"), "A GGUF file: of MODEL, or by its path 
 def log_level_option(default: str) -> Callable[[F], F]:
     """--log-level, for commands that have no configuration record with one."""
     return click.option(
-        "--log-level", type=Shown("|".join(LOG_LEVELS)), default=default, show_default=True,
+        "--log-level",
+        type=Shown("|".join(LOG_LEVELS)),
+        default=default,
+        show_default=True,
         help="How much is logged.",
-    )  # fmt: skip
+    )
 
 
 def resolve(classes: tuple[type[Any], ...], flags: dict[str, Any]) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ def quantize(
     The summary tells for each tensor type how many bytes it takes and its RMS error.
     """
     if not overwrite:
-        _may_replace(output)
+        may_replace(output)
     from vllmx_core.checkpoint import resolve_path
     from vllmx_core.cores import available_cores
     from vllmx_core.registry import load_registry
@@ -68,7 +68,7 @@ def quantize(
         _print(found)
 
 
-def _may_replace(output: Path) -> None:
+def may_replace(output: Path) -> None:
     """Asks before a file is replaced. Raises ConfigError where nobody can be asked, and Abort."""
     if not output.exists():
         return

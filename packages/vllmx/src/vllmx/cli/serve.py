@@ -45,6 +45,12 @@ HELP = {
     "sse_ping_interval_s": "Seconds between comments in a stream that waits for its next token; 0:"
     " none.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
+    "data_dir": "Folder where files, batches and responses are kept; without it they end with the"
+    " server.",
+    "max_file_bytes": "Largest file that may be uploaded.",
+    "max_stored_bytes": "Of all files of one API key, and as much again of its responses.",
+    "max_stored_days": "How long files, batches and responses are kept.",
+    "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",
 }

@@ -23,9 +23,12 @@ _POISON = 0xFF  # NaN in every float format
 _ALIGNMENT = 256  # of a CUDA allocation
 
 _VALUES: dict[str, type[ctypes._SimpleCData[Any]]] = {
-    "i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64,
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
     "f32": ctypes.c_float,
-}  # fmt: skip
+}
 
 
 class KernelFault(AssertionError):

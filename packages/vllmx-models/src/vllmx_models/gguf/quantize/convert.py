@@ -17,13 +17,21 @@ import numpy as np
 import numpy.typing as npt
 from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.encoding import Encoded
-from vllmx_core.errors import ConfigError, UnsupportedModelError
+from vllmx_core.errors import ConfigError
 from vllmx_core.registry import Registry
 from vllmx_core.weights import RawTensor
 
 from vllmx_models.encoders import encoder_for, float_rows
-from vllmx_models.gguf.quantize.header import Target, check, target_of
+from vllmx_models.gguf.norms import is_norm, shifted
+from vllmx_models.gguf.quantize.header import check, target_of
 from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
+from vllmx_models.gguf.quantize.origins import (
+    as_vector,
+    is_stack,
+    origins_of,
+    shape_of,
+    stacked_rows,
+)
 from vllmx_models.gguf.quantize.vocabulary import tokenizer_metadata
 from vllmx_models.gguf.quantize.writer import NewTensor, write_file
 from vllmx_models.shard_names import shard_names
@@ -111,10 +119,14 @@ class _Conversion:
         self._path = path
         self._weights = checkpoint.weights
         self._target = target = target_of(registry, checkpoint)
-        self._origins = _origins(target, checkpoint)
-        spec = target.spec
-        layers = Layers(len(spec.layers), spec.num_heads // spec.num_kv_heads, spec.tied_embeddings)
-        shapes = {name: self._weights.part(part).shape for name, part in self._origins.items()}
+        self._origins = origins_of(target, checkpoint)
+        spec, mixer = target.spec, target.mixer
+        shared = mixer.num_heads // mixer.num_kv_heads
+        layers = Layers(len(spec.layers), shared, spec.tied_embeddings, target.experts)
+        shapes = {
+            name: shape_of(target, name, [self._weights.part(one) for one in found])
+            for name, found in self._origins.items()
+        }
         shapes |= {name: values.shape for name, values in target.extra.items()}
         self._tensors = [
             NewTensor(name, type_of(mix, name, shape, layers), shape)
@@ -188,8 +200,8 @@ class _Conversion:
         group = self._target.table.interleaved.get(pattern)
         if group is None:
             return None
-        spec = self._target.spec
-        return spec.num_heads if group == "heads" else spec.num_kv_heads
+        mixer = self._target.mixer
+        return mixer.num_heads if group == "heads" else mixer.num_kv_heads
 
     def _reader(self, tensor: NewTensor) -> Callable[[int, int], RawTensor]:
         """Rows of a tensor as they go to the encoder."""
@@ -197,7 +209,12 @@ class _Conversion:
         if extra is not None:
             raw = RawTensor(tensor.name, "f32", extra.shape, extra.reshape(-1).view(np.uint8))
             return raw.rows
-        part = self._weights.part(self._origins[tensor.name])
+        parts = [self._weights.part(name) for name in self._origins[tensor.name]]
+        if is_stack(self._target, tensor.name):
+            return partial(stacked_rows, parts)
+        part = as_vector(parts[0]) if len(tensor.shape) == 1 else parts[0]
+        if len(tensor.shape) == 1 and is_norm(tensor.name):
+            part = shifted(part, self._target.table.norm_offset)
         if (heads := self._interleaved_heads(tensor)) is None:
             return partial(float_rows, part)
         head_rows = tensor.shape[0] // heads
@@ -244,31 +261,3 @@ def interleave(rows: RawTensor, heads: int) -> RawTensor:
     halves = rows.data.reshape(heads, 2, count // heads // 2, -1)
     data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
     return replace(rows, stored=data)
-
-
-def _origins(target: Target, checkpoint: Checkpoint) -> dict[str, str]:
-    """Name in the file -> name in the checkpoint, in the order of the layers."""
-    names: dict[str, str] = {}
-    present = set(checkpoint.weights.names())
-    layers = range(len(target.spec.layers))
-    for pattern, original in target.table.tensors.items():
-        for layer in layers if "{}" in pattern else [0]:
-            for suffix in (".weight", ".bias"):
-                name = original.format(layer) + suffix
-                if name in present:
-                    names[pattern.format(layer) + suffix] = name
-    unused = present - set(names.values())
-    if target.spec.tied_embeddings:
-        names.pop("output.weight", None)
-    strange = sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq"))
-    if strange:
-        raise UnsupportedModelError(
-            f"{checkpoint.path} has a tensor {strange[0]!r}, which the GGUF architecture"
-            f" {target.name!r} has no name for"
-        )
-    return dict(sorted(names.items(), key=lambda pair: _order(pair[0])))
-
-
-def _order(name: str) -> tuple[int, str]:
-    parts = name.split(".")
-    return (int(parts[1]) if parts[0] == "blk" else -1, name)

@@ -18,22 +18,33 @@ from vllmx_core.plan import F32
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ModelSpec
 
-from vllmx_models.decoder import Decoder, DecoderSpec
+from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.dense import DenseMLP
+from vllmx_models.blocks.moe import MoE
+from vllmx_models.decoder import Decoder, DecoderSpec, LayerSpec
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.quantize.writer import NewTensor
 from vllmx_models.gguf.rope import FREQS, LONG, SHORT, llama3_divisors
 from vllmx_models.rope import Rope
 
-_STORED_AS: Mapping[str, str] = {"MistralForCausalLM": "LlamaForCausalLM"}
+_STORED_AS: Mapping[str, str] = {
+    "MistralForCausalLM": "LlamaForCausalLM",
+    "MixtralForCausalLM": "LlamaForCausalLM",
+    "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+}
 _YARN: Mapping[str, str] = {
-    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
     "attention_factor": "yarn_attn_factor",
-}  # fmt: skip
+}
 _SAMPLING: Mapping[str, str] = {
-    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,10 @@ class Target:
     """Of `general.architecture`."""
     table: GGUFArchitecture
     spec: DecoderSpec
+    mixer: AttentionMixer
+    """Of every layer, but for rotation and window."""
+    experts: int
+    """Of each layer."""
     metadata: Mapping[str, Any]
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""
@@ -56,8 +71,34 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     name, table = architecture_table(registry, architecture)
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{architecture} cannot be written to a GGUF file by vllmx yet")
-    metadata, extra = _decoder(model.spec, name)
-    return Target(name, table, model.spec, metadata | _sampling(checkpoint), extra)
+    mixer, feed_forward = _uniform(model.spec, architecture)
+    metadata, extra = _decoder(model.spec, mixer, feed_forward, name)
+    metadata |= {f"{name}.{key}": value for key, value in table.states(model.spec).items()}
+    experts = feed_forward.count if isinstance(feed_forward, MoE) else 0
+    metadata |= _sampling(checkpoint)
+    return Target(name, table, model.spec, mixer, experts, metadata, extra)
+
+
+def _uniform(spec: DecoderSpec, architecture: str) -> tuple[AttentionMixer, DenseMLP | MoE]:
+    """The blocks of each layer; a rotation and a window are those of the first."""
+    first = spec.layers[0]
+    if (
+        isinstance(first.mixer, AttentionMixer)
+        and isinstance(first.feed_forward, DenseMLP | MoE)
+        and all(_plain(layer) == _plain(first) for layer in spec.layers)
+    ):
+        return first.mixer, first.feed_forward
+    raise UnsupportedModelError(
+        f"{architecture} cannot be written to a GGUF file by vllmx yet: its layers differ in more"
+        " than rotation and window, or are not attention with an MLP or experts"
+    )
+
+
+def _plain(layer: LayerSpec) -> LayerSpec:
+    """What a file states for all layers alike."""
+    if not isinstance(layer.mixer, AttentionMixer):
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, rope=None, window=None))
 
 
 def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -99,17 +140,22 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
         if ours != theirs and not (name == "layers" and _same_layers(wanted, found)):
             raise UnsupportedModelError(
                 f"the GGUF architecture {target.name!r} cannot state {name} ="
-                f" {str(ours)[:200]} of this model; a reader would take {str(theirs)[:200]}"
+                f" {shown(ours)} of this model; a reader would take {shown(theirs)}"
             )
 
 
 def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
-    """Whether windows are alike and tables equal, however they are described."""
+    """Whether layers are alike and their tables equal, however they are described."""
     pairs = list(zip(one.layers, other.layers, strict=True))
-    ropes = {(str(a.rope), str(b.rope)): (a.rope, b.rope) for a, b in pairs}
-    return all(a.window == b.window for a, b in pairs) and all(
-        a is b is None or (a is not None and b is not None and _same_table(one, a, b))
-        for a, b in ropes.values()
+    ropes = {(str(a.mixer.rope), str(b.mixer.rope)): (a.mixer.rope, b.mixer.rope) for a, b in pairs}
+    windows = all(a.mixer.cache == b.mixer.cache for a, b in pairs)
+    return (
+        windows
+        and all(_plain(a) == _plain(b) for a, b in pairs)
+        and all(
+            a is b is None or (a is not None and b is not None and _same_table(one, a, b))
+            for a, b in ropes.values()
+        )
     )
 
 
@@ -136,34 +182,56 @@ def architecture_table(registry: Registry, architecture: str) -> tuple[str, GGUF
     )
 
 
-def _decoder(spec: DecoderSpec, name: str) -> tuple[dict[str, Any], dict[str, F32]]:
+def _decoder(
+    spec: DecoderSpec, mixer: AttentionMixer, feed_forward: DenseMLP | MoE, name: str
+) -> tuple[dict[str, Any], dict[str, F32]]:
     values: dict[str, Any] = {
         "block_count": len(spec.layers),
         "embedding_length": spec.hidden_size,
-        "feed_forward_length": spec.intermediate_size,
-        "attention.head_count": spec.num_heads,
-        "attention.head_count_kv": spec.num_kv_heads,
-        "attention.key_length": spec.head_size,
-        "attention.value_length": spec.head_size,
-        "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "feed_forward_length": feed_forward.intermediate_size,
+        "attention.head_count": mixer.num_heads,
+        "attention.head_count_kv": mixer.num_kv_heads,
+        "attention.key_length": mixer.head_size,
+        "attention.value_length": mixer.head_size,
+        f"attention.layer_norm{'_rms' * (spec.norm.kind == 'rms')}_epsilon": float(spec.norm.eps),
         "vocab_size": spec.vocab_size,
+        **(_experts(feed_forward) if isinstance(feed_forward, MoE) else {}),
     }
-    windows = {layer.window for layer in spec.layers}
+    windows = {_window(layer) for layer in spec.layers}
     if windows != {None}:
         values["attention.sliding_window"] = max(window or 0 for window in windows)
-    rotating = [layer.rope for layer in spec.layers if layer.rope is not None]
+    rotating = [layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None]
     if not rotating:
         raise UnsupportedModelError(
             f"no layer of the model has a rotary embedding, which the GGUF architecture {name!r}"
             " cannot state"
         )
-    rope = rotating[0]
+    whole = [layer.mixer.rope for layer in spec.layers if _window(layer) is None]
+    rope = next((rope for rope in whole if rope is not None), rotating[0])
     values["context_length"] = rope.max_positions
     values["rope.dimension_count"] = rope.rotary_dim
     values["rope.freq_base"] = float(rope.theta)
     scaling, extra = _scaling(rope)
     values |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
     return {f"{name}.{key}": value for key, value in values.items()}, extra
+
+
+def _window(layer: LayerSpec) -> int | None:
+    return layer.mixer.window if isinstance(layer.mixer, AttentionMixer) else None
+
+
+def _experts(moe: MoE) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "expert_count": moe.count,
+        "expert_used_count": moe.router.route.chosen,
+        "expert_feed_forward_length": moe.intermediate_size,
+    }
+    route = moe.router.route
+    if route.score == "sigmoid":
+        values |= {"expert_gating_func": 2, "expert_weights_norm": route.renormalise}
+    if moe.shared is not None:
+        values["expert_shared_feed_forward_length"] = moe.shared.intermediate_size
+    return values
 
 
 def _scaling(rope: Rope) -> tuple[dict[str, Any], dict[str, F32]]:

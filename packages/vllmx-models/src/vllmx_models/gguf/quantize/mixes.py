@@ -1,7 +1,8 @@
 """Which tensor of a mix such as q4_k_m gets which type: the rules of llama.cpp's quantiser.
 
 A mix spends more bits where an error costs most: values and down projections in the first and
-last eighth of the layers and each third one between, and the head. Experts are not among them.
+last eighth of the layers and each third one between, and the head. Experts' down projections count
+as such; what chooses the experts stays F32.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _NARROWER: Mapping[str, str] = {
 }  # fmt: skip
 """For rows that are no multiple of 256."""
 
+_FEW_EXPERTS = 8
+"""Mixtral's number: its attention is so small a part that it gets more bits."""
+_FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
+
 
 @dataclass(frozen=True, slots=True)
 class Layers:
@@ -44,12 +49,14 @@ class Layers:
     count: int
     heads_per_kv: int
     tied: bool
+    experts: int = 0
+    """Of a layer."""
 
 
 def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
     """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows do
     not fit its type's blocks gets the next type that they fit, in the end F16."""
-    if len(shape) == 1:
+    if len(shape) == 1 or ".ffn_gate_inp" in name or name.endswith(".bias"):
         return "F32"
     base = MIXES[mix].base
     kind = base if base in ("F32", "F16", "BF16") else _ruled(mix, base, name, shape, layers)
@@ -67,7 +74,12 @@ def _ruled(mix: str, base: str, name: str, shape: tuple[int, ...], layers: Layer
     if not prefix.startswith("blk."):
         return base
     layer = int(prefix.removeprefix("blk."))
-    rule = {"attn_v": _values, "ffn_down": _down, "attn_output": _attention_output}.get(role)
+    if role == "attn_k" and layers.experts == _FEW_EXPERTS:
+        return "Q8_0"
+    rule = {
+        "attn_v": _values, "attn_qkv": _packed, "attn_output": _attention_output,
+        "ffn_down": _down, "ffn_down_exps": _down, "ffn_down_shexp": _down,
+    }.get(role)  # fmt: skip
     return base if rule is None else rule(mix, layer, layers) or base
 
 
@@ -77,6 +89,8 @@ def _more_bits(layer: int, count: int) -> bool:
 
 
 def _values(mix: str, layer: int, layers: Layers) -> str | None:
+    if layers.experts == _FEW_EXPERTS:
+        return "Q8_0"
     shared = layers.heads_per_kv >= 4
     kind = {
         "q2_k": "Q4_K" if shared else "Q3_K",
@@ -107,5 +121,12 @@ def _down(mix: str, layer: int, layers: Layers) -> str | None:
     }.get(mix)
 
 
+def _packed(mix: str, layer: int, layers: Layers) -> str | None:
+    """Queries, keys and values in one tensor."""
+    return {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix)
+
+
 def _attention_output(mix: str, layer: int, layers: Layers) -> str | None:
+    if layers.experts == _FEW_EXPERTS:
+        return "Q5_K" if mix in _FIVE_BITS_BESIDE_EXPERTS else None
     return {"q2_k": "Q3_K", "q3_k_m": "Q4_K", "q3_k_l": "Q5_K"}.get(mix)

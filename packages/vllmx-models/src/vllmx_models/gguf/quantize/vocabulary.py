@@ -134,7 +134,7 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
     own = name in ("gpt-2", "smollm")  # they end with the byte-level step's own expression
     if name is None or not byte_level or bool(steps[-1].get("use_regex", True)) != own:
         raise UnsupportedModelError(
-            f"the pre-tokenizer's expressions {str(expressions)[:300]} have no name that is known"
+            f"the pre-tokenizer's expressions {shown(expressions)} have no name that is known"
             " here: name the kind by --pre, as llama.cpp calls it"
         )
     return name

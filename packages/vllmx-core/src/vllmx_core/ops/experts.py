@@ -1,0 +1,182 @@
+"""`experts`: a token through the MLPs that `route` chose for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core.ops.activation import KINDS, Activation, activation, expect_activation
+from vllmx_core.ops.case import Case, Weights
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.gated_act import gated_act
+from vllmx_core.ops.op import Op, expect, expect_features, expect_stack
+from vllmx_core.ops.values import Value, ValueType, WeightRef
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.recorder import Ops
+    from vllmx_core.testing.synthetic import Builder
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """What an expert computes between its two matrices."""
+
+    activation: Activation = "silu"
+    gated: bool = True
+    """act(gate) * up; False: act(up), and `gate_up` has the rows of up alone."""
+    clamp: float | None = None
+    """With a limit, g = min(gate, limit) and u = up within +-limit make g * sigmoid(alpha * g) *
+    (u + 1)."""
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts(Op):
+    """x (T, E), ids and weights (T, k) -> (T, E): the sum over a token's k slots, in their order,
+    of weight * down(act(gate_up x)) by the expert of the slot, in float32, rounded once. The biases
+    come with the stacks. A row's bits do not depend on other rows where the backend says so."""
+
+    name: ClassVar[str] = "experts"
+    x: Value
+    ids: Value
+    slot_weights: Value
+    gate_up: WeightRef
+    down: WeightRef
+    spec: ExpertsSpec
+    out: Value
+
+    @classmethod
+    def of(
+        cls,
+        x: Value,
+        ids: Value,
+        weights: Value,
+        gate_up: WeightRef,
+        down: WeightRef,
+        spec: ExpertsSpec,
+    ) -> Experts:
+        expect_features(x=x)
+        _expect_routed("ids", ids, "i32")
+        _expect_routed("weights", weights, "f32")
+        expect(isinstance(spec, ExpertsSpec), f"spec is {spec!r}, not an ExpertsSpec")
+        return cls(x, ids, weights, gate_up, down, spec, Value(x.width))
+
+    @property
+    def inner(self) -> int:
+        """F, the features between an expert's two matrices."""
+        return self.down.cols
+
+    def check(self) -> None:
+        spec, width = self.spec, self.x.width
+        expect_activation(spec.activation)
+        clamped = spec.clamp is None or (spec.gated and spec.activation == "silu")
+        expect(clamped, "clamp is for experts that are gated by silu")
+        known = spec.alpha > 0 and (spec.clamp is not None or spec.alpha == 1.0)
+        expect(known, f"alpha {spec.alpha}: it is above 0, and for experts with a clamp alone")
+        expect_stack(self.down, width, self.down.cols, "(features of x, F)")
+        rows = self.inner * (2 if spec.gated else 1)
+        expect_stack(self.gate_up, rows, width, f"({'2F' if spec.gated else 'F'}, features of x)")
+        counts = f"{self.gate_up.name!r} has {self.gate_up.count} experts"
+        same = self.gate_up.count == self.down.count
+        expect(same, f"{counts}, {self.down.name!r} has {self.down.count}")
+        routed = f"{counts}, the ids are those of {self.ids.below}"
+        expect(self.gate_up.count == self.ids.below, routed)
+        slots = f"ids has {self.ids.width} slots, weights has {self.slot_weights.width}"
+        expect(self.ids.width == self.slot_weights.width, slots)
+
+    def compute(self, frame: NumpyFrame) -> None:
+        gate_up, down = self.gate_up, self.down
+        frame[self.out] = experts(
+            frame[self.x], frame[self.ids], frame[self.slot_weights], frame.weight(gate_up),
+            frame.weight(down), self.spec, frame.bias(gate_up), frame.bias(down),
+        )  # fmt: skip
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        for width, inner, count, chosen in (
+            (16, 24, 4, 2), (33, 17, 5, 3), (48, 64, 6, 6), (130, 20, 3, 1), (24, 1, 1, 1),
+            (20, 259, 2, 2), (16, 8, 40, 1),
+        ):  # fmt: skip
+            yield _case(width, inner, count, chosen, ExpertsSpec())
+            yield _case(width, inner, count, chosen, ExpertsSpec(), biased=True)
+        for kind in KINDS:
+            yield _case(24, 20, 4, 2, ExpertsSpec(kind, gated=False), biased=True)
+            yield _case(24, 20, 4, 2, ExpertsSpec(kind))
+        for clamp, alpha in ((7.0, 1.702), (0.5, 1.0)):
+            yield _case(24, 20, 4, 2, ExpertsSpec(clamp=clamp, alpha=alpha), biased=True)
+
+
+def _expect_routed(name: str, value: object, dtype: ValueType) -> None:
+    routed = isinstance(value, Value) and value.dtype == dtype
+    expect(routed, f"{name} is {value!r}, not what `route` returned")
+
+
+def _case(
+    width: int, inner: int, count: int, chosen: int, spec: ExpertsSpec, biased: bool = False
+) -> Case:
+    from vllmx_core.ops.route import RouteSpec
+
+    parts = (inner, inner) if spec.gated else (inner,)
+
+    def build(builder: Builder) -> None:
+        builder.linear("router", count, width)
+        builder.stack("gate_up", count, parts, width, range(len(parts)) if biased else ())
+        builder.stack("down", count, (width,), inner, (0,) if biased else ())
+
+    def middle(ops: Ops, w: Weights, x: Value) -> Value:
+        """Far into both tails of the activation."""
+        router = ops.linear(x, w["router"])
+        ids, weights = ops.route(router, RouteSpec(chosen, renormalise=True))
+        return ops.experts(ops.scale(x, 4.0), ids, weights, w["gate_up"], w["down"], spec)
+
+    return Case.between(_name(width, inner, count, chosen, spec, biased), width, middle, build)
+
+
+def _name(width: int, inner: int, count: int, chosen: int, spec: ExpertsSpec, biased: bool) -> str:
+    words: Sequence[str] = (
+        f"{width} by {inner}, {chosen} of {count}, {spec.activation}",
+        "" if spec.gated else "no gate",
+        "" if spec.clamp is None else f"clamp {spec.clamp}",
+        "biased" if biased else "",
+    )
+    return ", ".join(word for word in words if word)
+
+
+def experts(
+    x: Floats,
+    ids: npt.NDArray[np.int32],
+    weights: Floats,
+    gate_up: Floats,
+    down: Floats,
+    spec: ExpertsSpec,
+    gate_up_bias: Floats | None = None,
+    down_bias: Floats | None = None,
+) -> Floats:
+    """x (T, E), ids and weights (T, k), gate_up (X, 2F or F, E), down (X, E, F), biases (X, 2F or
+    F) and (X, E) -> (T, E)."""
+    out = np.zeros_like(x)
+    for slot in range(ids.shape[1]):
+        for expert in np.unique(ids[:, slot]):
+            rows = np.flatnonzero(ids[:, slot] == expert)
+            up = x[rows] @ gate_up[expert].T
+            up = up if gate_up_bias is None else up + gate_up_bias[expert]
+            said = activated(up, spec) @ down[expert].T
+            said = said if down_bias is None else said + down_bias[expert]
+            out[rows] += weights[rows, slot, None] * said
+    return like(x, out)
+
+
+def activated(gate_up: Floats, spec: ExpertsSpec) -> Floats:
+    """(T, 2F or F) -> (T, F)."""
+    if not spec.gated:
+        return activation(gate_up, spec.activation)
+    if spec.clamp is None:
+        return gated_act(gate_up, spec.activation)
+    gate, up = np.split(gate_up, 2, axis=-1)
+    gate = np.minimum(gate, spec.clamp)
+    up = np.clip(up, -spec.clamp, spec.clamp)
+    return like(gate_up, activation(gate * spec.alpha, "silu") / spec.alpha * (up + 1))

@@ -1,0 +1,174 @@
+"""How a model writes its thoughts, its answer and its calls of tools: data alone.
+
+One description serves three ends, all in `vllmx_engine.formats`: reading answers while they
+come, making the grammar of a forced call, and writing calls as the model would.
+
+A marker is given as the model writes it. White space in it is a recommendation: readers take more
+or less of it, except inside of `TaggedArguments`, where it may belong to a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Where thoughts stand. A prompt that ends with `begin` leaves them open: the answer starts
+    inside of them."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCall:
+    """A call that is one JSON object; the values are its keys."""
+
+    name: str | None = "name"
+    """None: the name is itself the key, and its value the arguments."""
+    arguments: str = "arguments"
+    id: str | None = None
+    wrapper: str | None = None
+    """Key of the object that holds the others, as "function" does in OpenAI's requests."""
+    spelling: str = '{"name": "{name}", "arguments": {arguments}}'
+    """The object as it is written, with {name}, {arguments} and perhaps {id} and {index}."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArguments:
+    """Arguments as one JSON object; `as_string`: as a JSON string that holds it."""
+
+    as_string: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """Each argument between markers of its own: strings as they are, other values as JSON."""
+
+    key_begin: str
+    key_end: str
+    """Stands between a key and its value."""
+    value_end: str
+    string_key_end: str | None = None
+    """`key_end` before a string, where the format tells strings; else the tool's schema does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueArguments:
+    """Arguments in a notation of values that is not JSON: Python's keywords, or Gemma's."""
+
+    begin: str
+    key_end: str
+    separator: str
+    end: str
+    quote: str = '"'
+    """Stands around strings."""
+    escapes: bool = True
+    """Backslashes in strings are escapes."""
+    python: bool = True
+    """True, False and None in place of true, false and null; keys within values are strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """A call whose name stands before its arguments."""
+
+    arguments: JsonArguments | TaggedArguments | ValueArguments
+    header: str = "{name}"
+    """What identifies the call, with {name} and perhaps {id} and {index}."""
+    header_end: str = ""
+    """Between header and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of an answer: `section_begin (begin call end) separator ... section_end`.
+
+    Without a section the calls follow each other. Where neither a section nor a call has a marker
+    before it (`is_bare`), an answer that begins as one is a call if it names a tool of the request.
+    """
+
+    call: JsonCall | NamedCall
+    begin: str = ""
+    end: str = ""
+    section_begin: str = ""
+    section_end: str = ""
+    separator: str = ""
+    after_content: str = ""
+    """Stands between a content and the calls."""
+    is_bare: bool = False
+    is_compact: bool = False
+    """JSON is written without blanks."""
+    ids: Literal["call", "short"] = "call"
+    """Ids where the model writes none: "call_" and 24 digits, or nine letters and digits, which is
+    all that Mistral's templates take."""
+
+    @property
+    def trigger(self) -> str:
+        """What tells that calls begin: the first marker up to its first white space."""
+        words = (self.section_begin or self.begin).split()
+        return words[0] if words else "{"
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """An answer made of messages, each with a header that names its channel and recipient, as the
+    Harmony format of gpt-oss: `start role channel NAME to=functions.TOOL message TEXT end`."""
+
+    start: str = "<|start|>"
+    channel: str = "<|channel|>"
+    constrain: str = "<|constrain|>"
+    message: str = "<|message|>"
+    ends: tuple[str, ...] = ("<|end|>", "<|return|>", "<|call|>")
+    thinking: str = "analysis"
+    content: str = "final"
+    calls: str = "commentary"
+    recipient: str = " to=functions."
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What an answer is made of; None: the model has no such part.
+
+    Formats of third parties are found by the hook `vllmx_parsers` (`ParserSpec`).
+    """
+
+    name: str
+    thinking: Thinking | None = None
+    calls: Calls | None = None
+    channels: Channels | None = None
+    """In place of the two others."""
+    content_begin: str = ""
+    """Stands before the content, where the model marks it, and is no part of it."""
+    content_end: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All texts that may be special tokens, and so must not be left out of the text."""
+        found: list[str] = [self.content_begin, self.content_end]
+        if self.thinking is not None:
+            found += [self.thinking.begin, self.thinking.end]
+        if self.calls is not None:
+            calls = self.calls
+            found += [calls.section_begin, calls.begin, calls.end, calls.section_end]
+            found += _call_markers(calls.call)
+        if self.channels is not None:
+            each = self.channels
+            found += [each.start, each.channel, each.constrain, each.message, *each.ends]
+        return tuple(marker for marker in found if marker.strip())
+
+
+def _call_markers(call: JsonCall | NamedCall) -> list[str]:
+    if isinstance(call, JsonCall):
+        return []
+    found = [call.header, call.header_end]
+    match call.arguments:
+        case TaggedArguments(key_begin, key_end, value_end):
+            found += [key_begin, key_end, value_end]
+        case ValueArguments(begin, quote=quote):
+            found += [begin, quote]
+        case _:
+            pass
+    return found

@@ -1,0 +1,91 @@
+"""Multi-head latent attention: what is kept, what is attended to, products of each head."""
+
+from __future__ import annotations
+
+from vllmx_cuda.kernel_specs.linear import LINEAR_GEMV
+from vllmx_cuda.kernel_specs.types import (
+    DTYPES,
+    Kernel,
+    Launch,
+    Options,
+    Sizes,
+    arguments,
+    at_least,
+    at_most,
+    by_outputs,
+    ceil_div,
+)
+
+HEADS_A_BLOCK = 8
+MAX_RANK = 1024
+"""A thread of 256 has four values of an answer."""
+_DTYPE = {"VX_DTYPE": tuple(DTYPES.values())}
+
+
+def _heads(sizes: Sizes, options: Options) -> Launch:
+    x, y, _ = by_outputs(sizes, 4, options["VX_TOKENS"]).grid
+    return Launch((x, y, sizes["heads"]), 128)
+
+
+def _store(sizes: Sizes, options: Options) -> Launch:
+    at_least("tokens", sizes["tokens"], 1)
+    return Launch((sizes["tokens"], 1 + sizes["heads"], 1), 128)
+
+
+def _decode(sizes: Sizes, options: Options) -> Launch:
+    at_most("rank", sizes["rank"], MAX_RANK, "a thread has four values of an answer")
+    grid = (sizes["items"], ceil_div(sizes["heads"], HEADS_A_BLOCK), 1)
+    return Launch(grid, 256, 4 * HEADS_A_BLOCK * (sizes["rank"] + sizes["rotary"]))
+
+
+def _combine(sizes: Sizes, options: Options) -> Launch:
+    return Launch((sizes["tokens"], sizes["heads"], 1), 128)
+
+
+HEADS_GEMV = Kernel(
+    entry="heads_gemv",
+    source=LINEAR_GEMV.source,
+    options=LINEAR_GEMV.options,
+    arguments=arguments(
+        "in elem* x, in elem* w, inout out* y, i32 m, i32 n, i32 k, i32 x_pitch, i32 x_head,"
+        " i32 y_pitch, i32 y_head"
+    ),
+    sizes=("tokens", "outputs", "heads"),
+    rule=_heads,
+)
+LATENT_STORE = Kernel(
+    entry="latent_store",
+    source="latent.cu",
+    options=_DTYPE,
+    arguments=arguments(
+        "in elem* latent, in elem* q, in i32* positions, in i32* slots, in f32* norm, in f32* rope,"
+        " inout elem* queries, inout elem* pages, i32 heads, i32 rank, i32 nope, i32 rotary,"
+        " i32 interleaved, f32 eps"
+    ),
+    sizes=("tokens", "heads"),
+    rule=_store,
+)
+LATENT_DECODE = Kernel(
+    entry="latent_decode",
+    source="latent.cu",
+    options=_DTYPE,
+    arguments=arguments(
+        "in elem* queries, in elem* pages, in i32* items, in i32* first_item, in i32* block_table,"
+        " inout elem* out, inout f32* partial, inout f32* weights, i32 heads, i32 rank, i32 rotary,"
+        " i32 table_stride, i32 page_shift, f32 scale"
+    ),
+    sizes=("items", "heads", "rank", "rotary"),
+    rule=_decode,
+)
+LATENT_COMBINE = Kernel(
+    entry="latent_combine",
+    source="latent.cu",
+    options=_DTYPE,
+    arguments=arguments(
+        "in f32* partial, in f32* weights, in i32* first_item, inout elem* out, i32 heads, i32 rank"
+    ),
+    sizes=("tokens", "heads"),
+    rule=_combine,
+)
+
+KERNELS = (HEADS_GEMV, LATENT_STORE, LATENT_DECODE, LATENT_COMBINE)

@@ -1,0 +1,182 @@
+"""Mixtures of experts as launches: slots are ordered by expert on the device, multiplied by tiles,
+and added token by token. Nothing is read back, so a step of one size is capturable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllmx_core.ops.experts import Experts, ExpertsSpec
+from vllmx_core.ops.route import Route
+
+from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.kernel_specs import Variant, has_tensor_cores, vector_width
+from vllmx_cuda.kernel_specs.experts import MAX_EXPERTS, MAX_GROUPS, SCORES, max_tiles
+from vllmx_cuda.kernel_specs.linear import MMA_K, MMA_TILES, row_tiles
+from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
+from vllmx_cuda.matrices.matrix import Matrix
+from vllmx_cuda.program.staging import StepMemory, StepSizes
+
+if TYPE_CHECKING:
+    from vllmx_cuda.program.lower import Enqueue, Lowering
+
+CHUNK_TOKENS = 1024
+"""Tokens that go through the experts at once: what lies between the products is bounded so."""
+_GEMV_TILE = 4
+_TOKENS_A_TILE = 8
+"""Of experts_mma, in each of its tiles."""
+_ALIGNMENT = 256
+
+
+def can_route(op: Route) -> bool:
+    return op.logits.width <= MAX_EXPERTS and op.spec.groups <= MAX_GROUPS
+
+
+def route(op: Route, to: Lowering) -> Enqueue:
+    spec, experts = op.spec, op.logits.width
+    kernel = to.variant("route", VX_SCORE=SCORES[spec.score])
+    logits, ids, weights = map(to.place, (op.logits, op.ids, op.slot_weights))
+    vectors = to.vector(op.bias), to.vector(op.factor)
+    choice = (
+        spec.chosen, spec.groups, spec.groups_kept, int(spec.group_score == "best_two"),
+        int(spec.renormalise), spec.eps, spec.scale,
+    )  # fmt: skip
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        shape = {"tokens": sizes.tokens, "experts": experts, "groups": spec.groups}
+        arguments = (logits, *vectors, ids, weights, sizes.tokens, experts, *choice)
+        to.device.launch(kernel, shape, arguments)
+
+    return enqueue
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """Offsets of what lies between the launches of one op, in bytes."""
+
+    place: int
+    tiles: int
+    wide: int
+    """Of gate and up, then of the answers of all slots."""
+    narrow: int
+    """Of what goes into down."""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, op: Experts, tokens: int, item_bytes: int) -> Spaces:
+        slots, width = min(tokens, CHUNK_TOKENS) * op.ids.width, op.x.width
+        wide = max(op.gate_up.rows * item_bytes, 4 * width)
+        tiles = 12 * max_tiles(slots, op.gate_up.count, _GEMV_TILE)
+        offsets = [0]
+        for size in (4 * slots, 4 * slots, tiles, slots * wide, slots * op.inner * item_bytes):
+            offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        return cls(*offsets[1:])
+
+
+def can_multiply(op: Experts) -> bool:
+    return op.gate_up.count <= MAX_EXPERTS
+
+
+def experts(op: Experts, to: Lowering) -> Enqueue:
+    chosen, width, count = op.ids.width, op.x.width, op.gate_up.count
+    x, ids, weights, y = map(to.place, (op.x, op.ids, op.slot_weights, op.out))
+    scratch, spaces = to.scratch.experts, Spaces.of(op, to.max_tokens, to.item_bytes(1))
+    order, place, tiles = scratch.at(0), scratch.at(spaces.place), scratch.at(spaces.tiles)
+    wide, narrow = scratch.at(spaces.wide), scratch.at(spaces.narrow)
+    whole = width % MMA_K == 0 and op.inner % MMA_K == 0
+    mma = whole and has_tensor_cores(to.dtype, to.target.arch)
+    up, down = to.matrix(op.gate_up), to.matrix(op.down)
+    rise = Product.of(to, up, op.gate_up.rows, to.dtype, chosen, mma=mma)
+    fall = Product.of(to, down, width, "f32", chosen, mma=mma)
+    activate = _activate(op.spec, op.inner, to)
+    arrange = to.variant("experts_order", VX_VEC=vector_width(width))
+    add = to.variant("experts_sum", VX_VEC=vector_width(width))
+
+    def enqueue_chunk(first: int, tokens: int) -> None:
+        slots, slot = tokens * chosen, 4 * first * chosen
+        tile = _tile(slots, count) if mma else _GEMV_TILE
+        used = max_tiles(slots, count, tile)
+        arguments = (ids.at(slot), order, place, tiles, slots, used, tile)
+        to.device.launch(arrange, {"experts": count}, arguments)
+        own = x.at(first * to.item_bytes(width))
+        rise.launch(to.device, tile, used, own, order, tiles, wide)
+        activate(wide, narrow, slots)
+        fall.launch(to.device, tile, used, narrow, None, tiles, wide)
+        out, shape = y.at(first * to.item_bytes(width)), {"rows": tokens, "width": width}
+        to.device.launch(add, shape, (wide, place, weights.at(slot), out, width, chosen))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        for first in range(0, sizes.tokens, CHUNK_TOKENS):
+            enqueue_chunk(first, min(CHUNK_TOKENS, sizes.tokens - first))
+
+    return enqueue
+
+
+def _tile(slots: int, experts: int) -> int:
+    """Positions of a tile: where experts have many, weights are read half as often."""
+    return _TOKENS_A_TILE * (2 if slots > _TOKENS_A_TILE * experts else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Rows times the matrices of their experts."""
+
+    kernels: Mapping[int, Variant]
+    """By positions of a tile."""
+    weights: Memory
+    bias: Memory | None
+    share: int
+    """Slots of a token."""
+    rows: int
+    cols: int
+    mma: bool
+
+    @classmethod
+    def of(
+        cls, to: Lowering, stack: Matrix, rows: int, out_dtype: str, share: int, *, mma: bool
+    ) -> Product:
+        out, (segment,) = int(out_dtype == "f32"), stack.segments
+        if mma:
+            tall = row_tiles(rows, to.device.info.num_processors)
+            kernels = {
+                _TOKENS_A_TILE * n: to.variant("experts_mma", VX_TILES=n, VX_ROWS=tall, VX_OUT=out)
+                for n in MMA_TILES
+            }
+        else:
+            vec = vector_width(stack.cols)
+            options = {"VX_VEC": vec, "VX_TOKENS": _GEMV_TILE, "VX_OUT": out}
+            kernels = {_GEMV_TILE: to.variant("experts_gemv", **options)}
+        return cls(kernels, segment.data, stack.bias, share, rows, stack.cols, mma)
+
+    def launch(
+        self,
+        device: Device,
+        tile: int,
+        num_tiles: int,
+        x: Memory,
+        order: Memory | None,
+        tiles: Memory,
+        y: Memory,
+    ) -> None:
+        """x by tokens, or by positions without `order`; y by positions."""
+        shape = {"outputs": self.rows, "tiles": num_tiles}
+        shape |= {"width": self.cols} if self.mma else {}
+        operands = (x, self.weights, self.bias, order, tiles, y, self.share, self.rows, self.cols)
+        device.launch(self.kernels[tile], shape, operands)
+
+
+def _activate(spec: ExpertsSpec, width: int, to: Lowering) -> Callable[[Memory, Memory, int], None]:
+    """What stands between an expert's matrices, over so many rows."""
+    options, more = {"VX_VEC": vector_width(width)}, tuple[float, ...]()
+    if spec.clamp is not None:
+        kernel = to.variant("clamped_swiglu", **options)
+        more = (spec.alpha, spec.clamp)
+    else:
+        entry = "gated_act" if spec.gated else "activation"
+        kernel = to.variant(entry, **options, VX_ACT=ACTIVATIONS[spec.activation])
+
+    def activate(x: Memory, y: Memory, rows: int) -> None:
+        to.device.launch(kernel, {"rows": rows, "width": width}, (x, y, width, *more))
+
+    return activate

@@ -1,0 +1,97 @@
+"""Latent attention as launches: queries are absorbed, rows stored, attended to by items, and the
+answers brought out of the space of the latents. A prompt's tokens are items too, so that a token's
+answer does not depend on how its prompt was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
+from vllmx_core.ops.values import WeightRef
+
+from vllmx_cuda.device.device import Memory
+from vllmx_cuda.kernel_specs import vector_width
+from vllmx_cuda.kernel_specs.latent import HEADS_A_BLOCK, MAX_RANK
+from vllmx_cuda.kernel_specs.linear import GEMV_TOKENS
+from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.work import Visibility
+
+if TYPE_CHECKING:
+    from vllmx_cuda.program.lower import Enqueue, Lowering
+
+VISIBILITY = Visibility()
+
+
+def can_attend(op: LatentAttention) -> bool:
+    return op.spec.rank <= MAX_RANK
+
+
+def blocks_an_item(spec: LatentSpec) -> int:
+    return -(-spec.num_heads // HEADS_A_BLOCK)
+
+
+def latent_attention(op: LatentAttention, to: Lowering) -> Enqueue:
+    spec, heads = op.spec, op.spec.num_heads
+    q, latent, y = map(to.place, (op.q, op.latent, op.out))
+    pages, scratch = to.pages[spec.layer], to.scratch
+    vectors = to.vector(op.norm), to.vector(op.rope)
+    row, head = spec.row_size, spec.nope_size + spec.rotary_dim
+    absorb = _by_head(op.k_b, to, q, (heads * head, head), scratch.queries, (heads * row, row))
+    found, widths = scratch.found, (heads * spec.rank, spec.rank)
+    bring_out = _by_head(op.v_b, to, found, widths, y, (heads * spec.value_size, spec.value_size))
+    store, decode, combine = map(to.variant, ("latent_store", "latent_decode", "latent_combine"))
+    sizes_of_head = (spec.rank, spec.nope_size, spec.rotary_dim)
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        items, first_item = step.items[VISIBILITY], step.first_item[VISIBILITY]
+        shape = {"tokens": sizes.tokens, "heads": heads}
+        absorb(sizes.tokens)
+        to.device.launch(
+            store, shape,
+            (
+                latent, q, step.positions, step.slots[pages.group], *vectors, scratch.queries,
+                pages.k, heads, *sizes_of_head, int(spec.interleaved), spec.norm_eps,
+            ),
+        )  # fmt: skip
+        to.device.launch(
+            decode,
+            {
+                "items": sizes.items, "heads": heads, "rank": spec.rank,
+                "rotary": spec.rotary_dim,
+            },
+            (
+                scratch.queries, pages.k, items, first_item, step.block_tables[pages.group], found,
+                scratch.partial, scratch.weights, heads, spec.rank, spec.rotary_dim,
+                step.table_stride, to.page_shift, spec.scale,
+            ),
+        )  # fmt: skip
+        joined = (scratch.partial, scratch.weights, first_item, found, heads, spec.rank)
+        to.device.launch(combine, shape, joined)
+        bring_out(sizes.tokens)
+
+    return enqueue
+
+
+def _by_head(
+    stack: WeightRef,
+    to: Lowering,
+    x: Memory,
+    x_strides: tuple[int, int],
+    y: Memory,
+    y_strides: tuple[int, int],
+) -> Callable[[int], None]:
+    """Each head's part of so many rows of x times its own matrix. Strides: from one row to the
+    next, and from one head to the next."""
+    (segment,), vec = to.matrix(stack).segments, vector_width(stack.cols, *x_strides)
+    kernels = {
+        tile: to.variant("heads_gemv", VX_VEC=vec, VX_TOKENS=tile, VX_OUT=0) for tile in GEMV_TOKENS
+    }
+
+    def multiply(tokens: int) -> None:
+        tile = next((tile for tile in GEMV_TOKENS if tile >= tokens), GEMV_TOKENS[-1])
+        shape = {"tokens": tokens, "outputs": stack.rows, "heads": stack.count}
+        arguments = (x, segment.data, y, tokens, stack.rows, stack.cols, *x_strides, *y_strides)
+        to.device.launch(kernels[tile], shape, arguments)
+
+    return multiply

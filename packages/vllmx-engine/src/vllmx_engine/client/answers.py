@@ -1,0 +1,156 @@
+"""Thoughts, content and calls of tools of a request's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllmx_core.output_format import OutputFormat
+
+from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    ContentPiece,
+    Event,
+    ReasoningPiece,
+)
+from vllmx_engine.formats.tool_schemas import tools_by_name
+from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.outputs import CompletionOutput, ToolCall
+
+_TAIL_TOKENS = 16
+
+
+class ReadAnswer:
+    """What an answer holds, gathered from events."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._arguments: list[list[str]] = []
+        self._calls: list[tuple[str, str]] = []
+
+    def add(self, events: Sequence[Event]) -> None:
+        """What follows."""
+        for event in events:
+            match event:
+                case ContentPiece(text):
+                    self._content.append(text)
+                case ReasoningPiece(text):
+                    self._reasoning.append(text)
+                case CallBegin(_, call_id, name):
+                    self._calls.append((call_id, name))
+                    self._arguments.append([])
+                case ArgumentsPiece(_, text):
+                    self._arguments[-1].append(text)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [
+            ToolCall(call_id, name, "".join(parts))
+            for (call_id, name), parts in zip(self._calls, self._arguments, strict=True)
+        ]
+
+
+class AnswerReaders:
+    """Makes the readers of a request's choices.
+
+    Args:
+        made_of: the format of the model.
+        prompt: its text; None where it was cut to fit.
+        prompt_ids: its tokens.
+        tools: OpenAI's definitions; without any, nothing is a call.
+        marker_ids: special tokens that the markers of the format are made of.
+        one_call: calls after the first are left out.
+    """
+
+    def __init__(
+        self,
+        made_of: OutputFormat,
+        tokenizer: Tokenizer,
+        prompt: str | None,
+        prompt_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        marker_ids: frozenset[int] = frozenset(),
+        one_call: bool = False,
+    ) -> None:
+        self._format = made_of
+        self._tokenizer = tokenizer
+        self.marker_ids = marker_ids
+        self._options = ReadOptions(
+            tools_by_name(tools),
+            in_thinking=_leaves_thinking_open(made_of, tokenizer, prompt, prompt_ids),
+            one_call=one_call,
+        )
+
+    @property
+    def has_thinking(self) -> bool:
+        """Thoughts are told from content."""
+        return self._format.thinking is not None or self._format.channels is not None
+
+    @property
+    def is_needed(self) -> bool:
+        """There is something to tell from content."""
+        has_calls = self._format.calls is not None or self._format.channels is not None
+        return self.has_thinking or (has_calls and bool(self._options.tools))
+
+    def reader(self) -> AnswerReader:
+        """For one choice."""
+        return AnswerReader(self._format, self._options)
+
+    def read(self, choice: CompletionOutput) -> None:
+        """Fills in what the whole of a choice holds."""
+        reader, found = self.reader(), ReadAnswer()
+        found.add(reader.push(choice.text))
+        found.add(reader.finish(is_cut=is_cut(choice)))
+        choice.content = found.content
+        choice.reasoning = found.reasoning or None
+        choice.tool_calls = found.tool_calls
+
+    def num_reasoning_tokens(self, ids: Sequence[int], reader: AnswerReader) -> int:
+        """How many of a finished answer's tokens are thoughts, their markers included.
+
+        Args:
+            reader: has read the answer.
+        """
+        if not reader.has_reasoned:
+            return 0
+        if reader.in_thinking or self._format.thinking is None:
+            return len(ids)
+        end = self._tokenizer.encode(self._format.thinking.end.strip(), add_special_tokens=False)
+        for at in range(len(ids) - len(end) + 1):
+            if list(ids[at : at + len(end)]) == end:
+                return at + len(end)
+        return len(ids)
+
+
+def marker_ids(made_of: OutputFormat, tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens that the markers of a format are made of."""
+    ids = tokenizer.encode_batch(made_of.markers, add_special_tokens=False)
+    return frozenset(i for marker in ids for i in marker) & tokenizer.special_ids
+
+
+def is_cut(choice: CompletionOutput) -> bool:
+    """Whether an answer ended before the model was done."""
+    return choice.finish_reason != "stop" or isinstance(choice.stop_reason, str)
+
+
+def _leaves_thinking_open(
+    made_of: OutputFormat, tokenizer: Tokenizer, prompt: str | None, prompt_ids: Sequence[int]
+) -> bool:
+    """Whether the prompt ends with the marker of thoughts."""
+    if made_of.thinking is None or not made_of.thinking.begin.strip():
+        return False
+    if prompt is None:
+        prompt = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return prompt.rstrip().endswith(made_of.thinking.begin.strip())

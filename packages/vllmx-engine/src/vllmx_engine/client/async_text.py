@@ -1,0 +1,81 @@
+"""Prompts and answers of an asyncio program as text: what is long is worked on by threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
+from vllmx_engine.client.request_size import chat_size, prompt_size
+from vllmx_engine.text.text_threads import Stopped, TextThreads
+from vllmx_engine.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 4096
+"""Longer texts and lists of ids are converted on a thread; the event loop goes on meanwhile."""
+
+
+class AsyncText:
+    """The part of `AsyncLLM` that needs no engine core.
+
+    Attributes:
+        tokenizer: of the model.
+        text: threads for texts that are too long for the event loop.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, renderer: ChatRenderer) -> None:
+        self.tokenizer = tokenizer
+        self.text = TextThreads()
+        self._renderer = renderer
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage | Message],
+        chat: ChatOptions | None = None,
+        stopped: Stopped | None = None,
+    ) -> str:
+        """The text that the chat template makes of a conversation. May take a while: call it on a
+        thread. Raises TemplateError, InvalidRequestError; the former too once `stopped` is true."""
+        return self._renderer.render(messages, chat, stopped)
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, client: str = ""
+    ) -> list[int]:
+        """Token ids of a text. Raises InvalidRequestError, QueueFullError."""
+        encode = partial(self.tokenizer.encode, text, add_special_tokens)
+        return await self.convert(client, len(text), encode)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage | Message],
+        chat: ChatOptions | None = None,
+        add_special_tokens: bool = False,
+        client: str = "",
+        num_bytes: int = 0,
+    ) -> list[int]:
+        """Token ids of a conversation; `num_bytes` as in `submit_chat`. Raises TemplateError and
+        what `encode` raises."""
+
+        def encode(stopped: Stopped) -> list[int]:
+            return self.tokenizer.encode(
+                self.render_chat(messages, chat, stopped), add_special_tokens
+            )
+
+        size = num_bytes or chat_size(messages)
+        return await self.text.run(client, size, encode)
+
+    async def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = False, *, client: str = ""
+    ) -> str:
+        """The text of token ids. Raises InvalidRequestError, QueueFullError."""
+        decode = partial(self.tokenizer.decode, ids, skip_special_tokens)
+        return await self.convert(client, prompt_size(ids), decode)
+
+    async def convert(self, client: str, size: int, function: Callable[[], T]) -> T:
+        """What `function` makes of so many bytes of text or ids, on a thread where the event loop
+        would be held up noticeably. Raises QueueFullError and what `function` raises."""
+        if size <= _INLINE_BYTES:
+            return function()
+        return await self.text.run(client, size, lambda _: function())

@@ -1,0 +1,39 @@
+"""What is asked about a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ChatMessage = Mapping[str, Any]
+"""An OpenAI message: role, content, and what else the template knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation, for who does not want to write dictionaries."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How to render a conversation; see `ChatTemplate.render`."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    """None: yes, unless `continue_final_message`."""
+    continue_final_message: bool = False
+    one_call: bool = False
+    """Calls of tools after an answer's first are left out."""
+    tool_choice: str = "auto"
+    """"auto": as the model likes; "required": the answer is calls; else the tool that it calls."""
+    template: str | None = None
+    """Name of one of the model's templates."""
+    source: str | None = None
+    """Jinja source instead of the model's templates."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as enable_thinking."""

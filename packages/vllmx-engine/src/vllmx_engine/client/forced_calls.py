@@ -1,0 +1,86 @@
+"""What `tool_choice` and strict tools make of an answer's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllmx_core.errors import InvalidRequestError
+from vllmx_core.output_format import JsonArguments, NamedCall, OutputFormat
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.structured import StructuredOutputsParams
+
+from vllmx_engine.client.chat_options import ChatOptions
+from vllmx_engine.formats.call_grammar import may_call, must_call
+from vllmx_engine.formats.tool_schemas import Tools, tools_by_name
+
+
+def asks_for_calls(chat: ChatOptions | None) -> bool:
+    """Whether the form of calls is not left to the model."""
+    return chat is not None and (chat.tool_choice != "auto" or _has_strict(chat.tools))
+
+
+def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions) -> SamplingParams:
+    """Parameters under which the answer calls what it must, or is right where it calls.
+
+    Raises:
+        InvalidRequestError: there is no such tool, the model has no format of calls, or the answer
+            has another form already.
+    """
+    tools = tools_by_name(chat.tools)
+    if chat.tool_choice == "auto":
+        tag = may_call(made_of, _loose(made_of, tools, chat.tools), one_call=chat.one_call)
+        if tag is None or params.structured_outputs is not None:
+            return params
+    else:
+        _check(params, chat.tool_choice, tools)
+        if chat.tool_choice != "required":
+            tools = {chat.tool_choice: tools[chat.tool_choice]}
+        tag = must_call(made_of, tools, one_call=chat.one_call or chat.tool_choice != "required")
+        if tag is None:
+            raise InvalidRequestError(
+                "tool_choice cannot make this model call a tool, for how it writes calls is not"
+                ' known: leave tool_choice out, or start the server with --tool-parser ("vllmx'
+                ' parsers" lists the formats)',
+                param="tool_choice",
+            )
+    is_compact = made_of.calls is not None and made_of.calls.is_compact
+    form = StructuredOutputsParams(
+        structural_tag=tag, disable_any_whitespace=is_compact, field="tool_choice"
+    )
+    return replace(params, structured_outputs=form)
+
+
+def _check(params: SamplingParams, choice: str, tools: Tools) -> None:
+    if not tools or (choice != "required" and choice not in tools):
+        known = ", ".join(sorted(tools)[:20]) or "none"
+        raise InvalidRequestError(
+            f"tool_choice asks for {'a call' if choice == 'required' else repr(choice[:100])}, but"
+            f" the tools of the request are: {known}",
+            param="tool_choice",
+        )
+    if params.structured_outputs is not None:
+        raise InvalidRequestError(
+            f"tool_choice makes the answer a call, and {params.structured_outputs.field} gives it"
+            " another form: leave one of them out",
+            param="tool_choice",
+        )
+
+
+def _has_strict(tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    return any(_is_strict(tool) for tool in tools or ())
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function", tool)
+    return isinstance(function, Mapping) and function.get("strict") is True
+
+
+def _loose(made_of: OutputFormat, tools: Tools, given: Sequence[Mapping[str, Any]] | None) -> Tools:
+    """Tools that are not strict take any object, where arguments are one."""
+    call = None if made_of.calls is None else made_of.calls.call
+    if isinstance(call, NamedCall) and not isinstance(call.arguments, JsonArguments):
+        return tools
+    strict = {name for tool in given or () if _is_strict(tool) for name in tools_by_name([tool])}
+    return {name: schema if name in strict else {} for name, schema in tools.items()}

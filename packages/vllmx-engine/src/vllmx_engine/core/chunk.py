@@ -1,0 +1,45 @@
+"""What a step computes: rows that decode one token each, and chunks of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllmx_core.plan import AnyArray
+
+from vllmx_engine.core.cost import StepLoad
+from vllmx_engine.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a prompt (or of a preempted sequence) that a step computes."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_logits: int
+    """The last this many of its tokens are logit rows."""
+    samples: bool
+    """The last logit row is drawn from: the chunk ends with the last known token."""
+
+    @property
+    def num_new(self) -> int:
+        """Its tokens without those that were computed before a preemption: to make room for others
+        is no service, and is not paid for twice."""
+        return max(0, self.start + self.num_tokens - max(self.start, self.sequence.num_charged))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step computes."""
+
+    decodes: AnyArray
+    """Rows of the table that decode one token each, ascending."""
+    chunks: tuple[Chunk, ...]
+    load: StepLoad
+
+
+def load_of(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:
+    """What a step costs by: see `StepCost`."""
+    work = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks)
+    return StepLoad(num_decodes, context, sum(chunk.num_tokens for chunk in chunks), work)

@@ -1,0 +1,117 @@
+"""The core's grammars: compiled on threads of their own, the last ones kept for the next request.
+
+The library compiles without the interpreter lock, so steps go on meanwhile; a request whose grammar
+is not there yet waits in the queue.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from vllmx_core.errors import GrammarError
+
+from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.thought_budget import ThoughtBudget
+from vllmx_engine.grammar.matcher import CompiledGrammar
+from vllmx_engine.grammar.vocabulary import Trie, make_trie
+from vllmx_engine.wire.grammars import Grammar, Vocabulary
+
+MAX_KEPT = 64
+"""Compiled grammars that stay for the next request, some 100 kB each."""
+_NUM_THREADS = 2
+
+
+class Grammars:
+    """Owned by the core's thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._threads: ThreadPoolExecutor | None = None
+        self._trie: Future[Trie] | None = None
+        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
+        self._done: SimpleQueue[tuple[Sequence, Future[CompiledGrammar] | None]] = SimpleQueue()
+        self._num_waiting = 0
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What a grammar's request needs before it. Making the trie begins at once."""
+        if self._trie is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, "vllmx-grammars")
+            self._trie = self._threads.submit(make_trie, vocabulary)
+
+    def start(self, sequence: Sequence) -> bool:
+        """Gives a sequence its grammar; false when that has to be compiled first, and `finished`
+        will name the sequence. Raises GrammarError."""
+        grammar = sequence.request.grammar
+        assert grammar is not None, sequence.request_id
+        if not grammar.text:
+            assert grammar.thoughts is not None, sequence.request_id
+            sequence.grammar = ThoughtBudget(grammar.thoughts, None)
+            return True
+        compiling = self._compile(grammar.text)
+        if compiling.done():
+            _set(sequence, grammar, compiling)
+            return True
+        self._num_waiting += 1
+        compiling.add_done_callback(partial(self._put, sequence))
+        return False
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Makes the next mask of a sequence that sits out; `finished` will name it."""
+        assert sequence.grammar is not None, sequence.request_id
+        assert self._threads is not None, "nothing was compiled"
+        self._num_waiting += 1
+        preparing = sequence.grammar.prepare(self._threads)
+        preparing.add_done_callback(lambda _: self._done.put((sequence, None)))
+
+    def finished(self, wait_s: float = 0.0) -> list[tuple[Sequence, Exception | None]]:
+        """Sequences that have their grammar or their next mask by now, or the reason why not. Waits
+        for one."""
+        found: list[tuple[Sequence, Exception | None]] = []
+        try:
+            while self._num_waiting:
+                sequence, compiled = self._done.get(wait_s > 0 and not found, wait_s or None)
+                self._num_waiting -= 1
+                found.append((sequence, None if compiled is None else _try_set(sequence, compiled)))
+        except Empty:
+            pass
+        return found
+
+    def close(self) -> None:
+        """Ends the threads, without waiting for them."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _put(self, sequence: Sequence, compiled: Future[CompiledGrammar]) -> None:
+        self._done.put((sequence, compiled))
+
+    def _compile(self, text: str) -> Future[CompiledGrammar]:
+        known = self._compiled.get(text)
+        if known is not None and not (known.done() and known.exception() is not None):
+            self._compiled.move_to_end(text)
+            return known
+        if self._threads is None or self._trie is None:
+            raise GrammarError("the core was told no vocabulary, so it cannot follow a grammar")
+        trie, size = self._trie, self._vocab_size
+        compiling = self._threads.submit(lambda: CompiledGrammar(text, trie.result(), size))
+        self._compiled[text] = compiling
+        if len(self._compiled) > MAX_KEPT:
+            self._compiled.popitem(last=False)
+        return compiling
+
+
+def _try_set(sequence: Sequence, compiled: Future[CompiledGrammar]) -> Exception | None:
+    assert sequence.request.grammar is not None, sequence.request_id
+    try:
+        _set(sequence, sequence.request.grammar, compiled)
+    except Exception as error:  # whatever compiling raised
+        return error
+    return None
+
+
+def _set(sequence: Sequence, grammar: Grammar, compiled: Future[CompiledGrammar]) -> None:
+    row = GrammarRow(compiled.result(), grammar.after_ids)
+    sequence.grammar = row if grammar.thoughts is None else ThoughtBudget(grammar.thoughts, row)

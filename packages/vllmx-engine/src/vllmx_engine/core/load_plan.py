@@ -1,0 +1,42 @@
+"""What is to be loaded, found: all that the process of the API needs of loading. It imports neither
+ops nor engine core, so that a server is ready sooner."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllmx_core.checkpoint import quantizer, resolve_path
+from vllmx_core.config import EngineConfig
+from vllmx_core.registry import Registry, load_registry
+
+logger = logging.getLogger("vllmx.load")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to load, found but not yet opened."""
+
+    config: EngineConfig
+    path: Path
+    registry: Registry
+    progress: bool
+    """Show progress bars on standard error."""
+
+
+def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
+    """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
+    unknown --isq or --prefer."""
+    registry = registry or load_registry()
+    if config.prefer:
+        registry.prefer(config.prefer)
+    for line in itertools.chain(*registry.conflicts()):
+        logger.warning("%s", line)
+    if config.isq is not None:
+        quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
+    progress = sys.stderr.isatty()
+    path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
+    return LoadPlan(config, path, registry, progress)

@@ -1,0 +1,298 @@
+"""Thoughts, content and calls of tools of an answer, read while its text comes."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from vllmx_core.output_format import Calls, OutputFormat
+
+from vllmx_engine.formats.call_steps import CallReader, passed_on
+from vllmx_engine.formats.channel_steps import ChannelReader
+from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError, Triggers
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    Event,
+    ReasoningPiece,
+)
+from vllmx_engine.formats.sink import AnswerSink
+from vllmx_engine.formats.tool_schemas import Tools
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What is looked for in an answer."""
+
+    tools: Tools = field(default_factory=dict)
+    """Of the request; without any, nothing is a call."""
+    in_thinking: bool = False
+    """The prompt left the thoughts open."""
+    has_thinking: bool = True
+    """Thoughts are told from content."""
+    one_call: bool = False
+    """Calls after the first are left out."""
+
+
+class AnswerReader(AnswerSink):
+    """Reads one answer. Never raises, whatever the text; the events of a text do not depend on how
+    it is cut into pieces, but for where their texts are cut.
+
+    Args:
+        made_of: the model's format.
+        options: of the request.
+        make_id: makes the id of a call that has none.
+    """
+
+    def __init__(
+        self,
+        made_of: OutputFormat,
+        options: ReadOptions,
+        make_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._format = made_of
+        self._thinking = made_of.thinking if options.has_thinking else None
+        self._calls = made_of.calls if options.tools else None
+        self._content_marks = tuple(
+            mark.strip() for mark in (made_of.content_begin, made_of.content_end) if mark.strip()
+        )
+        self._options = options
+        short = self._calls is not None and self._calls.ids == "short"
+        self._make_id = make_id or (short_id if short else call_id)
+        self._cursor = Cursor()
+        self._events: list[Event] = []
+        self.num_calls = 0
+        """Calls that have begun, those that were left out aside."""
+        self.in_thinking = options.in_thinking and self._thinking is not None
+        """The text that comes next is thought."""
+        self.has_reasoned = False
+        """There were thoughts, be they empty."""
+        self._passes = False
+        """All that follows is content."""
+        self._num_seen = 0
+        self._attempt = 0
+        """Where what may be a call begins."""
+        self._steps = self._answer()
+        next(self._steps, None)
+
+    def push(self, text: str) -> list[Event]:
+        """What a text that follows adds."""
+        if self._passes:
+            return [ContentPiece(text)] if text else []
+        self._cursor.add(text)
+        next(self._steps, None)
+        return self._taken()
+
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        """What is left at the end of the text; `is_cut`: the model was not done."""
+        if not self._passes:
+            self._cursor.end(is_cut)
+            next(self._steps, None)
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events = self._events
+        if events:
+            self._events = []
+        return events if len(events) < 2 else _joined(events)
+
+    # --- the answer -----------------------------------------------------------------------------
+    def _answer(self) -> Steps[None]:
+        channels = self._format.channels
+        try:
+            if channels is not None:
+                yield from ChannelReader(channels, self._options.tools, self._cursor, self).read()
+            if not self.in_thinking:
+                self.in_thinking = yield from self._begins_thinking()
+            if self.in_thinking:
+                yield from self._reasoning()
+                yield from self._cursor.space()
+            yield from self._content()
+        except TextEndError:
+            return
+
+    def _begins_thinking(self) -> Steps[bool]:
+        """Whether thoughts are the first that an answer has; their marker is passed."""
+        if self._thinking is None or not self._thinking.begin.strip():
+            return False
+        start = self._cursor.at
+        try:
+            found = yield from self._cursor.take(self._thinking.begin)
+        except TextEndError:
+            self._cursor.at = start
+            self._rest()
+            raise
+        if not found:
+            self._cursor.at = start
+        return found
+
+    def _reasoning(self) -> Steps[None]:
+        assert self._thinking is not None
+        self.begin_reasoning()
+        yield from self._cursor.space()
+        end = Triggers((self._thinking.end.split()[0],))
+        yield from passed_on(self._cursor, end, self.reasoning)
+        yield from self._cursor.take(self._thinking.end)
+        self.end_reasoning()
+
+    def begin_reasoning(self) -> None:
+        """See `AnswerSink`."""
+        self.has_reasoned = self.in_thinking = True
+
+    def end_reasoning(self) -> None:
+        """See `AnswerSink`."""
+        self.in_thinking = False
+
+    def reasoning(self, text: str) -> None:
+        """See `AnswerSink`."""
+        self._events.append(ReasoningPiece(text))
+
+    def _content(self) -> Steps[None]:
+        calls, marks = self._calls, self._content_marks
+        if calls is not None and calls.is_bare:
+            yield from self._bare(calls)
+            return
+        if calls is None and not marks:
+            self._rest()
+            self._passes = True
+            return
+        triggers = Triggers((*marks, calls.trigger) if calls else marks)
+        while True:
+            word = yield from passed_on(self._cursor, triggers, self.content)
+            start = self._cursor.at
+            if word in marks:
+                yield from self._cursor.take(word)
+            elif calls is None or not (yield from self._section(calls, start)):
+                self._cursor.at = self._cursor.text.index(word, start) + len(word)
+                self.content(self._cursor.text[start : self._cursor.at])
+                continue
+            yield from self._cursor.space()
+
+    def _bare(self, calls: Calls) -> Steps[None]:
+        """An answer that is a call from its first character on, or content."""
+        start = self._cursor.at
+        try:
+            is_call = (yield from self._cursor.peek()) == calls.trigger
+        except TextEndError:
+            self._cursor.at = start
+            self._rest()
+            raise
+        if is_call and (yield from self._section(calls, start)):
+            yield from self._cursor.space()
+        self._rest()
+        self._passes = True
+
+    def _section(self, calls: Calls, start: int) -> Steps[bool]:
+        """Reads the calls that begin here; without any the place goes to `start`, and it is
+        False."""
+        cursor, count = self._cursor, self._num_seen
+        reader = CallReader(calls, self._options.tools, cursor, self)
+        self._attempt = start
+        cursor.held = True
+        try:
+            if (yield from cursor.take(calls.section_begin)):
+                yield from self._several(calls, reader)
+        except TextEndError:
+            self._end_of_calls(calls, reader)
+            raise
+        cursor.held = False
+        if self._num_seen == count:
+            cursor.at = start
+        return self._num_seen > count
+
+    def _several(self, calls: Calls, reader: CallReader) -> Steps[None]:
+        """Calls, up to the end of the section or to what is no call."""
+        cursor = self._cursor
+        is_list = bool(calls.section_end or calls.separator.strip())
+        while (yield from reader.one()):
+            self._attempt = cursor.at
+            if calls.section_end and (yield from cursor.take(calls.section_end)):
+                return
+            if not is_list:
+                return
+            yield from cursor.take(calls.separator)
+            cursor.held = True
+        if self._num_seen:
+            cursor.at = self._attempt
+
+    def _end_of_calls(self, calls: Calls, reader: CallReader) -> None:
+        """At the end of the text within calls: what was not one is content, nothing is lost."""
+        cursor = self._cursor
+        rest = cursor.text[cursor.at if reader.begun else self._attempt :]
+        cursor.at = len(cursor.text)
+        if reader.begun:
+            self.arguments(rest)
+        elif not (self._num_seen and _is_part(rest, calls.section_end, calls.separator)):
+            self.content(rest)
+
+    def content(self, text: str) -> None:
+        """See `AnswerSink`."""
+        self._events.append(ContentPiece(text))
+
+    def _rest(self) -> None:
+        rest = self._cursor.text[self._cursor.at :]
+        self._cursor.at = len(self._cursor.text)
+        if rest:
+            self.content(rest)
+
+    # --- calls ----------------------------------------------------------------------------------
+    def begin(self, name: str, call_id: str | None) -> None:
+        """See `AnswerSink`."""
+        self._num_seen += 1
+        if not self._is_left_out:
+            self._events.append(CallBegin(self.num_calls, call_id or self._make_id(), name))
+            self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """See `AnswerSink`."""
+        if text and not self._is_left_out:
+            self._events.append(ArgumentsPiece(self.num_calls - 1, text))
+
+    def end(self) -> None:
+        """See `AnswerSink`."""
+        if not self._is_left_out:
+            self._events.append(CallEnd(self.num_calls - 1))
+
+    @property
+    def _is_left_out(self) -> bool:
+        return self._options.one_call and self._num_seen > 1
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """The same, with the pieces of one text made one."""
+    found: list[Event] = []
+    parts: list[str] = []
+    for event, following in zip(events, [*events[1:], None], strict=True):
+        if not isinstance(event, (ArgumentsPiece, ContentPiece, ReasoningPiece)):
+            found.append(event)
+            continue
+        parts.append(event.text)
+        if type(event) is not type(following):
+            found.append(msgspec.structs.replace(event, text="".join(parts)))
+            parts = []
+    return found
+
+
+def _is_part(text: str, *markers: str) -> bool:
+    """Whether a text is the beginning of a marker, white space aside."""
+    found = "".join(text.split())
+    return any("".join(marker.split()).startswith(found) for marker in markers)
+
+
+_CHARACTERS = string.ascii_letters + string.digits
+
+
+def call_id() -> str:
+    """An id of a call as OpenAI's look."""
+    return "call_" + secrets.token_hex(12)
+
+
+def short_id() -> str:
+    """Nine letters and digits."""
+    return "".join(map(partial(secrets.choice), (_CHARACTERS,) * 9))

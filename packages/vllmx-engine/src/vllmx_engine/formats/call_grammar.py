@@ -1,0 +1,254 @@
+"""The grammar of calls that must come, or must be right: a structural tag out of a format and the
+tools of a request, which `vllmx_engine.grammar` makes into a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllmx_core.output_format import (
+    Calls,
+    JsonArguments,
+    JsonCall,
+    NamedCall,
+    OutputFormat,
+    TaggedArguments,
+    ValueArguments,
+)
+
+from vllmx_engine.formats.tool_schemas import Tools
+
+Form = dict[str, Any]
+"""A part of a structural tag."""
+_PLACEHOLDER = re.compile(r"(\{name\}|\{arguments\}|\{id\}|\{index\})")
+_ANY: Form = {"type": "any_text"}
+
+
+def must_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> Form | None:
+    """An answer that calls some of the tools and says nothing else but thoughts; None where the
+    format has no calls."""
+    calls = _call_list(made_of, tools, one_call)
+    return None if calls is None else _form([*_thoughts(made_of), calls])
+
+
+def may_call(made_of: OutputFormat, tools: Tools, *, one_call: bool = False) -> Form | None:
+    """Any answer whose calls, once they begin, are calls of the tools as their schemas say; None
+    where nothing tells that they begin."""
+    calls = made_of.calls
+    if calls is None or calls.is_bare:
+        return None
+    if calls.section_begin:
+        section = _call_list(made_of, tools, one_call)
+        assert section is not None
+        tags = [section["elements"][0] if section["type"] == "sequence" else section]
+    else:
+        tags = [_tag(calls, name, schema) for name, schema in tools.items()]
+    free = {
+        "type": "triggered_tags",
+        "triggers": [calls.trigger],
+        "tags": tags,
+        "stop_after_first": one_call,
+    }
+    return _form([*_thoughts(made_of), free])
+
+
+def _form(elements: Sequence[Form]) -> Form:
+    return {"format": {"type": "sequence", "elements": list(elements)}}
+
+
+def _text(text: str) -> Form:
+    return {"type": "const_string", "value": text}
+
+
+def _optional(form: Form) -> Form:
+    return {"type": "or", "elements": [form, _text("")]}
+
+
+def _schema(schema: Mapping[str, Any]) -> Form:
+    return {"type": "json_schema", "json_schema": dict(schema)}
+
+
+def _thoughts(made_of: OutputFormat) -> Iterator[Form]:
+    """The model may think before it calls."""
+    if made_of.channels is not None:
+        each = made_of.channels
+        begin = each.channel + each.thinking + each.message
+        end = each.ends[0] + each.start + "assistant"
+        yield _optional({"type": "tag", "begin": begin, "content": _ANY, "end": end})
+    elif made_of.thinking is not None and made_of.thinking.begin.strip():
+        begin, end = made_of.thinking.begin, made_of.thinking.end
+        # what models write behind the marker varies
+        blank = {"type": "regex", "pattern": r"\s{0,4}"}
+        tag = {"type": "tag", "begin": begin.strip(), "content": _ANY, "end": end.strip()}
+        yield _optional({"type": "sequence", "elements": [tag, blank]})
+
+
+def _call_list(made_of: OutputFormat, tools: Tools, one_call: bool) -> Form | None:
+    if made_of.channels is not None:
+        each = made_of.channels
+        header = f"{each.channel}{each.calls}{each.recipient}{{name}} {each.constrain}json"
+        call = NamedCall(JsonArguments(), header, each.message)
+        return {"type": "or", "elements": _tags(Calls(call, end=each.ends[-1]), tools)}
+    calls = made_of.calls
+    if calls is None:
+        return None
+    several = {
+        "type": "tags_with_separator",
+        "tags": _tags(calls, tools),
+        "separator": calls.separator,
+        "at_least_one": True,
+        "stop_after_first": one_call,
+    }
+    if not calls.section_begin:
+        return several
+    tag = {"type": "tag", "begin": calls.section_begin, "content": several}
+    return {"type": "sequence", "elements": [tag | {"end": calls.section_end}]}
+
+
+def _tags(calls: Calls, tools: Tools) -> list[Form]:
+    return [_tag(calls, name, schema) for name, schema in tools.items()]
+
+
+def _tag(calls: Calls, name: str, schema: Mapping[str, Any]) -> Form:
+    """One call of one tool."""
+    elements = _joined([_text(calls.begin), *_call(calls.call, name, schema), _text(calls.end)])
+    begin = elements.pop(0)["value"] if elements[0]["type"] == "const_string" else ""
+    last = elements.pop()["value"] if elements and elements[-1]["type"] == "const_string" else ""
+    content = {"type": "sequence", "elements": elements or [_text("")]}
+    return {"type": "tag", "begin": begin, "content": content, "end": last}
+
+
+def _joined(elements: Sequence[Form]) -> list[Form]:
+    """Neighbouring texts are one."""
+    found: list[Form] = []
+    for element in elements:
+        is_text = element["type"] == "const_string"
+        if is_text and found and found[-1]["type"] == "const_string":
+            found[-1] = _text(found[-1]["value"] + element["value"])
+        else:
+            found.append(element)
+    return found
+
+
+def _call(call: JsonCall | NamedCall, name: str, schema: Mapping[str, Any]) -> Iterator[Form]:
+    if isinstance(call, JsonCall):
+        yield from _spelt(call.spelling, name, [_schema(_object(schema))])
+        return
+    yield from _spelt(call.header + call.header_end, name, [])
+    match call.arguments:
+        case JsonArguments(as_string=False):
+            yield _schema(_object(schema))
+        case JsonArguments():
+            yield _schema({"type": "string"})
+        case TaggedArguments() as tags:
+            yield from _tagged(tags, _object(schema))
+        case ValueArguments() as syntax:
+            yield _text(syntax.begin)
+            yield from _values(syntax, _object(schema))
+            yield _text(syntax.end)
+
+
+def _spelt(spelling: str, name: str, arguments: Sequence[Form]) -> Iterator[Form]:
+    for part in _PLACEHOLDER.split(spelling):
+        match part:
+            case "{name}":
+                yield _text(json.dumps(name, ensure_ascii=False)[1:-1])
+            case "{arguments}":
+                yield from arguments
+            case "{id}":
+                yield {"type": "regex", "pattern": "[a-zA-Z0-9]{9}"}
+            case "{index}":
+                yield {"type": "regex", "pattern": "[0-9]{1,3}"}
+            case _:
+                yield _text(part)
+
+
+def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "type": "object"}
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
+    """(name, schema with what it refers to, whether it must be there)"""
+    required = schema.get("required") or ()
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    found = schema.get("properties") or {}
+    return [
+        (key, {**shared, **(each if isinstance(each, dict) else {})}, key in required)
+        for key, each in found.items()
+    ]
+
+
+def _tagged(tags: TaggedArguments, schema: Mapping[str, Any]) -> Iterator[Form]:
+    for key, each, is_required in _properties(schema):
+        argument = _tagged_one(tags, key, each)
+        yield argument if is_required else _optional(argument)
+
+
+def _tagged_one(tags: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Form:
+    is_text = _is_text(schema)
+    key_end = tags.string_key_end if is_text and tags.string_key_end else tags.key_end
+    begin = tags.key_begin + key + key_end
+    if is_text and not _values_of(schema):
+        return {"type": "tag", "begin": begin, "content": _ANY, "end": tags.value_end}
+    value: Form = _schema(schema)
+    if is_text:
+        value = {"type": "or", "elements": [_text(each) for each in _values_of(schema)]}
+    return {"type": "sequence", "elements": [_text(begin), value, _text(tags.value_end)]}
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a value is written as it is, not as JSON."""
+    kind = schema.get("type")
+    return kind == "string" or bool(_values_of(schema))
+
+
+def _values_of(schema: Mapping[str, Any]) -> list[str]:
+    """The texts that a value may be, where they are listed."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    are_texts = isinstance(values, list) and all(isinstance(each, str) for each in values)
+    return values if are_texts else []
+
+
+def _values(syntax: ValueArguments, schema: Mapping[str, Any]) -> Iterator[Form]:
+    """Those that must be there first, each other one behind a separator."""
+    given = sorted(_properties(schema), key=lambda each: not each[2])
+    each = [(_value(syntax, key, one), required) for key, one, required in given]
+    yield from _separated(each, syntax.separator, is_first=True)
+
+
+def _separated(each: list[tuple[Form, bool]], separator: str, *, is_first: bool) -> Iterator[Form]:
+    for number, (form, is_required) in enumerate(each):
+        if is_first and not is_required:
+            rest = list(_separated(each[number + 1 :], separator, is_first=False))
+            later = list(_separated(each[number + 1 :], separator, is_first=True))
+            choices = [{"type": "sequence", "elements": [form, *rest]}]
+            choices += [{"type": "sequence", "elements": later}] if later else [_text("")]
+            yield {"type": "or", "elements": choices}
+            return
+        if is_first:
+            yield form
+        else:
+            behind = {"type": "sequence", "elements": [_text(separator), form]}
+            yield behind if is_required else _optional(behind)
+        is_first = False
+
+
+def _value(syntax: ValueArguments, key: str, schema: Mapping[str, Any]) -> Form:
+    begin = _text(key + syntax.key_end)
+    kind = schema.get("type")
+    value: Form = _schema(schema)
+    if kind == "string" and not syntax.escapes and not _values_of(schema):
+        value = {"type": "tag", "begin": syntax.quote, "content": _ANY, "end": syntax.quote}
+    elif _values_of(schema):
+        quoted = [
+            json.dumps(each, ensure_ascii=False)
+            if syntax.escapes
+            else syntax.quote + each + syntax.quote
+            for each in _values_of(schema)
+        ]
+        value = {"type": "or", "elements": [_text(each) for each in quoted]}
+    elif kind == "boolean" and syntax.python:
+        value = {"type": "or", "elements": [_text("True"), _text("False")]}
+    return {"type": "sequence", "elements": [begin, value]}

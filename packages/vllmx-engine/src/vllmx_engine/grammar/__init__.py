@@ -1,0 +1,1 @@
+"""Grammars that answers follow: from what a user asks to masks of allowed tokens."""

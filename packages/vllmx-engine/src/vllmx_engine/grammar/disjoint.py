@@ -1,0 +1,157 @@
+"""Whether no value satisfies two JSON schemas at once, as far as their words alone tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
+_MAX_DEPTH = 8
+"""Of references and properties that are followed."""
+_MAX_PAIRS = 4096
+_SIZES = (
+    ("string", "minLength", "maxLength"),
+    ("array", "minItems", "maxItems"),
+    ("object", "minProperties", "maxProperties"),
+)
+Schema = dict[str, Any]
+
+
+class Disjoint:
+    """Over the references of one schema.
+
+    Args:
+        root: what references are resolved in.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._pairs_left = _MAX_PAIRS
+
+    def are(self, first: Any, other: Any, depth: int = 0) -> bool:
+        """True only where they certainly exclude each other."""
+        self._pairs_left -= 1
+        if depth > _MAX_DEPTH or self._pairs_left < 0:
+            return False
+        first, other = self._resolved(first), self._resolved(other)
+        if first is False or other is False:
+            return True
+        if not isinstance(first, dict) or not isinstance(other, dict):
+            return False
+        shared = _types(first) & _types(other)
+        return (
+            not shared
+            or _different_values(first, other)
+            or all(self._differ_as(kind, first, other, depth) for kind in shared)
+            or self._branches(first, other, depth)
+            or self._branches(other, first, depth)
+        )
+
+    def _differ_as(self, kind: str, first: Schema, other: Schema, depth: int) -> bool:
+        """Whether no value of one type satisfies both."""
+        if any(_apart(first, other, low, high) for at, low, high in _SIZES if at == kind):
+            return True
+        if kind == "number":
+            return _apart(first, other, "minimum", "maximum")
+        if kind == "object":
+            return self._properties(first, other, depth) or self._properties(other, first, depth)
+        return False
+
+    def _properties(self, first: Schema, other: Schema, depth: int) -> bool:
+        """A property that the first requires is what the other excludes."""
+        own, others = _mapping(first, "properties"), _mapping(other, "properties")
+        for name in first.get("required") or ():
+            if name in others:
+                if self.are(own.get(name, True), others[name], depth + 1):
+                    return True
+            elif other.get("additionalProperties") is False and not other.get("patternProperties"):
+                return True
+        return False
+
+    def _branches(self, first: Schema, other: Schema, depth: int) -> bool:
+        """All branches of the first exclude the other, or one that it must satisfy does."""
+        for key, rule in (("anyOf", all), ("oneOf", all), ("allOf", any)):
+            parts = first.get(key)
+            if not isinstance(parts, list) or not parts:
+                continue
+            if rule(self.are(part, other, depth + 1) for part in parts):
+                return True
+        return False
+
+    def _resolved(self, schema: Any) -> Any:
+        for _ in range(_MAX_DEPTH):
+            if not (isinstance(schema, dict) and set(schema) == {"$ref"}):
+                return schema
+            schema = self._lookup(schema["$ref"])
+        return None
+
+    def _lookup(self, reference: Any) -> Any:
+        """What a reference into this schema leads to; None for any other."""
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return None
+        found: Any = self._root
+        for part in reference[2:].split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or name not in found:
+                return None
+            found = found[name]
+        return found
+
+
+def _types(schema: Schema) -> frozenset[str]:
+    """That a value may have; integers count as numbers."""
+    values = _values(schema)
+    if values is not None:
+        return frozenset(map(_type_of, values))
+    named = schema.get("type")
+    if named is None:
+        return _TYPES
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else _TYPES
+    return frozenset("number" if name == "integer" else name for name in names)
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    """All that a schema allows, where it lists them."""
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _different_values(first: Schema, other: Schema) -> bool:
+    mine, others = _values(first), _values(other)
+    if mine is None or others is None:
+        return False
+    return not any(_equal(one, another) for one in mine for another in others)
+
+
+def _equal(one: Any, another: Any) -> bool:
+    return bool(one == another) and _type_of(one) == _type_of(another)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    kinds: Iterable[tuple[type | tuple[type, ...], str]] = (
+        (dict, "object"),
+        (list, "array"),
+        (str, "string"),
+        ((int, float), "number"),
+    )
+    return next(name for kind, name in kinds if isinstance(value, kind))
+
+
+def _apart(first: Schema, other: Schema, low: str, high: str) -> bool:
+    """Whether one ends before the other begins."""
+    for lower, upper in ((first, other), (other, first)):
+        least, most = upper.get(low), lower.get(high)
+        if isinstance(least, int | float) and isinstance(most, int | float) and most < least:
+            return True
+    return False
+
+
+def _mapping(schema: Schema, key: str) -> dict[str, Any]:
+    found = schema.get(key)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,162 @@
+"""Compiled grammars and their state in an answer: which tokens may come next.
+
+The protocol is what the core needs; llguidance stands behind it. An `LLMatcher` never raises: it
+falls into a state of error, which this module turns into `GrammarError`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from vllmx_core.errors import GrammarError
+from vllmx_core.plan import U32
+
+from vllmx_engine.grammar.vocabulary import Trie
+
+LLMatcher = Any
+"""llguidance.LLMatcher; the library is imported at the first grammar."""
+MAX_STEP_ITEMS = 200_000
+"""Fuel of one mask: Earley items, some 20,000 a ms."""
+MAX_ROW_ITEMS = 10_000
+"""Ways that a grammar may go on at one place; the library's 2,000 hold 400 optional properties."""
+MAX_STEP_LEXER_FUEL = 100_000
+"""Fuel of one mask: derivatives of regular expressions, some 14,000 a ms; half the library's."""
+_TRIAL_TOKENS = 24
+_TRIALS = 2
+
+
+class Matcher(Protocol):
+    """A grammar's state behind some tokens of an answer."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """The answer may end here."""
+        ...
+
+    @property
+    def is_stopped(self) -> bool:
+        """The answer can only end here."""
+        ...
+
+    def fill_mask(self, mask: U32) -> None:
+        """(W,) bit (id & 31) of word id >> 5 set: the token may come next; where the answer may
+        end, so may each end of sequence. Raises GrammarError when that takes too much work."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """Goes on by one token. Raises GrammarError for one that may not come next."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes the last tokens back."""
+        ...
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that must come next, in the form that the tokenizer would give their text."""
+        ...
+
+
+class CompiledGrammar:
+    """A grammar and the mask of its first token.
+
+    Raises (constructor): GrammarError for one that cannot be followed.
+    """
+
+    def __init__(self, text: str, trie: Trie, vocab_size: int) -> None:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(
+            step_max_items=MAX_STEP_ITEMS,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_lexer_fuel=MAX_STEP_LEXER_FUEL,
+            verbose_errors=False,
+        )
+        self._matcher = llguidance.LLMatcher(trie, text, log_level=0, limits=limits)
+        _check(self._matcher)
+        self._num_words = (trie.vocab_size + 31) // 32
+        self.first_mask: U32 = np.zeros((vocab_size + 31) // 32, np.uint32)
+        self.start().fill_mask(self.first_mask)
+        self.mask_s = max(self._try(seed) for seed in range(_TRIALS))
+        """Processor time that a mask takes, as some answers show that are drawn at random."""
+
+    def _try(self, seed: int) -> float:
+        """Greatest time of a mask in such an answer. Raises GrammarError."""
+        matcher, mask = self.start(), self.first_mask.copy()
+        rng, most_s = random.Random(seed), 0.0  # noqa: S311 - any answer will do
+        for _ in range(_TRIAL_TOKENS):
+            started_s = time.thread_time()
+            matcher.fill_mask(mask)
+            most_s = max(most_s, time.thread_time() - started_s)
+            allowed = allowed_ids(mask)
+            if matcher.is_stopped or not allowed:
+                break
+            matcher.consume(rng.choice(allowed))
+        return most_s
+
+    def start(self) -> GrammarMatcher:
+        """The state of a new answer."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._num_words)
+
+
+class GrammarMatcher:
+    """A `Matcher` by llguidance."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+
+    @property
+    def is_accepting(self) -> bool:
+        """See `Matcher`."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def is_stopped(self) -> bool:
+        """See `Matcher`."""
+        return bool(self._matcher.is_stopped())
+
+    def fill_mask(self, mask: U32) -> None:
+        """See `Matcher`."""
+        if mask.size == self._num_words and mask.flags.c_contiguous:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        else:  # an end of sequence of the library's own needs one word more
+            wide = np.zeros(self._num_words, np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+            mask[:] = wide[: mask.size]
+        _check(self._matcher)
+
+    def consume(self, token: int) -> None:
+        """See `Matcher`."""
+        if not self._matcher.consume_token(token):
+            _check(self._matcher)
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        if not self._matcher.rollback(num_tokens):
+            _check(self._matcher)
+
+    def forced_tokens(self) -> list[int]:
+        """See `Matcher`."""
+        ids: list[int] = self._matcher.compute_ff_tokens()
+        return ids
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(f"the grammar cannot be followed: {first_lines(matcher.get_error())}")
+
+
+def first_lines(text: str, limit: int = 400) -> str:
+    """Of the library's message what is meant for users: its dumps of states come after."""
+    lines = text.split("\n<state>")[0].strip().splitlines()
+    return " ".join(line.strip() for line in lines)[:limit]
+
+
+def allowed_ids(mask: U32) -> Sequence[int]:
+    """The ids whose bits are set."""
+    ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return ids

@@ -1,0 +1,301 @@
+"""The way to the process that checks grammars (`vllmx_engine.grammars`), and what it said before.
+
+It is started at the first grammar. Should it die, the next grammar starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import socket
+import subprocess
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllmx_core.errors import GrammarError, QueueFullError, VllmxError
+from vllmx_core.sampling import SamplingParams
+
+from vllmx_engine.grammar.spec import grammar_spec
+from vllmx_engine.link.supervisor import listen, socket_folder, spawn
+from vllmx_engine.wire.grammars import (
+    CheckGrammar,
+    GrammarSpec,
+    Verdict,
+    Vocabulary,
+    verdict_decoder,
+)
+from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
+
+logger = logging.getLogger("vllmx.supervisor")
+
+MAX_WAITING = 256
+"""Grammars that are checked or wait for it."""
+MAX_CLIENT_WAITING = 32
+"""Those of one client."""
+MAX_KEPT_CHARS = 1 << 24
+"""Of grammars whose verdict is remembered."""
+START_S = 30.0
+"""For the process to come up."""
+ANSWER_S = 60.0
+"""Of a process that does not hang: each of those that wait may take its two seconds."""
+_POLL_S = 0.02
+_ATTEMPTS = 2
+_RECEIVE_BYTES = 1 << 18
+_INLINE_CHARS = 1 << 16
+"""Longer schemas are read on a thread; the event loop goes on meanwhile."""
+Answer = str | GrammarError
+"""The grammar as the core takes it, or why no answer can follow it."""
+
+
+class GrammarProcess:
+    """One life of the process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._calls: dict[int, asyncio.Future[Verdict]] = {}
+        self._call_ids = itertools.count()
+        self._writer: asyncio.StreamWriter
+        self._reading: asyncio.Task[None]
+        self.lost = False
+
+    @classmethod
+    async def start(cls, vocabulary: Vocabulary) -> GrammarProcess:
+        """Raises VllmxError when it does not come up."""
+        folder = socket_folder()
+        try:
+            with listen(folder / "core.sock") as listener:
+                started = cls(spawn(folder / "core.sock", "vllmx_engine.grammars"))
+                try:
+                    connection = await started._accept(listener)
+                    reader, started._writer = await asyncio.open_connection(sock=connection)
+                except BaseException:
+                    started._kill()
+                    raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        started._reading = asyncio.ensure_future(started._read(reader))
+        started._writer.write(encode_frame(vocabulary))
+        return started
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def check(self, spec: GrammarSpec) -> Verdict:
+        """Raises ConnectionError when the process dies, TimeoutError when it hangs."""
+        if self.lost:
+            raise ConnectionError
+        call_id = next(self._call_ids)
+        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(encode_frame(CheckGrammar(call_id, spec)))
+            return await asyncio.wait_for(call, ANSWER_S)
+        finally:
+            del self._calls[call_id]
+
+    async def close(self) -> None:
+        """Ends the process."""
+        self._kill()
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _accept(self, listener: socket.socket) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        accepting = asyncio.ensure_future(loop.sock_accept(listener))
+        give_up_s = loop.time() + START_S
+        try:
+            while not accepting.done():
+                await asyncio.wait([accepting], timeout=_POLL_S)
+                if self._process.poll() is not None or loop.time() > give_up_s:
+                    raise VllmxError("the process that checks grammars does not start: see the log")
+        finally:
+            accepting.cancel()
+        return accepting.result()[0]
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        frames: FrameReader[Verdict] = FrameReader(verdict_decoder)
+        try:
+            while data := await reader.read(_RECEIVE_BYTES):
+                for verdict in frames.feed(data):
+                    call = self._calls.get(verdict.call_id)
+                    if call is not None and not call.done():
+                        call.set_result(verdict)
+        except (FrameError, OSError) as error:
+            logger.error("the process that checks grammars: %s", error)
+        finally:
+            self.lost = True
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(ConnectionError())
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass(slots=True)
+class _Turns:
+    """One client's checks: one at a time, so that those of others need not wait for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
+class GrammarChecker:
+    """Checks grammars, and remembers what came of the last ones.
+
+    Args:
+        vocabulary: makes the vocabulary; called once, on a thread.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make = vocabulary
+        self._making: asyncio.Task[Vocabulary] | None = None
+        self._process: GrammarProcess | None = None
+        self._starting = asyncio.Lock()
+        self._kept: OrderedDict[bytes, tuple[int, Answer]] = OrderedDict()
+        """By digest: how long the grammar is, and its verdict."""
+        self._kept_chars = 0
+        self._checking: dict[bytes, asyncio.Task[Answer]] = {}
+        self._turns: dict[str, _Turns] = {}
+        """Of each client with grammars that are checked or wait."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None or self._process.lost else self._process.pid
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model; there once a grammar was checked."""
+        assert self._making is not None, "no grammar was checked"
+        return self._making.result()
+
+    async def prepare(self) -> bool:
+        """Makes the vocabulary; false where this model's answers cannot follow grammars."""
+        try:
+            await self._made()
+        except GrammarError:
+            return False
+        return True
+
+    async def checked(self, params: SamplingParams, client: str = "") -> str | None:
+        """What the core is given for `structured_outputs`, None where the answer is free. Raises
+        what `check` raises."""
+        form = params.structured_outputs
+        if form is None:
+            return None
+        try:
+            large = max(map(_size, (form.json, form.structural_tag))) > _INLINE_CHARS
+            spec = await asyncio.to_thread(grammar_spec, form) if large else grammar_spec(form)
+            return await self.check(spec, client)
+        except GrammarError as error:
+            raise GrammarError(error.message, param=error.param or form.field) from None
+
+    async def check(self, spec: GrammarSpec, client: str = "") -> str:
+        """The grammar as the core takes it. Raises GrammarError for one that no answer can follow,
+        QueueFullError when too many wait, VllmxError when the process cannot be kept alive."""
+        digest = spec.digest
+        known = self._kept.get(digest)
+        if known is not None:
+            self._kept.move_to_end(digest)
+            verdict = known[1]
+        else:
+            verdict = await self._check_once(digest, spec, client)
+        if isinstance(verdict, GrammarError):
+            raise GrammarError(verdict.message)
+        return verdict
+
+    async def close(self) -> None:
+        """Ends the process."""
+        tasks = list(self._checking.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._process is not None:
+            await self._process.close()
+
+    async def _check_once(self, digest: bytes, spec: GrammarSpec, client: str) -> Answer:
+        """Equal grammars are checked once, whoever of those that wait goes away."""
+        task = self._checking.get(digest)
+        if task is None:
+            turns = self._turns.get(client) or _Turns()
+            own, in_all = turns.num_waiting, len(self._checking)
+            if own >= MAX_CLIENT_WAITING or in_all >= MAX_WAITING:
+                raise QueueFullError(
+                    f"{in_all} grammars wait to be checked already, {own} of them of this client:"
+                    " try again later"
+                )
+            self._turns[client] = turns
+            turns.num_waiting += 1
+            task = self._checking[digest] = asyncio.ensure_future(self._in_turn(spec, turns))
+            task.add_done_callback(lambda done: self._keep(digest, spec, client, done))
+        return await asyncio.shield(task)
+
+    def _keep(
+        self, digest: bytes, spec: GrammarSpec, client: str, task: asyncio.Task[Answer]
+    ) -> None:
+        del self._checking[digest]
+        turns = self._turns[client]
+        turns.num_waiting -= 1
+        if not turns.num_waiting:
+            del self._turns[client]
+        if task.cancelled() or task.exception() is not None:
+            return
+        verdict = task.result()
+        size = len(spec.text) + (len(verdict) if isinstance(verdict, str) else 0) + 1024
+        self._kept[digest] = size, verdict
+        self._kept_chars += size
+        while self._kept_chars > MAX_KEPT_CHARS:
+            _, (size, _) = self._kept.popitem(last=False)
+            self._kept_chars -= size
+
+    async def _in_turn(self, spec: GrammarSpec, turns: _Turns) -> Answer:
+        async with turns.lock:
+            return await self._ask(spec)
+
+    async def _ask(self, spec: GrammarSpec) -> Answer:
+        for _ in range(_ATTEMPTS):
+            process = await self._running()
+            try:
+                verdict = await process.check(spec)
+            except ConnectionError:
+                logger.warning("the process that checks grammars died: starting another one")
+                continue
+            except TimeoutError:
+                logger.error("the process that checks grammars hangs: starting another one")
+                await process.close()
+                continue
+            if verdict.text is None:
+                return GrammarError(verdict.error or "the grammar cannot be followed")
+            return verdict.text
+        return GrammarError("checking the grammar ended the process that did it: simplify it")
+
+    async def _made(self) -> Vocabulary:
+        if self._making is None:
+            self._making = asyncio.ensure_future(asyncio.to_thread(self._make))
+        return await asyncio.shield(self._making)
+
+    async def _running(self) -> GrammarProcess:
+        vocabulary = await self._made()
+        async with self._starting:
+            if self._process is None or self._process.lost:
+                if self._process is not None:
+                    await self._process.close()
+                self._process = await GrammarProcess.start(vocabulary)
+            return self._process
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str) else 0

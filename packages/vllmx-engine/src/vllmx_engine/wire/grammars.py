@@ -1,0 +1,83 @@
+"""What is said about grammars: to the process that checks them, and to the core that follows them.
+
+A `GrammarSpec` is what a user asks for. The grammar process answers with the `Grammar` that comes
+of it, in the words of the library that the core compiles it with once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like."""
+
+    kind: GrammarKind
+    text: str
+    """JSON for schemas, lists of choices and structural tags; else the grammar itself."""
+    compact: bool = False
+    """JSON has no blanks between its tokens."""
+    whitespace: str | None = None
+    """A regular expression for such blanks, instead of the bounded usual one."""
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal grammars."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+class Thoughts(msgspec.Struct, frozen=True, array_like=True):
+    """How long an answer may think."""
+
+    most_tokens: int
+    begin_ids: tuple[int, ...]
+    """An answer that begins with them thinks; empty: it does from its first token on."""
+    end_ids: tuple[int, ...]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that was found sound, as the core gets it with a request."""
+
+    text: str
+    """Empty: the answer has no form, only bounds."""
+    after_ids: tuple[int, ...] = ()
+    """It holds from behind these token ids of the answer on."""
+    thoughts: Thoughts | None = None
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
+    """What grammars need to know of a model's tokens. Sent once, before any grammar."""
+
+    tokens: list[bytes]
+    """By id, as many as the model has logits; empty where an id stands for no text."""
+    special_ids: list[int]
+    eos_ids: list[int]
+    tokenizer: str
+    """JSON of the tokenizer, which finds the usual tokens of a text that is forced."""
+
+
+class CheckGrammar(msgspec.Struct, frozen=True, tag="check"):
+    """Answered by Verdict."""
+
+    call_id: int
+    spec: GrammarSpec
+
+
+ToGrammars = Vocabulary | CheckGrammar
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """Of a grammar: what it is for the core, or why it cannot be followed."""
+
+    call_id: int
+    text: str | None = None
+    error: str | None = None
+
+
+to_grammars_decoder: msgspec.msgpack.Decoder[ToGrammars] = msgspec.msgpack.Decoder(ToGrammars)
+verdict_decoder: msgspec.msgpack.Decoder[Verdict] = msgspec.msgpack.Decoder(Verdict)

@@ -1,0 +1,168 @@
+"""The attention mixer: queries, keys and values in one matrix, pages of them, and a matrix out.
+
+H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from vllmx_core.model import Array, AttentionSpec, KVSpec, Ops, SharedKV, Weight
+from vllmx_core.ops.head_norm import HeadNormSpec
+from vllmx_core.weights import PartSpec, WeightSpec
+
+from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part, vector
+from vllmx_models.blocks.norms import Norm
+from vllmx_models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNames:
+    """Its modules in the checkpoint."""
+
+    module: str = "self_attn"
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+    qkv: str | None = None
+    """One matrix with the rows of q, then those of k, then those of v."""
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    """With {} where each head's norm is a module of its own."""
+    sinks: str = "sinks"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    """Grouped-query attention."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_size: int  # D
+    rope: Rope | None = None
+    """None: no position embedding (NoPE)."""
+    window: int | None = None
+    scale: float | None = None
+    """Of the scores; None: 1 / sqrt(D)."""
+    softcap: float | None = None
+    interleaved: bool = False
+    """Whether neighbouring dimensions are rotated together, as GLM's and Cohere's are."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Norm | None = None
+    """Of each query and key head before the rotation."""
+    norm_weights: Literal["shared", "each", "across"] = "shared"
+    """Of `qk_norm`: one weight (D) for all heads; (heads, D), each head its own; or one norm over
+    all heads of q and one over those of k."""
+    v_norm: bool = False
+    """Whether each value head is scaled to a root mean square of one."""
+    shared_with: int | None = None
+    """The earlier layer whose keys and values this one reads, having none of its own."""
+    sinks: bool = False
+    """Whether each head has a logit of its own beside those of the tokens."""
+    names: AttentionNames = AttentionNames()
+
+    @property
+    def cache(self) -> KVSpec | SharedKV:
+        if self.shared_with is not None:
+            return SharedKV(self.shared_with)
+        return KVSpec(self.num_kv_heads, self.head_size, self.window)
+
+    def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        ours, theirs = names.ours, f"{names.theirs}.{self.names.module}"
+        width = self.num_heads * self.head_size
+        qkv = WeightSpec(
+            f"{ours}.qkv", "linear", self._qkv_parts(theirs), names.hidden_size, "column"
+        )
+        o = (part(f"{theirs}.{self.names.o}", names.hidden_size, self.o_bias),)
+        vectors = list(self._norms(ours, theirs))
+        if self.sinks:
+            vectors.append(vector(f"{ours}.sinks", f"{theirs}.{self.names.sinks}", self.num_heads))
+        return qkv, *vectors, WeightSpec(f"{ours}.o", "linear", o, width, "row")
+
+    def record(self, x: Array, scope: LayerScope) -> Array:
+        ops = scope.ops
+        qkv = ops.linear(x, scope.weight("qkv"))  # (T, (H + 2K) * D), queries alone where shared
+        q_norm, k_norm = self._norm(scope, "q_norm"), self._norm(scope, "k_norm")
+        if self._normed_before:
+            qkv, q_norm, k_norm = self._normed(ops, qkv, q_norm, k_norm)
+        x = ops.attention(
+            qkv,
+            self._options(scope.layer),
+            scope.step,
+            rope=scope.rope(self.rope),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            sinks=scope.weight("sinks") if self.sinks else None,
+        )  # (T, H * D)
+        return ops.linear(x, scope.weight("o"))  # (T, E)
+
+    def _options(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(
+            layer=layer,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.head_size**-0.5 if self.scale is None else self.scale,
+            rotary_dim=0 if self.rope is None else self.rope.rotary_dim,
+            interleaved=self.interleaved,
+            norm_eps=1e-6 if self.qk_norm is None else self.qk_norm.eps,
+            window=self.window,
+            softcap=self.softcap,
+            shared=self.shared_with is not None,
+        )
+
+    @property
+    def _normed_before(self) -> bool:
+        """Whether heads are normed by an op of its own: attention has norms with one weight."""
+        own = self.qk_norm is not None and self.norm_weights != "shared"
+        return own or (self.v_norm and self.shared_with is None)
+
+    def _normed(
+        self, ops: Ops, qkv: Array, q_norm: Weight | None, k_norm: Weight | None
+    ) -> tuple[Array, Weight | None, Weight | None]:
+        """The heads normed, and what is left for attention to norm by."""
+        norm = self.qk_norm
+        assert norm is not None
+        spec = HeadNormSpec(
+            self.num_heads, self.num_kv_heads, self.head_size, norm.eps, norm.kind,
+            across=self.norm_weights == "across", values=self.v_norm,
+        )  # fmt: skip
+        if self.norm_weights == "shared":
+            return ops.head_norm(qkv, spec), q_norm, k_norm
+        return ops.head_norm(qkv, spec, q_norm, k_norm), None, None
+
+    def _norm(self, scope: LayerScope, name: str) -> Weight | None:
+        shared = name == "k_norm" and self.shared_with is not None
+        return None if self.qk_norm is None or shared else scope.weight(name)
+
+    def _norms(self, ours: str, theirs: str) -> Iterator[WeightSpec]:
+        """The vectors of `qk_norm`."""
+        if self.qk_norm is None:
+            return
+        size, offset = self.head_size, self.qk_norm.offset
+        kinds = [("q_norm", self.names.q_norm, self.num_heads)]
+        if self.shared_with is None:
+            kinds.append(("k_norm", self.names.k_norm, self.num_kv_heads))
+        for name, module, heads in kinds:
+            source = f"{theirs}.{module}.weight"
+            count = 1 if self.norm_weights == "shared" else heads
+            if "{}" in module:
+                parts = tuple(PartSpec(source.format(head), size) for head in range(count))
+                yield WeightSpec(f"{ours}.{name}", "vector", parts, offset=offset)
+            else:
+                shape = (heads, size) if self.norm_weights == "each" else None
+                flat = (PartSpec(source, count * size),)
+                yield WeightSpec(f"{ours}.{name}", "vector", flat, offset=offset, shape=shape)
+
+    def _qkv_parts(self, theirs: str) -> tuple[PartSpec, ...]:
+        q, kv = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        if self.names.qkv is not None:
+            return packed_parts(f"{theirs}.{self.names.qkv}", (q, kv, kv), self.qkv_bias)
+        modules = [(self.names.q, q), (self.names.k, kv), (self.names.v, kv)]
+        if self.shared_with is not None:
+            del modules[1:]
+        return tuple(part(f"{theirs}.{name}", rows, self.qkv_bias) for name, rows in modules)

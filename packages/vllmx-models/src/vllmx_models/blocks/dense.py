@@ -1,0 +1,60 @@
+"""The dense feed-forward: two matrices with an activation between them, or three with a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllmx_core.model import Activation, Array
+from vllmx_core.weights import PartSpec, WeightSpec
+
+from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part
+
+
+@dataclass(frozen=True, slots=True)
+class MLPNames:
+    """Its modules in the checkpoint."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up: str | None = None
+    """One matrix with the rows of gate, then those of up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMLP:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+
+    intermediate_size: int  # F
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+    names: MLPNames = MLPNames()
+
+    def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        theirs, rows = f"{names.theirs}.{self.names.module}", self.intermediate_size
+        down = (part(f"{theirs}.{self.names.down}", names.hidden_size, self.bias),)
+        first = f"{names.ours}.{'gate_up' if self.gated else 'up'}"
+        return (
+            WeightSpec(first, "linear", self._first_parts(theirs), names.hidden_size, "column"),
+            WeightSpec(f"{names.ours}.down", "linear", down, rows, "row"),
+        )
+
+    def _first_parts(self, theirs: str) -> tuple[PartSpec, ...]:
+        rows = self.intermediate_size
+        up = part(f"{theirs}.{self.names.up}", rows, self.bias)
+        if not self.gated:
+            return (up,)
+        if self.names.gate_up is not None:
+            return packed_parts(f"{theirs}.{self.names.gate_up}", (rows, rows), self.bias)
+        return part(f"{theirs}.{self.names.gate}", rows, self.bias), up
+
+    def record(self, x: Array, scope: LayerScope) -> Array:
+        ops = scope.ops
+        if self.gated:
+            gate_up = ops.linear(x, scope.weight("gate_up"))  # (T, 2F)
+            hidden = ops.gated_act(gate_up, self.activation)  # (T, F)
+        else:
+            hidden = ops.activation(ops.linear(x, scope.weight("up")), self.activation)  # (T, F)
+        return ops.linear(hidden, scope.weight("down"))  # (T, E)

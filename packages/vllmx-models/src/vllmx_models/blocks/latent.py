@@ -1,0 +1,122 @@
+"""The latent mixer: multi-head latent attention (DeepSeek-V2), which keeps one row for all heads.
+
+H heads, C rank of the latents, Dn and Dr the parts of a query head without and with rotation, Dv
+the size of a head's answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllmx_core.model import Array, LatentKV, LatentSpec
+from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
+
+from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
+from vllmx_models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class LatentMixer:
+    """Queries of H heads over latents, and a matrix out."""
+
+    num_heads: int  # H
+    rank: int  # C
+    nope_size: int  # Dn
+    value_size: int  # Dv
+    rope: Rope
+    """Over Dr dimensions."""
+    scale: float
+    """Of the scores."""
+    q_rank: int | None = None
+    """Of the queries, which come out of a normed row of so many numbers; None: of the stream."""
+    interleaved: bool = True
+    bias: bool = False
+    """Of all matrices that read or write the stream."""
+    norm_eps: float = 1e-6
+    """Of the norms of latents and queries."""
+    cut_heads: bool = False
+    """Whether the checkpoint has two matrices of each head, k_b and v_b, and not all in kv_b."""
+
+    @property
+    def cache(self) -> LatentKV:
+        return LatentKV(self.rank, self.rope.rotary_dim)
+
+    def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        ours, theirs, size = names.ours, f"{names.theirs}.self_attn", names.hidden_size
+        row, rotary = f"{theirs}.kv_a_proj_with_mqa", self.rope.rotary_dim
+        latent = (part(row, self.rank + rotary, self.bias),)
+        heads, width = self.num_heads, self.num_heads * self.value_size
+        k_b, v_b = zip(*(self._head(theirs, head) for head in range(heads)), strict=True)
+        return (
+            *self._query_weights(ours, theirs, size),
+            WeightSpec(f"{ours}.latent", "linear", latent, size),
+            vector(f"{ours}.latent_norm", f"{theirs}.kv_a_layernorm.weight", self.rank),
+            WeightSpec(
+                f"{ours}.k_b", "stack", k_b, self.nope_size, "head", role="heads", count=heads
+            ),
+            WeightSpec(f"{ours}.v_b", "stack", v_b, self.rank, "head", role="heads", count=heads),
+            WeightSpec(
+                f"{ours}.o", "linear", (part(f"{theirs}.o_proj", size, self.bias),), width, "row"
+            ),
+        )
+
+    def _query_weights(self, ours: str, theirs: str, size: int) -> tuple[WeightSpec, ...]:
+        rows = self.num_heads * (self.nope_size + self.rope.rotary_dim)
+        if self.q_rank is None:
+            q = part(f"{theirs}.q_proj", rows, False)
+            return (WeightSpec(f"{ours}.q", "linear", (q,), size, "column"),)
+        down, up = (
+            part(f"{theirs}.q_a_proj", self.q_rank, self.bias),
+            part(f"{theirs}.q_b_proj", rows, False),
+        )
+        return (
+            WeightSpec(f"{ours}.q_latent", "linear", (down,), size),
+            vector(f"{ours}.q_norm", f"{theirs}.q_a_layernorm.weight", self.q_rank),
+            WeightSpec(f"{ours}.q", "linear", (up,), self.q_rank, "column"),
+        )
+
+    def _head(self, theirs: str, head: int) -> tuple[PartSpec, PartSpec]:
+        """k_b (C, Dn) and v_b (Dv, C) of a head."""
+        if self.cut_heads:
+            return (
+                PartSpec(f"{theirs}.heads.{head}.k_b_proj.weight", self.rank),
+                PartSpec(f"{theirs}.heads.{head}.v_b_proj.weight", self.value_size),
+            )
+        name, keys, values = f"{theirs}.kv_b_proj.weight", self.nope_size, self.value_size
+        first = head * (keys + values)
+        return (
+            PartSpec(name, self.rank, runs=RowRuns(first, keys, keys), turned=True),
+            PartSpec(name, values, runs=RowRuns(first + keys, values, values)),
+        )
+
+    def record(self, x: Array, scope: LayerScope) -> Array:
+        ops = scope.ops
+        latent = ops.linear(x, scope.weight("latent"))  # (T, C + Dr)
+        if self.q_rank is not None:
+            x = ops.linear(x, scope.weight("q_latent"))
+            x = ops.rms_norm(x, scope.weight("q_norm"), self.norm_eps)
+        q = ops.linear(x, scope.weight("q"))  # (T, H * (Dn + Dr))
+        spec = LatentSpec(
+            layer=scope.layer,
+            num_heads=self.num_heads,
+            rank=self.rank,
+            nope_size=self.nope_size,
+            rotary_dim=self.rope.rotary_dim,
+            value_size=self.value_size,
+            scale=self.scale,
+            interleaved=self.interleaved,
+            norm_eps=self.norm_eps,
+        )
+        rope = scope.rope(self.rope)
+        assert rope is not None
+        x = ops.latent_attention(
+            q,
+            latent,
+            spec,
+            scope.step,
+            rope=rope,
+            norm=scope.weight("latent_norm"),
+            k_b=scope.weight("k_b"),
+            v_b=scope.weight("v_b"),
+        )  # (T, H * Dv)
+        return ops.linear(x, scope.weight("o"))  # (T, E)

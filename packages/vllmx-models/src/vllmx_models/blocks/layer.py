@@ -1,0 +1,103 @@
+"""The face of a block: what mixers and feed-forwards have in common.
+
+A block is data that an architecture fills in. It lists its weights once and records its ops once
+for each layer that it stands in; E is the hidden size, T the tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllmx_core.model import Array, CacheSpec, Ops, StepInputs, Weight
+from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
+
+from vllmx_models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Where the weights of one layer are."""
+
+    ours: str
+    """Prefix of the logical names: layers.3"""
+    theirs: str
+    """Prefix of the names in the checkpoint: model.layers.3"""
+    hidden_size: int  # E
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScope:
+    """What a block of one layer records its ops with."""
+
+    ops: Ops
+    weights: Mapping[str, Weight]
+    step: StepInputs
+    layer: int
+    tables: Mapping[str, Rope]
+    """The model's rotations by the names of their tables among `weights`."""
+    embedded: Array
+    """(T, E) the embeddings of the tokens, as the first layer reads them."""
+    stream: Array | None = None
+    """(T, E) what the feed-forward reads, before its norm."""
+
+    def weight(self, name: str) -> Weight:
+        """By its logical name without the layer's prefix."""
+        return self.weights[f"layers.{self.layer}.{name}"]
+
+    def rope(self, rope: Rope | None) -> Weight | None:
+        """The table of a rotation."""
+        if rope is None:
+            return None
+        return self.weights[next(name for name, one in self.tables.items() if one == rope)]
+
+
+class Block(Protocol):
+    """From the stream, normed or not, to what is added to it."""
+
+    def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        """Its lines of the weight map, in the order of use."""
+        ...
+
+    def record(self, x: Array, scope: LayerScope) -> Array:
+        """(T, E) -> (T, E)."""
+        ...
+
+
+FeedForward = Block
+"""A block that looks at one token at a time."""
+
+
+class Mixer(Block, Protocol):
+    """A block through which tokens see earlier ones."""
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What it keeps for each token."""
+        ...
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rotation whose table it needs."""
+        ...
+
+
+def part(module: str, rows: int, bias: bool) -> PartSpec:
+    """All rows of a module's matrix, and of its bias if it has one."""
+    return PartSpec(f"{module}.weight", rows, f"{module}.bias" if bias else None)
+
+
+def packed_parts(module: str, rows: tuple[int, ...], bias: bool) -> tuple[PartSpec, ...]:
+    """The parts of a matrix that holds several of them, one below the other."""
+    name, with_bias = f"{module}.weight", f"{module}.bias" if bias else None
+    starts = (sum(rows[:index]) for index in range(len(rows)))
+    return tuple(
+        PartSpec(name, count, with_bias, runs=RowRuns(start, count, count))
+        for start, count in zip(starts, rows, strict=True)
+    )
+
+
+def vector(name: str, source: str, rows: int, offset: float = 0.0) -> WeightSpec:
+    """A norm's weight or bias."""
+    return WeightSpec(name, "vector", (PartSpec(source, rows),), offset=offset)

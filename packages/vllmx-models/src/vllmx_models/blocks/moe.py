@@ -1,0 +1,145 @@
+"""The mixture of experts: a router, stacks of experts and perhaps one expert that all tokens share.
+
+X experts, F features inside of each, E hidden size, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllmx_core.model import Array
+from vllmx_core.ops.experts import ExpertsSpec
+from vllmx_core.ops.route import RouteSpec
+from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
+
+from vllmx_models.blocks.dense import DenseMLP
+from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
+
+SWIGLU = ExpertsSpec()
+"""silu(gate) * up."""
+
+
+class ExpertTensors(Protocol):
+    """How experts lie in a checkpoint."""
+
+    def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        """The parts of an expert's first matrix: gate (rows, E) and up (rows, E)."""
+        ...
+
+    def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        """Of its second matrix (rows, F)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EachExpert:
+    """Tensors of their own for every expert: experts.5.gate_proj.weight"""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down_name: str = "down_proj"
+    bias: bool = False
+
+    def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        names = (f"{module}.experts.{expert}.{name}" for name in (self.gate, self.up))
+        return tuple(part(name, rows, self.bias) for name in names)
+
+    def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        return (part(f"{module}.experts.{expert}.{self.down_name}", rows, self.bias),)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """One tensor (X, 2F, E) with gate and up of all experts, one (X, E, F) with their down."""
+
+    gate_up: str = "experts.gate_up_proj"
+    down_name: str = "experts.down_proj"
+    interleaved: bool = False
+    """Whether a row of the gate and one of up take turns; else all rows of the gate come first."""
+    transposed: bool = False
+    """Whether both are stored as (X, input features, output features)."""
+    bias: bool = False
+    """Named as the tensor with "_bias" behind it."""
+
+    def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        halves = (
+            (RowRuns(0, 1, 2), RowRuns(1, 1, 2))
+            if self.interleaved
+            else (RowRuns(0, rows, rows), RowRuns(rows, rows, rows))
+        )
+        return tuple(self._part(f"{module}.{self.gate_up}", expert, rows, runs) for runs in halves)
+
+    def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        return (self._part(f"{module}.{self.down_name}", expert, rows, None),)
+
+    def _part(self, name: str, expert: int, rows: int, runs: RowRuns | None) -> PartSpec:
+        bias = f"{name}_bias" if self.bias else None
+        return PartSpec(name, rows, bias, entry=expert, transposed=self.transposed, runs=runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The matrix that gives each expert a score, and how experts are chosen by it."""
+
+    route: RouteSpec
+    name: str = "gate"
+    """Its module within the feed-forward's."""
+    bias: bool = False
+    choice_bias: str | None = None
+    """A vector within the feed-forward's module that takes part in the choice alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    """A `FeedForward` of `count` experts, of which each token asks a few."""
+
+    count: int  # X
+    intermediate_size: int  # F
+    router: Router
+    spec: ExpertsSpec = SWIGLU
+    tensors: ExpertTensors = EachExpert()
+    shared: DenseMLP | None = None
+    """What every token goes through beside its experts."""
+    shared_gate: str | None = None
+    """The module of a matrix (1, E) whose sigmoid says how much the shared expert counts."""
+    module: str = "mlp"
+
+    def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        ours, theirs, hidden = names.ours, f"{names.theirs}.{self.module}", names.hidden_size
+        router, rows = self.router, self.intermediate_size
+        score = (part(f"{theirs}.{router.name}", self.count, router.bias),)
+        specs = [WeightSpec(f"{ours}.router", "linear", score, hidden, role="router")]
+        if router.choice_bias is not None:
+            bias = f"{theirs}.{router.choice_bias}"
+            specs.append(vector(f"{ours}.choice_bias", bias, self.count))
+        numbers = range(self.count)
+        first = tuple(one for i in numbers for one in self.tensors.first(theirs, i, rows))
+        down = tuple(one for i in numbers for one in self.tensors.down(theirs, i, hidden))
+        specs += (
+            self._stack(f"{ours}.experts.gate_up", first, hidden),
+            self._stack(f"{ours}.experts.down", down, rows),
+        )
+        if self.shared is not None:
+            specs += self.shared.weights(names)
+        if self.shared_gate is not None:
+            gate = (part(f"{theirs}.{self.shared_gate}", 1, False),)
+            specs.append(WeightSpec(f"{ours}.shared_gate", "linear", gate, hidden, role="router"))
+        return tuple(specs)
+
+    def _stack(self, name: str, parts: tuple[PartSpec, ...], cols: int) -> WeightSpec:
+        return WeightSpec(name, "stack", parts, cols, "expert", role="experts", count=self.count)
+
+    def record(self, x: Array, scope: LayerScope) -> Array:
+        ops, weight = scope.ops, scope.weight
+        scores = ops.linear(x, weight("router"))  # (T, X)
+        bias = None if self.router.choice_bias is None else weight("choice_bias")
+        ids, weights = ops.route(scores, self.router.route, bias=bias)  # (T, k)
+        stacks = weight("experts.gate_up"), weight("experts.down")
+        out = ops.experts(x, ids, weights, *stacks, self.spec)  # (T, E)
+        if self.shared is None:
+            return out
+        shared = self.shared.record(x, scope)  # (T, E)
+        if self.shared_gate is not None:
+            shared = ops.gate(shared, ops.linear(x, weight("shared_gate")), "sigmoid")
+        return ops.add(out, shared)

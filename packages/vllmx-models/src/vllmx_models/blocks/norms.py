@@ -1,0 +1,103 @@
+"""Norms of the residual stream: their kind, and where in a layer they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from vllmx_core.model import Array, Ops, Weight
+from vllmx_core.weights import WeightSpec
+
+from vllmx_models.blocks.layer import vector
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """How every norm of a model computes."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+    """Of a layer norm."""
+    offset: float = 0.0
+    """Added to the weights of the checkpoint: 1 for Gemma, which stores them so much smaller."""
+
+    def weights(self, name: str, source: str, size: int) -> tuple[WeightSpec, ...]:
+        """Its lines of the weight map; `source` is the module in the checkpoint."""
+        scale = vector(name, f"{source}.weight", size, self.offset)
+        return (scale, vector(f"{name}.bias", f"{source}.bias", size)) if self.bias else (scale,)
+
+    def record(self, ops: Ops, x: Array, w: Mapping[str, Weight], name: str) -> Array:
+        """The norm of x over its last axis."""
+        if self.kind == "rms":
+            return ops.rms_norm(x, w[name], self.eps)
+        return ops.layer_norm(x, w[name], w[f"{name}.bias"] if self.bias else None, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The norms of a layer by their modules in the checkpoint; None: there is none at that place.
+    Those before a block norm what it reads, those after it what it gives back."""
+
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    parallel: bool = False
+    """Whether the feed-forward reads what the layer began with, and not what the mixer added.
+    Without a norm of its own it takes the mixer's."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Those that there are, by their logical names."""
+        places = {
+            "attn_norm": self.before_mixer,
+            "attn_post_norm": self.after_mixer,
+            "mlp_norm": self.before_mlp,
+            "mlp_post_norm": self.after_mlp,
+        }
+        return {name: module for name, module in places.items() if module is not None}
+
+
+PRE = LayerNorms()
+POST = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+SANDWICH = LayerNorms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+PARALLEL = LayerNorms(before_mlp=None, parallel=True)
+
+
+class ResidualStream:
+    """(T, E) what runs past the blocks. What the last block gave is added when somebody reads, so
+    that the sum and the norm that follows it are one op."""
+
+    def __init__(self, ops: Ops, w: Mapping[str, Weight], norm: Norm, x: Array) -> None:
+        self._ops, self._w, self._norm = ops, w, norm
+        self._sum: Array | None = None
+        self._last = x
+
+    def add(self, x: Array) -> None:
+        """A block's answer."""
+        self._sum, self._last = self.read(), x
+
+    def read(self) -> Array:
+        """The stream itself."""
+        if self._sum is not None:
+            self._last, self._sum = self._ops.add(self._last, self._sum), None
+        return self._last
+
+    def scale(self, name: str) -> None:
+        """All of it by the weight `name`."""
+        self._last, self._sum = self._ops.scale(self.read(), self._w[name]), None
+
+    def normed(self, name: str) -> Array:
+        """Its norm by the weight `name`."""
+        if self._sum is None or self._norm.kind != "rms":
+            return self._norm.record(self._ops, self.read(), self._w, name)
+        x, self._last = self._ops.add_rms_norm(self._last, self._sum, self._w[name], self._norm.eps)
+        self._sum = None
+        return x

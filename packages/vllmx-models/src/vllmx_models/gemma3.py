@@ -1,0 +1,114 @@
+"""Gemma 3 (Gemma3ForCausalLM, and the text of Gemma3ForConditionalGeneration): five layers with a
+window and a rotation of their own for each one without, norms on query and key heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.blocks.norms import SANDWICH
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder, DecoderSpec
+from vllmx_models.decoder_config import (
+    attention_mixer,
+    decoder_spec,
+    dense_mlp,
+    head_size,
+    layer_ropes,
+    layer_specs,
+    rms,
+    scaled_where_full,
+    sliding_pattern,
+)
+from vllmx_models.gemma import HEAD_SIZE, gemma_activation, gemma_config
+from vllmx_models.gemma2 import query_scalar
+from vllmx_models.gguf.architecture import HEAD_NORM_TENSORS, SANDWICH_TENSORS, GGUFArchitecture
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.text_config import inside_images, text_config
+
+DEFAULT_POSITIONS = 131072
+DEFAULT_WINDOW = 4096
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+"""What configs with images leave out."""
+
+
+def gemma3_text(config: Mapping[str, Any]) -> Decoder:
+    """The text model alone."""
+    return gemma3(config)
+
+
+def gemma3(config: Mapping[str, Any]) -> Decoder:
+    """The scaling of the rotation is for layers without a window."""
+    read = ConfigReader(text_config(config, _DEFAULTS), "Gemma3ForCausalLM")
+    read.refuse_quirks(
+        "attention_bias", "layer_types", "sliding_window", "query_pre_attn_scalar",
+        "attn_logit_softcapping", "final_logit_softcapping",
+    )  # fmt: skip
+    bias, head = read.flag("attention_bias", False), head_size(read, HEAD_SIZE)
+    sliding = sliding_pattern(read, read.integer("sliding_window_pattern", 6))
+    norm = rms(read, offset=1.0)
+    mixer = attention_mixer(
+        read,
+        head,
+        default_kv_heads=4,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=norm,
+        scale=read.number("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=read.optional("attn_logit_softcapping", 0),
+    )
+    mlp = dense_mlp(read, gemma_activation(read))
+    by_type = scaled_where_full(read, 1_000_000.0, 10_000.0)
+    ropes = layer_ropes(by_type, head, sliding, default_positions=DEFAULT_POSITIONS)
+    window = read.integer("sliding_window", DEFAULT_WINDOW, high=1 << 31)
+    return Decoder(
+        decoder_spec(
+            read,
+            layer_specs(read, mixer, mlp, ropes, sliding, window, SANDWICH),
+            default_positions=DEFAULT_POSITIONS,
+            context=read.integer("max_position_embeddings", DEFAULT_POSITIONS),
+            default_tied=True,
+            norm=norm,
+            embedding_scale=read.integer("hidden_size") ** 0.5,
+            logit_softcap=read.optional("final_logit_softcapping", 0),
+            names=inside_images(config),
+        )
+    )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    cap = "final_logit_softcapping"
+    config = gemma_config(
+        header,
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        cap,
+        "rope.freq_base_swa",
+    )
+    return {
+        **config,
+        "sliding_window": header.integer("attention.sliding_window", DEFAULT_WINDOW),
+        "sliding_window_pattern": header.integer("attention.sliding_window_pattern", 6),
+        "query_pre_attn_scalar": query_scalar(config, 62),
+        "rope_theta": header.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": header.number("rope.freq_base_swa", 10_000.0),
+        cap: header.number(cap) if header.has(cap) else None,
+    }
+
+
+def _states(spec: DecoderSpec) -> Mapping[str, Any]:
+    local = spec.layers[0].mixer.rope
+    cap = {} if spec.logit_softcap is None else {"final_logit_softcapping": spec.logit_softcap}
+    return cap if local is None else {"rope.freq_base_swa": local.theta, **cap}
+
+
+GGUF = GGUFArchitecture(
+    "Gemma3ForCausalLM",
+    {**SANDWICH_TENSORS, **HEAD_NORM_TENSORS},
+    config=_gguf_config,
+    norm_offset=1.0,
+    states=_states,
+)

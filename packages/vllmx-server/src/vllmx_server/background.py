@@ -1,0 +1,46 @@
+"""What a server does besides answering: batches, and forgetting what is too old."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from vllmx_core.errors import VllmxError
+
+from vllmx_server.batches.runner import BatchRunner
+from vllmx_server.responses.background import lost
+from vllmx_server.store.storage import Storage
+
+_CLEAN_EVERY_S = 600.0
+
+
+class Background:
+    """Goes on from `start` to `stop`."""
+
+    def __init__(self, storage: Storage, runner: BatchRunner) -> None:
+        self._storage = storage
+        self._runner = runner
+        self._cleaning: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """With a data folder: goes on with the batches that are there."""
+        if self._storage.folder.outlives:
+            await self._storage.files.clean_strangers()
+            await self._storage.responses.end_open_ones(lost)
+            await self._runner.resume()
+        self._cleaning = asyncio.ensure_future(self._clean())
+
+    async def stop(self) -> None:
+        """Takes batches out of the engine. May be called twice."""
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+            await asyncio.wait((self._cleaning,))
+            self._cleaning = None
+        await self._runner.stop()
+
+    async def _clean(self) -> None:
+        while True:
+            if self._storage.database.is_open:
+                with contextlib.suppress(VllmxError):  # the log has it
+                    await self._storage.clean()
+            await asyncio.sleep(_CLEAN_EVERY_S)

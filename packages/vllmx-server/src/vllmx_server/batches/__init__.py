@@ -1,0 +1,1 @@
+"""Batches: input files whose lines are answered when nobody else needs the engine."""

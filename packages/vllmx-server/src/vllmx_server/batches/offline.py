@@ -1,0 +1,141 @@
+"""A batch without a server: the same lines, answered by the same routes, from file to file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
+from vllmx_engine.async_llm import AsyncLLM
+
+from vllmx_server.app import build_app
+from vllmx_server.batches.input import ANY_ENDPOINT
+from vllmx_server.config import ServerConfig
+from vllmx_server.state import ServerState
+from vllmx_server.store.batches import Batch
+from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.storage import Storage
+
+_CENTURY_S = 100 * 365 * 86400
+_LOOK_S = 0.2
+_SHOWN_ERRORS = 5
+
+
+def run_batch(
+    engine: EngineConfig, source: Path, output: Path, report: Callable[[Batch], None]
+) -> Batch:
+    """Answers the lines of `source` and writes `output`: answers first, then what failed, each in
+    the order of the input. What is answered is kept beside the output until all is, so that the
+    same call goes on after it was killed.
+
+    Args:
+        report: told how far it is, a few times a second.
+
+    Raises:
+        ConfigError: a file cannot be used, or the input has lines that are no requests.
+        VllmxError: the typed errors of loading.
+    """
+    kept = output.with_name(output.name + ".progress")
+    if not source.is_file():
+        raise ConfigError(f"cannot read {source}: there is no such file")
+    config = ServerConfig(
+        data_dir=str(kept), max_file_bytes=1 << 40, max_stored_bytes=1 << 50, max_stored_days=36500
+    )
+    storage = Storage(config)
+    try:
+        batch = asyncio.run(_run(engine, config, storage, source, output, report))
+    finally:
+        storage.close()
+    shutil.rmtree(kept, ignore_errors=True)
+    if batch.errors:
+        raise ConfigError(_what_is_wrong(source, batch))
+    return batch
+
+
+async def _run(
+    engine: EngineConfig,
+    config: ServerConfig,
+    storage: Storage,
+    source: Path,
+    output: Path,
+    report: Callable[[Batch], None],
+) -> Batch:
+    batch = await _batch(storage, source, output)
+    if batch.is_open:
+        async with await AsyncLLM.start(engine) as llm:
+            state: ServerState = build_app(llm, config, storage).state.server
+            dying = asyncio.ensure_future(llm.until_dead())
+            state.batches.begin(batch)
+            try:
+                while batch.is_open and not dying.done():
+                    await asyncio.wait((dying,), timeout=_LOOK_S)
+                    report(batch)
+            finally:
+                dying.cancel()
+                await state.batches.stop()
+            if batch.is_open:
+                raise dying.result()
+    if not batch.errors:
+        await storage.files.on_thread(partial(_write, storage, batch, output))
+    return batch
+
+
+async def _batch(storage: Storage, source: Path, output: Path) -> Batch:
+    """What an earlier call has begun, or a new one."""
+    digest = await storage.files.on_thread(partial(_digest, source))
+    known, _ = await storage.batches.page("", None, 1)
+    if known:
+        (found,) = await storage.batches.open_ones() or known
+        if (found.metadata or {}).get("sha256") != digest:
+            raise ConfigError(
+                f"{output}.progress belongs to another input: delete it, or name another output"
+            )
+        return found
+    path = await storage.files.on_thread(storage.files.new_path)
+    await storage.files.on_thread(partial(shutil.copyfile, source, path))
+    file = storage.files.new_file("", source.name, "batch", source.stat().st_size, _CENTURY_S)
+    await storage.files.keep([(file, path)])
+    batch = Batch(
+        id=new_id("batch_"),
+        owner="",
+        endpoint=ANY_ENDPOINT,
+        input_file_id=file.id,
+        completion_window="",
+        created_at=now(),
+        expires_at=now() + _CENTURY_S,
+        metadata={"sha256": digest},
+    )
+    await storage.batches.save(batch)
+    return batch
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(storage: Storage, batch: Batch, output: Path) -> None:
+    """Both files of the batch as one, which is whole or not there."""
+    partial_path = output.with_name(output.name + ".part")
+    try:
+        with partial_path.open("wb") as out:
+            for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
+                with storage.files.path(file_id).open("rb") as file:
+                    shutil.copyfileobj(file, out, 1 << 20)
+        partial_path.replace(output)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+
+
+def _what_is_wrong(source: Path, batch: Batch) -> str:
+    shown = [
+        f"line {error.line}: {error.message}" if error.line else error.message
+        for error in batch.errors[:_SHOWN_ERRORS]
+    ]
+    more = len(batch.errors) - len(shown)
+    return f"{source}: {'; '.join(shown)}" + (f"; and {more} more" if more else "")

@@ -1,0 +1,151 @@
+"""Thoughts and calls of tools in chat answers, as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllmx_engine.client.answers import AnswerReaders, ReadAnswer, is_cut
+from vllmx_engine.formats.events import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    Event,
+    ReasoningPiece,
+)
+from vllmx_engine.wire.outputs import CompletionOutput
+
+from vllmx_server.chunks import Chunks, encode
+
+_SLICE_CHARS = 4096
+"""So much of a whole answer is read between two turns of the event loop."""
+
+
+class ReadStream:
+    """One choice of a streamed answer.
+
+    Args:
+        hides_reasoning: thoughts are told from content and left out.
+    """
+
+    def __init__(self, readers: AnswerReaders, *, hides_reasoning: bool = False) -> None:
+        self._reader = readers.reader()
+        self._hides_reasoning = hides_reasoning
+        self.num_new_reasoning_tokens = 0
+        """Of the output that was read last."""
+
+    def events(self, choice: CompletionOutput) -> list[Event]:
+        """What an output adds."""
+        reader = self._reader
+        was_thinking, had_reasoned = reader.in_thinking, reader.has_reasoned
+        events = reader.push(choice.text)
+        thinks = was_thinking or reader.has_reasoned is not had_reasoned
+        self.num_new_reasoning_tokens = len(choice.token_ids) if thinks else 0
+        if choice.finish_reason is not None:
+            events = events + reader.finish(is_cut=is_cut(choice))
+        if self._hides_reasoning:
+            return [event for event in events if not isinstance(event, ReasoningPiece)]
+        return events
+
+    def finish_reason(self, choice: CompletionOutput) -> str:
+        """Of the last output; "tool_calls" where the model called some."""
+        return finish_reason(choice, self._reader.num_calls)
+
+
+def finish_reason(choice: CompletionOutput, num_calls: int) -> str:
+    """OpenAI's reason why an answer ended."""
+    assert choice.finish_reason is not None
+    return "tool_calls" if num_calls and choice.finish_reason == "stop" else choice.finish_reason
+
+
+def plain_chunk(chunks: Chunks, index: int, event: Event) -> bytes:
+    """The event of a stream without log-probabilities and the like, made of ready bytes."""
+    match event:
+        case ContentPiece(text):
+            delta = b'{"content":%b}' % encode(text)
+        case ReasoningPiece(text):
+            encoded = encode(text)
+            delta = b'{"reasoning_content":%b,"reasoning":%b}' % (encoded, encoded)
+        case ArgumentsPiece(call, text):
+            delta = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
+                call,
+                encode(text),
+            )
+        case _:
+            delta = encode(delta_of(event))
+    return b'%b{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}%b' % (
+        chunks.head,
+        index,
+        delta,
+        chunks.tail,
+    )
+
+
+def delta_of(event: Event) -> dict[str, Any]:
+    """What an event adds to the message."""
+    match event:
+        case ContentPiece(text):
+            return {"content": text}
+        case ReasoningPiece(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case ArgumentsPiece(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    return {}
+
+
+def deltas(events: list[Event]) -> list[dict[str, Any]]:
+    """One for each event that adds something, or an empty one."""
+    return [delta_of(event) for event in events if not isinstance(event, CallEnd)] or [{}]
+
+
+class WholeAnswer:
+    """A choice of an answer that is not streamed."""
+
+    def __init__(self, found: ReadAnswer, num_calls: int, num_reasoning_tokens: int) -> None:
+        self._found = found
+        self._num_calls = num_calls
+        self.num_reasoning_tokens = num_reasoning_tokens
+
+    @classmethod
+    async def read(cls, readers: AnswerReaders, choice: CompletionOutput) -> WholeAnswer:
+        """Reads it, a slice between two turns of the event loop."""
+        reader, found = readers.reader(), ReadAnswer()
+        for start in range(0, len(choice.text), _SLICE_CHARS):
+            if start:
+                await asyncio.sleep(0)
+            found.add(reader.push(choice.text[start : start + _SLICE_CHARS]))
+        found.add(reader.finish(is_cut=is_cut(choice)))
+        tokens = readers.num_reasoning_tokens(choice.token_ids, reader)
+        return cls(found, reader.num_calls, tokens)
+
+    def finish_reason(self, choice: CompletionOutput) -> str:
+        """ "tool_calls" where the model called some."""
+        return finish_reason(choice, self._num_calls)
+
+    def message(self, echoed: str, *, has_reasoning: bool) -> dict[str, Any]:
+        """The message, with its calls if there are some."""
+        calls = self._found.tool_calls
+        content = echoed + self._found.content
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not content else content,
+            "refusal": None,
+        }
+        if has_reasoning:
+            reasoning = self._found.reasoning or None
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message

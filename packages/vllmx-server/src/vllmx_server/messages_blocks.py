@@ -1,0 +1,141 @@
+"""Content blocks of Anthropic's Messages, out of what happens while a model answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllmx_server.chat_events import (
+    AnswerEnd,
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ChatEvent,
+    ContentPiece,
+    ReasoningPiece,
+)
+
+encode = msgspec.json.Encoder().encode
+_EMPTY: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+
+def stop_fields(end: AnswerEnd | None, cut_by_context: bool, has_calls: bool) -> dict[str, Any]:
+    """`stop_reason` and `stop_sequence`."""
+    reason = "end_turn" if end is None else end.finish_reason
+    if has_calls and reason in ("stop", "tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if reason == "length":
+        found = "model_context_window_exceeded" if cut_by_context else "max_tokens"
+        return {"stop_reason": found, "stop_sequence": None}
+    if end is not None and isinstance(end.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+class Blocks:
+    """All blocks of an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self.content: list[dict[str, Any]] = []
+        self._arguments: dict[int, list[str]] = {}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._end: AnswerEnd | None = None
+
+    def add(self, event: ChatEvent) -> None:
+        """Takes what happened next."""
+        if isinstance(event, ContentPiece):
+            self._open("text")["text"] += event.text
+        elif isinstance(event, ReasoningPiece):
+            self._open("thinking")["thinking"] += event.text
+        elif isinstance(event, CallBegin):
+            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+            self._calls[event.index] = block
+            self.content.append(block)
+        elif isinstance(event, ArgumentsPiece):
+            self._arguments.setdefault(event.index, []).append(event.text)
+        elif isinstance(event, AnswerEnd):
+            self._end = event
+            self._fill_inputs()
+
+    def stop(self, cut_by_context: bool) -> dict[str, Any]:
+        """`stop_reason` and `stop_sequence`."""
+        return stop_fields(self._end, cut_by_context, bool(self._calls))
+
+    def _open(self, kind: str) -> dict[str, Any]:
+        if not self.content or self.content[-1]["type"] != kind:
+            self.content.append(dict(_EMPTY[kind]))
+        return self.content[-1]
+
+    def _fill_inputs(self) -> None:
+        """What was cut by `length` is no JSON and stays an empty object."""
+        for index, block in self._calls.items():
+            try:
+                found = msgspec.json.decode("".join(self._arguments.get(index, ())) or "{}")
+            except (msgspec.DecodeError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                block["input"] = found
+
+
+class BlockEvents:
+    """The events of a streamed answer's blocks, one block open at a time."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind: str | None = None
+        self._end: AnswerEnd | None = None
+        self._has_calls = False
+
+    def of(self, event: ChatEvent) -> bytes:
+        """What goes out for what happened next; maybe nothing."""
+        if isinstance(event, ContentPiece):
+            return self._open("text", _EMPTY["text"]) + self._delta(
+                b'"text_delta","text":', event.text
+            )
+        if isinstance(event, ReasoningPiece):
+            return self._open("thinking", _EMPTY["thinking"]) + self._delta(
+                b'"thinking_delta","thinking":', event.text
+            )
+        if isinstance(event, CallBegin):
+            self._has_calls = True
+            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+            return self._close() + self._open("tool_use", block)
+        if isinstance(event, ArgumentsPiece):
+            return self._delta(b'"input_json_delta","partial_json":', event.text)
+        if isinstance(event, CallEnd):
+            return self._close()
+        self._end = event
+        return self._close()
+
+    def stop(self, cut_by_context: bool) -> dict[str, Any]:
+        """`stop_reason` and `stop_sequence`."""
+        return stop_fields(self._end, cut_by_context, self._has_calls)
+
+    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
+        if self._kind == kind:
+            return b""
+        before = self._close()
+        self._index += 1
+        self._kind = kind
+        return b"%bevent: content_block_start\ndata: %b\n\n" % (
+            before,
+            encode({"type": "content_block_start", "index": self._index, "content_block": block}),
+        )
+
+    def _delta(self, fields: bytes, text: str) -> bytes:
+        return (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+            b'"delta":{"type":%b%b}}\n\n'
+        ) % (self._index, fields, encode(text))
+
+    def _close(self) -> bytes:
+        if self._kind is None:
+            return b""
+        self._kind = None
+        return (
+            b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n'
+        ) % self._index

@@ -1,0 +1,91 @@
+"""What the server asks of a model that makes vectors and scores instead of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from vllmx_core.errors import InvalidRequestError
+
+F32 = npt.NDArray[np.float32]
+Task = Literal["embed", "score", "classify"]
+_LOADS: dict[Task, tuple[str, str]] = {
+    "embed": ("makes no embeddings", "an embedding model, such as Qwen/Qwen3-Embedding-0.6B"),
+    "score": ("scores no texts", "a reranker, such as BAAI/bge-reranker-v2-m3"),
+    "classify": ("has no classes", "a model with a classification head"),
+}
+
+
+class PoolingInput(msgspec.Struct, frozen=True):
+    """A text, token ids, or a text and what it is compared with."""
+
+    text: str = ""
+    ids: list[int] | None = None
+    """Instead of `text`."""
+    pair: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much text it is."""
+        ids = () if self.ids is None else self.ids
+        return len(self.text) + len(self.pair or "") + 4 * len(ids)
+
+
+class PoolingOptions(msgspec.Struct, frozen=True):
+    """How inputs become tokens, and whose they are."""
+
+    add_special_tokens: bool = True
+    max_tokens: int | None = None
+    """Of longer inputs the first so many are taken; None: they are refused."""
+    normalize: bool = True
+    """Vectors have length 1, scores go through the model's activation."""
+    client: str = ""
+    priority: int = 0
+
+
+class Pooled(msgspec.Struct, frozen=True):
+    """What came of one input."""
+
+    values: F32
+    """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
+    num_tokens: int
+
+
+class Pooler(Protocol):
+    """A loaded model that makes vectors or scores."""
+
+    @property
+    def tasks(self) -> frozenset[Task]:
+        """What it can do."""
+        ...
+
+    @property
+    def dimensions(self) -> int:
+        """Of its vectors."""
+        ...
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Of its classes."""
+        ...
+
+    async def pool(
+        self, task: Task, inputs: Sequence[PoolingInput], options: PoolingOptions
+    ) -> list[Pooled]:
+        """One result for each input, in their order; cancelling ends the work. Raises
+        InvalidRequestError (ContextLengthError among them), QueueFullError, EngineDeadError."""
+        ...
+
+
+def pooler_for(task: Task, pooler: Pooler | None, model: str) -> Pooler:
+    """The pooler, if it can do this. Raises InvalidRequestError that says what to load instead."""
+    if pooler is not None and task in pooler.tasks:
+        return pooler
+    lack, remedy = _LOADS[task]
+    what = "generates text and" if pooler is None else "is loaded and"
+    raise InvalidRequestError(
+        f"model {model!r} {what} {lack}: start vllmx serve with {remedy}", param="model"
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's Responses over the chat that every route runs."""

@@ -1,0 +1,193 @@
+"""One response: what is shown of it while it comes to be, whole or in events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import VllmxError
+from vllmx_core.private_traceback import private_traceback
+
+from vllmx_server.chat_events import chat_events
+from vllmx_server.errors import cut_message, internal_error
+from vllmx_server.generation import Generation
+from vllmx_server.responses.as_chat import items_of
+from vllmx_server.responses.output import Output, Told
+from vllmx_server.schema.responses import InputItem, ResponsesRequest
+from vllmx_server.state import ServerState
+from vllmx_server.store.database import logger
+from vllmx_server.store.ids import new_id, now
+from vllmx_server.store.responses import StoredResponse
+
+encode = msgspec.json.Encoder().encode
+_PREFIXES = {"function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+
+
+class ResponseAnswer:
+    """Makes one response of a generation, and keeps it at its end where that is wanted.
+
+    Attributes:
+        stored: the response as it is now.
+    """
+
+    def __init__(
+        self, state: ServerState, owner: str, body: ResponsesRequest, generation: Generation
+    ) -> None:
+        self._state = state
+        self._owner = owner
+        self._body = body
+        self._generation = generation
+        self._output = Output()
+        self._number = 0
+        self.stored = StoredResponse(
+            response=_fields(body, state.llm.config.name), input=_named(items_of(body))
+        )
+        self._response = self.stored.response
+
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed. Raises what the engine raises."""
+        async with aclosing(chat_events(self._generation)) as events:
+            async for event in events:
+                for _ in self._output.take(event):
+                    pass
+        self._finish()
+        await self.keep()
+        return iter((encode(self._response),))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer; none before the engine's first output. What the engine
+        raises later becomes `response.failed`."""
+        begun = False
+        try:
+            async with aclosing(chat_events(self._generation)) as events:
+                async for event in events:
+                    if not begun:
+                        begun = True
+                        yield self.begin()
+                    for told in self._output.take(event):
+                        yield self._event(told)
+            self._finish()
+            await self.keep()
+        except VllmxError as error:
+            if not begun:
+                raise
+            yield self.fail(error)
+        except Exception as error:
+            if not begun:
+                raise
+            logger.error("unhandled error in a response\n%s", private_traceback(error))
+            yield self.fail(internal_error())
+        else:
+            yield self._event((self._response["status"], {"response": self._response}))
+
+    def begin(self) -> bytes:
+        """The first two events."""
+        self._response["status"] = "in_progress"
+        shown = {"response": self._response}
+        return self._event(("created", shown)) + self._event(("in_progress", shown))
+
+    def fail(self, error: VllmxError) -> bytes:
+        """It ends with an error; what is told of that."""
+        self._response["error"] = {"code": "server_error", "message": cut_message(error)}
+        closing = b"".join(map(self._event, self._output.close("incomplete")))
+        self._end("failed")
+        return closing + self._event(("failed", {"response": self._response}))
+
+    def cancel(self) -> None:
+        """It ends because its client wants so."""
+        self._response["error"] = None
+        self._end("cancelled")
+
+    async def keep(self) -> None:
+        """Keeps it as it is now, unless the client wants none."""
+        if self._body.is_stored:
+            await self._state.storage.responses.save(self._owner, self.stored)
+
+    def _finish(self) -> None:
+        end = self._output.end
+        if end is not None and end.finish_reason == "length":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self._end("incomplete")
+        else:
+            self._response["completed_at"] = now()
+            self._end("completed")
+
+    def _end(self, status: str) -> None:
+        usage = self._generation.usage
+        self._response["output"] = self._output.items
+        self._response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        self._response["status"] = status
+
+    def _event(self, told: Told) -> bytes:
+        name, fields = told
+        event = {"type": f"response.{name}", "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: response.%b\ndata: %b\n\n" % (name.encode(), encode(event))
+
+
+def _named(items: list[InputItem]) -> list[InputItem]:
+    """With an id each, by which they can be listed."""
+    return [
+        msgspec.structs.replace(
+            item,
+            id=item.id or new_id(_PREFIXES.get(item.type or "", "msg_")),
+            type=item.type or "message",
+        )
+        for item in items
+    ]
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = body.text.format if body.text is not None else None
+    if wanted is None:
+        return {"type": "text"}
+    found: dict[str, Any] = msgspec.to_builtins(wanted)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
+    """What is shown from the beginning."""
+    reasoning = body.reasoning
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": now(),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.is_stored,
+        "temperature": body.temperature,
+        "text": {"format": _format(body)},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }

@@ -1,0 +1,189 @@
+"""Requests and items of Responses as a chat completion, so that both are answered by the same
+code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllmx_core.errors import InvalidRequestError, shown
+
+from vllmx_server.schema.chat import (
+    ChatCompletionRequest,
+    ChatMessage,
+    TextPart,
+    ToolCall,
+    ToolFunction,
+)
+from vllmx_server.schema.decode import check_shape
+from vllmx_server.schema.responses import InputItem, InputPart, ResponsesRequest, TextOptions
+from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
+from vllmx_server.schema.tools import FunctionSpec
+
+_SAME = (
+    "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
+    "frequency_penalty", "ignore_eos", "priority", "cache_salt", "session_id", "request_id",
+    "parallel_tool_calls", "chat_template_kwargs",
+)  # fmt: skip
+"""Fields that mean the same in chats."""
+_EFFORTS = {"xhigh": "high", "max": "high", "minimal": "low"}
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def items_of(body: ResponsesRequest) -> list[InputItem]:
+    """The request's own input."""
+    if isinstance(body.input, str):
+        return [InputItem("message", role="user", content=body.input)] if body.input else []
+    return body.input
+
+
+def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompletionRequest:
+    """The chat completion that a request asks for, after the items that came `before` it. Raises
+    InvalidRequestError."""
+    messages = Messages()
+    if body.instructions:
+        messages.say("system", body.instructions)
+    for index, item in enumerate(before):
+        messages.add(item, f"previous_response_id, item {index}")
+    for index, item in enumerate(items_of(body)):
+        messages.add(item, f"input[{index}]")
+    chat = ChatCompletionRequest(messages=messages.found)
+    for name in _SAME:
+        setattr(chat, name, getattr(body, name))
+    chat.max_tokens = body.max_output_tokens
+    chat.tools = _tools(body.tools)
+    chat.tool_choice = _tool_choice(body.tool_choice)
+    chat.response_format = _format(body.text)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        effort = body.reasoning.effort
+        chat.reasoning_effort = _EFFORTS.get(effort, effort)
+        arguments = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+        chat.chat_template_kwargs = arguments | (body.chat_template_kwargs or {})
+    chat.check()
+    return chat
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Functions; tools that OpenAI's servers run are left out."""
+    found = []
+    for index, tool in enumerate(tools or ()):
+        if tool.get("type") != "function":
+            continue
+        spec = {
+            name: tool[name]
+            for name in ("name", "description", "parameters", "strict")
+            if tool.get(name) is not None
+        }
+        check_shape(spec, FunctionSpec, f"tools[{index}]")
+        found.append({"type": "function", "function": spec})
+    return found or None
+
+
+def _format(text: TextOptions | None) -> ResponseFormat | None:
+    wanted = text.format if text is not None else None
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else ResponseFormat(wanted.type)
+    schema = JSONSchemaFormat(wanted.name, wanted.schema, wanted.description, wanted.strict)
+    return ResponseFormat("json_schema", schema)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+class Messages:
+    """Chat messages out of items: thoughts, text and calls of one turn become one message."""
+
+    def __init__(self) -> None:
+        self.found: list[ChatMessage] = []
+        self._turn: ChatMessage | None = None
+        """Of the assistant, to which more may come."""
+
+    def say(self, role: str, content: str | list[str | TextPart]) -> None:
+        """A message of its own."""
+        self._turn = None
+        self.found.append(ChatMessage(role, content))
+
+    def add(self, item: InputItem, where: str) -> None:
+        """Raises InvalidRequestError for an item that is not served."""
+        kind = item.type or "message"
+        if kind == "message" and item.role == "assistant":
+            turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
+            turn.content = _text(item.content, where)
+        elif kind == "message":
+            if item.role is None:
+                raise _lacks(where, "role")
+            self.say(item.role, _parts(item.content, where))
+        elif kind == "reasoning":
+            thought = _text(item.content or item.summary or "", where)
+            turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
+            turn.reasoning_content = (turn.reasoning_content or "") + thought or None
+        elif kind == "function_call":
+            self._call(item, where)
+        elif kind == "function_call_output":
+            self._returned(item, where)
+        else:
+            raise InvalidRequestError(
+                f"{where} has the type {shown(kind)}, which is not served here: this server takes"
+                " message, reasoning, function_call and function_call_output",
+                param=where,
+            )
+
+    def _call(self, item: InputItem, where: str) -> None:
+        if item.name is None or item.call_id is None:
+            raise _lacks(where, "name" if item.name is None else "call_id")
+        function = ToolFunction(item.name, item.arguments or "")
+        turn = self._assistant(lambda turn: True)
+        turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(function, id=item.call_id)]
+
+    def _returned(self, item: InputItem, where: str) -> None:
+        if item.call_id is None:
+            raise _lacks(where, "call_id")
+        name = next(
+            (
+                call.function.name
+                for message in reversed(self.found)
+                for call in message.tool_calls or ()
+                if call.id == item.call_id
+            ),
+            None,
+        )
+        self._turn = None
+        text = _text(item.output, where)
+        self.found.append(ChatMessage("tool", text, name=name, tool_call_id=item.call_id))
+
+    def _assistant(self, takes: Any) -> ChatMessage:
+        if self._turn is None or not takes(self._turn):
+            self._turn = ChatMessage("assistant")
+            self.found.append(self._turn)
+        return self._turn
+
+
+def _parts(content: str | list[InputPart] | None, where: str) -> str | list[str | TextPart]:
+    if isinstance(content, str):
+        return content
+    texts = list(_texts(content or (), where))
+    return texts[0] if len(texts) == 1 else [TextPart("text", text) for text in texts]
+
+
+def _text(content: str | list[InputPart] | None, where: str) -> str:
+    return content if isinstance(content, str) else "".join(_texts(content or (), where))
+
+
+def _texts(parts: Iterable[InputPart], where: str) -> Iterable[str]:
+    for number, part in enumerate(parts):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*_TEXTS, "refusal"):
+            raise InvalidRequestError(
+                f"{where} has a part of type {shown(part.type)}; this server takes text alone",
+                param=f"{where}.content[{number}]",
+            )
+        if text is None:
+            raise _lacks(f"{where}.content[{number}]", "text")
+        yield text
+
+
+def _lacks(where: str, name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} lacks its {name}", param=f"{where}.{name}")

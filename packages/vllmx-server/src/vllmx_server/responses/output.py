@@ -1,0 +1,131 @@
+"""What a model answers as items of a response, and as the events that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllmx_server.chat_events import (
+    AnswerEnd,
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ChatEvent,
+    ContentPiece,
+    ReasoningPiece,
+)
+from vllmx_server.store.ids import new_id
+
+Told = tuple[str, dict[str, Any]]
+"""The type of an event without "response.", and its own fields."""
+
+
+class Output:
+    """Takes what happens while a model answers.
+
+    Attributes:
+        items: of the output; the last one may still grow.
+        end: why it ended.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.end: AnswerEnd | None = None
+        self._pieces: list[str] = []
+        """Of the open item's text."""
+        self._open: str | None = None
+        """The open item's type."""
+
+    def take(self, event: ChatEvent) -> Iterator[Told]:
+        """The events of what happened next."""
+        if isinstance(event, ContentPiece):
+            yield from self._more("message", event.text)
+        elif isinstance(event, ReasoningPiece):
+            yield from self._more("reasoning", event.text)
+        elif isinstance(event, CallBegin):
+            yield from self.close("completed")
+            yield from self._begin(
+                {
+                    "id": new_id("fc_"),
+                    "type": "function_call",
+                    "status": "in_progress",
+                    "call_id": event.id,
+                    "name": event.name,
+                    "arguments": "",
+                }
+            )
+        elif isinstance(event, ArgumentsPiece):
+            self._pieces.append(event.text)
+            yield "function_call_arguments.delta", {**self._place(), "delta": event.text}
+        elif isinstance(event, CallEnd):
+            yield from self.close("completed")
+        else:
+            self.end = event
+            yield from self.close("incomplete" if event.finish_reason == "length" else "completed")
+
+    def close(self, status: str) -> Iterator[Told]:
+        """The open item ends, if there is one."""
+        if self._open is None:
+            return
+        text, item, place = "".join(self._pieces), self.items[-1], self._place()
+        if self._open == "function_call":
+            item["arguments"] = text
+            yield (
+                "function_call_arguments.done",
+                {**place, "name": item["name"], "arguments": text},
+            )
+        else:
+            part = item["content"][0]
+            part["text"] = text
+            at = {**place, "content_index": 0}
+            if self._open == "message":
+                yield "output_text.done", {**at, "text": text, "logprobs": []}
+            else:
+                yield "reasoning_text.done", {**at, "text": text}
+            yield "content_part.done", {**at, "part": part}
+        item["status"] = status
+        self._open, self._pieces = None, []
+        yield "output_item.done", {"output_index": place["output_index"], "item": item}
+
+    def _more(self, kind: str, text: str) -> Iterator[Told]:
+        if self._open != kind:
+            yield from self.close("completed")
+            yield from self._begin(_new_message() if kind == "message" else _new_reasoning())
+            part = self.items[-1]["content"][0]
+            yield "content_part.added", {**self._place(), "content_index": 0, "part": part}
+        self._pieces.append(text)
+        at = {**self._place(), "content_index": 0, "delta": text}
+        if kind == "message":
+            yield "output_text.delta", {**at, "logprobs": []}
+        else:
+            yield "reasoning_text.delta", at
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[Told]:
+        self._open = item["type"]
+        shown = {**item, "content": []} if "content" in item else dict(item)
+        self.items.append(item)
+        yield "output_item.added", {"output_index": len(self.items) - 1, "item": shown}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _new_message() -> dict[str, Any]:
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "status": "in_progress",
+        "role": "assistant",
+        "content": [part],
+    }
+
+
+def _new_reasoning() -> dict[str, Any]:
+    return {
+        "id": new_id("rs_"),
+        "type": "reasoning",
+        "status": "in_progress",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": ""}],
+    }

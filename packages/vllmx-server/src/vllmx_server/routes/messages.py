@@ -1,0 +1,144 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.errors import VllmxError
+from vllmx_engine.client.chat import ChatOptions
+from vllmx_engine.client.request_stream import RequestStream
+
+from vllmx_server.body import body_bytes, checked, read_json
+from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.chat_events import chat_events
+from vllmx_server.disconnect import while_there
+from vllmx_server.errors import messages_error_body
+from vllmx_server.event_stream import Framing, HeldResponse
+from vllmx_server.generation import Generation
+from vllmx_server.messages_as_chat import chat_of
+from vllmx_server.messages_blocks import BlockEvents, Blocks
+from vllmx_server.routes.generate import generate
+from vllmx_server.schema.messages import COUNT_TOKENS, MESSAGES, MessagesRequest
+from vllmx_server.state import ServerState, client_of, state_of
+
+encode = msgspec.json.Encoder().encode
+
+
+def _failed(error: VllmxError) -> bytes:
+    return b"event: error\ndata: " + messages_error_body(error) + b"\n\n"
+
+
+FRAMING = Framing(_failed, b'event: ping\ndata: {"type":"ping"}\n\n')
+
+
+async def messages(request: Request) -> HeldResponse:
+    """Anthropic's Messages, streamed or not."""
+    return await generate(request, MESSAGES, _call, _submit, MessagesAnswer, FRAMING)
+
+
+def _call(state: ServerState, body: MessagesRequest) -> ChatCall:
+    """`max_tokens` must be given in this API, and clients give what larger models hold: what the
+    context cannot hold is cut."""
+    chat = chat_of(body)
+    chat.check()
+    return chat_call(state, chat, fit=True)
+
+
+async def _submit(
+    request: Request, state: ServerState, body: MessagesRequest, call: ChatCall
+) -> list[RequestStream]:
+    return await submit_chat(request, state, call, by_events=True)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a Messages request has."""
+    state, client = state_of(request), client_of(request)
+
+    def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
+        chat = chat_of(checked(data, state, COUNT_TOKENS))
+        chat.check()
+        return chat.conversation(), chat.chat_options()
+
+    conversation, options = await read_json(request, state, parse)
+    encoding = state.llm.encode_chat(conversation, options, False, client, body_bytes(request))
+    tokens = await while_there(request.receive, encoding)
+    return Response(encode({"input_tokens": len(tokens)}), media_type="application/json")
+
+
+class MessagesAnswer:
+    """Makes the wire format of one request's outputs."""
+
+    def __init__(
+        self, state: ServerState, body: MessagesRequest, request_id: str, generation: Generation
+    ) -> None:
+        self._id = f"msg_{request_id}"
+        self._state = state
+        self._body = body
+        self._generation = generation
+
+    async def whole(self) -> Iterator[bytes]:
+        """The body of an answer that is not streamed."""
+        blocks = Blocks()
+        async with aclosing(chat_events(self._generation)) as events:
+            async for event in events:
+                blocks.add(event)
+        message = self._message(blocks.content)
+        message.update(blocks.stop(self._cut_by_context()))
+        message["usage"] = self._usage(done=True)
+        return iter((encode(message),))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer; none before the engine's first output."""
+        blocks, begun = BlockEvents(), False
+        async with aclosing(chat_events(self._generation)) as events:
+            async for event in events:
+                if not begun:
+                    begun = True
+                    yield self._start()
+                data = blocks.of(event)
+                if data:
+                    yield data
+        stop = {
+            "type": "message_delta",
+            "delta": blocks.stop(self._cut_by_context()),
+            "usage": self._usage(done=True),
+        }
+        yield (
+            b"event: message_delta\ndata: %b\n\n"
+            b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+        ) % encode(stop)
+
+    def _start(self) -> bytes:
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
+        message["usage"] = self._usage(done=False)
+        return b"event: message_start\ndata: %b\n\n%b" % (
+            encode({"type": "message_start", "message": message}),
+            FRAMING.ping,
+        )
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._state.llm.config.name,
+            "content": content,
+        }
+
+    def _usage(self, *, done: bool) -> dict[str, Any]:
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens if done else min(1, usage.completion_tokens),
+        }
+
+    def _cut_by_context(self) -> bool:
+        """The context ended before `max_tokens`."""
+        return self._generation.usage.completion_tokens < self._body.max_tokens

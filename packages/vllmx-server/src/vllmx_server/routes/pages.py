@@ -1,0 +1,60 @@
+"""What the lists of OpenAI's API take in their query, and how a page looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from vllmx_core.errors import InvalidRequestError
+
+_encode = msgspec.json.Encoder().encode
+
+
+def answer(value: object) -> Response:
+    """A small JSON answer."""
+    return Response(_encode(value), media_type="application/json")
+
+
+def check_query(request: Request, *known: str) -> None:
+    """Raises InvalidRequestError for a parameter that nobody reads."""
+    for name in request.query_params:
+        if name not in known:
+            raise InvalidRequestError(
+                f"unknown parameter {name[:100]!r} of the query: remove it", param=name[:100]
+            )
+
+
+def number(request: Request, name: str, least: int, most: int, default: int) -> int:
+    """An integer of the query. Raises InvalidRequestError."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        raise InvalidRequestError(
+            f"{name} must be between {least} and {most}, got {text[:100]!r}", param=name
+        )
+    return int(text)
+
+
+def newest_first(request: Request) -> bool:
+    """The `order` of the query. Raises InvalidRequestError."""
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError(f"order must be asc or desc, got {order[:100]!r}", param="order")
+    return order == "desc"
+
+
+def page(data: Sequence[dict[str, Any]], has_more: bool) -> Response:
+    """A list as OpenAI's API has it."""
+    return answer(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": has_more,
+        }
+    )

@@ -1,0 +1,257 @@
+"""POST /v1/embeddings, /pooling, /score, /rerank, /classify: over a model that makes no text."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.body import checked, read_json
+from vllmx_server.disconnect import while_there
+from vllmx_server.json_pieces import Items, json_pieces
+from vllmx_server.pooling import (
+    F32,
+    Pooled,
+    Pooler,
+    PoolingInput,
+    PoolingOptions,
+    Task,
+    pooler_for,
+)
+from vllmx_server.schema.pooling import (
+    CLASSIFY,
+    EMBEDDINGS,
+    POOLING,
+    RERANK,
+    SCORE,
+    ClassifyRequest,
+    EmbeddingsRequest,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from vllmx_server.state import ServerState, caller_of, request_id_of, state_of
+
+Body = TypeVar("Body", bound=PoolingFields)
+Vectors = TypeVar("Vectors", bound=EmbeddingsRequest)
+
+
+async def embeddings(request: Request) -> Response:
+    """A vector for each input."""
+    return await _vectors(request, EMBEDDINGS, "embedding", "embedding")
+
+
+async def pooling(request: Request) -> Response:
+    """What the model makes of each input: a vector, or the probabilities of its classes."""
+    return await _vectors(request, POOLING, "pooling", "data")
+
+
+async def _vectors(
+    request: Request,
+    decoder: msgspec.json.Decoder[Vectors],
+    kind: str,
+    field: str,
+) -> Response:
+    state = state_of(request)
+    pooler = state.pooler
+    can_embed = pooler is None or "embed" in pooler.tasks
+    task: Task = "embed" if can_embed or kind == "embedding" else "classify"
+
+    def prepare(body: Vectors) -> list[PoolingInput]:
+        nonlocal task
+        if isinstance(body, PoolingRequest) and body.task is not None:
+            task = body.task
+        found = pooler_for(task, pooler, state.llm.config.name)
+        _check_dimensions(body.dimensions, found)
+        return body.inputs()
+
+    body, inputs = await _read(request, state, decoder, prepare)
+    normalize = body.normalize is not False
+    special = body.add_special_tokens is not False
+    pooled = await _pool(request, state, body, task, inputs, special=special, normalize=normalize)
+
+    def row(index: int, each: Pooled) -> dict[str, Any]:
+        values = shortened(each.values, body.dimensions, normalize=normalize)
+        shown: Any = values.tolist()
+        if body.encoding_format == "base64":
+            shown = base64.b64encode(values.astype("<f4").tobytes()).decode()
+        return {"object": kind, "index": index, field: shown}
+
+    rows = (row(index, each) for index, each in enumerate(pooled))
+    return _answer(request, state, body, rows, pooled)
+
+
+def _check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
+    if dimensions is not None and dimensions > pooler.dimensions:
+        raise InvalidRequestError(
+            f"dimensions must be between 1 and the model's {pooler.dimensions}, got {dimensions}",
+            param="dimensions",
+        )
+
+
+def shortened(values: F32, dimensions: int | None, *, normalize: bool) -> F32:
+    """(dimensions,) the first of a vector's values, of length 1 again where it was."""
+    if dimensions is None or dimensions >= len(values):
+        return values
+    cut = values[:dimensions]
+    length = float(np.linalg.norm(cut)) if normalize else 0.0
+    return cut / np.float32(length) if length else cut
+
+
+async def classify(request: Request) -> Response:
+    """The probabilities of the model's classes for each input."""
+    state = state_of(request)
+
+    def prepare(body: ClassifyRequest) -> list[PoolingInput]:
+        pooler_for("classify", state.pooler, state.llm.config.name)
+        return body.inputs()
+
+    body, inputs = await _read(request, state, CLASSIFY, prepare)
+    pooled = await _pool(
+        request, state, body, "classify", inputs,
+        special=body.add_special_tokens is not False, normalize=body.activation is not False,
+    )  # fmt: skip
+    assert state.pooler is not None
+    labels = state.pooler.labels
+
+    def row(index: int, each: Pooled) -> dict[str, Any]:
+        best = int(each.values.argmax())
+        label = labels[best] if best < len(labels) else str(best)
+        probs = each.values.tolist()
+        return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+
+    rows = (row(index, each) for index, each in enumerate(pooled))
+    return _answer(request, state, body, rows, pooled)
+
+
+async def score(request: Request) -> Response:
+    """How well texts belong together."""
+    state = state_of(request)
+
+    def prepare(body: ScoreRequest) -> list[PoolingInput]:
+        pooler_for("score", state.pooler, state.llm.config.name)
+        return body.pairs()
+
+    body, pairs = await _read(request, state, SCORE, prepare)
+    normalize = body.activation is not False
+    pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
+    rows = (
+        {"index": index, "object": "score", "score": float(each.values[0])}
+        for index, each in enumerate(pooled)
+    )
+    return _answer(request, state, body, rows, pooled)
+
+
+async def rerank(request: Request) -> Response:
+    """Documents by how well they answer a query, the best first."""
+    state = state_of(request)
+
+    def prepare(body: RerankRequest) -> list[PoolingInput]:
+        pooler_for("score", state.pooler, state.llm.config.name)
+        return [PoolingInput(body.query, pair=text) for text in body.texts()]
+
+    body, pairs = await _read(request, state, RERANK, prepare)
+    normalize = body.activation is not False
+    pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
+    scores = np.array([each.values[0] for each in pooled])
+    order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]
+
+    def row(index: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+        if body.return_documents is not False:
+            found["document"] = {"text": pairs[index].pair}
+        return found
+
+    answer = {
+        "id": f"rerank-{request_id_of(request, body)}",
+        "model": state.llm.config.name,
+        "usage": _usage(pooled),
+        "results": Items(map(row, order.tolist())),
+    }
+    return _in_pieces(json_pieces(answer))
+
+
+# --- what they have in common ---------------------------------------------------------------------
+async def _read(
+    request: Request,
+    state: ServerState,
+    decoder: msgspec.json.Decoder[Body],
+    prepare: Callable[[Body], list[PoolingInput]],
+) -> tuple[Body, list[PoolingInput]]:
+    def parse(data: bytes) -> tuple[Body, list[PoolingInput]]:
+        body = checked(data, state, decoder)
+        return body, prepare(body)
+
+    state.check_admission()
+    return await read_json(request, state, parse)
+
+
+async def _pool(
+    request: Request,
+    state: ServerState,
+    body: PoolingFields,
+    task: Task,
+    inputs: list[PoolingInput],
+    *,
+    special: bool = True,
+    normalize: bool = True,
+) -> list[Pooled]:
+    pooler = pooler_for(task, state.pooler, state.llm.config.name)
+    caller = caller_of(request, body)
+    limit = body.truncate_prompt_tokens
+    if limit == -1:
+        limit = state.llm.info.max_model_len
+    options = PoolingOptions(special, limit, normalize, caller.client, caller.priority)
+    release = state.admit()
+    try:
+        return await while_there(request.receive, pooler.pool(task, inputs, options))
+    finally:
+        release()
+
+
+def _usage(pooled: Sequence[Pooled]) -> dict[str, int]:
+    tokens = sum(each.num_tokens for each in pooled)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _answer(
+    request: Request,
+    state: ServerState,
+    body: PoolingFields,
+    rows: Iterator[dict[str, Any]],
+    pooled: Sequence[Pooled],
+) -> Response:
+    answer = {
+        "id": f"pool-{request_id_of(request, body)}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": state.llm.config.name,
+        "data": Items(rows),
+        "usage": _usage(pooled),
+    }
+    return _in_pieces(json_pieces(answer))
+
+
+def _in_pieces(pieces: Iterator[bytes]) -> Response:
+    """A small answer as a whole; of a large one a piece at a time, others in between."""
+    first, second = next(pieces), next(pieces, None)
+    if second is None:
+        return Response(first, media_type="application/json")
+
+    async def all_pieces() -> AsyncIterator[bytes]:
+        yield first
+        yield second
+        for piece in pieces:
+            await asyncio.sleep(0)
+            yield piece
+
+    return StreamingResponse(all_pieces(), media_type="application/json")

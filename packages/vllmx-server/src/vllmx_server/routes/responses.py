@@ -1,0 +1,175 @@
+"""/v1/responses."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from vllmx_core.errors import InvalidRequestError, VllmxError
+from vllmx_engine.client.request_stream import RequestStream
+
+from vllmx_server.body import body_bytes, checked, read_json
+from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.disconnect import unless_gone
+from vllmx_server.errors import error_fields
+from vllmx_server.event_stream import Framing, HeldResponse
+from vllmx_server.generation import Generation
+from vllmx_server.responses.answer import ResponseAnswer
+from vllmx_server.responses.as_chat import chat_of
+from vllmx_server.responses.background import Running
+from vllmx_server.routes.generate import held
+from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
+from vllmx_server.schema.chat import MAX_MESSAGES
+from vllmx_server.schema.responses import RESPONSES, InputItem, ResponsesRequest
+from vllmx_server.state import ServerState, client_of, owner_of, state_of
+
+encode = msgspec.json.Encoder().encode
+
+
+def _failed(error: VllmxError) -> bytes:
+    """An error that no response tells of."""
+    fields = error_fields(error)
+    event = {"type": "error", "sequence_number": 0, **fields}
+    return b"event: error\ndata: %b\n\n" % encode(event)
+
+
+FRAMING = Framing(_failed)
+
+
+async def create(request: Request) -> Response | HeldResponse:
+    """Answers, streamed or not, or goes on in the background."""
+    state, owner, started_s = state_of(request), owner_of(request), time.monotonic()
+
+    def parse(data: bytes) -> tuple[ResponsesRequest, ChatCall | None]:
+        body = checked(data, state, RESPONSES)
+        if body.previous_response_id is not None:
+            return body, None
+        return body, chat_call(state, chat_of(body, ()))
+
+    state.check_admission()
+    body, call = await read_json(request, state, parse)
+    release = state.admit()
+    try:
+        streams = await unless_gone(request.receive, _submit(request, state, body, call))
+    except BaseException:
+        release()
+        raise
+    generation = Generation(streams, state.metrics, started_s)
+    made = ResponseAnswer(state, owner, body, generation)
+    if not body.background:
+        return held(state, bool(body.stream), made, generation, release, FRAMING)
+    try:
+        await made.keep()
+    except BaseException:
+        generation.close()
+        release()
+        raise
+    shown = answer(made.stored.response)
+    running = Running(made, generation, release)
+    state.running_responses.begin(running)
+    return _followed(running, -1) if body.stream else shown
+
+
+async def _submit(
+    request: Request, state: ServerState, body: ResponsesRequest, call: ChatCall | None
+) -> list[RequestStream]:
+    if call is None:
+        call = await _continued(request, state, body)
+    return await submit_chat(request, state, call, by_events=True)
+
+
+async def _continued(request: Request, state: ServerState, body: ResponsesRequest) -> ChatCall:
+    """The call after the conversation that came before it."""
+    assert body.previous_response_id is not None
+    before, num_bytes = await state.storage.responses.conversation(
+        owner_of(request), body.previous_response_id, MAX_MESSAGES, state.config.max_body_bytes
+    )
+    size = body_bytes(request) + num_bytes
+    request.scope["state"]["body_bytes"] = size
+    return await state.llm.text.run(
+        client_of(request), size, lambda _: chat_call(state, chat_of(body, before))
+    )
+
+
+async def retrieve(request: Request) -> Response:
+    """A response, or with `stream` the events of one in the background."""
+    check_query(request, "stream", "starting_after", "include", "include[]", "include_obfuscation")
+    state = state_of(request)
+    found = await state.storage.responses.get(owner_of(request), request.path_params["id"])
+    if request.query_params.get("stream", "false") != "true":
+        return answer(found.response)
+    running = state.running_responses.get(found.id)
+    if running is None:
+        raise InvalidRequestError(
+            f"response {found.id} has no events any more: it is {found.response['status']};"
+            " retrieve it without stream",
+            param="stream",
+        )
+    after = number(request, "starting_after", 0, 1 << 29, -1)
+    return _followed(running, after)
+
+
+def _followed(running: Running, after: int) -> Response:
+    return StreamingResponse(
+        running.follow(after),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+    )
+
+
+async def cancel(request: Request) -> Response:
+    """Ends one in the background."""
+    state, name = state_of(request), request.path_params["id"]
+    found = await state.storage.responses.get(owner_of(request), name)
+    if not found.response["background"]:
+        raise InvalidRequestError(
+            f"response {found.id} was not made in the background: only those can be cancelled"
+        )
+    running = state.running_responses.get(found.id)
+    if running is not None:
+        await running.cancel()
+        found = await state.storage.responses.get(owner_of(request), name)
+    return answer(found.response)
+
+
+async def delete(request: Request) -> Response:
+    """Forgets one; one in the background ends."""
+    state, name = state_of(request), request.path_params["id"]
+    owner = owner_of(request)
+    found = await state.storage.responses.get(owner, name)
+    running = state.running_responses.get(found.id)
+    if running is not None:
+        await running.cancel()
+    await state.storage.responses.delete(owner, name)
+    return answer({"id": found.id, "object": "response", "deleted": True})
+
+
+async def input_items(request: Request) -> Response:
+    """What one was asked."""
+    check_query(request, "limit", "order", "after", "include", "include[]")
+    found = await state_of(request).storage.responses.get(
+        owner_of(request), request.path_params["id"]
+    )
+    items = found.input[::-1] if newest_first(request) else found.input
+    after = request.query_params.get("after")
+    if after is not None:
+        items = _behind(items, after)
+    limit = number(request, "limit", 1, 100, 20)
+    return page([_shown(item) for item in items[:limit]], len(items) > limit)
+
+
+def _behind(items: list[InputItem], after: str) -> list[InputItem]:
+    at = next((index for index, item in enumerate(items) if item.id == after), len(items))
+    return items[at + 1 :]
+
+
+def _shown(item: InputItem) -> dict[str, object]:
+    found: dict[str, object] = msgspec.to_builtins(item)
+    if item.type == "message":
+        found.setdefault("status", "completed")
+        if isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            found["content"] = [{"type": kind, "text": item.content}]
+    return found

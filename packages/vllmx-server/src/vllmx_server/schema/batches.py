@@ -1,0 +1,72 @@
+"""POST /v1/batches, and the lines of a batch's input."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.schema.metadata import Metadata
+
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages",
+    "/v1/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
+)  # fmt: skip
+MAX_LIFETIME_S = 30 * 86400
+_WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class Expiry(msgspec.Struct, forbid_unknown_fields=True):
+    seconds: Annotated[int, Meta(ge=1, le=MAX_LIFETIME_S)]
+    anchor: Literal["created_at"] = "created_at"
+
+
+class CreateBatch(msgspec.Struct, forbid_unknown_fields=True):
+    input_file_id: Annotated[str, Meta(max_length=64)]
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: Metadata | None = None
+    output_expires_after: Expiry | None = None
+
+    @property
+    def model(self) -> None:
+        """Each line names its own."""
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        if self.endpoint not in ENDPOINTS:
+            raise InvalidRequestError(
+                f"endpoint is {self.endpoint[:100]!r}: use one of {', '.join(ENDPOINTS)}",
+                param="endpoint",
+            )
+        assert self.window_s
+
+    @property
+    def window_s(self) -> int:
+        """Seconds until the batch expires. Raises InvalidRequestError."""
+        found = _WINDOW.fullmatch(self.completion_window)
+        seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+        if not 0 < seconds <= MAX_LIFETIME_S:
+            raise InvalidRequestError(
+                f"completion_window is {self.completion_window[:100]!r}: give a number and s, m, h"
+                " or d, such as 24h, and 30d at most",
+                param="completion_window",
+            )
+        return seconds
+
+
+class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
+    """One request of an input file."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    url: str
+    body: msgspec.Raw
+    method: Literal["POST"] = "POST"
+
+
+CREATE = msgspec.json.Decoder(CreateBatch)
+LINE = msgspec.json.Decoder(BatchLine)

@@ -1,0 +1,159 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.chat import MAX_MESSAGES
+from vllmx_server.schema.decode import check_free_form
+
+MAX_TOOLS = 1024
+
+
+class Block(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a turn; which fields belong to it says its type."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+    # Accepted and ignored: they change no token here, or clients send our answers back with them.
+    cache_control: Any = None
+    citations: Any = None
+    signature: str | None = None
+    data: str | None = None
+    caller: Any = None
+    toolset_name: str | None = None
+    # Of blocks that are not served.
+    source: Any = None
+    title: Any = None
+    context: Any = None
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class MessagesTool(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    # Accepted and ignored.
+    cache_control: Any = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: limits.MaxTokens | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """"summarized" shows all of it."""
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What makes the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[Block] | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vllmx's own: the template's switches."""
+    # Accepted and ignored.
+    cache_control: Any = None
+    context_management: Any = None
+    speed: str | None = None
+    # Not served.
+    mcp_servers: Any = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        if self.mcp_servers:
+            raise InvalidRequestError(
+                "mcp_servers is not served: give the tools themselves", param="mcp_servers"
+            )
+        for index, tool in enumerate(self.tools or ()):
+            if tool.type not in (None, "custom") or tool.input_schema is None:
+                kind = f"type {tool.type[:100]!r}" if tool.type else "no input_schema"
+                raise InvalidRequestError(
+                    f"tools[{index}] has {kind}: only tools that the client runs are served; give"
+                    " name, description and input_schema",
+                    param=f"tools[{index}]",
+                )
+            check_free_form(tool.input_schema, f"tools[{index}].input_schema")
+        check_free_form(self.chat_template_kwargs, "chat_template_kwargs")
+        check_free_form(self.messages, "messages")
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's Messages with a few of vLLM's sampling fields."""
+
+    max_tokens: limits.MaxTokens
+    stream: bool | None = None
+    stop_sequences: limits.Stops | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.TopP | None = None
+    top_k: limits.TopK | None = None
+
+    min_p: limits.MinP | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    priority: limits.Priority | None = None
+    cache_salt: limits.Name | None = None
+    session_id: limits.Name | None = None
+    request_id: limits.Name | None = None
+    # Accepted and ignored.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+    diagnostics: Any = None
+    user_profile_id: str | None = None
+    # Not served.
+    container: Any = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        CountTokensRequest.check(self)
+        if self.container is not None:
+            raise InvalidRequestError(
+                "container is not served: nothing is executed here, leave it out",
+                param="container",
+            )
+
+
+MESSAGES = msgspec.json.Decoder(MessagesRequest)
+COUNT_TOKENS = msgspec.json.Decoder(CountTokensRequest)

@@ -1,0 +1,151 @@
+"""POST /v1/embeddings, /pooling, /score, /rerank, /classify."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.pooling import PoolingInput
+
+MAX_INPUTS = 2048
+Input = Annotated[list[str | int | list[int]], Meta(min_length=1)]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all of these routes take."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    """-1: as many as the model takes."""
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    cache_salt: str | None = None
+    # Accepted and ignored.
+    user: str | None = None
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens must be -1, or 1 or greater, got 0",
+                param="truncate_prompt_tokens",
+            )
+
+
+class InputFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    input: str | Input
+    """A text, token ids, or a list of either."""
+    add_special_tokens: bool | None = None
+
+    def inputs(self) -> list[PoolingInput]:
+        """Raises InvalidRequestError."""
+        given = self.input
+        if isinstance(given, str):
+            return [PoolingInput(given)]
+        if all(isinstance(item, int) for item in given):
+            return [_of_ids([item for item in given if isinstance(item, int)])]
+        if len(given) > MAX_INPUTS:
+            raise InvalidRequestError(
+                f"input has {len(given)} entries, at most {MAX_INPUTS} are taken: split the call",
+                param="input",
+            )
+        found = []
+        for item in given:
+            if isinstance(item, int):
+                raise InvalidRequestError(
+                    "input mixes token ids with other items: give one list of ids, or a list of"
+                    " texts or lists of ids",
+                    param="input",
+                )
+            found.append(PoolingInput(item) if isinstance(item, str) else _of_ids(item))
+        return found
+
+
+def _of_ids(ids: list[int]) -> PoolingInput:
+    if not ids or min(ids) < 0 or max(ids) >= 1 << 31:
+        raise InvalidRequestError(
+            "input has a list of token ids that is empty or has one outside of 31 bits",
+            param="input",
+        )
+    return PoolingInput(ids=ids)
+
+
+class EmbeddingsRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's embeddings with vLLM's extensions."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    normalize: bool | None = None
+
+
+class PoolingRequest(EmbeddingsRequest, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's pooling: what the model makes of each input."""
+
+    task: Literal["embed", "classify"] | None = None
+
+
+class ClassifyRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's classification."""
+
+    activation: bool | None = None
+
+
+class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's scores: one text with each of several, or pairs."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    """Newer names of both."""
+    documents: Texts | None = None
+    activation: bool | None = None
+
+    def pairs(self) -> list[PoolingInput]:
+        """Raises InvalidRequestError."""
+        first = self.text_1 if self.queries is None else self.queries
+        second = self.text_2 if self.documents is None else self.documents
+        if first is None or second is None:
+            raise InvalidRequestError("give text_1 and text_2", param="text_1")
+        ones = [first] if isinstance(first, str) else first
+        others = [second] if isinstance(second, str) else second
+        if len(ones) not in (1, len(others)):
+            raise InvalidRequestError(
+                f"text_1 has {len(ones)} texts and text_2 has {len(others)}: give one text_1, or as"
+                " many as there are in text_2",
+                param="text_1",
+            )
+        ones = ones * (len(others) // len(ones))
+        return [PoolingInput(a, pair=b) for a, b in zip(ones, others, strict=True)]
+
+
+class Document(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Jina's and Cohere's reranking."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    """0: all."""
+    return_documents: bool | None = None
+    """None: yes, as in vLLM."""
+    activation: bool | None = None
+    # Accepted and ignored.
+    max_chunks_per_doc: Any = None
+
+    def texts(self) -> list[str]:
+        """Of the documents."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+EMBEDDINGS = msgspec.json.Decoder(EmbeddingsRequest)
+POOLING = msgspec.json.Decoder(PoolingRequest)
+CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
+SCORE = msgspec.json.Decoder(ScoreRequest)
+RERANK = msgspec.json.Decoder(RerankRequest)

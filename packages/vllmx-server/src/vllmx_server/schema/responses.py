@@ -1,0 +1,177 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from vllmx_core.errors import InvalidRequestError, shown
+
+from vllmx_server.schema import intervals as limits
+from vllmx_server.schema.chat import MAX_MESSAGES
+from vllmx_server.schema.decode import check_free_form
+from vllmx_server.schema.metadata import Metadata
+
+MAX_TOOLS = 1024
+
+
+class InputPart(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message, of a thought or of what a tool returned."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    # Accepted and ignored: clients send our answers back with these.
+    annotations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+    # Of parts that are not served.
+    image_url: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    file_url: Any = None
+    filename: Any = None
+    detail: Any = None
+    input_audio: Any = None
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One item of a conversation; which fields belong to it says its type."""
+
+    type: str | None = None
+    """None: a message."""
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    status: str | None = None
+    # Accepted and ignored.
+    phase: str | None = None
+    encrypted_content: str | None = None
+    caller: Any = None
+    namespace: str | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # Accepted and ignored: thoughts are given in full.
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+    """Accepted and ignored."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+    """Accepted and ignored: nothing is padded."""
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's Responses with a few of vLLM's sampling fields."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: limits.MaxTokens | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.TopP | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """What does not fit is refused in either."""
+
+    top_k: limits.TopK | None = None
+    min_p: limits.MinP | None = None
+    seed: int | None = None
+    stop: str | limits.Stops | None = None
+    presence_penalty: limits.Penalty | None = None
+    frequency_penalty: limits.Penalty | None = None
+    ignore_eos: bool | None = None
+    priority: limits.Priority | None = None
+    cache_salt: limits.Name | None = None
+    session_id: limits.Name | None = None
+    request_id: limits.Name | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Accepted and ignored.
+    include: list[str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    service_tier: str | None = None
+    max_tool_calls: int | None = None
+    client_metadata: Any = None
+    # Not served.
+    top_logprobs: int | None = None
+    prompt: Any = None
+    conversation: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    def check(self) -> None:
+        """Cross-field rules. Raises InvalidRequestError."""
+        for name, remedy in (
+            ("top_logprobs", "ask for log-probabilities in chat completions"),
+            ("prompt", "send the prompt's text"),
+            ("conversation", "use previous_response_id"),
+            ("context_management", "send what should be left of the conversation"),
+            ("moderation", "nothing is moderated here"),
+        ):
+            if getattr(self, name):
+                raise InvalidRequestError(f"{name} is not served: {remedy}", param=name)
+        if self.background and not self.is_stored:
+            raise InvalidRequestError(
+                "background answers are fetched later and so must be stored: leave out store",
+                param="background",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only for stream = true", param="stream_options"
+            )
+        if not self.input and self.previous_response_id is None:
+            raise InvalidRequestError("input is empty: give a text", param="input")
+        check_free_form(self.tools, "tools")
+        wanted = self.text.format if self.text is not None else None
+        if wanted is not None and wanted.type not in ("text", "json_object", "json_schema"):
+            raise InvalidRequestError(
+                f"text.format of type {shown(wanted.type)} is not served: use text, json_object or"
+                " json_schema",
+                param="text.format",
+            )
+
+
+RESPONSES = msgspec.json.Decoder(ResponsesRequest)

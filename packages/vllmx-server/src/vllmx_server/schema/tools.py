@@ -1,0 +1,113 @@
+"""Tools of a request, and which of them must be called."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_server.schema.decode import check_free_form, check_shape
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    function: FunctionSpec
+    type: str = "function"
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    function: _Named
+
+
+def tool_list(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tools as the template takes them: with their keys in the client's order, in which templates
+    print them, so that the model reads what the client wrote."""
+    return [
+        tool if "type" in tool else {"type": "function", **tool} for tool in tools or ()
+    ] or None
+
+
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    """Raises InvalidRequestError for what is no definition of a tool, or nested too deeply, and for
+    names that models could not write or tell apart."""
+    check_free_form(tools, "tools")
+    check_shape(tools or [], list[Tool], "tools")
+    if len(tools or ()) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(tools or ())} entries, at most {MAX_TOOLS} are taken", param="tools"
+        )
+    seen: set[str] = set()
+    for index, tool in enumerate(tools or ()):
+        _check_tool(tool, f"tools[{index}]", seen)
+
+
+def _check_tool(tool: dict[str, Any], place: str, seen: set[str]) -> None:
+    if tool.get("type", "function") != "function":
+        raise InvalidRequestError(
+            f'{place}.type is {tool["type"][:100]!r}: tools are of type "function"',
+            param=f"{place}.type",
+        )
+    function = tool["function"]
+    name, param = function["name"], f"{place}.function.name"
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{param} is {name[:200]!r}: a name has 1 to 128 letters, digits and characters of"
+            " _-.:/",
+            param=param,
+        )
+    if name in seen:
+        raise InvalidRequestError(f"{param} {name!r} is given twice: rename one", param=param)
+    seen.add(name)
+    kind = (function.get("parameters") or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        param = f"{place}.function.parameters"
+        raise InvalidRequestError(
+            f"{param} is a schema of type {str(kind)[:100]!r}: arguments are an object", param=param
+        )
+
+
+def forced_tool(
+    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]] | None
+) -> str | None:
+    """ "required", or the name of the tool that must be called; None where nothing must be. Raises
+    InvalidRequestError."""
+    if choice in (None, "none", "auto"):
+        return None
+    if choice != "required" and not isinstance(choice, dict):
+        raise InvalidRequestError(
+            f'tool_choice is {repr(choice)[:200]}: it is "auto", "none", "required" or'
+            ' {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    names = [tool["function"]["name"] for tool in tools or () if "function" in tool]
+    if not names:
+        raise InvalidRequestError(
+            "tool_choice asks for a call, but there are no tools: give some", param="tool_choice"
+        )
+    if not isinstance(choice, dict):
+        return "required"
+    check_shape(choice, _Choice, "tool_choice")
+    name = choice["function"]["name"]
+    if choice["type"] != "function" or name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {repr(name)[:200]}, which is none of the tools:"
+            f" {', '.join(names[:20])[:500]}",
+            param="tool_choice",
+        )
+    return str(name)

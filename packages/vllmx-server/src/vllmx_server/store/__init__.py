@@ -1,0 +1,1 @@
+"""What outlives a request: files, batches and responses, in SQLite and a folder."""

@@ -1,0 +1,226 @@
+"""Batches and the state of their lines, in the database."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Any, Literal
+
+import msgspec
+from vllmx_core.errors import VllmxError
+
+from vllmx_server.store.database import Database
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+    "cancelled",
+]  # fmt: skip
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+"""What is still to be worked on."""
+
+
+class BatchNotKnownError(VllmxError):
+    """There is no such batch, or it is another key's."""
+
+    http_status = 404
+    code = "batch_not_found"
+
+
+class LineState(IntEnum):
+    WAITS = 0
+    ANSWERED = 1
+    FAILED = 2
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """What is wrong with an input file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """A batch as it is kept."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    output_lifetime_s: int | None = None
+    status: Status = "validating"
+    model: str | None = None
+    errors: list[LineError] = []
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    times: dict[str, int] = {}
+    """When it came to be in each status."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in OPEN
+
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI's API shows it."""
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{
+                f"{status}_at": self.times.get(status)
+                for status in (
+                    "in_progress", "finalizing", "completed", "failed", "expired", "cancelling",
+                    "cancelled",
+                )
+            },
+            "request_counts": {
+                "total": self.total, "completed": self.completed, "failed": self.failed,
+            },
+            "metadata": self.metadata,
+        }  # fmt: skip
+
+
+class Line(msgspec.Struct, frozen=True, gc=False):
+    """Where a request stands in its input file."""
+
+    number: int
+    start: int
+    length: int
+    custom_id: str
+    losses: int = 0
+    """How often the engine died while it was answered."""
+
+
+_decode = msgspec.json.Decoder(Batch).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Batches:
+    """What the database has of batches."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def save(self, batch: Batch) -> None:
+        """As it is now."""
+        await self._database.run(lambda connection: save(connection, batch))
+
+    async def get(self, owner: str, batch_id: str) -> Batch:
+        """Raises BatchNotKnownError."""
+        query = "SELECT record FROM batches WHERE id = ? AND owner = ?"
+        row = await self._database.run(lambda c: c.execute(query, (batch_id, owner)).fetchone())
+        if row is None:
+            raise BatchNotKnownError(
+                f"there is no batch {batch_id[:100]!r}: GET /v1/batches lists those of this key"
+            )
+        return _decode(row[0])
+
+    async def open_ones(self) -> list[Batch]:
+        """All that have not ended, the oldest first, with counts of the lines that are done."""
+
+        def read(connection: sqlite3.Connection) -> list[Batch]:
+            query = "SELECT record FROM batches WHERE is_open ORDER BY rowid"
+            found = [_decode(row[0]) for row in connection.execute(query)]
+            for batch in found:
+                batch.completed = _count(connection, batch.id, LineState.ANSWERED)
+                batch.failed = _count(connection, batch.id, LineState.FAILED)
+            return found
+
+        return await self._database.run(read)
+
+    async def page(self, owner: str, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        """A page of them, the newest first, and whether more follow."""
+        query, values = "SELECT record FROM batches WHERE owner = ?", [owner]
+        if after is not None:
+            query += " AND rowid < (SELECT rowid FROM batches WHERE id = ? AND owner = ?)"
+            values += [after, owner]
+        query += f" ORDER BY rowid DESC LIMIT {limit + 1:d}"
+        rows = await self._database.run(lambda c: c.execute(query, values).fetchall())
+        return [_decode(row[0]) for row in rows[:limit]], len(rows) > limit
+
+    async def forget_before(self, created: int) -> None:
+        """Those that ended and are older."""
+        query = "DELETE FROM batches WHERE NOT is_open AND created < ?"
+        await self._database.run(lambda c: c.execute(query, (created,)))
+
+    # --- lines ------------------------------------------------------------------------------------
+    async def begin_lines(self, batch_id: str) -> None:
+        """There are none yet, whatever was there of a validation that did not end."""
+        query = "DELETE FROM lines WHERE batch = ?"
+        await self._database.run(lambda c: c.execute(query, (batch_id,)))
+
+    async def add_lines(self, batch_id: str, lines: Sequence[Line]) -> None:
+        """Lines that wait."""
+        query = "INSERT INTO lines (batch, number, start, length, custom_id) VALUES (?, ?, ?, ?, ?)"
+        rows = [(batch_id, each.number, each.start, each.length, each.custom_id) for each in lines]
+        await self._database.run(lambda c: c.executemany(query, rows))
+
+    async def waiting(self, batch_id: str, after: int, limit: int) -> list[Line]:
+        """Those that wait, from the line after `after`."""
+        query = (
+            "SELECT number, start, length, custom_id, losses FROM lines WHERE batch = ? AND"
+            " state = 0 AND number > ? ORDER BY number LIMIT ?"
+        )
+        rows = await self._database.run(
+            lambda c: c.execute(query, (batch_id, after, limit)).fetchall()
+        )
+        return [Line(*row) for row in rows]
+
+    async def add_answers(self, answers: Iterable[tuple[str, int, LineState, bytes]]) -> None:
+        """(batch, line, how it ended, its line of the output). A line that has one keeps it."""
+        query = (
+            "UPDATE lines SET state = ?, answer = ? WHERE batch = ? AND number = ? AND state = 0"
+        )
+        rows = [(int(state), answer, batch, line) for batch, line, state, answer in answers]
+        await self._database.run(lambda c: c.executemany(query, rows))
+
+    async def count_loss(self, batch_id: str, number: int) -> None:
+        """The engine died while this line was answered."""
+        query = "UPDATE lines SET losses = losses + 1 WHERE batch = ? AND number = ?"
+        await self._database.run(lambda c: c.execute(query, (batch_id, number)))
+
+    async def answers(
+        self, batch_id: str, state: LineState, after: int, limit: int
+    ) -> list[tuple[int, bytes]]:
+        """(line, its line of the output), in their order."""
+        query = (
+            "SELECT number, answer FROM lines WHERE batch = ? AND state = ? AND number > ?"
+            " ORDER BY number LIMIT ?"
+        )
+        values = (batch_id, int(state), after, limit)
+        return await self._database.run(lambda c: c.execute(query, values).fetchall())
+
+
+def save(connection: sqlite3.Connection, batch: Batch) -> None:
+    """Writes the batch; one that has ended loses its lines, which stand in its files."""
+    connection.execute(
+        "INSERT INTO batches (id, owner, created, is_open, record) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT (id) DO UPDATE SET is_open = excluded.is_open, record = excluded.record",
+        (batch.id, batch.owner, batch.created_at, batch.is_open, _encode(batch)),
+    )
+    if not batch.is_open:
+        connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+
+
+def _count(connection: sqlite3.Connection, batch_id: str, state: LineState) -> int:
+    query = "SELECT count(*) FROM lines WHERE batch = ? AND state = ?"
+    (found,) = connection.execute(query, (batch_id, int(state))).fetchone()
+    return int(found)

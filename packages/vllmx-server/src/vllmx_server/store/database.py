@@ -1,0 +1,117 @@
+"""SQLite on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from vllmx_core.errors import ConfigError, VllmxError
+from vllmx_core.private_traceback import private_traceback
+
+from vllmx_server.store.folder import TEMPORARY
+
+T = TypeVar("T")
+logger = logging.getLogger("vllmx.server")
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE files (
+    id TEXT PRIMARY KEY, owner TEXT, name TEXT, purpose TEXT, bytes INTEGER, created INTEGER,
+    expires INTEGER
+);
+CREATE INDEX files_of ON files (owner);
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY, owner TEXT, created INTEGER, is_open INTEGER, record BLOB
+);
+CREATE INDEX batches_of ON batches (owner);
+CREATE TABLE lines (
+    batch TEXT, number INTEGER, start INTEGER, length INTEGER, custom_id TEXT,
+    state INTEGER DEFAULT 0, losses INTEGER DEFAULT 0, answer BLOB,
+    PRIMARY KEY (batch, number)
+) WITHOUT ROWID;
+CREATE INDEX pending ON lines (batch, state, number);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT, created INTEGER, expires INTEGER, is_open INTEGER,
+    bytes INTEGER, record BLOB
+);
+CREATE INDEX responses_of ON responses (owner);
+"""
+
+
+class StorageError(VllmxError):
+    """What should be kept cannot be written or read: a full disk, say."""
+
+    http_status = 503
+    code = "storage_unavailable"
+
+
+class Database:
+    """One connection, opened at first use, and one thread for it.
+
+    Args:
+        path: of the file, or `TEMPORARY`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1, "vllmx-store")
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """What `work` makes of the connection, on the thread: all of its changes are kept, or none.
+        Raises StorageError, and what `work` raises of vllmx's errors."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._work, work)
+
+    @property
+    def is_open(self) -> bool:
+        """Something was asked of it."""
+        return self._connection is not None
+
+    def close(self) -> None:
+        """Waits for what is under way. May be called twice."""
+        if self._connection is not None:
+            self._thread.submit(self._connection.close).result()
+            self._connection = None
+        self._thread.shutdown()
+
+    def _work(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            if self._connection is None:
+                self._connection = _open(self._path)
+            connection = self._connection
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                found = work(connection)
+                connection.execute("COMMIT")
+                return found
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+        except (sqlite3.Error, OSError) as error:
+            logger.error("the store failed\n%s", private_traceback(error))
+            raise StorageError(
+                "what this request needs cannot be kept or read just now: the server's log says why"
+            ) from None
+
+
+def _open(path: str) -> sqlite3.Connection:
+    if path != TEMPORARY:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+    elif version != VERSION:
+        connection.close()
+        raise ConfigError(
+            f"{path} was written by another version of vllmx (its form is {version}, this one"
+            f" writes {VERSION}): give another --data-dir",
+            param="data_dir",
+        )
+    return connection

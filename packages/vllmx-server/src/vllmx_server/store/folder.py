@@ -1,0 +1,85 @@
+"""The folder of `--data-dir`, which one server has at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from vllmx_core.errors import ConfigError
+
+TEMPORARY = ""
+"""SQLite's name for a database on disk that has no name and goes with its connection."""
+
+
+class Folder:
+    """Where things are kept. Without a path the database has no name on the disk, and files are in
+    a temporary folder that is made when it is needed: nothing outlives the server then.
+
+    Raises ConfigError where the folder cannot be used, or another server uses it.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path).expanduser()
+        self._temporary: Path | None = None
+        self._lock: int | None = None
+        if self._path is not None:
+            self._lock = _locked(self._path)
+
+    @property
+    def outlives(self) -> bool:
+        """What is kept is found again by the next server."""
+        return self._path is not None
+
+    @property
+    def database(self) -> str:
+        """The path of the database as sqlite3 takes it."""
+        return TEMPORARY if self._path is None else str(self._path / "vllmx.sqlite3")
+
+    def files(self) -> Path:
+        """The folder of the files, made when it is not there."""
+        base = self._path
+        if base is None:
+            if self._temporary is None:
+                self._temporary = Path(tempfile.mkdtemp(prefix="vllmx-"))
+            base = self._temporary
+        found = base / "files"
+        found.mkdir(mode=0o700, exist_ok=True)
+        return found
+
+    def close(self) -> None:
+        """Lets the next server in. May be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+
+def _locked(path: Path) -> int:
+    """The descriptor that holds the lock: the system lets go of it when the process ends, however
+    that is."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--data-dir {path} cannot be used ({error.strerror}): name a folder that vllmx may"
+            " write to",
+            param="data_dir",
+        ) from None
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(found)
+            raise ConfigError(
+                f"--data-dir {path} is used by another server: give each one of its own",
+                param="data_dir",
+            ) from None
+    return found

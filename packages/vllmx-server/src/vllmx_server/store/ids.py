@@ -1,0 +1,16 @@
+"""Names and times of what is kept."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+
+def new_id(prefix: str) -> str:
+    """Not to be guessed: 128 bits."""
+    return prefix + secrets.token_hex(16)
+
+
+def now() -> int:
+    """Seconds since 1970, as OpenAI's API counts."""
+    return int(time.time())

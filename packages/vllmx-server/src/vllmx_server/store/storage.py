@@ -1,0 +1,40 @@
+"""All that is kept, opened together."""
+
+from __future__ import annotations
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.store.batches import Batches
+from vllmx_server.store.database import Database
+from vllmx_server.store.files import Files
+from vllmx_server.store.folder import Folder
+from vllmx_server.store.ids import now
+from vllmx_server.store.responses import Responses
+
+_DAY_S = 86400
+
+
+class Storage:
+    """Files, batches and responses over one database.
+
+    Raises ConfigError where the folder cannot be used.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.lifetime_s = round(config.max_stored_days * _DAY_S)
+        self.folder = Folder(config.data_dir)
+        self.database = Database(self.folder.database)
+        self.files = Files(self.database, self.folder, config.max_stored_bytes, self.lifetime_s)
+        self.batches = Batches(self.database)
+        self.responses = Responses(self.database, config.max_stored_bytes, self.lifetime_s)
+
+    async def clean(self) -> None:
+        """Forgets what is too old."""
+        await self.files.clean()
+        await self.responses.clean()
+        await self.batches.forget_before(now() - self.lifetime_s)
+
+    def close(self) -> None:
+        """Waits for what is under way. May be called twice."""
+        self.files.close()
+        self.database.close()
+        self.folder.close()

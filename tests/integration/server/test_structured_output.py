@@ -1,0 +1,170 @@
+"""Structured output over HTTP: real answers, hostile grammars, and a process that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from .conftest import RunningServer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "grün", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+QUESTION = [{"role": "user", "content": "Describe a person."}]
+
+
+def chat(server: RunningServer, **fields: Any) -> httpx.Response:
+    return server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 120, **fields})
+
+
+def texts(response: httpx.Response) -> list[str]:
+    """Of choices that ended by themselves."""
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    return [choice["message"]["content"] for choice in choices]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "json_schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
+    },
+    "structured_outputs": {"structured_outputs": {"json": PERSON}},
+    "schema as text": {"structured_outputs": {"json": json.dumps(PERSON)}},
+    "guided_json": {"guided_json": PERSON},
+    "llama.cpp": {"json_schema": PERSON},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_follows_its_schema(way: str, server: RunningServer) -> None:
+    for text in texts(chat(server, n=3, seed=4, **WAYS[way])):
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}-[0-9]{4}"}, "[0-9]{3}-[0-9]{4}"),
+        ({"structured_outputs": {"choice": ["yes", "nö"]}}, "yes|nö"),
+        ({"guided_choice": ["left", "right"], "min_tokens": 30}, "left|right"),
+        ({"guided_grammar": 'start: "a"~3 "b"'}, "aaab"),
+        ({"grammar": 'root ::= "x" [0-9]{2,4} "y"'}, "x[0-9]{2,4}y"),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {"type": "regex", "pattern": "[ab]{4}"},
+                }
+            },
+            "[ab]{4}",
+        ),
+        ({"guided_regex": "[a-z]{9}", "stop": ["a"], "logprobs": True}, "[b-z]{0,9}"),
+    ],
+)
+def test_other_forms(fields: dict[str, Any], pattern: str, server: RunningServer) -> None:
+    for text in texts(chat(server, n=2, seed=1, **fields)):
+        assert re.fullmatch(pattern, text)
+
+
+def test_streams_and_text_completions(server: RunningServer) -> None:
+    body = {
+        "messages": QUESTION,
+        "max_tokens": 120,
+        "stream": True,
+        "seed": 3,
+        **WAYS["guided_json"],
+    }
+    answer = server.post("/v1/chat/completions", body)
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:7] == "data: {"]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    jsonschema.validate(json.loads(text), PERSON)
+    body = {"prompt": ["A", "B"], "max_tokens": 9, "guided_regex": "[a-z]{4}"}
+    choices = server.post("/v1/completions", body).json()["choices"]
+    assert all(re.fullmatch("[a-z]{4}", choice["text"]) for choice in choices)
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "contradictory bounds": {"json": {"type": "integer", "minimum": 9, "maximum": 3}},
+    "5,000 optional properties": {
+        "json": {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "integer"} for i in range(5000)},
+        }
+    },
+    "a loop of references": {"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+    "a reference that leads out": {"json": {"$ref": "http://127.0.0.1:1/schema.json"}},
+    "deep nesting": {"json": _deep(60)},
+    "nesting that is deeper still": {"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000},
+    "megabytes of choices": {"choice": ["x" * 500] * 4000},
+    "too many choices": {"choice": [str(i) for i in range(50_000)]},
+    "an exploding pattern": {"regex": "((a{0,1000}){0,1000}){0,1000}b"},
+    "nested repetitions": {"json": {"type": "string", "pattern": "^(((x{1,99}){1,99}){1,99})*y$"}},
+    "a rule without an end": {"grammar": "start: start start | start"},
+    "no regular expression": {"regex": "((("},
+}
+
+
+def test_hostile_grammars_hurt_nobody(server: RunningServer) -> None:
+    """Each is refused within 3 s, or cut by its length, while another client's stream goes on."""
+    arrivals: list[float] = []
+    done = threading.Event()
+
+    def read_streams() -> None:
+        body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        while not done.is_set():
+            with httpx.stream(
+                "POST", server.url + "/v1/completions", json=body, timeout=60
+            ) as stream:
+                for line in stream.iter_lines():
+                    if line.startswith("data: {"):
+                        arrivals.append(time.monotonic())
+
+    reader = threading.Thread(target=read_streams)
+    reader.start()
+    try:
+        for name, form in HOSTILE.items():
+            before, started = len(arrivals), time.monotonic()
+            answer = chat(server, structured_outputs=form, stream=True, max_tokens=8)
+            seconds = time.monotonic() - started
+            assert answer.status_code in (200, 400), f"{name}: {answer.text[:500]}"
+            if answer.status_code == 400:
+                assert answer.json()["error"]["param"], name
+            else:
+                assert '"finish_reason":"' in answer.text, name
+                assert answer.text.rstrip().endswith("[DONE]"), name
+            assert seconds < 10, name  # 3 s on a machine that does nothing else
+            assert seconds < 1 or len(arrivals) > before, name
+    finally:
+        done.set()
+        reader.join()
+    assert texts(chat(server, guided_regex="fine")) == ["fine"]
+
+
+def test_the_process_that_checks_grammars_may_die(server: RunningServer) -> None:
+    assert texts(chat(server, guided_regex="before")) == ["before"]
+    os.kill(server.child_pid("vllmx_engine.grammars"), signal.SIGKILL)
+    assert texts(chat(server, guided_regex="afterwards")) == ["afterwards"]

@@ -1,0 +1,250 @@
+"""Tool calls and thoughts of the real model, as the official openai client reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from .conftest import RunningServer
+
+WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+SUM = [{"role": "user", "content": "What is 3 plus 4? /think"}]
+THOUGHTS = "The user asks for 3 + 4. 3 + 4 = 7."
+
+
+def tool(name: str, **parameters: str) -> dict[str, Any]:
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("get_weather", city="string"), tool("add", a="integer", b="integer")]
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    return client.chat.completions.create(model="demo", messages=messages, temperature=0, **options)
+
+
+def test_a_call_and_its_answer(client: openai.OpenAI) -> None:
+    answer = ask(client, WEATHER, tools=TOOLS)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.id.startswith("call_")
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "get_weather",
+        {"city": "Paris"},
+    )
+    result = {"temperature": 21, "sky": "sunny"}
+    turns = [
+        *WEATHER,
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)},
+    ]
+    last = ask(client, turns, tools=TOOLS).choices[0]
+    assert last.finish_reason == "stop"
+    assert "21" in last.message.content
+    assert last.message.tool_calls is None
+
+
+def test_a_streamed_call(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, WEATHER, tools=TOOLS, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert calls[0].function.name == "get_weather"
+    assert calls[0].id.startswith("call_")
+    assert calls[0].type == "function"
+    assert all(call.index == 0 for call in calls)
+    assert all(call.id is None and call.function.name is None for call in calls[1:])
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Paris"}
+    assert len(calls) > 2  # in pieces
+    assert "".join(delta.content or "" for delta in deltas) == ""
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [
+        "tool_calls"
+    ]
+
+
+def test_each_choice_has_its_own_calls(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "n": 3, "max_tokens": 120}
+    hello = [{"role": "user", "content": "Hello!"}]
+    seeded = {"temperature": 1.0, "seed": 5}
+    request = {"model": "demo", "messages": hello, **options, **seeded}
+    whole = client.chat.completions.create(**request)
+    streamed: dict[int, dict[int, list[str]]] = {0: {}, 1: {}, 2: {}}
+    for chunk in client.chat.completions.create(**request, stream=True):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                pieces = streamed[choice.index].setdefault(call.index, [])
+                pieces.append(call.function.arguments)
+    for choice in whole.choices:
+        written = [call.function.arguments for call in choice.message.tool_calls or ()]
+        pieces = streamed[choice.index]
+        assert ["".join(pieces[index]) for index in sorted(pieces)] == written
+
+
+def test_the_clients_own_gatherer(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="demo", messages=WEATHER, tools=TOOLS, temperature=0
+    ) as stream:
+        final = stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+def test_thoughts(client: openai.OpenAI) -> None:
+    answer = ask(client, SUM)
+    message = answer.choices[0].message
+    assert message.content == "3 plus 4 is 7."
+    assert message.reasoning_content == message.reasoning == THOUGHTS
+    tokens = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 10 < tokens < answer.usage.completion_tokens
+    chunks = list(ask(client, SUM, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == THOUGHTS
+    details = chunks[-1].usage.completion_tokens_details
+    assert details.reasoning_tokens == tokens
+
+
+def test_thoughts_left_out(client: openai.OpenAI) -> None:
+    hidden = {"include_reasoning": False}
+    message = ask(client, SUM, extra_body=hidden).choices[0].message
+    assert message.content == "3 plus 4 is 7."
+    assert "reasoning" not in message.model_extra
+    chunks = ask(client, SUM, stream=True, extra_body=hidden)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert not any(delta.model_extra for delta in deltas)
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_thoughts_of_which_the_budget_leaves_a_part(client: openai.OpenAI) -> None:
+    answer = ask(client, SUM, max_tokens=8)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "length"
+    assert message.content == ""
+    assert THOUGHTS.startswith(message.reasoning)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 8
+
+
+@pytest.mark.parametrize("budget", [0, 1, 6, 500])
+def test_a_budget_for_thoughts(client: openai.OpenAI, budget: int) -> None:
+    """Their end is forced, and the answer goes on; the markers are counted with the thoughts."""
+    answer = ask(client, SUM, extra_body={"thinking_token_budget": budget})
+    message, finish = answer.choices[0].message, answer.choices[0].finish_reason
+    tokens = answer.usage.completion_tokens_details.reasoning_tokens
+    assert finish == "stop"
+    assert message.content
+    assert THOUGHTS.startswith(message.reasoning or "")
+    if budget == 500:
+        assert message.reasoning == THOUGHTS
+    else:
+        assert tokens == budget + 2
+        whole = ask(client, SUM, extra_body={"thinking_token_budget": budget}, stream=True)
+        deltas = [chunk.choices[0].delta for chunk in whole]
+        assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_a_budget_goes_with_a_form_of_the_answer(client: openai.OpenAI) -> None:
+    number = {"type": "integer"}
+    schema = {"type": "object", "properties": {"sum": number}, "required": ["sum"]}
+    schema["additionalProperties"] = False
+    thinks = {"enable_thinking": True}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    extra = {"thinking_token_budget": 4, "chat_template_kwargs": thinks}
+    answer = ask(client, SUM, response_format=form, max_tokens=60, extra_body=extra).choices[0]
+    assert isinstance(json.loads(answer.message.content)["sum"], int)
+
+
+def test_reading_goes_with_logprobs_and_token_ids(client: openai.OpenAI) -> None:
+    options = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+    whole = ask(client, SUM, **options).choices[0]
+    chunks = list(ask(client, SUM, stream=True, **options))
+    ids = [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", None) or ()]
+    assert ids == whole.token_ids
+    logprobs = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert [row.token for each in logprobs for row in each.content] == [
+        row.token for row in whole.logprobs.content
+    ]
+
+
+def test_none_hides_the_tools(client: openai.OpenAI) -> None:
+    plain = ask(client, WEATHER).choices[0].message.content
+    assert ask(client, WEATHER, tools=TOOLS, tool_choice="none").choices[0].message.content == plain
+
+
+def test_a_call_that_must_come(client: openai.OpenAI) -> None:
+    """Of a model that would rather talk."""
+    hello = [{"role": "user", "content": "Hello!"}]
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, names in (("required", ("get_weather", "add")), (named, ("add",))):
+        answer = ask(client, hello, tools=TOOLS, tool_choice=choice, max_tokens=200).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        for call in answer.message.tool_calls:
+            assert call.function.name in names
+            kinds = {key: type(v) for key, v in json.loads(call.function.arguments).items()}
+            assert kinds == ({"a": int, "b": int} if call.function.name == "add" else {"city": str})
+    assert len(answer.message.tool_calls) == 1
+    chunks = ask(client, hello, tools=TOOLS, tool_choice=named, max_tokens=200, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert calls[0].function.name == "add"
+    written = "".join(call.function.arguments for call in calls)
+    assert written == answer.message.tool_calls[0].function.arguments
+
+
+def test_strict_tools_in_a_free_answer(client: openai.OpenAI) -> None:
+    strict = json.loads(json.dumps(TOOLS))
+    for each in strict:
+        each["function"]["strict"] = True
+    strict[0]["function"]["parameters"]["properties"]["city"] = {"enum": ["Oslo", "Rome"]}
+    (call,) = ask(client, WEATHER, tools=strict).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    hello = [{"role": "user", "content": "Hello!"}]
+    assert ask(client, hello, tools=strict).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool_choice": "required"}, "there are no tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "none of the tools",
+        ),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice is 'any'"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "given twice"),
+        ({"tools": [tool("a b")]}, "a name has 1 to 128"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "another form",
+        ),
+        (
+            {"tools": [tool("f", a="nonsense")], "tool_choice": "required"},
+            "",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_refused(
+    client: openai.OpenAI, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, WEATHER, **options)
+    assert message in str(caught.value)

@@ -1,0 +1,37 @@
+"""`vllmx models` lists what the installed plugins provide."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from vllmx.cli.models import models
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_json_names_files_and_plugin() -> None:
+    rows = json.loads(CliRunner().invoke(models, ["--json"]).output)
+    (llama,) = (row for row in rows if row["model_type"] == "llama")
+    assert "LlamaForCausalLM" in llama["architectures"]
+    assert "llama" in llama["gguf"]
+    assert llama["plugin"].startswith("vllmx-models")
+    assert len(rows) >= 30
+
+
+def test_a_line_for_each() -> None:
+    rows = json.loads(CliRunner().invoke(models, ["--json"]).output)
+    lines = CliRunner().invoke(models, []).output.splitlines()
+    assert len(lines) == len(rows) + 1
+    assert lines[0].split() == ["MODEL", "TYPE", "ARCHITECTURE", "GGUF", "FROM"]
+    assert any(line.startswith("qwen3_moe ") and " qwen3moe " in line for line in lines)
+
+
+def test_the_page_is_that_of_the_code() -> None:
+    if not DOCS.exists():
+        pytest.skip("without the repository there are no docs")
+    lister = runpy.run_path(str(DOCS / "list_models.py"))
+    assert (DOCS / "models.md").read_text() == lister["page"](), "run: python docs/list_models.py"

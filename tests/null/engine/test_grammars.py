@@ -1,0 +1,359 @@
+"""Rows that follow grammars: in any batch, preempted, late, beside plain ones."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models
+from vllmx_core.config import EngineConfig
+from vllmx_core.sampling import SamplingParams
+from vllmx_core.testing.fake import FakeLoadedModel, FakeRules
+from vllmx_engine.core import commit, grammar_row
+from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.grammar.translate import translate
+from vllmx_engine.wire.grammars import Grammar, GrammarSpec, Vocabulary
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, Follower, choices_of, pack_ids
+
+EOS = 7
+LETTERS = '0123456-abcdefghijklmnopqrstuvwxyz{}:, "ABCDE'
+TOKENS = [letter.encode() for letter in LETTERS]
+TOKENS[EOS:EOS] = [b"</s>"]
+VOCAB_SIZE = len(TOKENS)
+RULES = FakeRules(vocab_size=VOCAB_SIZE)
+
+
+def vocabulary() -> Vocabulary:
+    """A token for each letter."""
+    ids = {token.decode(): number for number, token in enumerate(TOKENS)}
+    backend = tokenizers.Tokenizer(models.BPE(ids, []))
+    return Vocabulary(tokens=TOKENS, special_ids=[EOS], eos_ids=[EOS], tokenizer=backend.to_str())
+
+
+def regex(pattern: str, after_ids: tuple[int, ...] = ()) -> Grammar:
+    return Grammar(translate(GrammarSpec(kind="regex", text=pattern)), after_ids)
+
+
+def text_of(ids: list[int]) -> str:
+    return b"".join(TOKENS[token] for token in ids if token != EOS).decode()
+
+
+class Driver:
+    """A core over the fake model, and what it said."""
+
+    def __init__(self, *, rules: FakeRules = RULES, blocks: int = 64, **config: Any) -> None:
+        self.model = FakeLoadedModel(
+            rules, num_blocks=blocks, block_size=4, max_tokens=32, max_logit_rows=32
+        )
+        self.core = EngineCore(
+            self.model,
+            EngineConfig(**{"max_num_seqs": 8} | config),
+            max_model_len=64,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.core.set_vocabulary(vocabulary())
+        self.ids: dict[str, list[int]] = defaultdict(list)
+        self.last: dict[str, CoreOutput] = {}
+        self.longest = 0
+        """Most tokens in one output."""
+
+    def request(self, name: str, grammar: Grammar | None, **fields: Any) -> CoreRequest:
+        params = {"temperature": 1.0, "max_tokens": 24} | fields.pop("params", {})
+        return CoreRequest(
+            request_id=name,
+            prompt=pack_ids(fields.pop("prompt", [1, 2, 3])),
+            params=SamplingParams(**params),
+            max_tokens=params["max_tokens"],
+            seed=fields.pop("seed", 5),
+            stop_ids=fields.pop("stop_ids", [EOS]),
+            grammar=grammar,
+            **fields,
+        )
+
+    def add(self, name: str, grammar: Grammar | None, **fields: Any) -> None:
+        self.core.add(self.request(name, grammar, **fields))
+
+    def step(self) -> None:
+        for output in self.core.step():
+            self.ids[output.request_id] += output.ids
+            self.longest = max(self.longest, len(output.ids))
+            if output.logprobs is not None:
+                assert len(output.logprobs) == len(output.ids)
+            self.last[output.request_id] = output
+
+    def run(self, most_steps: int = 20_000) -> None:
+        for _ in range(most_steps):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("it does not end")
+
+    def text(self, name: str) -> str:
+        assert self.last[name].finish_reason == "stop", self.last[name]
+        return text_of(self.ids[name])
+
+
+PATTERNS = [
+    "[a-f]{3}-[0-4]{2}",
+    "(yes|no|maybe) [0-6]",
+    '\\{"a": [0-6]{1,3}\\}',
+    "x{0,5}y",
+    "[a-z ]{5,9}",
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_row_of_a_batch_follows_its_grammar(overlap: bool) -> None:
+    driver = Driver(async_scheduling=overlap)
+    for number in range(20):
+        driver.add(f"g{number}", regex(PATTERNS[number % 5]), seed=number, prompt=[number, 3])
+        driver.add(f"p{number}", None, seed=number, prompt=[number, 3])
+    driver.run()
+    for number in range(20):
+        assert re.fullmatch(PATTERNS[number % 5], driver.text(f"g{number}"))
+    alone = Driver(async_scheduling=overlap)
+    for number in range(20):
+        alone.add(f"p{number}", None, seed=number, prompt=[number, 3])
+    alone.run()
+    assert {name: driver.ids[name] for name in alone.ids} == alone.ids
+
+
+def test_answers_do_not_depend_on_preemption_or_overlap() -> None:
+    found = []
+    for blocks, overlap in ((64, True), (64, False), (14, True), (14, False)):
+        driver = Driver(blocks=blocks, async_scheduling=overlap)
+        for number in range(8):
+            driver.add(f"g{number}", regex("([a-z]{4}-){3,4}"), seed=number, prompt=list(range(9)))
+        driver.run()
+        assert (driver.core.stats().num_preemptions > 0) == (blocks == 14)
+        found.append(dict(driver.ids))
+        for number in range(8):
+            assert re.fullmatch("([a-z]{4}-){3,4}", driver.text(f"g{number}"))
+    assert found[1:] == found[:1] * 3
+
+
+def test_steps_without_grammars_are_launched_whole() -> None:
+    driver = Driver()
+    for number in range(4):
+        driver.add(f"p{number}", None)
+    driver.run()
+    assert driver.model.num_forwards == 0
+    driver.add("g", regex("[a-z]{6}"))
+    driver.run()
+    assert driver.model.num_forwards > 0
+
+
+def test_a_grammar_that_can_only_end_ends_without_an_end_of_sequence() -> None:
+    """So it does whatever `min_tokens` says, and where the model has no such token."""
+    driver = Driver()
+    driver.add("short", regex("abc"), params={"min_tokens": 20})
+    driver.add("endless", regex("abc"), stop_ids=[])
+    driver.add("empty", regex("a?"), params={"min_tokens": 20}, seed=1)
+    driver.run()
+    assert [driver.text(name) for name in ("short", "endless")] == ["abc", "abc"]
+    assert driver.last["short"].stop_id is None
+    assert driver.text("empty") == "a"  # not at once, because it may go on
+
+
+def test_min_tokens_hold_where_the_grammar_may_go_on() -> None:
+    driver = Driver()
+    for number in range(8):
+        driver.add(f"g{number}", regex("[a-z]+"), params={"min_tokens": 6}, seed=number)
+    driver.run()
+    assert all(len(ids) >= 6 for ids in driver.ids.values())
+
+
+def test_a_grammar_begins_behind_given_ids() -> None:
+    marker = (9, 10)
+    rules = FakeRules(vocab_size=VOCAB_SIZE)
+    driver = Driver(rules=rules)
+    for number in range(6):
+        driver.add(f"g{number}", regex("[0-6]{4}", marker), seed=number, params={"max_tokens": 50},
+                   stop_ids=[])  # fmt: skip
+    driver.add("now", regex("[0-6]{4}", (LETTERS.index("a") + 1,)), params={
+        "allowed_token_ids": (LETTERS.index("a") + 1, 0, 1), "max_tokens": 50,
+    })  # fmt: skip
+    driver.run()
+    for number in range(6):
+        ids = driver.ids[f"g{number}"]
+        found = [i for i in range(1, len(ids)) if (ids[i - 1], ids[i]) == marker]
+        if found:
+            assert re.fullmatch("[0-6]{0,4}", text_of(ids[found[0] + 1 :]))
+        else:
+            assert driver.last[f"g{number}"].finish_reason == "length"
+    answer = driver.text("now")
+    assert re.fullmatch("[01]*a[01]{4}", answer)
+
+
+def test_choices_of_one_call_are_rows_of_their_own() -> None:
+    driver = Driver()
+    leader = driver.request("0", regex("[a-z]{5}-"), prompt=list(range(12)))
+    for request in choices_of(leader, [Follower(str(i), i) for i in range(1, 6)]):
+        driver.core.add(request)
+    driver.run()
+    texts = {driver.text(str(i)) for i in range(6)}
+    assert len(texts) > 1
+    assert all(re.fullmatch("[a-z]{5}-", text) for text in texts)
+
+
+def test_allowed_tokens_and_grammars_hold_together() -> None:
+    driver = Driver()
+    digits = tuple(LETTERS.index(letter) for letter in "01")
+    driver.add("both", regex("[0-6]{5}"), params={"allowed_token_ids": digits})
+    driver.add("neither", regex("[a-z]{5}"), params={"allowed_token_ids": digits})
+    driver.add("plain", None)
+    driver.run()
+    assert re.fullmatch("[01]{5}", driver.text("both"))
+    failed = driver.last["neither"]
+    assert (failed.finish_reason, failed.error_code) == ("error", "invalid_grammar")
+    assert driver.last["plain"].finish_reason == "length"
+
+
+def test_logprobs_and_penalties_come_along() -> None:
+    driver = Driver()
+    driver.add("g", regex("[a-z]{5}"), params={"logprobs": 2, "presence_penalty": 0.5})
+    driver.run()
+    assert re.fullmatch("[a-z]{5}", driver.text("g"))
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
+    driver = Driver()
+    driver.add("bad", Grammar("start: nobody"))
+    driver.add("plain", None)
+    driver.add("good", regex("abc"))
+    driver.run()
+    assert driver.last["bad"].error_code == "invalid_grammar"
+    assert driver.text("good") == "abc"
+    assert driver.last["plain"].finish_reason == "length"
+
+
+def test_a_request_may_leave_while_its_grammar_is_compiled() -> None:
+    driver = Driver()
+    driver.add("gone", regex("[a-z]{20}"))
+    assert driver.core.stats().num_waiting == 1
+    driver.core.abort(["gone"])
+    assert not driver.core.has_work
+    driver.add("next", regex("abc"))
+    driver.run()
+    assert driver.text("next") == "abc"
+    assert "gone" not in driver.last
+
+
+def test_a_core_without_a_vocabulary_says_so() -> None:
+    driver = Driver()
+    core = EngineCore(driver.model, EngineConfig(), max_model_len=64, vocab_size=VOCAB_SIZE)
+    core.add(driver.request("g", regex("abc")))
+    (output,) = core.step()
+    assert output.error_code == "invalid_grammar"
+
+
+LITERALS = [
+    '\\{"name": "[a-z]{2,4}", "age": [0-6]{2}, "done": (a|b)\\}',
+    "(hello hello hello|help me if you can) [a-z]{3} the end of all",
+    "abcdefgh",
+    "[a-z]{3}(-abcdefg-[0-4]){3}",
+]
+
+
+def forced_answers(**options: Any) -> tuple[dict[str, list[int]], int, int]:
+    """Ids of many rows, most tokens in one output, and the steps that it took."""
+    driver = Driver(**options)
+    for number in range(12):
+        prompt = list(range(1 + number % 9))
+        driver.add(f"g{number}", regex(LITERALS[number % 4]), seed=number, prompt=prompt,
+                   params={"max_tokens": 14 if number == 9 else 50})  # fmt: skip
+        driver.add(f"p{number}", None, seed=number, prompt=prompt, params={"max_tokens": 6})
+    driver.run()
+    for number in range(12):
+        if number != 9:
+            assert re.fullmatch(LITERALS[number % 4], driver.text(f"g{number}"))
+    assert len(driver.ids["g9"]) == 14
+    return dict(driver.ids), driver.longest, driver.core.stats().num_steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": False},
+        {"blocks": 24},
+        {"blocks": 24, "async_scheduling": False},
+        {"max_num_batched_tokens": 8},
+        {"rules": FakeRules(vocab_size=VOCAB_SIZE, windows=(None, 8))},
+        {"rules": FakeRules(vocab_size=VOCAB_SIZE, windows=(6,)), "blocks": 30},
+    ],
+    ids=str,
+)
+def test_forced_tokens_are_computed_at_once_and_change_no_answer(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, longest, num_steps = forced_answers(**options)
+    assert longest > 6
+    monkeypatch.setattr(commit, "MIN_FORCED_TOKENS", 1 << 20)
+    one_by_one, longest, more_steps = forced_answers(**options)
+    assert longest == 1
+    assert found == one_by_one
+    assert num_steps < more_steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": False},
+        {"blocks": 24},
+        {"max_num_batched_tokens": 8},
+        {"rules": FakeRules(vocab_size=VOCAB_SIZE, windows=(None, 8))},
+    ],
+    ids=str,
+)
+def test_slow_masks_are_made_between_steps_and_change_no_answer(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _, _ = forced_answers(**options)
+    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0)
+    slowly, longest, _ = forced_answers(**options)
+    assert longest == 1
+    assert slowly == found
+
+
+def test_rows_do_not_wait_for_the_mask_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = threading.Event()
+    make = GrammarRow._make_mask
+
+    def make_late(row: GrammarRow) -> Any:
+        assert made.wait(60)
+        return make(row)
+
+    monkeypatch.setattr(GrammarRow, "_make_mask", make_late)
+    monkeypatch.setattr(grammar_row, "SLOW_S", -1.0)
+    driver = Driver()
+    driver.add("slow", regex("[a-z]{9}"))
+    while not driver.ids["slow"]:
+        driver.step()
+    for number in range(3):
+        driver.add(f"plain{number}", None, seed=number)
+    for _ in range(100):
+        driver.step()
+    assert len(driver.ids["slow"]) == 1
+    assert all(driver.last[f"plain{number}"].finish_reason for number in range(3))
+    assert driver.core.has_work
+    made.set()
+    driver.run()
+    assert re.fullmatch("[a-z]{9}", driver.text("slow"))
+
+
+def test_log_probabilities_and_stop_ids_keep_their_tokens() -> None:
+    driver = Driver()
+    letter = LETTERS.index("d") + 1
+    driver.add("logprobs", regex("abcdef"), params={"logprobs": 1})
+    driver.add("stop", regex("abcdef"), stop_ids=[EOS, letter])
+    driver.run()
+    assert driver.text("logprobs") == "abcdef"
+    assert driver.text("stop") == "abcd"
+    assert driver.last["stop"].stop_id == letter

@@ -1,0 +1,128 @@
+"""Formats derived from real chat templates, beside the recorded ones of their families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllmx_core.output_format import Calls, OutputFormat
+from vllmx_core.registry import load_registry
+from vllmx_engine.client.answers import ReadAnswer
+from vllmx_engine.formats.answer_reader import AnswerReader, ReadOptions
+from vllmx_engine.formats.choice import find_format
+from vllmx_engine.formats.derive import derive_calls, derive_thinking
+from vllmx_engine.formats.renderings import NotDerivedError
+from vllmx_engine.formats.writer import WrittenCall, write_calls
+from vllmx_engine.text.chat_template import ChatTemplate
+from vllmx_models import output_formats
+
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+RECORDED = {
+    "apertus": output_formats.APERTUS,
+    "deepseek-r1-distill": output_formats.DEEPSEEK_V3,
+    "deepseek-v3.1": output_formats.DEEPSEEK_V31,
+    "deepseek-v3.2": output_formats.DEEPSEEK_V32,
+    "glm-4.6": output_formats.GLM,
+    "glm-4.7": output_formats.GLM47,
+    "ministral-3": output_formats.MISTRAL,
+    "mistral-nemo": output_formats.MISTRAL_LIST,
+    "mistral-small-3.2": output_formats.MISTRAL_IDS,
+    "qwen2.5": output_formats.HERMES,
+    "qwen3": output_formats.HERMES,
+    "qwen3-coder": output_formats.QWEN3_CODER,
+    "qwen3.5": output_formats.QWEN3_CODER,
+}
+SPECIAL = {"bos_token": "<s>", "eos_token": "<｜end▁of▁sentence｜>"}
+CALLS = [
+    WrittenCall("find", {"what": 'a "b"\n</c>', "where": "北京"}, "abcdef001"),
+    WrittenCall("count", {"n": 3, "of": [{"x": None}, True]}, "abcdef002"),
+    WrittenCall("now", {}, "abcdef003"),
+]
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "find": {"properties": {"what": {"type": "string"}, "where": {"type": "string"}}},
+    "count": {"properties": {"n": {"type": "integer"}, "of": {"type": "array"}}},
+    "now": {},
+}
+
+
+def template(name: str) -> ChatTemplate:
+    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(source, SPECIAL)
+
+
+def read(calls: Calls, text: str) -> list[tuple[str, Any]]:
+    reader = AnswerReader(OutputFormat("x", calls=calls), ReadOptions(SCHEMAS))
+    found = ReadAnswer()
+    found.add(reader.push(text))
+    found.add(reader.finish())
+    assert found.content == ""
+    return [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_derived_and_recorded_are_one(name: str) -> None:
+    """They write the same, white space around it aside, and read what the other one writes."""
+    derived, recorded = derive_calls(template(name)), RECORDED[name].calls
+    assert recorded is not None
+    texts = [write_calls(calls, CALLS) for calls in (derived, recorded)]
+    expected = [(call.name, dict(call.arguments)) for call in CALLS]
+    assert read(derived, texts[1]) == read(recorded, texts[0]) == expected
+    assert texts[0].strip().startswith(texts[1].strip())
+    assert derived.ids == recorded.ids or name == "ministral-3"  # which takes any
+
+
+@pytest.mark.parametrize("name", [*RECORDED, "seed-oss", "gpt-oss"])
+def test_the_record_of_the_family_is_found(name: str) -> None:
+    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    found = find_format(load_registry(), {"default": source}, special_tokens=SPECIAL)
+    others = {"seed-oss": output_formats.SEED, "gpt-oss": output_formats.HARMONY}
+    expected = (RECORDED | others)[name]
+    assert (found.format.calls, found.format.channels) == (expected.calls, expected.channels)
+    assert found.tools_from.startswith(expected.name)
+
+
+def test_thoughts_are_derived() -> None:
+    for name in ("qwen3", "qwen3.5"):
+        assert derive_thinking(template(name)) == output_formats.THINK.thinking
+    for name in ("glm-4.6", "seed-oss"):
+        thinking = derive_thinking(template(name))
+        made_of = RECORDED.get(name, output_formats.SEED).thinking
+        assert made_of is not None
+        assert (thinking.begin.strip(), thinking.end.strip()) == (
+            made_of.begin.strip(),
+            made_of.end.strip(),
+        )
+
+
+ODD = """{%- for m in messages -%}
+<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}@@{{ c.function.name }}!
+{%- for k, v in c.function.arguments.items() %}${{ k }}~{{ BODY }}^{% endfor %}@{% endfor -%}
+<|end|>{%- endfor -%}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (ODD.replace("BODY", "v"), "predicted was"),  # a nested value in Python's notation
+        (ODD.replace("BODY", "v | upper"), "neither JSON nor between tags"),
+        (ODD.replace("{{ c.function.name }}", ""), "writes no calls"),
+        ("{{ messages[0].content }}", "leaves out an answer"),
+        ("{{ raise_exception('no') }}", "it fails: "),
+        (ODD.replace("@@", "").replace("BODY", "v | tojson"), "nothing stands before"),
+    ],
+)
+def test_what_cannot_be_predicted_is_not_used(source: str, reason: str) -> None:
+    with pytest.raises(NotDerivedError, match=reason):
+        derive_calls(ChatTemplate(source))
+
+
+def test_a_format_that_nobody_recorded_is_found_and_used() -> None:
+    source = ODD.replace("BODY", "v | tojson if v is not string else v")
+    found = find_format(load_registry(), {"default": source})
+    assert found.tools_from == "derived from the chat template, which it predicts"
+    assert found.format.calls is not None
+    expected = [(call.name, dict(call.arguments)) for call in CALLS]
+    assert read(found.format.calls, write_calls(found.format.calls, CALLS)) == expected

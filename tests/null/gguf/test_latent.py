@@ -1,0 +1,181 @@
+"""Files of latent attention: the matrices of the heads in one tensor or cut, the model the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.checkpoint import build_model, open_checkpoint
+from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.registry import Registry, load_registry
+from vllmx_core.testing.model_suite import random_weights
+from vllmx_core.weight_map import assemble
+from vllmx_core.weights import WeightSource
+
+gguf = pytest.importorskip("gguf")
+
+HEADS, NOPE, VALUE, RANK, ROTARY = 4, 12, 10, 24, 8
+SMALL: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6, "torch_dtype": "float32", "kv_lora_rank": RANK,
+    "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROTARY, "v_head_dim": VALUE,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 32}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "v2": SMALL | {
+        "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "rope_scaling": YARN,
+        "topk_method": "greedy",
+    },
+    "v3": SMALL | {
+        "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "n_group": 4,
+        "topk_group": 2, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return load_registry()
+
+
+def in_file(source: WeightSource, cut: bool) -> dict[str, Any]:
+    """As llama.cpp's converter names, stacks and cuts tensors."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, 3)
+    found: dict[str, Any] = {}
+    for key in source.names():
+        values, layer = source.part(key).dequantize(), (*key.split("."), "")[2]
+        if ".experts." in key:
+            _, expert, role, _ = key.rsplit(".", 3)
+            stack = f"blk.{layer}.ffn_{role.removesuffix('_proj')}_exps.weight"
+            found.setdefault(stack, []).append((int(expert), values))
+        elif cut and "kv_b_proj" in key:
+            heads = values.reshape(HEADS, NOPE + VALUE, RANK)
+            found[f"blk.{layer}.attn_k_b.weight"] = heads[:, :NOPE].swapaxes(1, 2).copy()
+            found[f"blk.{layer}.attn_v_b.weight"] = heads[:, NOPE:].copy()
+        elif "correction_bias" in key:
+            found[f"blk.{layer}.exp_probs_b.bias"] = values
+        else:
+            new = names.get_name(key, try_suffixes=(".weight",))
+            assert new is not None, key
+            found[new] = values
+    return {
+        key: np.stack([one for _, one in sorted(values, key=lambda pair: int(pair[0]))])
+        if isinstance(values, list)
+        else values
+        for key, values in found.items()
+    }
+
+
+def write(
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], cut: bool, **more: Any
+) -> Path:
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer.add_block_count(3 + more.get("nextn_predict_layers", 0))
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(40)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(1 if cut else HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_dimension_count(ROTARY)
+    writer.add_kv_lora_rank(RANK)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(RANK + ROTARY if cut else NOPE + ROTARY)
+    writer.add_value_length(RANK if cut else VALUE)
+    if cut:
+        writer.add_key_length_mla(NOPE + ROTARY)
+        writer.add_value_length_mla(VALUE)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_count(8)
+    writer.add_expert_used_count(3)
+    writer.add_expert_feed_forward_length(16)
+    writer.add_expert_shared_count(2)
+    writer.add_expert_weights_scale(1.5)
+    if "n_group" in config:
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(4)
+        writer.add_expert_group_used_count(2)
+    if "rope_scaling" in config:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * 0.707)
+    for key, value in more.items():
+        writer.add_uint32(f"deepseek2.{key}", value)
+    for key, values in tensors.items():
+        writer.add_tensor(key, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one kv_b", "cut heads"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_of_a_file_is_that_of_the_original(
+    registry: Registry, tmp_path: Path, name: str, cut: bool
+) -> None:
+    config = CONFIGS[name]
+    original = registry.model_for(config).load()(config)
+    source = random_weights(original)
+    path = write(tmp_path / "m.gguf", config, in_file(source, cut), cut)
+    checkpoint = open_checkpoint(registry, path)
+    try:
+        model: Any = build_model(registry, checkpoint)
+        layers = [
+            replace(layer, mixer=replace(layer.mixer, cut_heads=False))
+            for layer in model.spec.layers
+        ]
+        assert replace(model.spec, layers=tuple(layers)) == original.spec
+        for mine, theirs in zip(model.weights(), original.weights(), strict=True):
+            assert mine.name == theirs.name
+            found, wanted = assemble(mine, checkpoint.weights), assemble(theirs, source)
+            np.testing.assert_array_equal(found[0], wanted[0], err_msg=mine.name)
+    finally:
+        checkpoint.weights.close()
+
+
+def test_layers_of_prediction_are_passed_over(registry: Registry, tmp_path: Path) -> None:
+    source = random_weights(registry.model_for(CONFIGS["v3"]).load()(CONFIGS["v3"]))
+    tensors = in_file(source, True)
+    extra = {f"blk.3.{key.split('.', 2)[2]}": value for key, value in tensors.items()
+             if key.startswith("blk.2.")}  # fmt: skip
+    extra["blk.3.nextn.eh_proj.weight"] = np.zeros((32, 64), np.float32)
+    path = write(tmp_path / "m.gguf", CONFIGS["v3"], tensors | extra, True, nextn_predict_layers=1)
+    checkpoint = open_checkpoint(registry, path)
+    assert len(build_model(registry, checkpoint).shape.caches) == 3
+    checkpoint.weights.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"expert_gating_func": 3}, WeightFormatError, "expert_gating_func = 3 is not known"),
+        ({"attention.sliding_window": 64}, UnsupportedModelError, "sliding_window = 64 changes"),
+        (
+            {"expert_group_count": 4, "expert_group_used_count": 5},
+            UnsupportedModelError,
+            "topk_group = 5 must be at most",
+        ),
+    ],
+)
+def test_files_that_are_not_served(
+    registry: Registry, tmp_path: Path, change: dict[str, int], error: Any, message: str
+) -> None:
+    config = {key: value for key, value in CONFIGS["v3"].items() if key != "n_group"}
+    source = random_weights(registry.model_for(CONFIGS["v3"]).load()(CONFIGS["v3"]))
+    path = write(tmp_path / "m.gguf", config, in_file(source, True), True, **change)
+    with pytest.raises(error, match=message):
+        build_model(registry, open_checkpoint(registry, path))
