@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from vllmx_core.output_format import Calls, JsonCall, OutputFormat, Thinking
 from vllmx_core.sampling import SamplingParams
 from vllmx_demo.source import MODEL_FOLDER
@@ -34,8 +35,29 @@ def test_a_special_token_as_a_marker() -> None:
     found.add(reader.finish())
     assert (found.reasoning, found.content) == ("ab", "Hi")
     assert [(call.name, call.arguments) for call in found.tool_calls] == [("f", "{}")]
-    assert readers.num_reasoning_tokens(ids, reader) == 1 + ids.index(
-        tokenizer.encode("</think>", False)[0]
-    )
+    expected = 1 + ids.index(tokenizer.encode("</think>", False)[0])
+    assert readers.reasoning_counter().add(ids, reader) == expected
     hidden = SequenceText(tokenizer, [], SamplingParams())
     assert "<|im_start|>" not in "".join(hidden.push([token])[0] for token in ids)
+
+
+@pytest.mark.parametrize("end", ["</think>", "</of thoughts>"])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 500])
+def test_the_count_of_thoughts_does_not_depend_on_how_tokens_come(
+    size: int, is_open: bool, end: str
+) -> None:
+    """A stream that is read slowly gets several tokens in one output, the end of thoughts among
+    them."""
+    tokenizer = Tokenizer.from_folder(MODEL_FOLDER)
+    begin = "<thoughts of>"
+    made_of = OutputFormat("odd", Thinking(begin, end))
+    readers = AnswerReaders(made_of, tokenizer, begin if is_open else "", [], TOOLS)
+    thoughts = tokenizer.encode(f"{'' if is_open else begin} Is it 3 or 4?{end}", False)
+    ids = thoughts + tokenizer.encode("It is 7, and no more than that.", False)
+    text, reader = SequenceText(tokenizer, [], SamplingParams()), readers.reader()
+    counter = readers.reasoning_counter()
+    for at in range(0, len(ids), size):
+        reader.push(text.push(ids[at : at + size])[0])
+        counter.add(ids[at : at + size], reader)
+    assert counter.count == len(thoughts)

@@ -31,6 +31,7 @@ class ReadStream:
 
     def __init__(self, readers: AnswerReaders, *, hides_reasoning: bool = False) -> None:
         self._reader = readers.reader()
+        self._counter = readers.reasoning_counter()
         self._hides_reasoning = hides_reasoning
         self.num_new_reasoning_tokens = 0
         """Of the output that was read last."""
@@ -38,10 +39,8 @@ class ReadStream:
     def events(self, choice: CompletionOutput) -> list[Event]:
         """What an output adds."""
         reader = self._reader
-        was_thinking, had_reasoned = reader.in_thinking, reader.has_reasoned
         events = reader.push(choice.text)
-        thinks = was_thinking or reader.has_reasoned is not had_reasoned
-        self.num_new_reasoning_tokens = len(choice.token_ids) if thinks else 0
+        self.num_new_reasoning_tokens = self._counter.add(choice.token_ids, reader)
         if choice.finish_reason is not None:
             events = events + reader.finish(is_cut=is_cut(choice))
         if self._hides_reasoning:
@@ -120,7 +119,7 @@ class WholeAnswer:
                 await asyncio.sleep(0)
             found.add(reader.push(choice.text[start : start + _SLICE_CHARS]))
         found.add(reader.finish(is_cut=is_cut(choice)))
-        tokens = readers.num_reasoning_tokens(choice.token_ids, reader)
+        tokens = readers.reasoning_counter().add(choice.token_ids, reader)
         return cls(found, reader.num_calls, tokens)
 
     def finish_reason(self, choice: CompletionOutput) -> str:

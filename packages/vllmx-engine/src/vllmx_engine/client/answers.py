@@ -117,20 +117,59 @@ class AnswerReaders:
         choice.reasoning = found.reasoning or None
         choice.tool_calls = found.tool_calls
 
-    def num_reasoning_tokens(self, ids: Sequence[int], reader: AnswerReader) -> int:
-        """How many of a finished answer's tokens are thoughts, their markers included.
+    def reasoning_counter(self) -> ReasoningCounter:
+        """For one choice."""
+        if self._format.thinking is None:
+            return ReasoningCounter([])
+        end = self._format.thinking.end.strip()
+        return ReasoningCounter(self._tokenizer.encode(end, add_special_tokens=False))
+
+
+class ReasoningCounter:
+    """Counts the tokens of an answer's thoughts, their markers included. Where one marker ends all
+    thoughts, the count does not depend on how many tokens come at once.
+
+    Args:
+        end: tokens of that marker; empty where thoughts and content take turns.
+    """
+
+    def __init__(self, end: Sequence[int]) -> None:
+        self._end = list(end)
+        self._tail: list[int] = []
+        self._num_waiting = 0
+        self._was_thinking = False
+        self._has_ended = False
+        self.count = 0
+
+    def add(self, ids: Sequence[int], reader: AnswerReader) -> int:
+        """How many tokens are found to be thoughts now that these have come.
 
         Args:
-            reader: has read the answer.
+            reader: has just read their text.
         """
-        if not reader.has_reasoned:
+        if self._has_ended:
             return 0
-        if reader.in_thinking or self._format.thinking is None:
+        if not reader.has_reasoned:
+            self._num_waiting += len(ids)  # they may be the first part of a marker
+            return 0
+        new = self._num_waiting + self._num_thoughts(ids, reader.in_thinking)
+        self._num_waiting = 0
+        self.count += new
+        return new
+
+    def _num_thoughts(self, ids: Sequence[int], is_thinking: bool) -> int:
+        """How many come before thoughts end."""
+        was_thinking, self._was_thinking = self._was_thinking, is_thinking
+        if not self._end:
+            return len(ids) if is_thinking or was_thinking or not self.count else 0
+        both, size = [*self._tail, *ids], len(self._end)
+        if is_thinking:
+            self._tail = both[1 - size :] if size > 1 else []
             return len(ids)
-        end = self._tokenizer.encode(self._format.thinking.end.strip(), add_special_tokens=False)
-        for at in range(len(ids) - len(end) + 1):
-            if list(ids[at : at + len(end)]) == end:
-                return at + len(end)
+        self._has_ended = True
+        for at in range(len(both) - size + 1):
+            if both[at : at + size] == self._end:
+                return at + size - len(self._tail)
         return len(ids)
 
 
