@@ -50,7 +50,8 @@ def broken_op(kind: type[Op], compute: Compute) -> Change:
     def change(patch: pytest.MonkeyPatch) -> None:
         def logits(self: Any, plan: Any) -> Any:
             plan = replace(plan, tokens=self.resolve(plan.tokens))
-            frame = NumpyFrame(self._weights, plan, self._pages, self._info.kv_cache_dtype)
+            kv = self._info.kv_cache_dtype
+            frame = NumpyFrame(self._weights, plan, self._pages, kv, self._states)
             steps = Interpreter(self._steps, lambda op: compute if type(op) is kind else formula)
             return steps.run(frame)
 

@@ -40,6 +40,9 @@ class LoadOptions:
     group_caches: bool = False
     """The caller makes a block table for each cache group (`vllmx_core.cache_groups`), so that
     layers with a window need not keep what the others do; False: one table for all layers."""
+    num_state_slots: int | None = None
+    """Slots for the states of recurrent layers: one for each sequence that runs, and more to keep
+    states for later."""
     memory_fraction: float = 0.9
     num_threads: int | None = None
     enforce_eager: bool = False
@@ -81,6 +84,11 @@ class LoadedInfo:
     """One entry for each cache group, in the order of `StepPlan.block_tables`: how many of a
     sequence's tokens, the newest included, its layers see. Pages before them may be given to
     others; None: all pages stay."""
+    num_state_slots: int = 0
+    """Slots that `StepPlan.state_from` and `state_to` may name, numbered from 0; none for a model
+    without states."""
+    state_slot_bytes: int = 0
+    """Memory of one slot."""
 
 
 class StepHandle(Protocol):

@@ -1,5 +1,6 @@
 """The KV cache of a load, for every backend: its groups, the size of its blocks and how many of
-them there are, by what was asked for or what the device's memory leaves."""
+them there are, by what was asked for or what the device's memory leaves; beside it the slots for
+the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import LIMITS
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
+from vllmx_core.state_capacity import StateSlots, plan_slots
 
 PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 """(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
@@ -28,6 +30,8 @@ class CachePlan:
     block_size: int
     page_bytes: tuple[tuple[int, int], ...]
     """(keys, values) of one block in each place."""
+    states: StateSlots
+    """Slots for the states of recurrent layers, and the sequences that run together."""
 
     @property
     def block_bytes(self) -> int:
@@ -101,8 +105,36 @@ def plan_cache(
     layout = cache_layout(shape, grouped=options.group_caches)
     pages = tuple(page_bytes(kv, options.block_size, dtype) for kv in layout.places)
     one = max(1, sum(k + v for k, v in pages))
-    blocks = num_kv_blocks(options, layout, one, free, used, default_bytes=default_bytes)
-    return CachePlan(layout, dtype, blocks, options.block_size, pages)
+    states = plan_states(shape, options, layout, one, free, used, default_bytes=default_bytes)
+    blocks = num_kv_blocks(
+        options, layout, one, free, used, default_bytes=default_bytes, states=states
+    )
+    return CachePlan(layout, dtype, blocks, options.block_size, pages, states)
+
+
+def plan_states(
+    shape: ModelShape,
+    options: LoadOptions,
+    layout: CacheLayout,
+    block_bytes: int,
+    free: int,
+    used: int,
+    *,
+    default_bytes: int | None = None,
+) -> StateSlots:
+    """The slots for the states of the model's recurrent layers; the parameters are those of
+    `num_kv_blocks`. Raises CapacityError as `plan_slots` does."""
+    one, blocks = shape.state_slot_bytes, _blocks_of_one(options, layout)
+    if options.num_kv_blocks is not None:
+        blocks = options.num_kv_blocks
+    elif options.shrink_to_fit:
+        blocks = len(layout.groups)
+    least = blocks * block_bytes
+    budget = _budget(options, free, used)
+    if default_bytes is not None and options.kv_cache_memory_bytes is None:
+        needed = least + (options.max_num_seqs or 1) * one + 2 * one
+        budget = min(budget, max(default_bytes, needed))
+    return plan_slots(one, options, budget, least)
 
 
 def num_kv_blocks(
@@ -113,6 +145,7 @@ def num_kv_blocks(
     used: int,
     *,
     default_bytes: int | None = None,
+    states: StateSlots | None = None,
 ) -> int:
     """Blocks by num_kv_blocks, else by kv_cache_memory_bytes, else what memory_fraction of `free`
     leaves beside `used`, up to all sequences at full length.
@@ -122,27 +155,41 @@ def num_kv_blocks(
         free: memory of the device before the weights are loaded.
         used: weights and activations.
         default_bytes: without a flag no more than this, unless one sequence needs more.
+        states: slots that share the memory with the blocks.
 
     Raises CapacityError when a sequence of max_model_len does not fit (with shrink_to_fit: when not
     even one block for each group does).
     """
-    needed = blocks_of(
-        layout.windows, options.max_model_len, options.block_size, options.max_num_batched_tokens
-    )
+    needed = _blocks_of_one(options, layout)
+    taken, seqs = (states.num_bytes, states.num_seqs) if states else (0, options.num_seqs)
     if options.num_kv_blocks is not None:
         blocks = options.num_kv_blocks
-        _check_memory(blocks * block_bytes, free - used, "num_kv_blocks")
+        _check_memory(blocks * block_bytes, free - used - taken, "num_kv_blocks")
     elif options.kv_cache_memory_bytes is not None:
-        blocks = options.kv_cache_memory_bytes // block_bytes
-        _check_memory(blocks * block_bytes, free - used, "kv_cache_memory_bytes")
+        blocks = max(0, options.kv_cache_memory_bytes - taken) // block_bytes
+        _check_memory(blocks * block_bytes + taken, free - used, "kv_cache_memory_bytes")
     else:
-        budget = max(0, int(free * options.memory_fraction) - used)
+        budget = _budget(options, free, used)
         if default_bytes is not None:
-            budget = min(budget, max(default_bytes, needed * block_bytes))
-        blocks = min(budget // block_bytes, needed * options.num_seqs)
+            budget = min(budget, max(default_bytes, needed * block_bytes + taken))
+        blocks = min(max(0, budget - taken) // block_bytes, needed * seqs)
     if blocks < (len(layout.groups) if options.shrink_to_fit else needed):
-        raise _too_small(options, layout, blocks, block_bytes, needed, free, used)
+        raise _too_small(options, layout, blocks, block_bytes, needed, free, used + taken)
     return blocks
+
+
+def _blocks_of_one(options: LoadOptions, layout: CacheLayout) -> int:
+    """Blocks that a sequence of max_model_len holds."""
+    return blocks_of(
+        layout.windows, options.max_model_len, options.block_size, options.max_num_batched_tokens
+    )
+
+
+def _budget(options: LoadOptions, free: int, used: int) -> int:
+    """Memory of the cache: blocks and slots together."""
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes
+    return max(0, int(free * options.memory_fraction) - used)
 
 
 def _check_memory(wanted: int, left: int, param: str) -> None:

@@ -16,13 +16,16 @@ from vllmx_core.ops.activation import Activation
 from vllmx_core.ops.attention import AttentionSpec
 from vllmx_core.ops.latent_attention import LatentSpec
 from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.recurrence import RecurrenceSpec
+from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
     "Activation", "Array", "AttentionSpec", "CacheSpec", "KVSpec", "LatentKV", "LatentSpec",
-    "Model", "ModelShape", "Ops", "OwnedKV", "SharedKV", "StepInputs", "Weight",
+    "Model", "ModelShape", "Ops", "OwnedKV", "RecurrenceSpec", "SharedKV", "ShortConvSpec",
+    "StateSpec", "StepInputs", "Weight",
 ]  # fmt: skip
 
 Array = Value
@@ -89,6 +92,20 @@ CacheSpec = OwnedKV | SharedKV
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps of a sequence, however long it is: float32 (heads, rows,
+    cols). A short convolution keeps (1, K - 1, C) taps, a recurrence (H, Dk, Dv)."""
+
+    heads: int
+    rows: int
+    cols: int
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.heads * self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the engine and the backends must know of a model before it is loaded."""
 
@@ -100,11 +117,19 @@ class ModelShape:
     """One entry for each attention layer."""
     dtype: str = "bf16"
     """Checkpoint dtype by its config: bf16, f16 or f32."""
+    states: tuple[StateSpec, ...] = ()
+    """What recurrent layers keep of a sequence; an op names its state by the index here. Those of
+    one sequence lie together in one slot."""
 
     @property
     def kv_specs(self) -> tuple[OwnedKV, ...]:
         """Of the layers that have pages of their own."""
         return tuple(spec for spec in self.caches if not isinstance(spec, SharedKV))
+
+    @property
+    def state_slot_bytes(self) -> int:
+        """All states of one sequence."""
+        return sum(spec.num_bytes for spec in self.states)
 
 
 class Model(Protocol):

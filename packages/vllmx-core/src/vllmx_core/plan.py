@@ -52,6 +52,13 @@ class StepPlan:
     further apart than B (see `strides`)."""
     logit_rows: I32
     """(L,) indices into the T tokens whose next-token logits are wanted, ascending."""
+    state_from: I32 | None = None
+    """(R,) slot that row r reads its states from, or -1: zeros, for a sequence that begins here.
+    None, as `state_to`, for a model without states."""
+    state_to: I32 | None = None
+    """(R,) slot that holds the states of row r after its last token of this step; `state_from` in
+    the usual case. Another slot leaves the one that was read as it is, so that it can be kept. A
+    slot that is written belongs to one row: no other one reads or writes it in this step."""
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from vllmx_core.interpreter import Interpreter
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, check_latents, plan_cache
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.memory import free_bytes
-from vllmx_core.model import Model
+from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.formulas import Floats, NumpyFrame, NumpyWeights, Pages
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
@@ -67,11 +67,16 @@ class ReferenceLoadedModel:
     """A `LoadedModel` over numpy. `logits` of a plan can be had without sampling, for tests."""
 
     def __init__(
-        self, steps: OpList, weights: NumpyWeights, pages: tuple[Pages, ...], info: LoadedInfo
+        self,
+        steps: OpList,
+        weights: NumpyWeights,
+        pages: tuple[Pages, ...],
+        states: tuple[Floats, ...],
+        info: LoadedInfo,
     ) -> None:
         self._steps = steps
         self._interpreter = Interpreter(steps, lambda op: type(op).compute)
-        self._weights, self._pages = weights, pages
+        self._weights, self._pages, self._states = weights, pages, states
         self._info = info
         self.last_ids: I32 = np.zeros(0, np.int32)
         self.in_flight: InFlight[ReferenceStep] = InFlight(info)
@@ -96,9 +101,10 @@ class ReferenceLoadedModel:
         return step
 
     def logits(self, plan: StepPlan) -> Floats:
-        """(L, V) of the plan; writes its keys and values."""
+        """(L, V) of the plan; writes its keys, values and states."""
         plan = replace(plan, tokens=self.resolve(plan.tokens))
-        frame = NumpyFrame(self._weights, plan, self._pages, self._info.kv_cache_dtype)
+        kv_dtype = self._info.kv_cache_dtype
+        frame = NumpyFrame(self._weights, plan, self._pages, kv_dtype, self._states)
         logits: Floats = self._interpreter.run(frame)
         return logits
 
@@ -110,7 +116,7 @@ class ReferenceLoadedModel:
 
     def close(self) -> None:
         self.in_flight.close()
-        self._weights, self._pages = NumpyWeights({}, {}), ()
+        self._weights, self._pages, self._states = NumpyWeights({}, {}), (), ()
 
 
 class ReferenceBackend:
@@ -147,7 +153,7 @@ class ReferenceBackend:
             kv_cache_dtype=cached,
             block_size=options.block_size,
             num_kv_blocks=cache.num_blocks,
-            max_num_seqs=options.num_seqs,
+            max_num_seqs=cache.states.num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
             weight_bytes=weights.num_bytes,
@@ -155,8 +161,11 @@ class ReferenceBackend:
             details={},
             step_timeout_s=HOST_STEP_TIMEOUT_S,
             cache_windows=cache.layout.windows,
+            num_state_slots=cache.states.num_slots,
+            state_slot_bytes=cache.states.slot_bytes,
         )
-        return ReferenceLoadedModel(recording.steps, weights, _pages(cache, dtype), info)
+        states = _states(model.shape, cache, dtype)
+        return ReferenceLoadedModel(recording.steps, weights, _pages(cache, dtype), states, info)
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}
@@ -183,3 +192,9 @@ def _pages(cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Pages, ...]:
         k, v = (np.zeros((*shape, size), dtype) for size in (kv.head_size, kv.value_size))
         places.append((k, v))
     return tuple(Pages(*places[place], group) for group, place in layout.layers)
+
+
+def _states(shape: ModelShape, cache: CachePlan, dtype: np.dtype[Any]) -> tuple[Floats, ...]:
+    """(slots, heads, rows, cols) of each recurrent layer."""
+    slots = cache.states.num_slots
+    return tuple(np.zeros((slots, one.heads, one.rows, one.cols), dtype) for one in shape.states)

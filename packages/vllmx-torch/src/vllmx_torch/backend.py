@@ -31,7 +31,7 @@ from vllmx_torch.device import (
     free_bytes,
     has_float64,
 )
-from vllmx_torch.kv_cache import allocate, plan_kv
+from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
@@ -93,7 +93,7 @@ class TorchBackend:
             kv_cache_dtype=cached,
             block_size=kv.block_size,
             num_kv_blocks=kv.num_blocks,
-            max_num_seqs=options.num_seqs,
+            max_num_seqs=kv.states.num_seqs,
             max_num_batched_tokens=most["T"],
             max_logit_rows=most["L"],
             weight_bytes=weights_size,
@@ -101,11 +101,15 @@ class TorchBackend:
             details={"torch": torch.__version__},
             step_timeout_s=HOST_STEP_TIMEOUT_S if device.type == "cpu" else DEVICE_STEP_TIMEOUT_S,
             cache_windows=kv.layout.windows,
+            num_state_slots=kv.states.num_slots,
+            state_slot_bytes=kv.states.slot_bytes,
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
-        pages = allocate(kv, device)
-        return TorchLoadedModel(recording.steps, weights, pages, info, device, sampling_device)
+        pages, states = allocate(kv, device), allocate_states(model.shape, kv, device)
+        return TorchLoadedModel(
+            recording.steps, weights, pages, states, info, device, sampling_device
+        )
 
 
 def _num_threads(options: LoadOptions) -> int:

@@ -72,6 +72,14 @@ def _zeros(plan: CachePlan, kv: OwnedKV, size: int, device: torch.device) -> Pag
     return Pages(plan.dtype, data, scales)
 
 
+def allocate_states(shape: ModelShape, plan: CachePlan, device: torch.device) -> tuple[Tensor, ...]:
+    """(slots, heads, rows, cols) float32 of each recurrent layer."""
+    slots = plan.states.num_slots
+    return tuple(
+        torch.zeros(slots, one.heads, one.rows, one.cols, device=device) for one in shape.states
+    )
+
+
 def plan_kv(
     shape: ModelShape,
     options: LoadOptions,

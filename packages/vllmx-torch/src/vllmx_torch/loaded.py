@@ -35,12 +35,14 @@ class TorchLoadedModel:
         steps: OpList,
         weights: Mapping[str, TorchWeight],
         pages: tuple[LayerPages, ...],
+        states: tuple[Tensor, ...],
         info: LoadedInfo,
         device: torch.device,
         sampling_device: torch.device,
     ) -> None:
         self._interpreter = Interpreter(steps, OPS.handler)
-        self._weights, self._pages, self._scratch = weights, pages, Scratch()
+        self._weights, self._pages, self._states = weights, pages, states
+        self._scratch = Scratch()
         self._info = info
         self._device, self._sampling_device = device, sampling_device
         self._last_ids = torch.zeros(1, dtype=torch.int64, device=device)  # (L,) of the last step
@@ -89,7 +91,7 @@ class TorchLoadedModel:
     def _forward(self, plan: StepPlan) -> TorchStepHandle:
         started = self._clock.start()
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
-        frame = TorchFrame(step, self._weights, self._pages, self._scratch)
+        frame = TorchFrame(step, self._weights, self._pages, self._states, self._scratch)
         logits: Tensor = self._interpreter.run(frame)  # (L, V)
         return TorchStepHandle(self, started, logits, step.tokens[step.logit_rows])
 
@@ -105,7 +107,7 @@ class TorchLoadedModel:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._weights, self._pages, self._scratch = {}, (), Scratch()
+        self._weights, self._pages, self._states, self._scratch = {}, (), (), Scratch()
         self._last_ids = torch.zeros(1, dtype=torch.int64)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ model's dtype, except for the head, whose rounded logits would tie."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,16 +24,19 @@ from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
 from vllmx_torch.experts import clamped, experts, route
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.latent_attention import latent_attention
+from vllmx_torch.recurrent import StateRows, recurrence, short_conv
 from vllmx_torch.step import TorchStep
 from vllmx_torch.weights import LinearWeight, TorchWeight
 
@@ -41,17 +45,25 @@ _HEAD_VALUES = 1 << 24
 
 
 class TorchFrame(Frame[Tensor]):
-    """One step: its values, plan, weights and KV cache."""
+    """One step: its values, plan, weights, KV cache, and the states of recurrent layers, (slots,
+    heads, rows, cols) each."""
 
     def __init__(
         self,
         step: TorchStep,
         weights: Mapping[str, TorchWeight],
         pages: tuple[LayerPages, ...],
+        states: tuple[Tensor, ...],
         scratch: Scratch,
     ) -> None:
         super().__init__()
         self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch
+        self.states = states
+
+    @cached_property
+    def state_rows(self) -> StateRows:
+        """Rows by their slots, made for the first layer that asks."""
+        return StateRows.of(self.step)
 
     def tensor(self, ref: WeightRef) -> Tensor:
         """A table, a vector or a constant."""
@@ -139,6 +151,21 @@ def _latent_attention(op: LatentAttention, frame: TorchFrame) -> None:
         frame.matrix(op.k_b), frame.matrix(op.v_b), frame.step, frame.pages[op.spec.layer],
         frame.scratch,
     )  # fmt: skip
+
+
+@OPS.add(ShortConv)
+def _short_conv(op: ShortConv, frame: TorchFrame) -> None:
+    bias, states = None if op.bias is None else frame.tensor(op.bias), frame.states[op.spec.state]
+    w, rows = frame.tensor(op.w), frame.state_rows
+    frame[op.out] = short_conv(frame[op.x], w, bias, op.spec, rows, states)
+
+
+@OPS.add(Recurrence)
+def _recurrence(op: Recurrence, frame: TorchFrame) -> None:
+    b, states = None if op.b is None else frame[op.b], frame.states[op.spec.state]
+    frame[op.out] = recurrence(
+        frame[op.qkv], frame[op.a], b, op.spec, op.bound(frame.tensor), frame.state_rows, states
+    )
 
 
 @OPS.add(GatedAct)

@@ -43,13 +43,20 @@ class NumpyWeights:
 
 
 class NumpyFrame(Frame[AnyArray]):
-    """One step of the reference: its values, weights, plan and KV cache."""
+    """One step of the reference: its values, weights, plan, KV cache, and the states of recurrent
+    layers, (slots, heads, rows, cols) each."""
 
     def __init__(
-        self, weights: NumpyWeights, plan: StepPlan, pages: Sequence[Pages], kv_dtype: str | None
+        self,
+        weights: NumpyWeights,
+        plan: StepPlan,
+        pages: Sequence[Pages],
+        kv_dtype: str | None,
+        states: Sequence[Floats] = (),
     ) -> None:
         super().__init__()
         self.weights, self.plan, self.pages, self.kv_dtype = weights, plan, pages, kv_dtype
+        self.states = states
 
     def weight(self, ref: WeightRef) -> Floats:
         """A matrix, a vector or a table."""
@@ -63,3 +70,10 @@ class NumpyFrame(Frame[AnyArray]):
 def like(x: Floats, values: Floats) -> Floats:
     """The values in the dtype of x, which scalars and erf may have widened."""
     return values.astype(x.dtype, copy=False)
+
+
+def state_before(plan: StepPlan, row: int, states: Floats) -> Floats:
+    """(heads, rows, cols) that a row begins this step with, out of (slots, heads, rows, cols)."""
+    assert plan.state_from is not None, "a plan for a model with states names their slots"
+    slot = int(plan.state_from[row])
+    return np.zeros_like(states[0]) if slot < 0 else states[slot].copy()

@@ -24,15 +24,18 @@ from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec, LatentW
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList, expect
+from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
 from vllmx_core.ops.values import LogitRows, StepInputs, TokenIds, Value, WeightRef
 
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
-    LatentAttention, GatedAct, Act, Add, Scale, ScaleBy, Gate, Route, Experts, Head,
+    LatentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy, Gate, Route,
+    Experts, Head,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -115,6 +118,35 @@ class Ops:
         """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`."""
         weights = LatentWeights(rope, norm, k_b, v_b)
         return self._record(LatentAttention.of, q, latent, spec, weights, step).out
+
+    def short_conv(
+        self,
+        x: Value,
+        w: WeightRef,
+        spec: ShortConvSpec,
+        step: StepInputs,
+        *,
+        bias: WeightRef | None = None,
+    ) -> Value:
+        """(T, C) -> (T, C): each channel over its last K tokens; see `ShortConvSpec`. `w` is a
+        vector (C * K,), the K weights of each channel together."""
+        return self._record(ShortConv.of, x, w, spec, step, bias).out
+
+    def recurrence(
+        self,
+        qkv: Value,
+        a: Value,
+        b: Value | None,
+        spec: RecurrenceSpec,
+        step: StepInputs,
+        *,
+        a_log: WeightRef,
+        dt_bias: WeightRef,
+        d: WeightRef | None = None,
+    ) -> Value:
+        """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv); see `RecurrenceSpec`."""
+        weights = RecurrenceWeights(a_log, dt_bias, d)
+        return self._record(Recurrence.of, qkv, a, b, spec, weights, step).out
 
     def gated_act(self, gate_up: Value, kind: Activation) -> Value:
         """(T, 2F) -> (T, F): act(gate) * up."""

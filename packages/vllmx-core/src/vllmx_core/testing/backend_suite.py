@@ -17,6 +17,7 @@ from vllmx_core.testing.late_checks import LateChecks
 from vllmx_core.testing.latent_checks import LatentChecks
 from vllmx_core.testing.op_checks import OpChecks
 from vllmx_core.testing.sampler_checks import SamplerChecks
+from vllmx_core.testing.state_checks import StateChecks
 from vllmx_core.testing.step_checks import StepChecks
 from vllmx_core.testing.weight_checks import WeightChecks
 
@@ -25,6 +26,7 @@ class BackendSuite(
     OpChecks,
     AttentionChecks,
     LatentChecks,
+    StateChecks,
     CacheGroupChecks,
     KVDtypeChecks,
     SamplerChecks,

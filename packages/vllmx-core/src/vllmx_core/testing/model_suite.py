@@ -26,9 +26,11 @@ import pytest
 
 from vllmx_core.backend import Backend, LoadedModel, LoadOptions
 from vllmx_core.errors import UnsupportedModelError, UnsupportedOpError
-from vllmx_core.model import KVSpec, LatentKV, Model, SharedKV
+from vllmx_core.model import KVSpec, LatentKV, Model, SharedKV, StateSpec
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.latent_attention import LatentAttention
+from vllmx_core.ops.recurrence import Recurrence
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.plan import F32
 from vllmx_core.recording import record
 from vllmx_core.reference import Floats
@@ -107,6 +109,20 @@ class ModelSuite:
         for rope in (op.rope for op in layers if op.rope is not None):
             assert rope.rows >= MAX_MODEL_LEN, f"{rope.name} ends at position {rope.rows}"
 
+    def test_recurrent_layers_match_their_states(self) -> None:
+        """Each state has one op that reads it, of its sizes."""
+        model, found = self.make_model(dict(self.config)), dict[int, StateSpec]()
+        for op in record(model, MAX_MODEL_LEN).steps.ops:
+            if isinstance(op, ShortConv):
+                state = StateSpec(1, op.spec.kernel - 1, op.x.width)
+            elif isinstance(op, Recurrence):
+                state = StateSpec(op.spec.num_heads, op.spec.key_size, op.spec.value_size)
+            else:
+                continue
+            assert op.spec.state not in found, f"two ops have the state {op.spec.state}"
+            found[op.spec.state] = state
+        assert found == dict(enumerate(model.shape.states))
+
     def test_constants_are_float32(self) -> None:
         for name, table in self.make_model(dict(self.config)).constants(MAX_MODEL_LEN).items():
             assert table.dtype == np.float32, f"{name} is {table.dtype}"
@@ -155,10 +171,17 @@ class ModelSuite:
                 continue
             with closing(loaded):
                 for chunk in (1, 7, len(text)):
-                    self._check_logits(f"{spec.name}, chunk {chunk}", loaded, text, chunk, expected)
+                    case = f"{spec.name}, chunk {chunk}"
+                    self._check_logits(case, model, loaded, text, chunk, expected)
 
     def _check_logits(
-        self, case: str, loaded: LoadedModel, text: Sequence[int], chunk: int, expected: Floats
+        self,
+        case: str,
+        model: Model,
+        loaded: LoadedModel,
+        text: Sequence[int],
+        chunk: int,
+        expected: Floats,
     ) -> None:
         """What a backend samples greedily after each token of the text, with the log-probabilities
         of the likeliest."""
@@ -167,7 +190,7 @@ class ModelSuite:
         best = np.sort(expected, axis=-1)
         clear = best[:, -1] - best[:, -2] > 1e-4 * peak
         for at in range(0, len(text), chunk):
-            row = Row(text[at : at + chunk], at, _blocks(text), "all")
+            row = _row(model, text, at, chunk)
             count = len(row.tokens)
             rows = sampling_rows(count, num_logprobs=min(MOST_LOGPROBS, expected.shape[1]))
             result = loaded.step(make_plan([row], PAGE), rows).result()
@@ -228,6 +251,12 @@ def _options(**more: Any) -> LoadOptions:
     )  # fmt: skip
 
 
+def _row(model: Model, text: Sequence[int], at: int, chunk: int) -> Row:
+    """The chunk of a text from `at` on; all texts live in one slot, where there are any."""
+    state = 1 if model.shape.states else None
+    return Row(text[at : at + chunk], at, _blocks(text), "all", state)
+
+
 def _blocks(text: Sequence[int]) -> list[int]:
     return list(range(-(-len(text) // PAGE)))[::-1]
 
@@ -243,7 +272,7 @@ def _logits(model: Model, source: ArraySource, text: Sequence[int], chunk: int) 
     """(T, V) logits of the text, fed in chunks."""
     with _loaded(model, source) as loaded:
         parts = [
-            loaded.logits(make_plan([Row(text[at : at + chunk], at, _blocks(text), "all")], PAGE))
+            loaded.logits(make_plan([_row(model, text, at, chunk)], PAGE))
             for at in range(0, len(text), chunk)
         ]
     return np.concatenate(parts)

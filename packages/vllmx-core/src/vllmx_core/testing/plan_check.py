@@ -35,6 +35,7 @@ def check_plan(plan: StepPlan, info: LoadedInfo, vocab_size: int, num_last_ids: 
     slots = np.concatenate(plan.slots)
     assert np.unique(slots).shape == slots.shape, "two tokens go to one slot"
     _check_sharing(plan, info)
+    _check_states(plan, info)
     rising = np.diff(plan.logit_rows) > 0
     assert rising.all(), "logit_rows do not rise"
     if plan.num_logit_rows:
@@ -60,6 +61,28 @@ def _check_arrays(plan: StepPlan, num_groups: int) -> None:
     assert len(widths) == 1, "B differs"
     for slots in plan.slots:
         assert plan.positions.shape == slots.shape == plan.tokens.shape, "T differs"
+
+
+def _check_states(plan: StepPlan, info: LoadedInfo) -> None:
+    """A slot that a row leaves its states in is that row's alone."""
+    source, target = plan.state_from, plan.state_to
+    if not info.num_state_slots:
+        assert source is None and target is None, "slots of states, and the model has none"  # noqa: PT018
+        return
+    assert source is not None, "state_from is missing"
+    assert target is not None, "state_to is missing"
+    for name, array in (("state_from", source), ("state_to", target)):
+        assert array.dtype == np.int32, f"{name} is {array.dtype}, not int32"
+        assert array.shape == plan.context_len.shape, f"{name} has shape {array.shape}, not (R,)"
+        assert (array < info.num_state_slots).all(), f"{name} names a slot that does not exist"
+    assert (source >= -1).all(), "state_from is below -1"
+    assert (target >= 0).all(), "state_to is negative"
+    begins = plan.positions[plan.query_start[:-1]] == 0
+    assert ((source == -1) == begins).all(), "state_from is not -1 exactly where a sequence begins"
+    assert np.unique(target).shape == target.shape, "two rows leave their states in one slot"
+    others = target[:, None] == source  # (R, R) row of the first writes what the second reads
+    np.fill_diagonal(others, False)
+    assert not others.any(), "a row reads a slot that another one writes"
 
 
 def _check_sharing(plan: StepPlan, info: LoadedInfo) -> None:

@@ -24,6 +24,17 @@ class Row:
     blocks: Sequence[int] | Sequence[Sequence[int]]
     """Those of the only cache group, or of each."""
     logits: Wanted = "last"
+    state: tuple[int, int] | int | None = None
+    """Of a model with states: the slots that the row reads (-1: zeros) and leaves; one number for
+    both stands for a sequence that begins where `start` is 0 and lives in that slot."""
+
+    @property
+    def state_slots(self) -> tuple[int, int]:
+        """The slots that it reads and leaves."""
+        if isinstance(self.state, tuple):
+            return self.state
+        assert self.state is not None, "a row names its slots, or no row does"
+        return (self.state if self.start else -1), self.state
 
     @property
     def tables(self) -> list[list[int]]:
@@ -43,6 +54,7 @@ def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
     tables = [np.full((len(rows), widest + 3), -1, np.int32) for _ in groups]
     slots: list[list[int]] = [[] for _ in groups]
     positions, logit_rows = [], []
+    kept = any(row.state is not None for row in rows)
     for index, row in enumerate(rows):
         for table, blocks in zip(tables, listed[index], strict=True):
             table[index, : len(blocks)] = blocks
@@ -62,6 +74,8 @@ def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
         context_len=_int32(row.start + len(row.tokens) for row in rows),
         block_tables=tuple(table[:, :widest] for table in tables),
         logit_rows=_int32(logit_rows),
+        state_from=_int32(row.state_slots[0] for row in rows) if kept else None,
+        state_to=_int32(row.state_slots[1] for row in rows) if kept else None,
     )
 
 
@@ -102,6 +116,8 @@ class _Sequence:
     """Of each cache group; -1 for those that fell out of its window."""
     seed: int
     temperature: float
+    state: int | None
+    """The slot of its states, where the model keeps some."""
     computed: int = 0
 
 
@@ -148,6 +164,7 @@ class Driver:
                 [[] for _ in info.cache_windows],
                 seeds[i] if seeds else i,
                 float(temperatures[i]),
+                i if info.num_state_slots else None,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -170,7 +187,7 @@ class Driver:
             complete = sequence.computed + len(known) == len(sequence.tokens)
             wanted: Wanted = "last" if complete else "none"
             self._make_room(sequence, len(known))
-            rows.append(Row(known, sequence.computed, sequence.blocks, wanted))
+            rows.append(Row(known, sequence.computed, sequence.blocks, wanted, sequence.state))
             if complete:
                 sampled.append(sequence)
         plan = make_plan(rows, self.model.info.block_size)

@@ -20,6 +20,7 @@ from vllmx_core.model import (
     ModelShape,
     Ops,
     SharedKV,
+    StateSpec,
     StepInputs,
     Weight,
 )
@@ -101,6 +102,7 @@ class Builder:
         self.specs: list[WeightSpec] = []
         self.tables: dict[str, F32] = {}
         self.caches: list[CacheSpec] = []
+        self.states: list[StateSpec] = []
 
     def embedding(self, name: str, cols: int) -> Self:
         """A (V, cols) table."""
@@ -148,9 +150,11 @@ class Builder:
         self.specs.append(WeightSpec(name, "linear", (part,), cols))
         return self
 
-    def vector(self, name: str, rows: int, offset: float = 0.0, centre: float = 1.0) -> Self:
+    def vector(
+        self, name: str, rows: int, offset: float = 0.0, centre: float = 1.0, spread: float = 0.3
+    ) -> Self:
         """Values around `centre` after the offset was added."""
-        part = self._array(f"{name}.weight", (rows,), 0.3)
+        part = self._array(f"{name}.weight", (rows,), spread)
         self.arrays[part.name] += np.float32(centre - offset)
         self.specs.append(WeightSpec(name, "vector", (part,), offset=offset))
         return self
@@ -177,9 +181,16 @@ class Builder:
         self.head_stack(f"{spec.layer}.k_b", spec.num_heads, spec.rank, spec.nope_size)
         self.head_stack(f"{spec.layer}.v_b", spec.num_heads, spec.value_size, spec.rank)
 
+    def state(self, heads: int, rows: int, cols: int) -> int:
+        """Announces what a recurrent layer keeps; its number."""
+        self.states.append(StateSpec(heads, rows, cols))
+        return len(self.states) - 1
+
     def build(self, hidden_size: int, body: Body) -> SyntheticModel:
         """The model; its weights are `ArraySource(builder.arrays)`."""
-        shape = ModelShape(self.vocab_size, hidden_size, 4096, tuple(self.caches), dtype="f32")
+        shape = ModelShape(
+            self.vocab_size, hidden_size, 4096, tuple(self.caches), "f32", tuple(self.states)
+        )
         return SyntheticModel(shape, tuple(self.specs), self.tables, body)
 
     def _array(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> PartSpec:

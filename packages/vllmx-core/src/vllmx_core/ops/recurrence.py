@@ -1,0 +1,202 @@
+"""`recurrence`: a matrix a head in place of a cache, read and written by each token in turn.
+
+The rules are the gated delta rule (arXiv 2412.06464; with a decay for each channel, arXiv
+2510.26692) and state space duality (Mamba-2, arXiv 2405.21060). Its cases are a part of the suite
+of their own (`vllmx_core.testing.state_checks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+
+from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before
+from vllmx_core.ops.gate import opening
+from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
+from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.plan import StepPlan
+
+W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceSpec:
+    """The options of one layer: H heads over Hk key heads of Dk, values of Dv.
+
+    `qkv` (T, 2 * Hk * Dk + H * Dv) is split into q | k | v (of Mamba-2: C | B | x). Head h reads
+    key head h // (H / Hk), or h % Hk where they lie `tiled`. With the state S (Dk, Dv) of a head,
+    decay and step size d as the rule says, each token in turn does, in float32:
+
+        S = decay * S;  S += k u^T;  out = S^T (scale * q)
+
+    - rule "delta": q and k are divided by their length, x / sqrt(sum(x^2) + norm_eps);
+      decay = exp(-exp(a_log) * softplus(a + dt_bias)), one for the head or one for each row of S;
+      u = sigmoid(b) * (v - S^T k), S being the decayed one.
+    - rule "ssd": dt = softplus(a + dt_bias) within [dt_min, dt_max]; decay = exp(-exp(a_log) * dt);
+      u = dt * v; d * v is added to out.
+    """
+
+    state: int
+    """Which of `ModelShape.states` holds its (H, Dk, Dv)."""
+    num_heads: int  # H
+    num_key_heads: int  # Hk
+    key_size: int  # Dk
+    value_size: int  # Dv
+    rule: Literal["delta", "ssd"]
+    scale: float = 1.0
+    decay: Literal["head", "channel"] = "head"
+    """"channel" is for the delta rule: `a` is (T, H * Dk), and so is `dt_bias` (H * Dk,)."""
+    tiled: bool = False
+    norm_eps: float = 1e-6
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+
+    @property
+    def width(self) -> int:
+        """Features of qkv."""
+        return 2 * self.num_key_heads * self.key_size + self.num_heads * self.value_size
+
+    @property
+    def num_decays(self) -> int:
+        """Features of a."""
+        return self.num_heads * (self.key_size if self.decay == "channel" else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceWeights(Generic[W]):
+    """The weights of a layer, as whatever a backend makes of a weight."""
+
+    a_log: W  # (H,)
+    dt_bias: W  # (H,), with a decay a channel (H * Dk,)
+    d: W | None = None  # (H,), of rule "ssd"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recurrence(Op):
+    """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv); see `RecurrenceSpec` and `RecurrenceWeights`."""
+
+    name: ClassVar[str] = "recurrence"
+    qkv: Value
+    a: Value
+    b: Value | None
+    spec: RecurrenceSpec
+    a_log: WeightRef
+    dt_bias: WeightRef
+    d: WeightRef | None
+    out: Value
+
+    @classmethod
+    def of(
+        cls,
+        qkv: Value,
+        a: Value,
+        b: Value | None,
+        spec: RecurrenceSpec,
+        weights: RecurrenceWeights[WeightRef],
+        step: StepInputs,
+    ) -> Recurrence:
+        expect_features(qkv=qkv, a=a)
+        if b is not None:
+            expect_features(b=b)
+        expect(isinstance(step, StepInputs), f"state {spec.state}: pass on the step itself")
+        out = Value(spec.num_heads * spec.value_size)
+        return cls(qkv, a, b, spec, weights.a_log, weights.dt_bias, weights.d, out)
+
+    def bound(self, get: Callable[[WeightRef], W]) -> RecurrenceWeights[W]:
+        """Its weights as a backend has them."""
+        d = None if self.d is None else get(self.d)
+        return RecurrenceWeights(get(self.a_log), get(self.dt_bias), d)
+
+    def check(self) -> None:
+        spec, where = self.spec, f"state {self.spec.state}"
+        heads, key_heads, delta = spec.num_heads, spec.num_key_heads, spec.rule == "delta"
+        expect(spec.rule in ("delta", "ssd"), f"{where}: unknown rule {spec.rule!r}")
+        expect(heads % key_heads == 0, f"{where}: {heads} heads over {key_heads} key heads")
+        wanted = f"2 * {key_heads} * {spec.key_size} + {heads} * {spec.value_size} = {spec.width}"
+        qkv = f"{where}: qkv has {self.qkv.width} features, not {wanted}"
+        expect(self.qkv.width == spec.width, qkv)
+        decays = f"{where}: a has {self.a.width} features, not {spec.num_decays}"
+        expect(self.a.width == spec.num_decays, decays)
+        per_channel = f"{where}: a decay for each channel is for the rule 'delta'"
+        expect(delta or spec.decay == "head", per_channel)
+        given = f"{where}: b is {'absent' if self.b is None else 'given'} for rule {spec.rule!r}"
+        expect((self.b is not None) == delta, given)
+        given = f"{where}: d is {'absent' if self.d is None else 'given'} for rule {spec.rule!r}"
+        expect((self.d is None) == delta, given)
+        if self.b is not None:
+            wide = f"{where}: b has {self.b.width} features, not {heads}"
+            expect(self.b.width == heads, wide)
+        expect(0 <= spec.dt_min <= spec.dt_max, f"{where}: dt from {spec.dt_min} to {spec.dt_max}")
+        expect_vector(self.a_log, heads)
+        expect_vector(self.dt_bias, spec.num_decays)
+        if self.d is not None:
+            expect_vector(self.d, heads)
+
+    def compute(self, frame: NumpyFrame) -> None:
+        b = None if self.b is None else frame[self.b]
+        frame[self.out] = recurrence(
+            frame[self.qkv], frame[self.a], b, self.spec, self.bound(frame.weight), frame.plan,
+            frame.states[self.spec.state],
+        )  # fmt: skip
+
+
+def recurrence(
+    qkv: Floats,
+    a: Floats,
+    b: Floats | None,
+    spec: RecurrenceSpec,
+    weights: RecurrenceWeights[Floats],
+    plan: StepPlan,
+    states: Floats,
+) -> Floats:
+    """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
+    assert plan.state_to is not None, "a plan for a model with states names their slots"
+    q, k, v = _split(qkv, spec)
+    decay, strength = _decay_and_strength(a, b, spec, weights)  # (T, H, Dk or 1), (T, H, 1)
+    out = np.empty_like(v)  # (T, H, Dv)
+    for row in range(plan.num_rows):
+        state = state_before(plan, row, states)
+        for t in range(int(plan.query_start[row]), int(plan.query_start[row + 1])):
+            state = decay[t, :, :, None] * state
+            new = v[t]  # (H, Dv)
+            if spec.rule == "delta":
+                new = new - np.einsum("hkv,hk->hv", state, k[t])
+            state = state + k[t, :, :, None] * (strength[t] * new)[:, None, :]
+            out[t] = np.einsum("hkv,hk->hv", state, q[t])
+        states[plan.state_to[row]] = state
+    if weights.d is not None:
+        out = out + weights.d[:, None] * v
+    return like(qkv, out.reshape(len(qkv), -1))
+
+
+def _split(qkv: Floats, spec: RecurrenceSpec) -> tuple[Floats, Floats, Floats]:
+    """q and k (T, H, Dk) of each head, normed and scaled as the rule says, and v (T, H, Dv)."""
+    keys = spec.num_key_heads * spec.key_size
+    q, k, v = np.split(qkv, [keys, 2 * keys], axis=1)
+    q, k = (part.reshape(len(qkv), spec.num_key_heads, spec.key_size) for part in (q, k))
+    if spec.rule == "delta":
+        q, k = (_unit(part, spec.norm_eps) for part in (q, k))
+    heads = np.arange(spec.num_heads)
+    shared = spec.num_heads // spec.num_key_heads
+    source = heads % spec.num_key_heads if spec.tiled else heads // shared
+    return q[:, source] * spec.scale, k[:, source], v.reshape(len(qkv), spec.num_heads, -1)
+
+
+def _unit(x: Floats, eps: float) -> Floats:
+    return like(x, x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + eps))
+
+
+def _decay_and_strength(
+    a: Floats, b: Floats | None, spec: RecurrenceSpec, weights: RecurrenceWeights[Floats]
+) -> tuple[Floats, Floats]:
+    """What a token leaves of each row of the state (T, H, Dk or 1), and how much of its value it
+    writes (T, H, 1)."""
+    with np.errstate(invalid="ignore"):  # NaN gives NaN
+        dt = np.logaddexp(0, a + weights.dt_bias)  # softplus
+    dt = np.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)
+    decay = like(a, np.exp(-np.exp(weights.a_log)[:, None] * dt))
+    return decay, like(a, dt if b is None else opening(b, "sigmoid")[..., None])
