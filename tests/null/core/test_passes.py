@@ -130,7 +130,7 @@ def logits(steps: OpList | None) -> object:
     model = tiny_decoder(builder)
     loaded = ReferenceBackend().load(model, ArraySource(builder.arrays), load_options("f64", {}))
     if steps is not None:
-        loaded = type(loaded)(steps, loaded._weights, loaded._pages, loaded.info)
+        loaded = type(loaded)(steps, loaded._weights, loaded._pages, (), loaded.info)
     plan: StepPlan = make_plan([Row([3, 1, 4, 1, 5], 0, [0], "all")], 16)
     return loaded.logits(plan)
 
