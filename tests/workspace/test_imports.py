@@ -107,6 +107,38 @@ def test_nothing_heavy_is_imported_early(code: str) -> None:
     assert loaded_after(code) == set()
 
 
+AFTER_THE_CORE_BEGAN = (
+    "vllmx_server.app", "vllmx_server.routes", "vllmx_server.schema", "vllmx_server.store",
+    "vllmx_server.running", "vllmx_engine.async_llm", "vllmx_engine.client",
+    "vllmx_engine.formats", "vllmx_engine.text", "vllmx_core.ops", "vllmx_models.decoder",
+    "starlette", "hypercorn", "h2", "prometheus_client", "sqlite3", "jinja2", "tokenizers",
+)  # fmt: skip
+SPAWNING = """
+import os, sys
+import vllmx_engine.link.supervisor as supervisor
+
+def spawn(path):
+    print("AT SPAWN", *sys.modules, flush=True)
+    os._exit(0)
+
+supervisor.spawn = spawn
+sys.argv = ["vllmx", "serve", "--port", "0", "--backend", "numpy"]
+import vllmx.cli
+vllmx.cli.main()
+"""
+
+
+def test_a_server_imports_what_answers_requests_while_the_core_loads() -> None:
+    """What stands here is imported beside the core's process, not before it: start-up is shorter by
+    all of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", SPAWNING], capture_output=True, text=True, check=True
+    )
+    imported = set(done.stdout.rsplit("AT SPAWN", 1)[1].split())
+    assert "vllmx_server.run" in imported
+    assert not imported & set(AFTER_THE_CORE_BEGAN)
+
+
 STREETS = {
     "vllmx_engine": (
         {"wire", "text"}, {"grammar"}, {"core", "formats"}, {"link", "client"},

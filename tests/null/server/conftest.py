@@ -21,11 +21,12 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.registry import Registry
 from vllmx_core.testing.fake_checkpoint import FakePlugin, make_fake_checkpoint
 from vllmx_engine.async_llm import AsyncLLM
+from vllmx_server.address import bind, listen
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
 from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.serving import serve
-from vllmx_server.run import bind, connection_limits, hypercorn_config, listen
+from vllmx_server.running import connection_limits, hypercorn_config
 from vllmx_server.state import ServerState
 
 JSON = {"content-type": "application/json"}

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from vllmx_core.errors import ConfigError
+from vllmx_server.address import bind, listen
 from vllmx_server.app import ROUTES, build_app
 from vllmx_server.config import ServerConfig
-from vllmx_server.run import bind, hypercorn_config, listen
+from vllmx_server.running import hypercorn_config
 
 from .conftest import MakeServer, Served
 

@@ -36,11 +36,11 @@ from hyperframe.frame import (
     SettingsFrame,
     WindowUpdateFrame,
 )
+from vllmx_server.address import bind
 from vllmx_server.config import ServerConfig
 from vllmx_server.connections.connection import Connection
 from vllmx_server.connections.frame_budget import FrameBudget
 from vllmx_server.connections.http2 import Http2
-from vllmx_server.run import bind
 
 from .conftest import MakeServer, Served, body_for
 

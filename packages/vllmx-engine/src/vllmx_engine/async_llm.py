@@ -34,9 +34,9 @@ from vllmx_engine.client.request_size import chat_size, prompt_size, rules_size
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.client.request_table import RequestTable
-from vllmx_engine.core.load_plan import plan_load
 from vllmx_engine.grammar.vocabulary import vocabulary_of
-from vllmx_engine.link.frontend import Frontend, Listener, ProcessFrontend, ThreadFrontend
+from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.link.frontend import Frontend, Listener
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats
@@ -91,20 +91,22 @@ class AsyncLLM(AsyncText):
         Raises:
             VllmxError: the typed reason why it cannot be loaded, whichever process met it.
         """
-        plan = await asyncio.to_thread(plan_load, config, registry)
-        kind = ThreadFrontend if in_process else ProcessFrontend
-        starting: asyncio.Future[Frontend] = asyncio.ensure_future(kind.start(plan))
+        async with await CoreStart.begin(config, registry, in_process=in_process) as core:
+            return await cls.over(core)
+
+    @classmethod
+    async def over(cls, core: CoreStart) -> Self:
+        """The second half of `start`, for a program that had more to do while the model loads.
+        Leave `core` as a context afterwards. Raises what `start` raises."""
+        plan = core.plan
+        tokenizer = await asyncio.to_thread(load_tokenizer, plan)
+        renderer = ChatRenderer.of(plan.config, tokenizer, plan.registry)
+        frontend = await core.ready()
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, plan)
-            renderer = ChatRenderer.of(config, tokenizer, plan.registry)
-            frontend = await starting
-            builder = RequestBuilder(tokenizer, frontend.info, config.seed)
-            return cls(config, frontend, renderer, builder)
+            builder = RequestBuilder(tokenizer, frontend.info, plan.config.seed)
+            return cls(plan.config, frontend, renderer, builder)
         except BaseException:
-            starting.cancel()
-            await asyncio.wait([starting])
-            if not starting.cancelled() and starting.exception() is None:
-                await starting.result().close()
+            await frontend.close()
             raise
 
     # --- state ------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Where the server is reached: a bound socket, listening once requests can be answered."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from vllmx_core.errors import ConfigError
+
+from vllmx_server.config import ServerConfig
+
+_BACKLOG = 1024
+
+
+def bind(server: ServerConfig) -> tuple[socket.socket, str]:
+    """A bound socket, not listening yet, and its base URL. Raises ConfigError that says what to
+    do."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    # By its protocol asyncio knows that TCP must not wait for a client's ACK before it sends more.
+    listener = (
+        socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        if server.uds is None
+        else socket.socket(socket.AF_UNIX)
+    )
+    try:
+        if server.uds is not None:
+            _bind_unix(listener, server.uds)
+            return listener, f"unix:{server.uds}"
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(server, error) from None
+    scheme = "https" if server.ssl_certfile else "http"
+    host = f"[{server.host}]" if family == socket.AF_INET6 else server.host
+    return listener, f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def listen(listener: socket.socket, server: ServerConfig) -> None:
+    """Connections are accepted from now on. Raises ConfigError when another program took the
+    address between `bind` and now."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(server, error) from None
+
+
+def _cannot_listen(server: ServerConfig, error: OSError) -> ConfigError:
+    if server.uds is not None:
+        where, param = server.uds, "uds"
+        remedy = "choose another --uds, or stop the program that uses it"
+    elif isinstance(error, socket.gaierror):
+        where, param = server.host, "host"
+        remedy = "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+    else:
+        where, param = f"{server.host}:{server.port}", "port"
+        remedy = "choose another --port, or stop the program that uses it"
+    reason = error.strerror or str(error)
+    return ConfigError(f"cannot listen on {where} ({reason}): {remedy}", param=param)
+
+
+def _bind_unix(listener: socket.socket, path: str) -> None:
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(path) != 0:  # left behind by a server that was killed
+                Path(path).unlink()
+    previous = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(previous)

@@ -1,0 +1,119 @@
+"""The server from its engine's start to its end: what `run` imports while the model loads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from hypercorn.config import Config
+from vllmx_core.errors import ConfigError, EngineDeadError
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.link.core_start import CoreStart
+
+from vllmx_server.address import listen
+from vllmx_server.app import build_app
+from vllmx_server.config import ServerConfig
+from vllmx_server.connections.connection import Timeouts
+from vllmx_server.connections.descriptors import connection_limit, raise_descriptor_limit
+from vllmx_server.connections.listening import ConnectionLimits
+from vllmx_server.connections.serving import serve
+from vllmx_server.connections.versions import check_versions
+from vllmx_server.loop_errors import on_loop_error
+from vllmx_server.signals import CLOSE_S, Signals
+from vllmx_server.store.storage import Storage
+
+logger = logging.getLogger("vllmx.server")
+
+_PREPARE_S = 2.0
+"""From the start to making what grammars need."""
+
+
+async def serve_until_stopped(
+    core: CoreStart,
+    server: ServerConfig,
+    listener: socket.socket,
+    signals: Signals,
+    on_ready: Callable[[AsyncLLM], None],
+) -> None:
+    """Answers requests on a bound socket once the core is ready. Raises what `run_server` does."""
+    check_versions()
+    config, limits = hypercorn_config(server), connection_limits(server)
+    timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
+    storage = Storage(server)
+    asyncio.get_running_loop().set_exception_handler(on_loop_error)
+    try:
+        async with await AsyncLLM.over(core) as llm:
+            app = build_app(llm, server, storage)
+            await app.state.server.background.start()
+            listen(listener, server)
+            stop = signals.begin_serving(app.state.server)
+            on_ready(llm)
+            serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
+            dying = asyncio.ensure_future(llm.until_dead())
+            preparing = asyncio.ensure_future(_prepare_grammars(llm))
+            await _until_stopped(serving, stop, dying)
+            preparing.cancel()
+            await app.state.server.background.stop()
+            if dying.done() and not dying.cancelled():
+                raise dying.result()
+    finally:
+        storage.close()
+
+
+async def _prepare_grammars(llm: AsyncLLM) -> None:
+    """A while after the start, when who waited for it has been served."""
+    await asyncio.sleep(_PREPARE_S)
+    try:
+        await llm.prepare_grammars()
+    except Exception:  # the first grammar will meet it again, and say so
+        logger.exception("grammars cannot be prepared")
+
+
+async def _until_stopped(
+    serving: asyncio.Future[None], stop: asyncio.Event, dying: asyncio.Future[EngineDeadError]
+) -> None:
+    """A server whose engine is gone for good ends too: whoever supervises it can start another."""
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    await asyncio.wait((serving,), timeout=2 * CLOSE_S)
+    for task in (serving, stopping, dying):
+        task.cancel()
+    await asyncio.wait((serving, stopping, dying))
+    if not serving.cancelled():
+        serving.result()
+
+
+def connection_limits(server: ServerConfig) -> ConnectionLimits:
+    """Raises this process's limit of open files, and ConfigError for more connections than it
+    allows."""
+    in_all = connection_limit(server.max_connections, raise_descriptor_limit())
+    per_address = server.max_connections_per_address or max(1, in_all // 2)
+    return ConnectionLimits(in_all, min(per_address, in_all))
+
+
+def hypercorn_config(server: ServerConfig) -> Config:
+    """All but the socket. Raises ConfigError for a certificate that cannot be used."""
+    config = Config()
+    config.root_path = server.root_path
+    config.certfile = server.ssl_certfile
+    config.keyfile = server.ssl_keyfile
+    config.graceful_timeout = CLOSE_S
+    config.keep_alive_timeout = 75.0
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = logging.getLogger("vllmx.hypercorn")
+    config.errorlog.setLevel(logging.WARNING)
+    try:
+        config.create_ssl_context()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {server.ssl_certfile} and --ssl-keyfile {server.ssl_keyfile} cannot be"
+            f" used ({error.strerror or error}): both must be readable PEM files that belong"
+            " together",
+            param="ssl_certfile",
+        ) from None
+    return config
