@@ -59,6 +59,9 @@ class StepPlan:
     """(R,) slot that holds the states of row r after its last token of this step; `state_from` in
     the usual case. Another slot leaves the one that was read as it is, so that it can be kept. A
     slot that is written belongs to one row: no other one reads or writes it in this step."""
+    token_types: I32 | None = None
+    """(T,) which text of a pair each token belongs to, for models that have a table of them; None:
+    all to the first, 0."""
 
     @property
     def num_tokens(self) -> int:

@@ -159,6 +159,8 @@ class CpuStep:
         # One group after the other; a copy even where there is only one.
         self._arrays["slots"] = np.concatenate(plan.slots)  # (G * T,)
         self._arrays["block_tables"] = np.concatenate(plan.block_tables)  # (G * R, B)
+        if plan.token_types is not None:
+            self._arrays["token_types"] = np.array(plan.token_types, np.int32, order="C")
         width = self._arrays["block_tables"].shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_int32, c_void_p
 from dataclasses import dataclass
+from typing import get_args
 
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
@@ -27,7 +28,8 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
-from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.values import IdSource, Value, WeightRef
 
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
@@ -46,6 +48,7 @@ from vllmx_cpu.structs import (
     VxLinear,
     VxNorm,
     VxRoute,
+    VxSegmentAttention,
 )
 from vllmx_cpu.tape import Call
 
@@ -95,6 +98,8 @@ class Site:
 OPS: OpTable[Site, list[Call]] = OpTable("cpu")
 MAX_LATENT_ROW, MAX_HEADS = 1024, 1024
 """kMaxHeadSize and LatentRoom of the native sources."""
+IDS = get_args(IdSource)
+"""What an embedding reads, as native/ops.h numbers it."""
 GATES = ACTIVATIONS | {"sigmoid": 4, "identity": 5, "tanh": 6, "relu2": 7}
 """Kinds of native/gate.cpp."""
 MAX_EXPERTS = SCRATCH_BYTES // 32
@@ -104,7 +109,10 @@ MAX_EXPERTS = SCRATCH_BYTES // 32
 @OPS.add(Embedding)
 def _embedding(op: Embedding, site: Site) -> list[Call]:
     matrix = site.model.weights.matrices[op.w.name]
-    return [site.call(op, "embedding", VxEmbedding(matrix.struct(), site.address(op.out)))]
+    arguments = VxEmbedding(
+        matrix.struct(), site.address(op.out), IDS.index(op.ids.source), op.offset
+    )
+    return [site.call(op, "embedding", arguments)]
 
 
 @OPS.add(Linear)
@@ -388,6 +396,36 @@ def _attention(op: Attention, site: Site) -> list[Call]:
         shared=int(spec.shared),
     )
     return [site.call(op, "attention", arguments)]
+
+
+def segment_dtype(kv_dtype: str) -> str:
+    """What keys and values of segments are held in: codes would save nothing."""
+    return kv_dtype if kv_dtype in VX_DTYPES else "bf16"
+
+
+def _has_pairs(op: SegmentAttention) -> bool:
+    return op.spec.head_size % 2 == 0 and op.spec.head_size <= MAX_LATENT_ROW
+
+
+@OPS.add(SegmentAttention, when=_has_pairs)
+def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
+    spec, model = op.spec, site.model
+    arguments = VxSegmentAttention(
+        qkv=site.address(op.qkv),
+        out=site.address(op.out),
+        rope=site.vector(op.rope),
+        workspace=model.workspace.ctypes.data,
+        workspace_bytes=model.workspace.nbytes,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        rotary_dim=spec.rotary_dim,
+        interleaved=int(spec.interleaved),
+        dtype=KV_DTYPES[segment_dtype(model.kv_dtype)],
+        window=spec.window or 0,
+        scale=spec.scale,
+    )
+    return [site.call(op, "segment_attention", arguments)]
 
 
 def lower_all(

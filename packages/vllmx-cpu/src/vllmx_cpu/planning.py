@@ -19,6 +19,7 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
+from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows
 from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
 from vllmx_core.plan import AnyArray
@@ -27,7 +28,7 @@ from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import plan_kv
-from vllmx_cpu.lower import OPS
+from vllmx_cpu.lower import OPS, segment_dtype
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
 from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS
@@ -79,13 +80,13 @@ def plan_load(
         fused.ops, lambda value: value.width * max_rows[value.rows] * 4, [fused.logits]
     )
     panel_bytes = _panel_bytes(fused, max_rows, shapes)
-    workspace_bytes = _workspace_bytes(fused, options, max_rows["T"], num_threads)
+    cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
+    workspace_bytes = _workspace_bytes(fused, options, max_rows["T"], num_threads, cached)
     free = free_bytes()
     weight_bytes = packed_bytes(specs, shapes)
     remedy = "choose a smaller or quantised model, or a 16-bit --dtype"
     check_weights_fit(weight_bytes, free, dtype, remedy=remedy)
     used = weight_bytes + arena.num_bytes + panel_bytes + workspace_bytes
-    cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
     kv = plan_kv(model.shape, options, cached, free, used)
     return LoadPlan(
         recorded, fused, specs,
@@ -124,7 +125,9 @@ def _panel_bytes(
     return largest
 
 
-def _workspace_bytes(steps: OpList, options: LoadOptions, max_tokens: int, num_threads: int) -> int:
+def _workspace_bytes(
+    steps: OpList, options: LoadOptions, max_tokens: int, num_threads: int, cached: str
+) -> int:
     largest = 0
     for op in steps.ops:
         if isinstance(op, Attention):
@@ -141,6 +144,11 @@ def _workspace_bytes(steps: OpList, options: LoadOptions, max_tokens: int, num_t
             needed = library().vx_latent_workspace_bytes(
                 latent.num_heads, latent.rank, latent.nope_size, latent.value_size,
                 options.max_model_len, num_threads,
+            )  # fmt: skip
+        elif isinstance(op, SegmentAttention):
+            needed = library().vx_segment_workspace_bytes(
+                op.spec.num_kv_heads, op.spec.head_size, max_tokens, options.num_seqs,
+                options.max_model_len, KV_DTYPES[segment_dtype(cached)],
             )  # fmt: skip
         elif isinstance(op, Experts):
             needed = library().vx_experts_workspace_bytes(

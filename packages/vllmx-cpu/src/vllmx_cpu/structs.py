@@ -38,7 +38,7 @@ class VxStep(Structure):
         ("T", c_int32), ("R", c_int32), ("L", c_int32), ("B", c_int32), ("block_stride", c_int32),
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
         ("query_start", c_void_p), ("context_len", c_void_p), ("block_tables", c_void_p),
-        ("logit_rows", c_void_p),
+        ("logit_rows", c_void_p), ("token_types", c_void_p),
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class VxLinear(Structure):
 class VxEmbedding(Structure):
     """Arguments of `embedding`."""
 
-    _fields_ = [("w", VxWeight), ("y", c_void_p)]
+    _fields_ = [("w", VxWeight), ("y", c_void_p), ("source", c_int32), ("offset", c_int32)]
 
 
 class VxNorm(Structure):
@@ -112,7 +112,7 @@ class VxAttention(Structure):
         ("norm_eps", c_float), ("rope", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("sinks", c_void_p), ("k_pages", c_void_p), ("v_pages", c_void_p),
         ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("group", c_int32),
-        ("shared", c_int32),
+        ("shared", c_int32), ("rope_rows", c_void_p),
     ]  # fmt: skip
 
 
@@ -138,6 +138,17 @@ class VxLatentAttention(Structure):
         ("rotary_dim", c_int32), ("value_size", c_int32), ("interleaved", c_int32),
         ("block_size", c_int32), ("kv_dtype", c_int32), ("group", c_int32), ("scale", c_float),
         ("norm_eps", c_float),
+    ]  # fmt: skip
+
+
+class VxSegmentAttention(Structure):
+    """Arguments of `segment_attention`; native/segment_attention.h."""
+
+    _fields_ = [
+        ("qkv", c_void_p), ("out", c_void_p), ("rope", c_void_p), ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t), ("num_heads", c_int32), ("num_kv_heads", c_int32),
+        ("head_size", c_int32), ("rotary_dim", c_int32), ("interleaved", c_int32),
+        ("dtype", c_int32), ("window", c_int32), ("scale", c_float),
     ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_metal.attention import attention
@@ -35,6 +36,7 @@ from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.latent_attention import latent_attention
 from vllmx_metal.matrices import LinearWeight, Matrix
+from vllmx_metal.segment_attention import segment_attention
 from vllmx_metal.step import MetalStep
 from vllmx_metal.weights import MetalWeight
 
@@ -114,7 +116,8 @@ OPS: OpTable[MetalFrame, None] = OpTable("metal")
 
 @OPS.add(Embedding)
 def _embedding(op: Embedding, frame: MetalFrame) -> None:
-    frame[op.out] = frame.table(op.w).rows(frame.step.tokens).astype(mx.float32)
+    ids: mx.array = getattr(frame.step, op.ids.source)
+    frame[op.out] = frame.table(op.w).rows(ids + op.offset).astype(mx.float32)
 
 
 @OPS.add(RmsNorm)
@@ -176,6 +179,12 @@ def _latent_attention(op: LatentAttention, frame: MetalFrame) -> None:
         frame[op.q], frame[op.latent], op.spec, frame.array(op.rope), frame.array(op.norm),
         frame.matrix(op.k_b), frame.matrix(op.v_b), frame.step, frame.pages[op.spec.layer],
     )  # fmt: skip
+
+
+@OPS.add(SegmentAttention)
+def _segment_attention(op: SegmentAttention, frame: MetalFrame) -> None:
+    rope = None if op.rope is None else frame.array(op.rope)
+    frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)
 
 
 @OPS.add(GatedAct)

@@ -64,6 +64,7 @@ class MetalStep:
     positions: mx.array  # (T,)
     slots: tuple[mx.array, ...]  # (T,) of each cache group
     logit_rows: mx.array  # (L,)
+    token_types: mx.array  # (T,)
     _batches: dict[tuple[int, int | None, bool, PagedKernels], Batches] = field(
         default_factory=dict
     )
@@ -79,9 +80,11 @@ class MetalStep:
         if (plan.tokens < 0).any():
             referred = mx.maximum(last_ids[mx.maximum(-tokens - 1, 0)], 0)  # (T,)
             tokens = mx.where(tokens < 0, referred, tokens)
+        types = np.zeros_like(plan.tokens) if plan.token_types is None else plan.token_types
         return cls(
             plan, block_size, kernels, tokens, mx.array(plan.positions),
             tuple(mx.array(slots) for slots in plan.slots), mx.array(plan.logit_rows),
+            mx.array(types),
         )  # fmt: skip
 
     def rotation(self, table: mx.array) -> tuple[mx.array, mx.array]:
@@ -173,4 +176,5 @@ def detached(plan: StepPlan) -> StepPlan:
         copy(plan.tokens), copy(plan.positions), tuple(map(copy, plan.slots)),
         copy(plan.query_start), copy(plan.context_len), tuple(map(copy, plan.block_tables)),
         copy(plan.logit_rows),
+        token_types=None if plan.token_types is None else copy(plan.token_types),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
 
@@ -37,6 +38,7 @@ from vllmx_torch.experts import clamped, experts, route
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.latent_attention import latent_attention
 from vllmx_torch.recurrent import StateRows, recurrence, short_conv
+from vllmx_torch.segment_attention import segment_attention
 from vllmx_torch.step import TorchStep
 from vllmx_torch.weights import LinearWeight, TorchWeight
 
@@ -89,7 +91,8 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @OPS.add(Embedding)
 def _embedding(op: Embedding, frame: TorchFrame) -> None:
-    frame[op.out] = frame.tensor(op.w)[frame.step.tokens].float()
+    ids: Tensor = getattr(frame.step, op.ids.source)
+    frame[op.out] = frame.tensor(op.w)[ids + op.offset].float()
 
 
 @OPS.add(RmsNorm)
@@ -166,6 +169,12 @@ def _recurrence(op: Recurrence, frame: TorchFrame) -> None:
     frame[op.out] = recurrence(
         frame[op.qkv], frame[op.a], b, op.spec, op.bound(frame.tensor), frame.state_rows, states
     )
+
+
+@OPS.add(SegmentAttention)
+def _segment_attention(op: SegmentAttention, frame: TorchFrame) -> None:
+    rope = None if op.rope is None else frame.tensor(op.rope)
+    frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)
 
 
 @OPS.add(GatedAct)

@@ -39,6 +39,7 @@ class TorchStep:
     slots: Tensor  # (G, T)
     block_tables: Tensor  # (G, R, B)
     logit_rows: Tensor  # (L,)
+    token_types: Tensor  # (T,)
     _batches: dict[tuple[int, int | None, bool], list[AttentionBatch]] = field(default_factory=dict)
 
     @classmethod
@@ -46,7 +47,8 @@ class TorchStep:
         cls, plan: StepPlan, block_size: int, last_ids: Tensor, device: torch.device
     ) -> TorchStep:
         """The plan on the device, references to `last_ids` (of the step before) resolved there."""
-        tokens, positions, slots, tables, rows = (
+        types = np.zeros_like(plan.tokens) if plan.token_types is None else plan.token_types
+        tokens, positions, slots, tables, rows, token_types = (
             upload(array, np.int64, device)
             for array in (
                 plan.tokens,
@@ -54,12 +56,13 @@ class TorchStep:
                 np.stack(plan.slots),
                 np.stack(plan.block_tables),
                 plan.logit_rows,
+                types,
             )
         )
         if (plan.tokens < 0).any():
             referred = last_ids[(-tokens - 1).clamp(min=0)].clamp(min=0)  # (T,)
             tokens = torch.where(tokens < 0, referred, tokens)
-        return cls(plan, block_size, tokens, positions, slots, tables, rows)
+        return cls(plan, block_size, tokens, positions, slots, tables, rows, token_types)
 
     def batches(self, group: int, window: int | None, causal: bool) -> list[AttentionBatch]:
         """Every query token of the step once, over the pages of a cache group; made for the first

@@ -2,38 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
+from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_weight
-from vllmx_core.ops.values import TokenIds, Value, WeightRef
-from vllmx_core.plan import I32
+from vllmx_core.ops.values import StepInputs, TokenIds, Value, WeightRef
+from vllmx_core.plan import I32, StepPlan
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.recorder import Ops
+    from vllmx_core.testing.synthetic import Builder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding(Op):
-    """The step's token ids (T,) become the table's rows (T, E). Every model begins with it, so the
-    cases of all ops are cases of this one."""
+    """The step's token ids, positions or token types (T,), plus `offset`, become the table's rows
+    (T, E). Every model begins with it, so the cases of all ops are cases of this one."""
 
     name: ClassVar[str] = "embedding"
     ids: TokenIds
     w: WeightRef
+    offset: int
     out: Value
 
     @classmethod
-    def of(cls, ids: TokenIds, w: WeightRef) -> Embedding:
+    def of(cls, ids: TokenIds, w: WeightRef, offset: int = 0) -> Embedding:
         expect_weight(w, "embedding")
-        return cls(ids, w, Value(w.cols))
+        return cls(ids, w, offset, Value(w.cols))
 
     def check(self) -> None:
-        expect(isinstance(self.ids, TokenIds), "it takes step.tokens, not features")
+        given = "it takes step.tokens, step.positions or step.token_types, not features"
+        expect(isinstance(self.ids, TokenIds), given)
+        expect(0 <= self.offset < self.w.rows, f"{self.w.name!r} has no row {self.offset}")
+        own = self.offset == 0 or self.ids.source == "positions"
+        expect(own, "an offset is for positions alone")
         expect_weight(self.w, "embedding")
 
     def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = embedding(frame.plan.tokens, frame.weight(self.w))
+        ids = numbers(frame.plan, self.ids) + np.int32(self.offset)
+        frame[self.out] = embedding(ids, frame.weight(self.w))
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        yield Case("positions, from the third row on", _tables, _positions)
+        yield Case("token types", _tables, _token_types)
+
+
+def numbers(plan: StepPlan, ids: TokenIds) -> I32:
+    """(T,) what `ids` stands for."""
+    if ids.source == "token_types" and plan.token_types is None:
+        return np.zeros(plan.num_tokens, np.int32)
+    found: I32 = getattr(plan, ids.source)
+    return found
 
 
 def embedding(ids: I32, table: Floats) -> Floats:
     """(T,), (V, E) -> (T, E)."""
     return table[ids]
+
+
+def _tables(builder: Builder) -> None:
+    builder.embedding("embed", 24)
+    builder.embedding("places", 24, rows=128)
+    builder.embedding("types", 24, rows=2)
+    builder.linear("head", builder.vocab_size, 24)
+
+
+def _positions(ops: Ops, w: Weights, step: StepInputs) -> Value:
+    x = ops.add(
+        ops.embedding(step.tokens, w["embed"]), ops.embedding(step.positions, w["places"], 2)
+    )
+    return ops.logits(x, step.logit_rows, w["head"])
+
+
+def _token_types(ops: Ops, w: Weights, step: StepInputs) -> Value:
+    x = ops.add(ops.embedding(step.tokens, w["embed"]), ops.embedding(step.token_types, w["types"]))
+    return ops.logits(x, step.logit_rows, w["head"])

@@ -29,13 +29,14 @@ from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
 from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
 from vllmx_core.ops.values import LogitRows, StepInputs, TokenIds, Value, WeightRef
 
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
-    LatentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy, Gate, Route,
-    Experts, Head,
+    LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
+    Gate, Route, Experts, Head,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -53,9 +54,10 @@ class Ops:
         self._known: set[Value] = set()
         self._last_weight: str | None = None
 
-    def embedding(self, ids: TokenIds, w: WeightRef) -> Value:
-        """(T,) -> (T, E): rows of the table, for the ids `step.tokens`."""
-        return self._record(Embedding.of, ids, w).out
+    def embedding(self, ids: TokenIds, w: WeightRef, offset: int = 0) -> Value:
+        """(T,) -> (T, E): rows of the table, for `step.tokens`, `step.token_types`, or
+        `step.positions` plus `offset`."""
+        return self._record(Embedding.of, ids, w, offset).out
 
     def rms_norm(self, x: Value, w: WeightRef, eps: float) -> Value:
         """x / sqrt(mean(x^2) + eps) * w over the last axis."""
@@ -147,6 +149,12 @@ class Ops:
         """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv); see `RecurrenceSpec`."""
         weights = RecurrenceWeights(a_log, dt_bias, d)
         return self._record(Recurrence.of, qkv, a, b, spec, weights, step).out
+
+    def segment_attention(
+        self, qkv: Value, spec: SegmentSpec, step: StepInputs, *, rope: WeightRef | None = None
+    ) -> Value:
+        """(T, (H + 2K) * D) -> (T, H * D), within each row of the step; see `SegmentSpec`."""
+        return self._record(SegmentAttention.of, qkv, spec, step, rope).out
 
     def gated_act(self, gate_up: Value, kind: Activation) -> Value:
         """(T, 2F) -> (T, F): act(gate) * up."""

@@ -45,9 +45,15 @@ class WeightRef:
     """Matrices of a stack, each (rows, cols)."""
 
 
+IdSource = Literal["tokens", "positions", "token_types"]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Stands for the (T,) token ids of the step; only `embedding` takes it."""
+    """Stands for a number of each token of the step (T,): its id, its position or its type; only
+    `embedding` takes it."""
+
+    source: IdSource = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +66,6 @@ class StepInputs:
     """The inputs of the step that is being recorded."""
 
     tokens: TokenIds = field(default_factory=TokenIds)
+    positions: TokenIds = field(default_factory=lambda: TokenIds("positions"))
+    token_types: TokenIds = field(default_factory=lambda: TokenIds("token_types"))
     logit_rows: LogitRows = field(default_factory=LogitRows)

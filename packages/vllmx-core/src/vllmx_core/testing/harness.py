@@ -34,7 +34,8 @@ class Harness:
     """A row's bits do not depend on its batch mates nor on chunking."""
 
     missing_ops: Collection[str] = ()
-    """Names of ops that it does not have yet: a model that needs one must be refused by name."""
+    """Names of ops that it does not have yet, or of cases ("embedding: token types") whose options
+    it lacks: a model that needs one must be refused by name."""
 
     kv_dtypes: Collection[str] = KV_DTYPES
     """KV caches that it has; others must be refused by name with ConfigError."""

@@ -27,6 +27,8 @@ class Row:
     state: tuple[int, int] | int | None = None
     """Of a model with states: the slots that the row reads (-1: zeros) and leaves; one number for
     both stands for a sequence that begins where `start` is 0 and lives in that slot."""
+    types: Sequence[int] = ()
+    """Token types, 0 for those that are not listed."""
 
     @property
     def state_slots(self) -> tuple[int, int]:
@@ -76,7 +78,13 @@ def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
         logit_rows=_int32(logit_rows),
         state_from=_int32(row.state_slots[0] for row in rows) if kept else None,
         state_to=_int32(row.state_slots[1] for row in rows) if kept else None,
+        token_types=_types(rows) if any(row.types for row in rows) else None,
     )
+
+
+def _types(rows: Sequence[Row]) -> I32:
+    padded = ([*row.types, *[0] * (len(row.tokens) - len(row.types))] for row in rows)
+    return _int32(kind for types in padded for kind in types)
 
 
 def sampling_rows(count: int, **columns: Any) -> SamplingRows:

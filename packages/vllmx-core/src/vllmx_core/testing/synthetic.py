@@ -104,9 +104,9 @@ class Builder:
         self.caches: list[CacheSpec] = []
         self.states: list[StateSpec] = []
 
-    def embedding(self, name: str, cols: int) -> Self:
-        """A (V, cols) table."""
-        part = self._array(f"{name}.weight", (self.vocab_size, cols))
+    def embedding(self, name: str, cols: int, rows: int | None = None) -> Self:
+        """A (rows, cols) table; rows: the vocabulary unless said otherwise."""
+        part = self._array(f"{name}.weight", (rows or self.vocab_size, cols))
         self.specs.append(WeightSpec(name, "embedding", (part,), cols))
         return self
 

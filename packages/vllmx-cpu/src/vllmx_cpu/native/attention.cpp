@@ -73,9 +73,7 @@ VxStep step_of_group(VxStep step, int group) {
 
 }  // namespace
 
-void attention(const void* args, const VxStep* all_groups, VxCtx* ctx) {
-  const VxAttention& a = *(const VxAttention*)args;
-  const VxStep step = step_of_group(*all_groups, a.group);
+void attend_step(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
   switch (a.kv_dtype) {
     case VX_BF16: return run<Bf16Pages>(a, step, ctx);
     case VX_F16: return run<F16Pages>(a, step, ctx);
@@ -83,6 +81,11 @@ void attention(const void* args, const VxStep* all_groups, VxCtx* ctx) {
     case VX_KV_FP8: return run<CodePages<Fp8Code>>(a, step, ctx);
     default: return run<F32Pages>(a, step, ctx);
   }
+}
+
+void attention(const void* args, const VxStep* all_groups, VxCtx* ctx) {
+  const VxAttention& a = *(const VxAttention*)args;
+  attend_step(a, step_of_group(*all_groups, a.group), ctx);
 }
 VX_OP(attention, VxAttention)
 

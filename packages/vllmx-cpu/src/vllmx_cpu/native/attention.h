@@ -38,6 +38,8 @@ size_t vx_attention_workspace_bytes(int32_t num_heads, int32_t num_kv_heads, int
 
 namespace vx {
 namespace VX_ISA {
+// One layer over a step whose slots and block table are those of its pages.
+void attend_step(const VxAttention& a, const VxStep& step, VxCtx* ctx);
 // args: VxAttention.
 void attention(const void* args, const VxStep* step, VxCtx* ctx);
 }  // namespace VX_ISA

@@ -48,12 +48,17 @@ VX_INLINE size_t token_stride(const VxAttention& a) {
   return (size_t)(a.num_heads + (a.shared ? 0 : 2 * a.num_kv_heads)) * a.head_size;
 }
 
+// The row of the table by which a token is rotated.
+VX_INLINE int rope_row(const VxAttention& a, const VxStep& step, int token) {
+  return a.rope_rows ? a.rope_rows[token] : step.positions[token];
+}
+
 // A head that will be wanted soon: heads of successive tokens lie too far apart for the machine to guess.
 VX_INLINE void prefetch_head(const float* x, int head_size) {
   for (int i = 0; i < head_size; i += 16) prefetch(x + i);
 }
 
-// A q or k head of a token at `position`: normed where norm is not null, rotated where there is a
+// A q or k head of a token: normed where norm is not null, rotated by row `position` where there is a
 // table. out: Dp floats, the padding 0.
 VX_INLINE void prepare_head(const VxAttention& a, const float* x, const float* norm, int position,
                             float* out) {

@@ -15,7 +15,7 @@ class HeadEnds {
   void query(int token, int head, float* out) const {
     const float* q = a_.qkv + token * stride_ + (size_t)head * a_.head_size;
     if (token + 2 < step_.T) prefetch_head(q + 2 * stride_, a_.head_size);
-    prepare_head(a_, q, a_.q_norm, step_.positions[token], out);
+    prepare_head(a_, q, a_.q_norm, rope_row(a_, step_, token), out);
   }
 
   // Fetches what a unit of one token begins with.
@@ -28,7 +28,7 @@ class HeadEnds {
       prefetch_head(token + (size_t)(a_.num_heads + a_.num_kv_heads + group) * size, size);
     }
     if (a_.rope && group == 0) {
-      prefetch_head(a_.rope + (size_t)step_.positions[next.tile.token] * a_.rotary_dim, a_.rotary_dim);
+      prefetch_head(a_.rope + (size_t)rope_row(a_, step_, next.tile.token) * a_.rotary_dim, a_.rotary_dim);
     }
   }
 

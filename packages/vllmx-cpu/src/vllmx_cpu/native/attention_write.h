@@ -114,7 +114,7 @@ __attribute__((noinline)) void write_token(const VxAttention& a, const VxStep& s
   int slot = step.slots[t], block = slot / a.block_size, offset = slot % a.block_size;
   int group = offset / kGroup, lane = offset % kGroup;
   float prepared[kMaxHeadSize];
-  prepare_head(a, k, a.k_norm, step.positions[t], prepared);
+  prepare_head(a, k, a.k_norm, rope_row(a, step, t), prepared);
   write_k(Pages(), pages.k_group(block, kv_head, group), lane, prepared, a.head_size);
   write_v(Pages(), step, t, pages.v_group(block, kv_head, group), lane, v, stride, a.head_size);
 }

@@ -41,6 +41,8 @@ struct VxLinear {
 struct VxEmbedding {
   VxWeight w;             // (V, E)
   float* y;               // (T, E)
+  int32_t source;         // 0: tokens, 1: positions, 2: token types
+  int32_t offset;         // added to each
 };
 
 struct VxNorm {

@@ -59,8 +59,10 @@ VX_INLINE void elementwise(const VxElementwise* a, const VxStep* step, VxCtx* ct
 
 void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxEmbedding* a = (const VxEmbedding*)args;
+  const int32_t* sources[] = {step->tokens, step->positions, step->token_types};
+  const int32_t* ids = sources[a->source];
   for_rows(step, ctx, [=](int32_t row) {
-    const int32_t id = step->tokens[row];
+    const int32_t id = (ids ? ids[row] : 0) + a->offset;
     float* y = a->y + (size_t)row * a->w.cols;
     if (id >= 0 && id < a->w.rows)
       unpack_row(&a->w, id, y);

@@ -39,6 +39,7 @@ struct VxStep {
   const int32_t* context_len;    // (R)
   const int32_t* block_tables;   // (G, R, B)
   const int32_t* logit_rows;     // (L)
+  const int32_t* token_types;    // (T), or null: all 0
 };
 
 struct VxTeam;
@@ -91,4 +92,5 @@ struct VxAttention {
   size_t workspace_bytes;        // vx_attention_workspace_bytes; less only costs parallelism
   int32_t group;                 // which of the step's block tables lists the pages
   int32_t shared;                // 1: q alone, (T, H * D), over pages that an earlier layer wrote
+  const int32_t* rope_rows;      // (T) rows of `rope`, or null: the positions
 };

@@ -153,7 +153,7 @@ OPS.add(Route, when=can_route)(route)
 OPS.add(Experts, when=can_multiply)(experts)
 
 
-@OPS.add(Embedding)
+@OPS.add(Embedding, when=lambda op: op.ids.source == "tokens")
 def _embedding(op: Embedding, to: Lowering) -> Enqueue:
     gather = to.matrix(op.w).gather(to, to.place(op.out))
 

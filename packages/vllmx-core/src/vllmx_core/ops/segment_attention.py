@@ -1,0 +1,137 @@
+"""`segment_attention`: tokens attend to those of their own segment, both ways and without pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from vllmx_core.ops.attention import AttentionSpec, attend, attention_mask, rotate
+from vllmx_core.ops.case import Case, Weights
+from vllmx_core.ops.formulas import Floats, NumpyFrame
+from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
+from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.plan import StepPlan
+
+if TYPE_CHECKING:
+    from vllmx_core.ops.recorder import Ops
+    from vllmx_core.testing.synthetic import Builder
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """The options of one layer. H = num_heads, K = num_kv_heads, D = head_size.
+
+    The op splits `qkv` (T, (H + 2K) * D) into q | k | v, rotates the first `rotary_dim` of D by
+    each token's position, and attends within segments. A segment is a row of the step: a request
+    whose whole prompt is in it. Query head h reads kv head h // (H / K).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    rotary_dim: int = 0
+    interleaved: bool = False
+    """False: pairs (i, i + rotary_dim / 2), as Hugging Face; True: pairs (2i, 2i + 1)."""
+    window: int | None = None
+    """Tokens less than so many places away are seen, before and behind; None: all."""
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The same options for a formula that is shared with `attention`."""
+        return AttentionSpec(
+            0, self.num_heads, self.num_kv_heads, self.head_size, self.scale,
+            self.rotary_dim, self.interleaved, window=self.window, causal=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentAttention(Op):
+    """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec`."""
+
+    name: ClassVar[str] = "segment_attention"
+    qkv: Value
+    spec: SegmentSpec
+    rope: WeightRef | None
+    """Constant (positions, rotary_dim) float32: cos of the rotary_dim / 2 frequencies, then sin."""
+    out: Value
+
+    @classmethod
+    def of(
+        cls, qkv: Value, spec: SegmentSpec, step: StepInputs, rope: WeightRef | None
+    ) -> SegmentAttention:
+        expect_features(qkv=qkv)
+        expect(isinstance(step, StepInputs), "pass on the step itself")
+        return cls(qkv, spec, rope, Value(spec.num_heads * spec.head_size))
+
+    def check(self) -> None:
+        spec = self.spec
+        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+        width = (heads + 2 * kv_heads) * size
+        wanted = f"({heads} + 2 * {kv_heads}) * {size} = {width}"
+        expect(self.qkv.width == width, f"qkv has {self.qkv.width} features, not {wanted}")
+        expect(heads % kv_heads == 0, f"{heads} heads over {kv_heads} kv heads")
+        expect(spec.window is None or spec.window >= 1, f"a window of {spec.window} tokens")
+        even = spec.rotary_dim % 2 == 0 and 0 <= spec.rotary_dim <= size
+        expect(even, f"rotary_dim {spec.rotary_dim} of head size {size}")
+        given = f"rope is {'absent' if self.rope is None else 'given'}"
+        both = (self.rope is None) == (spec.rotary_dim == 0)
+        expect(both, f"{given}, rotary_dim is {spec.rotary_dim}")
+        if self.rope is not None:
+            expect_weight(self.rope, "constant")
+            wide = f"table {self.rope.name!r} has {self.rope.cols} columns"
+            expect(self.rope.cols == spec.rotary_dim, f"{wide}, not rotary_dim {spec.rotary_dim}")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        table = None if self.rope is None else frame.weight(self.rope)
+        frame[self.out] = segment_attention(frame[self.qkv], self.spec, frame.plan, table)
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        yield _case("four heads", SegmentSpec(4, 4, 8, 8**-0.5))
+        yield _case("grouped heads, halves rotated", SegmentSpec(4, 2, 16, 0.25, 16))
+        yield _case("one kv head, pairs rotated", SegmentSpec(6, 1, 12, 0.3, 8, interleaved=True))
+        yield _case("a window", SegmentSpec(2, 2, 64, 0.125, 64, window=3))
+        yield _case("a window of the token alone", SegmentSpec(2, 1, 20, 1.0, window=1))
+
+
+def segment_attention(
+    qkv: Floats, spec: SegmentSpec, plan: StepPlan, rope: Floats | None = None
+) -> Floats:
+    """(T, (H + 2K) * D) -> (T, H * D)."""
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    split = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, size)
+    q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
+    if rope is not None:
+        table = rope[plan.positions]  # (T, rotary_dim)
+        q = rotate(q, table, interleaved=spec.interleaved)
+        k = rotate(k, table, interleaved=spec.interleaved)
+    out = np.empty_like(q)  # (T, H, D)
+    for row in range(plan.num_rows):
+        tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
+        places = np.arange(tokens.stop - tokens.start, dtype=np.int32)
+        mask = attention_mask(spec.attention, places, places)
+        out[tokens] = attend(q[tokens], k[tokens], v[tokens], mask, spec.attention)
+    return out.reshape(qkv.shape[0], heads * size)
+
+
+def _case(name: str, spec: SegmentSpec) -> Case:
+    width, inner = 24, spec.num_heads * spec.head_size
+    parts = (inner, spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.head_size)
+
+    def build(builder: Builder) -> None:
+        builder.embedding("embed", width)
+        builder.linear("qkv", parts, width)
+        if spec.rotary_dim:
+            builder.rope("rope", spec.rotary_dim)
+        builder.linear("head", builder.vocab_size, inner)
+
+    def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
+        qkv = ops.linear(ops.embedding(step.tokens, w["embed"]), w["qkv"])
+        x = ops.segment_attention(qkv, spec, step, rope=w["rope"] if spec.rotary_dim else None)
+        return ops.logits(x, step.logit_rows, w["head"])
+
+    return Case(name, build, body)
