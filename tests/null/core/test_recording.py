@@ -25,7 +25,7 @@ from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.recording import prepare, record
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.testing.harness import load_options
-from vllmx_core.testing.op_checks import CASES
+from vllmx_core.testing.op_checks import CASES, case_model
 from vllmx_core.testing.synthetic import Builder, SyntheticModel, tiny_decoder
 
 STEP = StepInputs()
@@ -170,9 +170,8 @@ def test_forward_runs_once_a_load_and_names_what_it_used() -> None:
 def test_every_op_of_core_has_cases() -> None:
     recorded = set()
     for case in CASES.values():
-        builder = Builder(19)
-        case.build(builder)
-        recorded |= {type(op) for op in record(builder.build(1, case.body), 16).steps.ops}
+        model, _ = case_model(case)
+        recorded |= {type(op) for op in record(model, 16).steps.ops}
     others = {op.__name__ for op in set(OPS) - recorded}
     assert others == {
         "Attention", "LatentAttention", "Recurrence", "ShortConv", "GatedLinear",

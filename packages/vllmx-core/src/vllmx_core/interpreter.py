@@ -48,7 +48,7 @@ class Interpreter(Generic[F]):
         self._logits = steps.logits
 
     def run(self, frame: F) -> Any:
-        """The (L, V) logits, in the backend's own kind of array."""
+        """The result of the step, such as (L, V) logits, in the backend's own kind of array."""
         for handler, op, dead in self._program:
             handler(op, frame)
             for value in dead:

@@ -18,14 +18,14 @@ from vllmx_core.ops.latent_attention import LatentSpec
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.recurrence import RecurrenceSpec
 from vllmx_core.ops.short_conv import ShortConvSpec
-from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.ops.values import Output, StepInputs, Value, WeightRef
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
     "Activation", "Array", "AttentionSpec", "CacheSpec", "KVSpec", "LatentKV", "LatentSpec",
-    "Model", "ModelShape", "Ops", "OwnedKV", "RecurrenceSpec", "SharedKV", "ShortConvSpec",
-    "StateSpec", "StepInputs", "Weight",
+    "Model", "ModelShape", "Ops", "Output", "OwnedKV", "RecurrenceSpec", "SharedKV",
+    "ShortConvSpec", "StateSpec", "StepInputs", "Weight",
 ]  # fmt: skip
 
 Array = Value
@@ -120,6 +120,17 @@ class ModelShape:
     states: tuple[StateSpec, ...] = ()
     """What recurrent layers keep of a sequence; an op names its state by the index here. Those of
     one sequence lie together in one slot."""
+    output: Output = "tokens"
+    """What a step gives: logits to sample from, a vector for each text, or scores of it."""
+    output_size: int = 0
+    """Numbers of a vector or of a text's scores; 0 where tokens are sampled."""
+    whole_prompts: bool = False
+    """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
+
+    @property
+    def result_size(self) -> int:
+        """Numbers in each row of what `forward` returns."""
+        return self.vocab_size if self.output == "tokens" else self.output_size
 
     @property
     def kv_specs(self) -> tuple[OwnedKV, ...]:
@@ -149,5 +160,6 @@ class Model(Protocol):
         ...
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
-        """Writes the pass from token ids to (L, V) logits."""
+        """Writes the pass from token ids to (L, V) logits, or to the (L, output_size) of a model
+        whose shape says that it gives vectors or scores."""
         ...

@@ -51,7 +51,8 @@ class StepPlan:
     first token of this step no longer sees; nobody may read them. May be views whose rows are
     further apart than B (see `strides`)."""
     logit_rows: I32
-    """(L,) indices into the T tokens whose next-token logits are wanted, ascending."""
+    """(L,) indices into the T tokens whose next-token logits are wanted, ascending. Of a model that
+    gives vectors or scores: the last tokens of the rows whose prompts end in this step."""
     state_from: I32 | None = None
     """(R,) slot that row r reads its states from, or -1: zeros, for a sequence that begins here.
     None, as `state_to`, for a model without states."""
@@ -170,3 +171,5 @@ class StepResult:
     logits: F32 | None = None  # (A, V) of the rows in `SamplingRows.whole`
     elapsed_s: float = 0.0
     """Device time of the step, for the scheduler's cost model."""
+    vectors: F32 | None = None
+    """(L, output_size) of a model that gives vectors or scores; `ids` is empty then."""

@@ -37,7 +37,7 @@ class Recording:
 
 def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Recording:
     """Runs `model.forward` once over names, without any array, then `passes`. Raises OpError for
-    ops that do not fit what they are given, and for a result that is not (L, V)."""
+    ops that do not fit what they are given, and for a result that is not what the shape says."""
     specs, constants = tuple(model.weights()), model.constants(max_model_len)
     refs = {
         spec.name: WeightRef(spec.name, spec.kind, spec.rows, spec.cols, spec.count)
@@ -48,8 +48,9 @@ def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Rec
         refs[name] = WeightRef(name, "constant", table.shape[0], cols)
     name = type(model).__name__
     ops = Ops(name)
-    logits: object = model.forward(ops, refs, StepInputs())
-    steps = ops.finished(logits, model.shape.vocab_size)
+    result: object = model.forward(ops, refs, StepInputs())
+    shape = model.shape
+    steps = ops.finished(result, shape.result_size, shape.output)
     for change in passes:
         steps = change(steps)
     return Recording(name, steps, specs, constants, refs)

@@ -38,7 +38,7 @@ class ReferenceStep:
         start = time.perf_counter()
         self._owner = owner
         self._fed = owner.resolve(plan.tokens)[plan.logit_rows]  # (L,)
-        self._logits = owner.logits(plan).astype(np.float32, copy=False)  # (L, V)
+        self._logits = owner.logits(plan).astype(np.float32, copy=False)  # (L, V), or vectors
         self._seconds = time.perf_counter() - start
         self._result: StepResult | None = None
 
@@ -51,7 +51,10 @@ class ReferenceStep:
     def draw(self, rows: SamplingRows) -> None:
         """Samples the logits."""
         start = time.perf_counter()
-        self._result = sample(self._logits, rows, self._fed)
+        if self._owner.samples:
+            self._result = sample(self._logits, rows, self._fed)
+        else:
+            self._result = StepResult(np.zeros(0, np.int32), vectors=self._logits.copy())
         self._result.elapsed_s = self._seconds + time.perf_counter() - start
         self._owner.last_ids = self._result.ids.copy()
 
@@ -79,7 +82,12 @@ class ReferenceLoadedModel:
         self._weights, self._pages, self._states = weights, pages, states
         self._info = info
         self.last_ids: I32 = np.zeros(0, np.int32)
-        self.in_flight: InFlight[ReferenceStep] = InFlight(info)
+        self.in_flight: InFlight[ReferenceStep] = InFlight(info, samples=steps.samples)
+
+    @property
+    def samples(self) -> bool:
+        """Whether steps give ids."""
+        return self._steps.samples
 
     @property
     def info(self) -> LoadedInfo:
@@ -101,7 +109,7 @@ class ReferenceLoadedModel:
         return step
 
     def logits(self, plan: StepPlan) -> Floats:
-        """(L, V) of the plan; writes its keys, values and states."""
+        """(L, V) of the plan, or its vectors; writes its keys, values and states."""
         plan = replace(plan, tokens=self.resolve(plan.tokens))
         kv_dtype = self._info.kv_cache_dtype
         frame = NumpyFrame(self._weights, plan, self._pages, kv_dtype, self._states)

@@ -16,8 +16,9 @@ from vllmx_cpu.lower import Lowering
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Team
 from vllmx_cpu.sampling import SamplerCall
-from vllmx_cpu.structs import VxJob, VxRecord, VxSampler, VxStep
+from vllmx_cpu.structs import VxElementwise, VxJob, VxRecord, VxSampler, VxStep
 from vllmx_cpu.tape import Call, Tape, make_tape
+from vllmx_cpu.vectors import VectorsCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,10 @@ class CpuLoadedModel:
         self._sampler_workspace = sampler_workspace
         self._recorded = recorded
         self._steps = steps
-        self._sample = lowering.isa.op("sample", VxSampler)
-        self._in_flight: InFlight[CpuStep] = InFlight(info)
+        samples = steps.samples
+        ending = ("sample", VxSampler) if samples else (VectorsCall.function, VxElementwise)
+        self._end = lowering.isa.op(*ending)
+        self._in_flight: InFlight[CpuStep] = InFlight(info, samples=samples)
         self._last: CpuStep | None = None
 
     @property
@@ -62,13 +65,13 @@ class CpuLoadedModel:
         has run when this returns."""
         self._in_flight.check_room(plan)
         step = CpuStep(self, plan, self._last)
-        sampler = SamplerCall(rows)
+        ending = self._ending(step, rows)
         if self._recorded is None:
             self._run_eagerly(step)
-            self._sample_eagerly(step, sampler)
+            self._end_eagerly(step, ending)
         else:
-            self._submit(step.job, self._recorded.tape.records, self._bound(sampler))
-        step.sampler = sampler
+            self._submit(step.job, self._recorded.tape.records, self._bound(ending))
+        step.ending = ending
         self._in_flight.add(step)
         self._last = step
         return step
@@ -88,24 +91,35 @@ class CpuLoadedModel:
         """The second half of a step."""
         with self._in_flight.sampling(step, rows):
             try:
-                sampler = SamplerCall(rows)
+                ending = self._ending(step, rows)
             except BaseException:
                 self._wait(step)  # before its memory goes
                 raise
             if self._recorded is None:
-                self._sample_eagerly(step, sampler)
+                self._end_eagerly(step, ending)
             else:
                 step.second_job = VxJob(step=step.job.step)  # its tokens are resolved by then
-                self._submit(step.second_job, (), self._bound(sampler))
-            step.sampler = sampler
+                self._submit(step.second_job, (), self._bound(ending))
+            step.ending = ending
         self._last = step
 
-    def _bound(self, sampler: SamplerCall) -> VxRecord:
-        """The sampler behind the tape."""
+    def _ending(self, step: CpuStep, rows: SamplingRows) -> SamplerCall | VectorsCall:
+        """What a step ends with."""
+        if self._steps.samples:
+            return SamplerCall(rows)
+        return VectorsCall(step.num_logit_rows, self._steps.logits.width)
+
+    def _bind(self, ending: SamplerCall | VectorsCall, result: int) -> None:
+        if isinstance(ending, SamplerCall):
+            ending.bind(result, self._vocab_size, self._sampler_workspace)
+        else:
+            ending.bind(result)
+
+    def _bound(self, ending: SamplerCall | VectorsCall) -> VxRecord:
+        """The ending behind the tape."""
         assert self._recorded is not None, "no tape"
-        logits = self._recorded.arena.ctypes.data + self._recorded.logits_offset
-        sampler.bind(logits, self._vocab_size, self._sampler_workspace)
-        return VxRecord(self._sample, sampler.address)
+        self._bind(ending, self._recorded.arena.ctypes.data + self._recorded.logits_offset)
+        return VxRecord(self._end, ending.address, not self._steps.samples)
 
     def _submit(
         self, job: VxJob, forward: ctypes.Array[VxRecord] | tuple[()], *more: VxRecord
@@ -123,11 +137,10 @@ class CpuLoadedModel:
         for op in self._steps.ops:
             step.eager.op(op)
 
-    def _sample_eagerly(self, step: CpuStep, sampler: SamplerCall) -> None:
+    def _end_eagerly(self, step: CpuStep, ending: SamplerCall | VectorsCall) -> None:
         assert step.eager is not None, "the forward pass has run"
-        logits = step.eager.address(self._steps.logits)
-        sampler.bind(logits, self._vocab_size, self._sampler_workspace)
-        step.eager.call(Call("sample", self._sample, sampler.struct))
+        self._bind(ending, step.eager.address(self._steps.logits))
+        step.eager.call(Call("end", self._end, ending.struct, not self._steps.samples))
         step.eager = None
 
     def finish(self, step: CpuStep) -> None:
@@ -164,7 +177,7 @@ class CpuStep:
         width = self._arrays["block_tables"].shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}
-        self.sampler: SamplerCall | None = None
+        self.ending: SamplerCall | VectorsCall | None = None
         self.eager: EagerRun | None = None
         """The forward pass, until it was sampled."""
         self.job = VxJob(
@@ -174,8 +187,8 @@ class CpuStep:
         self.second_job: VxJob | None = None
         """The sampler's own, where it came late."""
         if previous is not None:
-            assert previous.sampler is not None, "the step before was sampled"
-            self._previous_ids = previous.sampler.ids
+            assert previous.ending is not None, "the step before was sampled"
+            self._previous_ids = previous.ending.ids
             self.job.previous_ids = self._previous_ids.ctypes.data
             self.job.num_previous_ids = len(self._previous_ids)
 
@@ -195,9 +208,9 @@ class CpuStep:
     def result(self) -> StepResult:
         """See `vllmx_core.backend.StepHandle.result`."""
         self._owner.finish(self)
-        assert self.sampler is not None, "a step in flight was sampled"
+        assert self.ending is not None, "a step in flight was sampled"
         late_s = 0.0 if self.second_job is None else self.second_job.seconds
-        return self.sampler.result(self.job.seconds + late_s)
+        return self.ending.result(self.job.seconds + late_s)
 
 
 class EagerRun:

@@ -24,6 +24,7 @@ from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
+from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
@@ -86,7 +87,8 @@ class Site:
 
     def call(self, op: Op, function: str, arguments: ctypes.Structure) -> Call:
         """A call of the native function of this name."""
-        return Call(op.name, self.model.isa.op(function, type(arguments)), arguments)
+        pooled = bool(op.reads) and all(value.rows == "L" for value in op.reads)
+        return Call(op.name, self.model.isa.op(function, type(arguments)), arguments, pooled)
 
     def vector(self, ref: WeightRef | None) -> int | None:
         """The address of a vector or a constant; None for none."""
@@ -282,6 +284,19 @@ def _gate(op: Gate, site: Site) -> list[Call]:
         GATES[op.kind],
     )  # fmt: skip
     return [site.call(op, "gate", arguments)]
+
+
+class VxPool(ctypes.Structure):
+    """Arguments of `pool`; native/pool.cpp."""
+
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("width", c_int32), ("kind", c_int32)]
+
+
+@OPS.add(Pool)
+def _pool(op: Pool, site: Site) -> list[Call]:
+    kind = {"last": 0, "mean": 1, "cls": 2}[op.kind]
+    arguments = VxPool(site.address(op.x), site.address(op.out), op.x.width, kind)
+    return [site.call(op, "pool", arguments)]
 
 
 @OPS.add(Route, when=lambda op: op.logits.width <= MAX_EXPERTS)

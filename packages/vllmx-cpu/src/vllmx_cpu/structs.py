@@ -43,9 +43,9 @@ class VxStep(Structure):
 
 
 class VxRecord(Structure):
-    """One op of a recorded step: function and arguments."""
+    """One op of a recorded step: function, arguments, and whether it works on the logit rows."""
 
-    _fields_ = [("run", c_void_p), ("args", c_void_p)]
+    _fields_ = [("run", c_void_p), ("args", c_void_p), ("pooled", c_int32)]
 
 
 class VxJob(Structure):

@@ -16,6 +16,13 @@ class Call:
     name: str
     function: int
     arguments: ctypes.Structure
+    pooled: bool = False
+    """Its rows are the step's logit rows, not its tokens."""
+
+    @property
+    def record(self) -> VxRecord:
+        """As the team takes it."""
+        return VxRecord(self.function, ctypes.addressof(self.arguments), int(self.pooled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,5 @@ class Tape:
 
 def make_tape(calls: Sequence[Call]) -> Tape:
     """The calls in their order."""
-    records = (VxRecord * len(calls))(
-        *(VxRecord(call.function, ctypes.addressof(call.arguments)) for call in calls)
-    )
+    records = (VxRecord * len(calls))(*(call.record for call in calls))
     return Tape(records, calls)

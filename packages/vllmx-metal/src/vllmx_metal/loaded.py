@@ -42,14 +42,14 @@ class MetalLoadedModel:
         device: Device,
         kernels: PagedKernels,
     ) -> None:
-        self._interpreter = Interpreter(steps, OPS.handler)
+        self._interpreter, self._samples = Interpreter(steps, OPS.handler), steps.samples
         self._weights, self._pages, self._dtype = weights, pages, dtype
         self._info, self._owner, self._device, self._kernels = info, owner, device, kernels
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
         self._last_rows = 0  # L of the last step that had any
         self._last_end_s = 0.0
-        self._in_flight: InFlight[MetalStepHandle] = InFlight(info)
+        self._in_flight: InFlight[MetalStepHandle] = InFlight(info, samples=steps.samples)
 
     @property
     def info(self) -> LoadedInfo:
@@ -136,6 +136,8 @@ class MetalLoadedModel:
         return logits, step.tokens[step.logit_rows]
 
     def _sampled(self, logits: mx.array, fed: mx.array, rows: SamplingRows) -> dict[str, mx.array]:
+        if not self._samples:
+            return {"ids": mx.zeros(0, mx.int32), "vectors": logits.astype(mx.float32)}
         if not rows.num_rows:
             return {"ids": mx.zeros(0, mx.int32)}
         results = sample(logits, rows, fed)
@@ -170,8 +172,10 @@ class MetalLoadedModel:
             self._owner.submit(self._finish_running)
         self._in_flight.remove_oldest()
         arrays, seconds = handle.done.result()
-        ids, logits = arrays.pop("ids"), arrays.pop("logits", None)
-        return StepResult(ids, LogprobRows(**arrays) if arrays else None, logits, seconds)
+        ids, logits, vectors = (arrays.pop(name, None) for name in ("ids", "logits", "vectors"))
+        assert ids is not None, "every step has ids, if none at all"
+        logprobs = LogprobRows(**arrays) if arrays else None
+        return StepResult(ids, logprobs, logits, seconds, vectors)
 
 
 class MetalStepHandle:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import mlx.core as mx
+import numpy as np
 from vllmx_core.interpreter import Frame
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
@@ -23,6 +24,7 @@ from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
@@ -272,3 +274,21 @@ def _head(op: Head, frame: MetalFrame) -> None:
     rows, cap = frame[op.x][frame.step.logit_rows], op.softcap
     logits = frame.matrix(op.w).multiply(rows).astype(mx.float32)  # (L, V)
     frame[op.out] = logits if cap is None else cap * mx.tanh(logits / cap)
+
+
+@OPS.add(Pool)
+def _pool(op: Pool, frame: MetalFrame) -> None:
+    x, last = frame[op.x].astype(mx.float32), frame.step.logit_rows
+    if op.kind == "last":
+        frame[op.out] = x[last]
+        return
+    starts, ends = frame.step.plan.query_start, frame.step.plan.logit_rows
+    first = starts[np.searchsorted(starts, ends, side="right") - 1]
+    if op.kind == "cls":
+        frame[op.out] = x[mx.array(first)]
+        return
+    means = [
+        x[begin : end + 1].mean(axis=0)
+        for begin, end in zip(first.tolist(), ends.tolist(), strict=True)
+    ]
+    frame[op.out] = mx.stack(means) if means else x[:0]

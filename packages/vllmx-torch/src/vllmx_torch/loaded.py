@@ -43,11 +43,11 @@ class TorchLoadedModel:
         self._interpreter = Interpreter(steps, OPS.handler)
         self._weights, self._pages, self._states = weights, pages, states
         self._scratch = Scratch()
-        self._info = info
+        self._info, self._samples = info, steps.samples
         self._device, self._sampling_device = device, sampling_device
         self._last_ids = torch.zeros(1, dtype=torch.int64, device=device)  # (L,) of the last step
         self._clock = StepClock(device)
-        self._in_flight: InFlight[TorchStepHandle] = InFlight(info)
+        self._in_flight: InFlight[TorchStepHandle] = InFlight(info, samples=steps.samples)
 
     @property
     def info(self) -> LoadedInfo:
@@ -97,6 +97,11 @@ class TorchLoadedModel:
 
     def _sample(self, handle: TorchStepHandle, rows: SamplingRows) -> None:
         logits, fed = (tensor.to(self._sampling_device) for tensor in handle.take_logits())
+        if not self._samples:
+            ids = torch.zeros(0, dtype=torch.int64)
+            results = {"ids": ids.to(logits.device), "vectors": logits.float()}
+            handle.download = Download(results, self._device, self._clock, handle.started)
+            return
         results = sample(logits, rows, fed)
         if rows.num_rows:
             self._last_ids = results["ids"].long().to(self._device)
@@ -145,6 +150,6 @@ class TorchStepHandle:
         """See `vllmx_core.backend.StepHandle.result`."""
         arrays, seconds = self._owner.finish(self)
         ids = arrays.pop("ids")
-        logits = arrays.pop("logits", None)
+        logits, vectors = arrays.pop("logits", None), arrays.pop("vectors", None)
         logprobs = LogprobRows(**arrays) if arrays else None
-        return StepResult(ids.astype(np.int32, copy=False), logprobs, logits, seconds)
+        return StepResult(ids.astype(np.int32, copy=False), logprobs, logits, seconds, vectors)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +25,7 @@ from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
@@ -40,6 +42,7 @@ from vllmx_torch.latent_attention import latent_attention
 from vllmx_torch.recurrent import StateRows, recurrence, short_conv
 from vllmx_torch.segment_attention import segment_attention
 from vllmx_torch.step import TorchStep
+from vllmx_torch.transfer import upload
 from vllmx_torch.weights import LinearWeight, TorchWeight
 
 _HEAD_VALUES = 1 << 24
@@ -256,3 +259,18 @@ def _float_linear(x: Tensor, w: LinearWeight) -> Tensor:
     step = max(1, _HEAD_VALUES // w.matrix.shape[1])
     logits = torch.cat([x @ rows.float().T for rows in w.matrix.split(step)], dim=-1)
     return logits if w.bias is None else logits + w.bias
+
+
+@OPS.add(Pool)
+def _pool(op: Pool, frame: TorchFrame) -> None:
+    x, plan, last = frame[op.x], frame.step.plan, frame.step.logit_rows
+    if op.kind == "last":
+        frame[op.out] = x[last]
+        return
+    row = np.searchsorted(plan.query_start, plan.logit_rows, side="right") - 1
+    first = plan.query_start[row]
+    if op.kind == "cls":
+        frame[op.out] = x[upload(first, np.int64, x.device)]
+        return
+    means = [x[begin : end + 1].mean(0) for begin, end in zip(first, plan.logit_rows, strict=True)]
+    frame[op.out] = torch.stack(means) if means else x[:0]

@@ -21,11 +21,13 @@ class InFlight(Generic[Step]):
 
     Args:
         info: its limits hold for each step.
+        samples: ids are drawn, from a row of parameters for each row of logits.
     """
 
-    __slots__ = ("_max_logit_rows", "_max_tokens", "_steps", "_unsampled", "closed")
+    __slots__ = ("_max_logit_rows", "_max_tokens", "_samples", "_steps", "_unsampled", "closed")
 
-    def __init__(self, info: LoadedInfo) -> None:
+    def __init__(self, info: LoadedInfo, *, samples: bool = True) -> None:
+        self._samples = samples
         self._max_tokens = info.max_num_batched_tokens
         self._max_logit_rows = info.max_logit_rows
         self._steps: deque[Step] = deque()
@@ -61,7 +63,8 @@ class InFlight(Generic[Step]):
         assert self._unsampled is not None, "sample() was called twice"
         unsampled, num_logit_rows = self._unsampled
         assert unsampled is step, "sample() was called twice"
-        assert rows.num_rows == num_logit_rows, f"{rows.num_rows} rows, L = {num_logit_rows}"
+        wanted = num_logit_rows if self._samples else 0
+        assert rows.num_rows == wanted, f"{rows.num_rows} rows, L = {wanted}"
         self._unsampled = None
         try:
             yield

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -36,8 +36,8 @@ class Act(Op):
 
     @classmethod
     def of(cls, x: Value, kind: Activation) -> Act:
-        expect_features(x=x)
-        return cls(x, kind, Value(x.width))
+        expect_rows(x=x)
+        return cls(x, kind, Value(x.width, x.rows))
 
     def check(self) -> None:
         expect_activation(self.kind)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect_features, expect_same_width
+from vllmx_core.ops.op import Op, expect_rows, expect_same_width
 from vllmx_core.ops.values import Value
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class Add(Op):
 
     @classmethod
     def of(cls, x: Value, y: Value) -> Add:
-        expect_features(x=x, y=y)
-        return cls(x, y, Value(x.width))
+        expect_rows(x=x, y=y)
+        return cls(x, y, Value(x.width, x.rows))
 
     def check(self) -> None:
         expect_same_width(x=self.x, y=self.y)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features, expect_same_width, expect_vector
+from vllmx_core.ops.op import Op, expect, expect_rows, expect_same_width, expect_vector
 from vllmx_core.ops.rms_norm import RmsNorm, rms_norm
 from vllmx_core.ops.values import Value, WeightRef
 
@@ -32,8 +32,9 @@ class AddRmsNorm(Op):
 
     @classmethod
     def of(cls, x: Value, residual: Value, w: WeightRef, eps: float) -> AddRmsNorm:
-        expect_features(x=x, residual=residual)
-        return cls(x, residual, w, eps, Value(x.width), Value(x.width))
+        expect_rows(x=x, residual=residual)
+        normed, total = Value(x.width, x.rows), Value(x.width, x.rows)
+        return cls(x, residual, w, eps, normed, total)
 
     def check(self) -> None:
         expect_same_width(x=self.x, residual=self.residual)

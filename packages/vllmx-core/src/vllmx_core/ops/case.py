@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Weights = Mapping[str, WeightRef]
 Body = Callable[["Ops", Weights, StepInputs], Value]
 Middle = Callable[["Ops", Weights, Value], Value]
+Pooling = Callable[["Ops", Weights, Value, StepInputs], Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,30 @@ class Case:
     build: Callable[[Builder], object]
     """Makes the weights."""
     body: Body
+    vector_size: int = 0
+    """Above 0: there are no logits, vectors of this width that `body` returns are compared."""
+
+    @classmethod
+    def pooled(
+        cls,
+        name: str,
+        width: int,
+        pooling: Pooling,
+        build: Callable[[Builder], object] | None = None,
+        vector_size: int = 0,
+    ) -> Case:
+        """An embedding and the ops under test, from (T, width) to a vector for each text, of
+        `width` numbers too where `vector_size` does not say another."""
+
+        def with_table(builder: Builder) -> None:
+            if build is not None:
+                build(builder)
+            builder.embedding("embed", width)
+
+        def body(ops: Ops, w: Weights, step: StepInputs) -> Value:
+            return pooling(ops, w, ops.embedding(step.tokens, w["embed"]), step)
+
+        return cls(name, with_table, body, vector_size or width)
 
     @classmethod
     def between(

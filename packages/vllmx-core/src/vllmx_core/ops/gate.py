@@ -11,7 +11,7 @@ import numpy as np
 from vllmx_core.ops.activation import Activation, activation
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 GateKind = Activation | Literal["sigmoid", "identity", "tanh", "relu2"]
@@ -33,8 +33,8 @@ class Gate(Op):
 
     @classmethod
     def of(cls, x: Value, g: Value, kind: GateKind) -> Gate:
-        expect_features(x=x, g=g)
-        return cls(x, g, kind, Value(x.width))
+        expect_rows(x=x, g=g)
+        return cls(x, g, kind, Value(x.width, x.rows))
 
     @property
     def span(self) -> int:
@@ -69,7 +69,7 @@ def _case(width: int, gates: int, kind: GateKind) -> Case:
 def gate(x: Floats, g: Floats, kind: GateKind) -> Floats:
     """(T, F), (T, G) -> (T, F)."""
     opened = opening(g, kind)
-    return (x.reshape(*g.shape, -1) * opened[..., None]).reshape(x.shape)
+    return (x.reshape(*g.shape, x.shape[-1] // g.shape[-1]) * opened[..., None]).reshape(x.shape)
 
 
 def opening(g: Floats, kind: GateKind) -> Floats:

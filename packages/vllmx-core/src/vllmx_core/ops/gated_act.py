@@ -11,7 +11,7 @@ import numpy as np
 from vllmx_core.ops.activation import KINDS, Activation, activation, expect_activation
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 
@@ -26,8 +26,8 @@ class GatedAct(Op):
 
     @classmethod
     def of(cls, gate_up: Value, kind: Activation) -> GatedAct:
-        expect_features(gate_up=gate_up)
-        return cls(gate_up, kind, Value(gate_up.width // 2))
+        expect_rows(gate_up=gate_up)
+        return cls(gate_up, kind, Value(gate_up.width // 2, gate_up.rows))
 
     def check(self) -> None:
         expect_activation(self.kind)

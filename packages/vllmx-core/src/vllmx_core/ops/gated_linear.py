@@ -34,5 +34,5 @@ class GatedLinear(Op):
         frame[self.out] = gated_act(gate_up, self.kind)
 
     def expand(self) -> tuple[Op, ...]:
-        gate_up = Value(self.w.rows)
+        gate_up = Value(self.w.rows, self.x.rows)
         return Linear(self.x, self.w, gate_up), GatedAct(gate_up, self.kind, self.out)

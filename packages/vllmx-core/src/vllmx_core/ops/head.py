@@ -36,7 +36,7 @@ class Head(Op):
     def of(cls, x: Value, rows: LogitRows, w: WeightRef, softcap: float | None) -> Head:
         expect_features(x=x)
         expect_weight(w, "linear")
-        return cls(x, rows, w, softcap or None, Value(w.rows, "L"))
+        return cls(x, rows, w, softcap or None, Value(w.rows, "L", "f32"))
 
     def check(self) -> None:
         expect(isinstance(self.rows, LogitRows), "rows must be step.logit_rows")

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect_features, expect_matrix, expect_weight
+from vllmx_core.ops.op import Op, expect_matrix, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
 
 
@@ -23,9 +23,9 @@ class Linear(Op):
 
     @classmethod
     def of(cls, x: Value, w: WeightRef) -> Linear:
-        expect_features(x=x)
+        expect_rows(x=x)
         expect_weight(w, "linear")
-        return cls(x, w, Value(w.rows))
+        return cls(x, w, Value(w.rows, x.rows))
 
     def check(self) -> None:
         expect_matrix(self.x, self.w)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllmx_core.errors import OpError
-from vllmx_core.ops.values import Value, WeightKind, WeightRef
+from vllmx_core.ops.values import Output, Rows, Value, WeightKind, WeightRef
 
 if TYPE_CHECKING:
     from vllmx_core.ops.case import Case
@@ -86,10 +86,17 @@ def _field_names(kind: type[Op]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OpList:
-    """A recorded step: its ops in order, and the value that holds the (L, V) logits."""
+    """A recorded step: its ops in order, and the value that holds its result: (L, V) logits, or the
+    vectors or scores of a model that samples nothing."""
 
     ops: tuple[Op, ...]
     logits: Value
+    output: Output = "tokens"
+
+    @property
+    def samples(self) -> bool:
+        """Whether the result is logits, from which ids are drawn."""
+        return self.output == "tokens"
 
 
 def last_reads(ops: Iterable[Op]) -> dict[Value, int]:
@@ -103,13 +110,27 @@ def expect(holds: bool, problem: str) -> None:
         raise OpError(problem)
 
 
-def expect_features(**operands: object) -> None:
-    """Each operand must be an array (T, features) that another op gave."""
+def expect_rows(**operands: object) -> None:
+    """Each operand must be an array (T, features) that another op gave, or each one (L, features)
+    that `pool` began."""
+    rows: dict[Rows, str] = {}
     for name, value in operands.items():
         expect(isinstance(value, Value), f"{name} is {value!r}, not what another op returned")
         assert isinstance(value, Value)
-        expect(value.rows == "T", f"{name} holds logits: no op takes them")
+        logits = value.rows == "L" and value.dtype == "f32"
+        expect(not logits, f"{name} holds logits: no op takes them")
         expect(value.dtype == "model", f"{name} is what `route` gave: only `experts` takes it")
+        rows[value.rows] = name
+    if len(rows) > 1:
+        raise OpError(f"{rows['L']} has a row for each text, {rows['T']} one for each token")
+
+
+def expect_features(**operands: object) -> None:
+    """Each operand must be an array (T, features) that another op gave."""
+    expect_rows(**operands)
+    for name, value in operands.items():
+        assert isinstance(value, Value)
+        expect(value.rows == "T", f"{name} was pooled: it has a row for each text, not each token")
 
 
 def expect_same_width(**operands: Value) -> None:

@@ -24,6 +24,7 @@ from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec, LatentW
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList, expect
+from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
@@ -31,12 +32,12 @@ from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
 from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
-from vllmx_core.ops.values import LogitRows, StepInputs, TokenIds, Value, WeightRef
+from vllmx_core.ops.values import LogitRows, Output, StepInputs, TokenIds, Value, WeightRef
 
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
-    Gate, Route, Experts, Head,
+    Gate, Route, Experts, Head, Pool,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -45,7 +46,8 @@ O = TypeVar("O", bound=Op)  # noqa: E741
 
 class Ops:
     """Records the ops of one step. Letters as in `vllmx_core.plan`, E hidden, F intermediate, V
-    vocabulary; x is (T, features). Every method raises OpError, which names model, op, weight and
+    vocabulary; x is (T, features). Ops that work row by row take what `pool` gave, too: (L,
+    features) in, (L, features) out. Every method raises OpError, which names model, op, weight and
     the two numbers that disagree."""
 
     def __init__(self, model: str = "model") -> None:
@@ -212,6 +214,11 @@ class Ops:
         logit becomes c * tanh(logit / c)."""
         return self._record(Head.of, x, rows, w, softcap).out
 
+    def pool(self, x: Value, step: StepInputs, kind: PoolKind) -> Value:
+        """(T, E) -> (L, E): what a row has become in this step, by its last token, its first one
+        ("cls") or the mean of all. For first and mean the step must hold the whole of each row."""
+        return self._record(Pool.of, x, step.logit_rows, kind).out
+
     def put(self, op: O) -> O:
         """Appends an op that was made elsewhere: a plugin's own, that expands into those above."""
         try:
@@ -220,11 +227,14 @@ class Ops:
             raise self._located(op.name, op.weights, error) from None
         return self._append(op)
 
-    def finished(self, logits: object, vocab_size: int) -> OpList:
-        """The recorded step. Raises OpError unless `logits` is the (L, vocab_size) result."""
-        if not isinstance(logits, Value) or (logits.rows, logits.width) != ("L", vocab_size):
-            raise OpError(f"{self._model}: forward returned {logits}, not (L, {vocab_size}) logits")
-        return OpList(tuple(self._ops), logits)
+    def finished(self, result: object, width: int, output: Output = "tokens") -> OpList:
+        """The recorded step. Raises OpError unless `result` is the (L, width) result."""
+        what = "logits" if output == "tokens" else output
+        if not isinstance(result, Value) or (result.rows, result.width) != ("L", width):
+            raise OpError(f"{self._model}: forward returned {result}, not (L, {width}) {what}")
+        if output == "tokens" and result.dtype != "f32":
+            raise OpError(f"{self._model}: forward returned no logits, but what was pooled")
+        return OpList(tuple(self._ops), result, output)
 
     def _record(self, make: Callable[P, O], *args: P.args, **kwargs: P.kwargs) -> O:
         try:

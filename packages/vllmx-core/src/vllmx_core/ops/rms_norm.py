@@ -10,7 +10,7 @@ import numpy as np
 
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
-from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
+from vllmx_core.ops.op import Op, expect, expect_rows, expect_vector
 from vllmx_core.ops.values import Value, WeightRef
 
 
@@ -26,8 +26,8 @@ class RmsNorm(Op):
 
     @classmethod
     def of(cls, x: Value, w: WeightRef, eps: float) -> RmsNorm:
-        expect_features(x=x)
-        return cls(x, w, eps, Value(x.width))
+        expect_rows(x=x)
+        return cls(x, w, eps, Value(x.width, x.rows))
 
     def check(self) -> None:
         expect_vector(self.w, self.x.width)

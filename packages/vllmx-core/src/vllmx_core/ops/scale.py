@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 
@@ -23,8 +23,8 @@ class Scale(Op):
 
     @classmethod
     def of(cls, x: Value, factor: float) -> Scale:
-        expect_features(x=x)
-        return cls(x, factor, Value(x.width))
+        expect_rows(x=x)
+        return cls(x, factor, Value(x.width, x.rows))
 
     def check(self) -> None:
         expect(isinstance(self.factor, int | float), f"the factor is {self.factor!r}, no number")

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame
-from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
+from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
 
 
@@ -24,8 +24,8 @@ class ScaleBy(Op):
 
     @classmethod
     def of(cls, x: Value, w: WeightRef) -> ScaleBy:
-        expect_features(x=x)
-        return cls(x, w, Value(x.width))
+        expect_rows(x=x)
+        return cls(x, w, Value(x.width, x.rows))
 
     @property
     def span(self) -> int:
@@ -58,4 +58,4 @@ def _case(width: int, values: int) -> Case:
 
 def scale_by(x: Floats, w: Floats) -> Floats:
     """(T, F), (G,) -> (T, F)."""
-    return (x.reshape(len(x), len(w), -1) * w[:, None]).reshape(x.shape)
+    return (x.reshape(len(x), len(w), x.shape[-1] // len(w)) * w[:, None]).reshape(x.shape)

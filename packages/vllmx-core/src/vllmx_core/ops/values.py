@@ -10,6 +10,8 @@ from vllmx_core.errors import OpError
 
 Rows = Literal["T", "L"]
 """How many rows an array has: the tokens of the step, or those that want logits."""
+Output = Literal["tokens", "vectors", "scores"]
+"""What comes of a step: logits that ids are drawn from, a vector for each text, or scores of it."""
 ValueType = Literal["model", "f32", "i32"]
 WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
 
@@ -21,7 +23,7 @@ class Value:
     width: int
     rows: Rows = "T"
     dtype: ValueType = "model"
-    """"model": the type that the backend computes in; logits (rows L) are float32 all the same."""
+    """"model": the type that the backend computes in."""
     below: int = 0
     """Of i32: its values are 0 to below - 1."""
 
@@ -58,7 +60,7 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """Stands for the (L,) indices of the tokens that want logits; only `logits` takes it."""
+    """Stands for the (L,) indices of the tokens that want logits; `logits` and `pool` take it."""
 
 
 @dataclass(frozen=True, slots=True)

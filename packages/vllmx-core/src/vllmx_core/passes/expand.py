@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from vllmx_core.ops.op import Op, OpList
 
@@ -12,7 +13,8 @@ Supports = Callable[[Op], bool]
 def expand_unsupported(steps: OpList, supports: Supports) -> OpList:
     """Every op that `supports` refuses becomes what it expands into, and so on; one that expands
     into nothing supported stays as it is, for `unsupported_ops` to find."""
-    return OpList(tuple(one for op in steps.ops for one in _expanded(op, supports)), steps.logits)
+    ops = tuple(one for op in steps.ops for one in _expanded(op, supports))
+    return replace(steps, ops=ops)
 
 
 def unsupported_ops(steps: OpList, supports: Supports) -> list[Op]:

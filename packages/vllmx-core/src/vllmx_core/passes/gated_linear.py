@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
@@ -44,4 +45,4 @@ def fuse_gated_linears(steps: OpList, weights: Collection[str]) -> OpList:
         if isinstance(op, Linear) and op.w.name in weights:
             places[op.out] = len(fused)
         fused.append(op)
-    return OpList(tuple(fused), steps.logits)
+    return replace(steps, ops=tuple(fused))

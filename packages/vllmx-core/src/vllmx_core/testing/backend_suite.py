@@ -19,6 +19,7 @@ from vllmx_core.testing.op_checks import OpChecks
 from vllmx_core.testing.sampler_checks import SamplerChecks
 from vllmx_core.testing.state_checks import StateChecks
 from vllmx_core.testing.step_checks import StepChecks
+from vllmx_core.testing.vector_checks import VectorChecks
 from vllmx_core.testing.weight_checks import WeightChecks
 
 
@@ -33,5 +34,6 @@ class BackendSuite(
     StepChecks,
     WeightChecks,
     LateChecks,
+    VectorChecks,
 ):
     """Override `make_backend`, and the attributes of `Harness` where the backend promises less."""

@@ -65,16 +65,20 @@ class Harness:
         **options: Any,
     ) -> None:
         """Runs the steps on both and compares the log-probabilities of the whole vocabulary at
-        every logit row."""
+        every logit row, or the vectors where the model gives such."""
         oracle = ReferenceBackend().load(model, source, load_options("f64", options))
         limit = tolerance or self.tolerance
         with self.loaded(model, source, **options) as loaded:
             for number, rows in enumerate(steps):
                 plan = make_plan(rows, loaded.info.block_size)
-                expected = log_softmax(oracle.logits(plan))
-                got = all_logprobs(loaded, plan, model.shape.vocab_size)
+                expected: Any = oracle.logits(plan)
+                if model.shape.output == "tokens":
+                    what, expected = "log-probabilities", log_softmax(expected)
+                    got = all_logprobs(loaded, plan, model.shape.vocab_size)
+                else:
+                    what, got = "vectors", all_vectors(loaded, plan)
                 np.testing.assert_allclose(
-                    got, expected, rtol=0, atol=limit, err_msg=f"log-probabilities of step {number}"
+                    got, expected, rtol=0, atol=limit, err_msg=f"{what} of step {number}"
                 )
 
     @staticmethod
@@ -89,6 +93,15 @@ def all_logprobs(loaded: LoadedModel, plan: StepPlan, vocab_size: int) -> F32:
     """(L, V) log-probabilities of a plan; the vocabulary must be small."""
     rows = sampling_rows(plan.num_logit_rows, num_logprobs=vocab_size)
     return spread(loaded.step(plan, rows).result().logprobs, vocab_size)
+
+
+def all_vectors(loaded: LoadedModel, plan: StepPlan) -> F32:
+    """(L, output_size) of a plan, by a model that gives vectors or scores."""
+    result = loaded.step(plan, sampling_rows(0)).result()
+    assert result.ids.size == 0, "a model that samples nothing gave ids"
+    assert result.vectors is not None, "no vectors came"
+    assert result.vectors.dtype == np.float32, f"vectors are {result.vectors.dtype}"
+    return result.vectors
 
 
 def spread(logprobs: LogprobRows | None, vocab_size: int) -> F32:

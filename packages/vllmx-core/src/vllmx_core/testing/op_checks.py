@@ -22,6 +22,12 @@ STEPS = [
     [Row([0], 3, [1])],
     [Row(list(range(19)) * 3, 0, [4, 5, 6, 7], "all"), Row([7, 7], 4, [1], "none")],
 ]
+TEXTS = [
+    [Row([3, 1, 4, 1, 5], 0, [0]), Row([9, 2, 6], 0, [1], "none"), Row([18], 0, [2])],
+    [Row(list(range(19)) * 3, 0, [4, 5, 6, 7]), Row([7], 0, [1]), Row([5, 5, 2], 0, [3])],
+    [Row([8, 0], 3, [1], "none")],
+]
+"""Steps of models that give vectors: a row's last token or none is a logit row."""
 CASES: dict[str, Case] = {f"{op.name}: {case.name}": case for op in OPS for case in op.cases()}
 """By op and name."""
 
@@ -30,7 +36,8 @@ def case_model(case: Case, dtype: DType = "f32") -> tuple[SyntheticModel, ArrayS
     """The model of a case and its weights, stored as `dtype`."""
     builder = Builder(VOCAB)
     case.build(builder)
-    return builder.build(1, case.body), ArraySource(builder.arrays, dtype)
+    model = builder.build(1, case.body, case.vector_size)
+    return model, ArraySource(builder.arrays, dtype)
 
 
 class NoSource(ArraySource):
@@ -52,7 +59,7 @@ class OpChecks(Harness):
         if case in self.missing_ops:
             missing.add(case.partition(":")[0])
         if not missing:
-            self.compare(model, source, STEPS)
+            self.compare(model, source, TEXTS if CASES[case].vector_size else STEPS)
             return
         with pytest.raises(UnsupportedOpError, match=f"needs the op '({'|'.join(missing)})'"):
             self.make_backend().load(model, NoSource(), load_options(self.dtype, {}))

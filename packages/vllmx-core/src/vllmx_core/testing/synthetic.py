@@ -186,11 +186,14 @@ class Builder:
         self.states.append(StateSpec(heads, rows, cols))
         return len(self.states) - 1
 
-    def build(self, hidden_size: int, body: Body) -> SyntheticModel:
-        """The model; its weights are `ArraySource(builder.arrays)`."""
+    def build(self, hidden_size: int, body: Body, vector_size: int = 0) -> SyntheticModel:
+        """The model; its weights are `ArraySource(builder.arrays)`. With a `vector_size` it gives
+        vectors in place of logits."""
         shape = ModelShape(
             self.vocab_size, hidden_size, 4096, tuple(self.caches), "f32", tuple(self.states)
         )
+        if vector_size:
+            shape = replace(shape, output="vectors", output_size=vector_size, whole_prompts=True)
         return SyntheticModel(shape, tuple(self.specs), self.tables, body)
 
     def _array(self, name: str, shape: tuple[int, ...], scale: float = 1.0) -> PartSpec:
@@ -198,8 +201,11 @@ class Builder:
         return PartSpec(name, shape[0])
 
 
-def tiny_decoder(builder: Builder, hidden: int = 32, layers: int = 2) -> SyntheticModel:
-    """A whole decoder: grouped-query attention with RoPE, gated MLP, tied head."""
+def tiny_decoder(
+    builder: Builder, hidden: int = 32, layers: int = 2, *, pooled: bool = False
+) -> SyntheticModel:
+    """A whole decoder: grouped-query attention with RoPE, gated MLP, tied head. `pooled`: it has no
+    head and gives, for each text, what the last token became."""
     specs = [
         AttentionSpec(layer, num_heads=4, num_kv_heads=2, head_size=8, scale=8**-0.5, rotary_dim=8)
         for layer in range(layers)
@@ -215,7 +221,8 @@ def tiny_decoder(builder: Builder, hidden: int = 32, layers: int = 2) -> Synthet
         builder.linear(f"{layer}.gate_up", (40, 40), hidden)
         builder.linear(f"{layer}.down", hidden, 40)
     builder.vector("norm", hidden)
-    builder.tied("head", "embed", hidden)
+    if not pooled:
+        builder.tied("head", "embed", hidden)
 
     def body(ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
         x = ops.embedding(step.tokens, w["embed"])
@@ -229,9 +236,14 @@ def tiny_decoder(builder: Builder, hidden: int = 32, layers: int = 2) -> Synthet
             x = ops.gated_act(ops.linear(x, w[f"{layer}.gate_up"]), "silu")
             x = ops.linear(x, w[f"{layer}.down"])
         x, _ = ops.add_rms_norm(x, residual, w["norm"], 1e-6)
+        if pooled:
+            return ops.pool(x, step, "last")
         return ops.logits(x, step.logit_rows, w["head"])
 
-    return builder.build(hidden, body)
+    if not pooled:
+        return builder.build(hidden, body)
+    model = builder.build(hidden, body, hidden)
+    return replace(model, shape=replace(model.shape, whole_prompts=False))
 
 
 def table_model(table: F32) -> tuple[SyntheticModel, ArraySource]:

@@ -64,8 +64,11 @@ void run_records(VxJob* job, VxCtx* ctx) {
   int64_t begin = now_ns();
   // Read now: when this thread leaves the last barrier, the job may be gone already.
   const int32_t count = job->num_records;
+  VxStep pooled = job->step;
+  pooled.T = pooled.L;
   for (int32_t i = 0; i < count; ++i) {
-    job->records[i].run(job->records[i].args, &job->step, ctx);
+    const VxRecord& record = job->records[i];
+    record.run(record.args, record.pooled ? &pooled : &job->step, ctx);
     vx_barrier(ctx);
     if (ctx->tid == 0 && job->record_seconds) {
       const int64_t end = now_ns();

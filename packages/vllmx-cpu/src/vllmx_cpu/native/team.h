@@ -12,6 +12,7 @@
 struct VxRecord {
   VxOp run;
   const void* args;
+  int32_t pooled;                 // 1: the op works on the L logit rows as if they were the T tokens
 };
 
 // A step in flight. Its arrays belong to the caller and must stay until `vx_wait` has returned.

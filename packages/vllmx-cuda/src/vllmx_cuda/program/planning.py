@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.cache_groups import cache_layout
+from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.kv_capacity import CachePlan
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
@@ -73,6 +74,11 @@ def plan_load(
     of the device that is free, and WeightFormatError when `source` has not what the model asks
     for."""
     recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
+    if not recording.steps.samples:
+        raise UnsupportedModelError(
+            f"model {recording.model} gives {recording.steps.output}, which backend 'cuda' does not"
+            " make: choose --backend cpu or torch"
+        )
     steps, specs, constants = recording.steps, recording.specs, recording.constants
     free, processors = device.free_bytes(), device.info.num_processors
     max_rows = step_limits(options, model.shape.vocab_size, multiple=ROW_MULTIPLE)
