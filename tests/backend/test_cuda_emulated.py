@@ -52,6 +52,7 @@ class TestCudaEmulated(BackendSuite):
     missing_ops = (
         "short_conv", "recurrence", "segment_attention", "pool",
         "embedding: positions, from the third row on", "embedding: token types",
+        "activation: tanh, width 16", "activation: tanh, width 33",
     )  # fmt: skip
     kv_dtypes = ("f32", "int8", "fp8")  # as the model, or codes
     latent_context = 135  # each token of a prompt is an item of its own

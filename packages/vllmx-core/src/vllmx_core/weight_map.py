@@ -117,6 +117,16 @@ def name_in(source: WeightSource, wanted: PartSpec) -> str:
     return next(found, wanted.name)
 
 
+def bias_in(source: WeightSource, wanted: PartSpec) -> str:
+    """What its bias is called there: it is beside the matrix, where that has another name."""
+    assert wanted.bias is not None
+    name, end = name_in(source, wanted), ".weight"
+    beside = wanted.bias == wanted.name.removesuffix(end) + ".bias"
+    if name == wanted.name or not beside or not name.endswith(end):
+        return wanted.bias
+    return name.removesuffix(end) + ".bias"
+
+
 def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:
     index = runs.index(rows)
     if not part.shape or len(index) != rows or (len(index) and index[-1] >= part.shape[0]):
@@ -145,7 +155,7 @@ def _shaped(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
 
 def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:
     assert wanted.bias is not None
-    part = source.part(wanted.bias)
+    part = source.part(bias_in(source, wanted))
     if wanted.entry is not None:
         part = entry_of(part, wanted.entry)
     if wanted.runs is not None:

@@ -210,7 +210,7 @@ def _activation(op: Act, site: Site) -> list[Call]:
         x=site.address(op.x),
         y=site.address(op.out),
         width=op.out.width,
-        activation=ACTIVATIONS[op.kind],
+        activation=GATES[op.kind],
     )
     return [site.call(op, "activation", arguments)]
 

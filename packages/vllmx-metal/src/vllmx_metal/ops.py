@@ -197,7 +197,8 @@ def _gated_act(op: GatedAct, frame: MetalFrame) -> None:
 
 @OPS.add(Act)
 def _activation(op: Act, frame: MetalFrame) -> None:
-    frame[op.out] = _ACTIVATIONS[op.kind](frame[op.x])
+    function = mx.tanh if op.kind == "tanh" else _ACTIVATIONS[op.kind]
+    frame[op.out] = function(frame[op.x])
 
 
 @OPS.add(Add)

@@ -6,7 +6,7 @@ An architecture reads its config.json into a `DecoderSpec`: layers are data, bui
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
@@ -67,16 +67,13 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec) -> None:
         self.spec = spec
-        ropes: list[Rope] = []
-        for layer in spec.layers:
-            if layer.mixer.rope is not None and layer.mixer.rope not in ropes:
-                ropes.append(layer.mixer.rope)
-        self._tables = {f"rope.{index}": rope for index, rope in enumerate(ropes)}
+        self._tables = rope_tables(spec.layers)
 
     @property
     def shape(self) -> ModelShape:
         spec = self.spec
-        caches = tuple(layer.mixer.cache for layer in spec.layers)
+        kept = (layer.mixer.cache for layer in spec.layers)
+        caches = tuple(cache for cache in kept if cache is not None)
         return ModelShape(spec.vocab_size, spec.hidden_size, spec.max_model_len, caches, spec.dtype)
 
     def weights(self) -> tuple[WeightSpec, ...]:
@@ -154,6 +151,15 @@ class Decoder:
             *(() if layer.extra is None else layer.extra.weights(names)),
             *(() if scalar is None else (vector(f"{names.ours}.scalar", scalar, 1),)),
         )
+
+
+def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
+    """The rotations of the layers by the names of their tables, each once."""
+    ropes: list[Rope] = []
+    for layer in layers:
+        if layer.mixer.rope is not None and layer.mixer.rope not in ropes:
+            ropes.append(layer.mixer.rope)
+    return {f"rope.{index}": rope for index, rope in enumerate(ropes)}
 
 
 def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:

@@ -59,6 +59,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("stablelm", "StableLmForCausalLM", gguf=True),
         _model("yi", "YiForCausalLM", "twins", gguf=False),
         *_llamas(),
+        *_encoders(),
     )
 
 
@@ -66,6 +67,26 @@ def _llamas() -> tuple[ModelSpec, ...]:
     """Names that other releases have for the layout of Llama."""
     names = ("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM")
     return tuple(ModelSpec(name.lower(), "vllmx_models.llama:llama", (name,)) for name in names)
+
+
+def _encoders() -> tuple[ModelSpec, ...]:
+    """Trunks that give vectors, and their cross-encoders and classifiers."""
+    modules = {
+        "Bert": ("bert", "bert"),
+        "Gte": ("nomic_bert", "gte"),
+        "ModernBert": ("modernbert", "modernbert"),
+        "NomicBert": ("nomic_bert", "nomic_bert"),
+        "Roberta": ("bert", "roberta"),
+        "XLMRoberta": ("bert", "roberta"),
+    }
+    return tuple(
+        ModelSpec(name.lower(), f"vllmx_models.{module}:{function}{end}", (name,))
+        for family, (module, function) in modules.items()
+        for name, end in (
+            (f"{family}Model", ""),
+            (f"{family}ForSequenceClassification", "_classifier"),
+        )
+    )
 
 
 def _model(name: str, architecture: str, file: str | None = None, *, gguf: bool | str) -> ModelSpec:

@@ -188,7 +188,7 @@ def _gated_act(op: GatedAct, frame: TorchFrame) -> None:
 
 @OPS.add(Act)
 def _activation(op: Act, frame: TorchFrame) -> None:
-    frame[op.out] = _ACTIVATIONS[op.kind](frame[op.x])
+    frame[op.out] = _GATES[op.kind](frame[op.x])
 
 
 @OPS.add(Add)

@@ -16,6 +16,9 @@ from vllmx_core.ops.values import Value
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 KINDS: tuple[Activation, ...] = get_args(Activation)
+ActKind = Activation | Literal["tanh"]
+"""What the op has beside those that experts and gated layers have."""
+ACT_KINDS: tuple[ActKind, ...] = (*KINDS, "tanh")
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -31,26 +34,28 @@ class Act(Op):
 
     name: ClassVar[str] = "activation"
     x: Value
-    kind: Activation
+    kind: ActKind
     out: Value
 
     @classmethod
-    def of(cls, x: Value, kind: Activation) -> Act:
+    def of(cls, x: Value, kind: ActKind) -> Act:
         expect_rows(x=x)
         return cls(x, kind, Value(x.width, x.rows))
 
     def check(self) -> None:
-        expect_activation(self.kind)
+        known = f"choose {', '.join(ACT_KINDS)}"
+        expect(self.kind in ACT_KINDS, f"unknown activation {self.kind!r}: {known}")
 
     def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = activation(frame[self.x], self.kind)
+        x = frame[self.x]
+        frame[self.out] = np.tanh(x) if self.kind == "tanh" else activation(x, self.kind)
 
     @classmethod
     def cases(cls) -> Iterator[Case]:
-        return (_case(kind, width) for kind in KINDS for width in (16, 33))
+        return (_case(kind, width) for kind in ACT_KINDS for width in (16, 33))
 
 
-def _case(kind: Activation, width: int) -> Case:
+def _case(kind: ActKind, width: int) -> Case:
     """Far into both tails."""
     return Case.between(
         f"{kind}, width {width}", width, lambda ops, w, x: ops.activation(ops.scale(x, 4.0), kind)

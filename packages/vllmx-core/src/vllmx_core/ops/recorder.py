@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 from vllmx_core.errors import OpError
-from vllmx_core.ops.activation import Act, Activation
+from vllmx_core.ops.activation import Act, Activation, ActKind
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
@@ -162,7 +162,7 @@ class Ops:
         """(T, 2F) -> (T, F): act(gate) * up."""
         return self._record(GatedAct.of, gate_up, kind).out
 
-    def activation(self, x: Value, kind: Activation) -> Value:
+    def activation(self, x: Value, kind: ActKind) -> Value:
         """act(x)."""
         return self._record(Act.of, x, kind).out
 

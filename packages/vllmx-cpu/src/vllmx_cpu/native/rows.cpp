@@ -57,6 +57,8 @@ VX_INLINE void elementwise(const VxElementwise* a, const VxStep* step, VxCtx* ct
 
 }  // namespace
 
+constexpr int32_t kTanh = 6;  // beside VxActivation; as gate.cpp numbers it
+
 void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxEmbedding* a = (const VxEmbedding*)args;
   const int32_t* sources[] = {step->tokens, step->positions, step->token_types};
@@ -127,7 +129,8 @@ VX_OP(gated_act, VxElementwise)
 void activation(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxElementwise* a = (const VxElementwise*)args;
   elementwise(a, step, ctx, [=](int32_t row, int32_t i, int n) {
-    return activate(load_some(a->x + (size_t)row * a->width + i, n), a->activation);
+    const F32x16 x = load_some(a->x + (size_t)row * a->width + i, n);
+    return a->activation == kTanh ? tanh(x) : activate(x, a->activation);
   });
 }
 VX_OP(activation, VxElementwise)

@@ -215,7 +215,7 @@ def _gated_act(op: GatedAct, to: Lowering) -> Enqueue:
     return _by_rows(to, kernel, width, (to.place(op.gate_up), to.place(op.out), width))
 
 
-@OPS.add(Act)
+@OPS.add(Act, when=lambda op: op.kind in ACTIVATIONS)
 def _activation(op: Act, to: Lowering) -> Enqueue:
     width, act = op.out.width, ACTIVATIONS[op.kind]
     kernel = to.variant("activation", VX_VEC=vector_width(width), VX_ACT=act)

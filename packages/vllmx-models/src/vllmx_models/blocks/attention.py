@@ -11,6 +11,7 @@ from typing import Literal
 
 from vllmx_core.model import Array, AttentionSpec, KVSpec, Ops, SharedKV, Weight
 from vllmx_core.ops.head_norm import HeadNormSpec
+from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part, vector
@@ -63,16 +64,20 @@ class AttentionMixer:
     """The earlier layer whose keys and values this one reads, having none of its own."""
     sinks: bool = False
     """Whether each head has a logit of its own beside those of the tokens."""
+    both_ways: bool = False
+    """Whether tokens see later ones too: then nothing is kept, and a text is one step."""
     names: AttentionNames = AttentionNames()
 
     @property
-    def cache(self) -> KVSpec | SharedKV:
+    def cache(self) -> KVSpec | SharedKV | None:
+        if self.both_ways:
+            return None
         if self.shared_with is not None:
             return SharedKV(self.shared_with)
         return KVSpec(self.num_kv_heads, self.head_size, self.window)
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
-        ours, theirs = names.ours, f"{names.theirs}.{self.names.module}"
+        ours, theirs = names.ours, names.within(self.names.module)
         width = self.num_heads * self.head_size
         qkv = WeightSpec(
             f"{ours}.qkv", "linear", self._qkv_parts(theirs), names.hidden_size, "column"
@@ -89,6 +94,11 @@ class AttentionMixer:
         q_norm, k_norm = self._norm(scope, "q_norm"), self._norm(scope, "k_norm")
         if self._normed_before:
             qkv, q_norm, k_norm = self._normed(ops, qkv, q_norm, k_norm)
+        if self.both_ways:
+            x = ops.segment_attention(
+                qkv, self._segments(), scope.step, rope=scope.rope(self.rope)
+            )  # (T, H * D)
+            return ops.linear(x, scope.weight("o"))  # (T, E)
         x = ops.attention(
             qkv,
             self._options(scope.layer),
@@ -115,10 +125,29 @@ class AttentionMixer:
             shared=self.shared_with is not None,
         )
 
+    def _segments(self) -> SegmentSpec:
+        assert self.softcap is None, "segments have no soft-cap"
+        assert not self.sinks, "segments have no sinks"
+        return SegmentSpec(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            self.head_size**-0.5 if self.scale is None else self.scale,
+            0 if self.rope is None else self.rope.rotary_dim,
+            self.interleaved,
+            self.window,
+        )
+
+    @property
+    def _own_norms(self) -> bool:
+        """Whether `qk_norm` has more than one weight for all heads."""
+        return self.both_ways or self.norm_weights != "shared"
+
     @property
     def _normed_before(self) -> bool:
-        """Whether heads are normed by an op of its own: attention has norms with one weight."""
-        own = self.qk_norm is not None and self.norm_weights != "shared"
+        """Whether heads are normed by an op of its own: attention over pages alone has norms, with
+        one weight for all heads."""
+        own = self.qk_norm is not None and self._own_norms
         return own or (self.v_norm and self.shared_with is None)
 
     def _normed(
@@ -131,7 +160,7 @@ class AttentionMixer:
             self.num_heads, self.num_kv_heads, self.head_size, norm.eps, norm.kind,
             across=self.norm_weights == "across", values=self.v_norm,
         )  # fmt: skip
-        if self.norm_weights == "shared":
+        if not self._own_norms:
             return ops.head_norm(qkv, spec), q_norm, k_norm
         return ops.head_norm(qkv, spec, q_norm, k_norm), None, None
 
@@ -153,6 +182,9 @@ class AttentionMixer:
             if "{}" in module:
                 parts = tuple(PartSpec(source.format(head), size) for head in range(count))
                 yield WeightSpec(f"{ours}.{name}", "vector", parts, offset=offset)
+            elif self.norm_weights == "shared" and self.both_ways:
+                repeated = (PartSpec(source, size),) * heads
+                yield WeightSpec(f"{ours}.{name}", "vector", repeated, offset=offset)
             else:
                 shape = (heads, size) if self.norm_weights == "each" else None
                 flat = (PartSpec(source, count * size),)

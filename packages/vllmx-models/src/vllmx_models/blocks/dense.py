@@ -20,6 +20,8 @@ class MLPNames:
     down: str = "down_proj"
     gate_up: str | None = None
     """One matrix with the rows of gate, then those of up."""
+    up_gate: str | None = None
+    """One matrix with the rows of up, then those of gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,14 @@ class DenseMLP:
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    down_bias: bool | None = None
+    """Of the last matrix; None: as `bias`."""
     names: MLPNames = MLPNames()
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
-        theirs, rows = f"{names.theirs}.{self.names.module}", self.intermediate_size
-        down = (part(f"{theirs}.{self.names.down}", names.hidden_size, self.bias),)
+        theirs, rows = names.within(self.names.module), self.intermediate_size
+        biased = self.bias if self.down_bias is None else self.down_bias
+        down = (part(f"{theirs}.{self.names.down}", names.hidden_size, biased),)
         first = f"{names.ours}.{'gate_up' if self.gated else 'up'}"
         return (
             WeightSpec(first, "linear", self._first_parts(theirs), names.hidden_size, "column"),
@@ -48,6 +53,8 @@ class DenseMLP:
             return (up,)
         if self.names.gate_up is not None:
             return packed_parts(f"{theirs}.{self.names.gate_up}", (rows, rows), self.bias)
+        if self.names.up_gate is not None:
+            return packed_parts(f"{theirs}.{self.names.up_gate}", (rows, rows), self.bias)[::-1]
         return part(f"{theirs}.{self.names.gate}", rows, self.bias), up
 
     def record(self, x: Array, scope: LayerScope) -> Array:

@@ -26,6 +26,10 @@ class LayerNames:
     """Prefix of the names in the checkpoint: model.layers.3"""
     hidden_size: int  # E
 
+    def within(self, module: str) -> str:
+        """The prefix of a module of the layer; "": the layer itself."""
+        return f"{self.theirs}.{module}" if module else self.theirs
+
 
 @dataclass(frozen=True, slots=True)
 class LayerScope:
@@ -73,8 +77,8 @@ class Mixer(Block, Protocol):
     """A block through which tokens see earlier ones."""
 
     @property
-    def cache(self) -> CacheSpec:
-        """What it keeps for each token."""
+    def cache(self) -> CacheSpec | None:
+        """What it keeps for each token; None: nothing."""
         ...
 
     @property

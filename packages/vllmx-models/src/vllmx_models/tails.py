@@ -1,0 +1,101 @@
+"""What stands behind a trunk of layers and makes one row of each text: a pooled vector, or scores.
+
+E hidden size, T tokens of a step, L texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from vllmx_core.model import Array, Ops, Output, StepInputs, Weight
+from vllmx_core.ops.activation import ActKind
+from vllmx_core.ops.pool import PoolKind
+from vllmx_core.weights import WeightSpec
+
+from vllmx_models.blocks.layer import part
+from vllmx_models.blocks.norms import Norm
+from vllmx_models.config import ConfigReader
+
+
+class Tail(Protocol):
+    """From (T, E) to what a step gives."""
+
+    @property
+    def output(self) -> Output:
+        """Vectors or scores."""
+        ...
+
+    def size(self, hidden_size: int) -> int:
+        """Numbers in a row."""
+        ...
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """Its lines of the weight map."""
+        ...
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        """(T, E) -> (L, size)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The vector of each text as the trunk leaves it."""
+
+    kind: PoolKind
+    output: Literal["vectors"] = "vectors"
+
+    def size(self, hidden_size: int) -> int:
+        return hidden_size
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        return ()
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        return ops.pool(x, step, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassHead:
+    """Scores of labels: a dense layer over the pooled text, and a matrix with a row a label."""
+
+    labels: int
+    dense: str
+    """Its modules in the checkpoint."""
+    classifier: str
+    kind: PoolKind = "cls"
+    activation: ActKind = "tanh"
+    dense_bias: bool = True
+    norm: Norm | None = None
+    norm_name: str = ""
+    output: Literal["scores"] = "scores"
+
+    def size(self, hidden_size: int) -> int:
+        return self.labels
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        dense = (part(self.dense, hidden_size, self.dense_bias),)
+        classifier = (part(self.classifier, self.labels, True),)
+        norm = self.norm and self.norm.weights("head_norm", self.norm_name, hidden_size)
+        return (
+            WeightSpec("head_dense", "linear", dense, hidden_size),
+            *(norm or ()),
+            WeightSpec("classifier", "linear", classifier, hidden_size),
+        )
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        x = ops.linear(ops.pool(x, step, self.kind), w["head_dense"])  # (L, E)
+        x = ops.activation(x, self.activation)
+        if self.norm is not None:
+            x = self.norm.record(ops, x, w, "head_norm")
+        return ops.linear(x, w["classifier"])  # (L, labels)
+
+
+def num_labels(read: ConfigReader) -> int:
+    """`num_labels`, or as many as `id2label` names; 2 where config.json has neither."""
+    names = read.config.get("id2label")
+    if read.has("num_labels") or not isinstance(names, dict) or not names:
+        return read.integer("num_labels", 2, high=1 << 16)
+    return len(names)

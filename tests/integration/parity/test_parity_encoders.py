@@ -1,0 +1,176 @@
+"""Encoders against Hugging Face transformers: what each token becomes, and the scores of heads, on
+every backend that has their ops, from the files that transformers writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.checkpoint import build_model, open_checkpoint
+from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.plan import F32
+from vllmx_core.specs import BackendSpec
+from vllmx_core.testing.harness import all_vectors
+from vllmx_core.testing.plans import Row, make_plan
+from vllmx_models.encoder import Encoder
+from vllmx_models.tails import Pooled
+
+from .conftest import registry
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LONGEST, BLOCKS = 80, 5
+LENGTHS = (1, 37, 8, 80)
+TINY: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": LONGEST,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trunk or, with labels, a classifier."""
+
+    name: str
+    model_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+    labels: int = 0
+
+
+CASES = [
+    Case("bert", "bert"),
+    Case("bert-relu-3-types", "bert", {"hidden_act": "relu", "type_vocab_size": 3}),
+    Case("bert-reranker", "bert", labels=1),
+    Case("bert-classifier", "bert", labels=5),
+    Case("roberta", "roberta", {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1}),
+    Case("xlm-roberta-pad-3", "xlm-roberta",
+         {"pad_token_id": 3, "max_position_embeddings": LONGEST + 4, "type_vocab_size": 1}),
+    Case("xlm-roberta-reranker", "xlm-roberta", labels=1,
+         options={"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1}),
+    Case("modernbert", "modernbert", {"local_attention": 12, "num_hidden_layers": 4}),
+    Case("modernbert-biased-mean", "modernbert", labels=3,
+         options={"local_attention": 9, "norm_bias": True, "attention_bias": True,
+                  "mlp_bias": True, "classifier_bias": True, "classifier_pooling": "mean"}),
+    Case("modernbert-reranker", "modernbert", {"classifier_activation": "relu"}, labels=1),
+    Case("nomic-bert", "nomic_bert"),
+    Case("nomic-bert-classifier", "nomic_bert", labels=4),
+    Case("gte", "gte"),
+    Case("gte-no-types", "gte", {"type_vocab_size": 0}),
+    Case("gte-reranker", "gte", labels=1),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Built:
+    """A case that transformers saved, the texts that it was asked, and what it said of them."""
+
+    folder: Path
+    rows: list[Row]
+    expected: F32
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Built]:
+    found: dict[str, Built] = {}
+
+    def build(case: Case) -> Built:
+        if case.name not in found:
+            found[case.name] = _build(case, tmp_path_factory.mktemp(case.name))
+        return found[case.name]
+
+    return build
+
+
+def _build(case: Case, folder: Path) -> Built:
+    torch.manual_seed(7)
+    options = {**TINY, "pad_token_id": 1, **case.options}
+    if case.labels:
+        options["num_labels"] = case.labels
+    config = transformers.AutoConfig.for_model(case.model_type, **options)
+    auto = (
+        transformers.AutoModelForSequenceClassification if case.labels else transformers.AutoModel
+    )
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases that do something, too
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    rows = _rows(getattr(config, "type_vocab_size", 0))
+    return Built(folder, rows, np.concatenate([_answer(model, row, case) for row in rows]))
+
+
+def _rows(types: int) -> list[Row]:
+    random = np.random.default_rng(5)
+    return [
+        Row(
+            random.integers(4, TINY["vocab_size"], length).tolist(),
+            0,
+            range(index * BLOCKS, (index + 1) * BLOCKS),
+            types=np.sort(random.integers(0, types, length)).tolist() if types > 1 else (),
+        )
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
+def _answer(model: Any, row: Row, case: Case) -> F32:
+    """(n, E) of the tokens, or the (1, labels) scores."""
+    inputs = {"input_ids": torch.tensor([row.tokens])}
+    if row.types:
+        inputs["token_type_ids"] = torch.tensor([row.types])
+    with torch.no_grad():
+        output = model(**inputs)
+    found = output.logits if case.labels else output.last_hidden_state[0]
+    answer: F32 = found.numpy()
+    return answer
+
+
+@pytest.fixture
+def load(backend_name: str) -> Iterator[Callable[[Path, int], LoadedModel]]:
+    opened: list[Any] = []
+
+    def load_(folder: Path, labels: int) -> LoadedModel:
+        checkpoint = open_checkpoint(registry(), folder)
+        opened.append(closing(checkpoint.weights))
+        model = build_model(registry(), checkpoint)
+        assert isinstance(model, Encoder)
+        assert model.shape.max_model_len == LONGEST
+        if not labels:
+            model = Encoder(model.spec, Pooled("last"))
+        options = LoadOptions(
+            dtype="f32", kv_cache_dtype="f32", max_model_len=LONGEST, max_num_seqs=4,
+            max_num_batched_tokens=sum(LENGTHS), block_size=16, num_kv_blocks=20, num_threads=1,
+        )  # fmt: skip
+        backend = registry().get(BackendSpec, backend_name).load()()
+        loaded: LoadedModel = backend.load(model, checkpoint.weights, options)
+        opened.append(closing(loaded))
+        return loaded
+
+    yield load_
+    for one in reversed(opened):
+        one.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tokens_and_scores(
+    case: Case, built: Callable[[Case], Built], load: Callable[[Path, int], LoadedModel]
+) -> None:
+    given = built(case)
+    named = json.loads((given.folder / "config.json").read_text())["architectures"]
+    assert named[0].endswith("ForSequenceClassification" if case.labels else "Model")
+    try:
+        loaded = load(given.folder, case.labels)
+    except UnsupportedOpError as error:
+        pytest.skip(error.message)
+    wanted = "last" if case.labels else "all"
+    rows = [Row(row.tokens, 0, row.blocks, wanted, types=row.types) for row in given.rows]
+    found = all_vectors(loaded, make_plan(rows, 16))
+    error = np.abs(found - given.expected).max() / np.abs(given.expected).max()
+    assert error < 2e-5
