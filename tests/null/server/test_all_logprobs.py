@@ -119,3 +119,17 @@ async def test_a_large_vocabulary_does_not_hold_the_loop(
         )
         assert meter.longest_ms < LIMIT_MS, meter.what
         assert len(answer) > 2 * 60_000 * 20
+
+
+async def test_ids_of_one_text_do_not_hold_the_loop(make_server: MakeServer) -> None:
+    """The fake tokenizer knows no text for ids from 259 on: all share the empty one, which an
+    answer names once."""
+    request = request_bytes(
+        "/v1/completions", {"prompt": "ab", "logprobs": -1, "prompt_logprobs": 0, "max_tokens": 2}
+    )
+    async with make_server(engine=ALL, vocab_size=60_000) as served:
+        meter, answer = await shortest_hold(
+            lambda: asyncio.to_thread(answer_of, served, request), LIMIT_MS
+        )
+        assert meter.longest_ms < LIMIT_MS, meter.what
+        assert b'"top_logprobs"' in answer

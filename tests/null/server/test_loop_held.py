@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllmx_engine.client import logprob_limit
 from vllmx_engine.client.request_state import MAX_DELTA_ROWS
-from vllmx_server.json_pieces import _PIECE_BYTES, Items, json_pieces
+from vllmx_server.json_pieces import _PIECE_BYTES, Items, Members, json_pieces
 
 from .conftest import JSON, MakeServer, Served, events_of, request_bytes
 from .loop_meter import loop_meter, shortest_hold
@@ -208,8 +208,13 @@ def test_json_in_pieces_is_the_same_json() -> None:
         (Items([{"r": Items(rows)}, 5, {}]), [{"r": rows}, 5, {}]),
         ({}, {}),
         ("text", "text"),
+        (Members([None] * 5000), {}),
+        (Items([Members([None, ("a", 1), *[None] * 5000, ("b", 2)]), 5]), [{"a": 1, "b": 2}, 5]),
     ]
     for lazy, plain in values:
         pieces = list(json_pieces(lazy))
         assert json.loads(b"".join(pieces)) == plain
-        assert all(_PIECE_BYTES <= len(piece) < 2 * _PIECE_BYTES for piece in pieces[:-1])
+        assert all(0 < len(piece) < 2 * _PIECE_BYTES for piece in pieces)
+    whole = list(json_pieces(Items(rows)))
+    assert all(len(piece) >= _PIECE_BYTES for piece in whole[:-1])
+    assert len(list(json_pieces(Members([None] * 5000)))) > 5000 * 64 // _PIECE_BYTES - 1

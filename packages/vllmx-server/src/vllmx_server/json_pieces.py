@@ -11,6 +11,8 @@ import msgspec
 _PIECE_BYTES = 32 << 10
 """So much is made and encoded in one to three milliseconds."""
 _GROUP = 16
+_NOTHING_BYTES = 64
+"""What a member that is left out counts for: finding that out takes as long as so much JSON."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -24,11 +26,12 @@ class Items:
 
 
 class Members:
-    """A JSON object whose members are made while it is encoded, each name once."""
+    """A JSON object whose members are made while it is encoded, each name once. None stands for
+    work that came to no member, so that much of it in a row does not pass unnoticed."""
 
     __slots__ = ("members",)
 
-    def __init__(self, members: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, members: Iterable[tuple[str, Any] | None]) -> None:
         self.members = members
 
 
@@ -36,11 +39,14 @@ def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of a value, in pieces of about the same work; a small one is a single piece. `Items`
     and `Members` may stand in it anywhere within dictionaries and other ones of their kind."""
     held = bytearray()
+    num_nothing = 0
     for part in _parts(value):
         held += part
-        if len(held) >= _PIECE_BYTES:
-            yield bytes(held)
+        num_nothing += not part
+        if len(held) + num_nothing * _NOTHING_BYTES >= _PIECE_BYTES:
+            yield bytes(held) or b" "  # which JSON allows between two members
             held.clear()
+            num_nothing = 0
     if held:
         yield bytes(held)
 
@@ -56,9 +62,13 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield encode(value)
 
 
-def _object(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
+def _object(members: Iterable[tuple[str, Any] | None]) -> Iterator[bytes]:
     before = b"{"
-    for name, item in members:
+    for member in members:
+        if member is None:
+            yield b""
+            continue
+        name, item = member
         yield before + encode(name) + b":"
         yield from _parts(item)
         before = b","

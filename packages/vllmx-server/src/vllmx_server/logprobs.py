@@ -102,14 +102,19 @@ class CompletionLogprobs:
     def _top(self, row: TokenLogprobs | None) -> dict[str, float] | Members | None:
         if row is None:
             return None
-        return Members(self._named(row)) if is_long(row) else dict(self._named(row))
+        if is_long(row):
+            return Members(self._named(row))
+        return dict(member for member in self._named(row) if member is not None)
 
-    def _named(self, row: TokenLogprobs) -> Iterator[tuple[str, float]]:
-        """Each name once: of tokens with one text the chosen, else the likeliest."""
+    def _named(self, row: TokenLogprobs) -> Iterator[tuple[str, float] | None]:
+        """Each name once: of tokens with one text the chosen, else the likeliest; None for the
+        others, which may be nearly all of a vocabulary."""
         seen: set[str] = set()
         for token, entry in decode_logprobs(row, self._tokenizer):
             name = token_name(token, entry.decoded_token, self._as_ids)
-            if name not in seen:
+            if name in seen:
+                yield None
+            else:
                 seen.add(name)
                 yield name, finite(entry.logprob)
 
