@@ -50,22 +50,26 @@ class Committer:
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
             outputs += self._score(scored, result, details)
-        for index, (sequence, token) in enumerate(zip(owners.sequences, ids.tolist(), strict=True)):
+        num_more = -len(outputs)  # tokens beside one in each output
+        logits = owners.logits.tolist()
+        for sequence, token, logit in zip(owners.sequences, ids.tolist(), logits, strict=True):
             if sequence.finished:
                 continue
             try:
                 if not sequence.is_plain or token < 0:
                     if sequence.skipped_step == step.number:
                         continue  # its token is one of those that were forced
-                    logit = int(owners.logits[index])
-                    outputs.append(self._special(sequence, token, logit, details, step.number))
+                    output = self._special(sequence, token, logit, details, step.number)
+                    outputs.append(output)
+                    num_more += len(output.ids) - 1
                 elif (reason := sequence.accept(token)) is None:
                     outputs.append(CoreOutput(request_id=sequence.request_id, ids=[token]))
                 else:
                     outputs.append(self._output(sequence, [token], reason))
             except Exception as error:  # one request's fault must not stop the others
                 outputs.append(self.fail(sequence, error))
-        self.generation_tokens += sum([len(output.ids) for output in outputs])
+                num_more -= 1
+        self.generation_tokens += len(outputs) + num_more
         return outputs
 
     def fail(self, sequence: Sequence, error: Exception) -> CoreOutput:

@@ -14,7 +14,6 @@ is known by its group and its digest, and each group's block comes and goes alon
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -54,8 +53,8 @@ class PrefixCache:
         self._places: dict[bytes, list[int]] = {}
         """The block of each group that holds this digest; -1 where there is none."""
         self._entries: dict[int, Entry] = {}
-        self._children: list[Counter[bytes] | None] = [
-            Counter() if window is None else None for window in windows
+        self._children: list[dict[bytes, int] | None] = [
+            {} if window is None else None for window in windows
         ]
         """In each group without a window: how many cached blocks follow a digest; those of none
         are left out."""
@@ -117,7 +116,7 @@ class PrefixCache:
                 self._entries[block] = entry
                 children = self._children[group]
                 if children is not None:
-                    children[parent] += 1
+                    children[parent] = children.get(parent, 0) + 1
         return places
 
     def remove(self, block: int) -> None:

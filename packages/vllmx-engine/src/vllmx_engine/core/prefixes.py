@@ -166,12 +166,12 @@ class Prefixes:
         cached ancestors of a cached block are owned by all who own the block, but for those that
         a window lets go."""
         table, row = self._table, sequence.row
-        first, end = int(table.filed[row]), num_tokens // self._size
+        first, end = table.filed.item(row), num_tokens // self._size
+        own = table.blocks[:, row, first:end]  # (G, blocks)
+        if table.has_gaps.item(row):
+            own = np.where(table.first[:, row, None] > np.arange(first, end), -1, own)
         parent = sequence.digests[first - 1] if first else sequence.root
-        for index in range(first, end):
-            blocks = table.blocks[:, row, index].tolist()
-            if table.has_gaps[row]:
-                blocks = np.where(table.first[:, row] > index, -1, blocks).tolist()
+        for index, blocks in enumerate(own.T.tolist(), first):
             content = sequence.content_of(index, self._size)
             digest = self._digest(sequence, index, parent, content)
             holders = self._cache.insert(blocks, digest, parent, content)
