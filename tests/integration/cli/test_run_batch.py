@@ -23,7 +23,7 @@ def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
 def run(*arguments: str, code: int = 0, **options: Any) -> str:
     command = [sys.executable, "-m", "vllmx", "run-batch", *arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120,
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=240,
         check=False, **options,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
@@ -78,7 +78,7 @@ def test_it_goes_on_after_it_was_killed(tmp_path: Path) -> None:
 
 def _wait_for_answers(path: Path, count: int) -> dict[str, str]:
     """The answers that are kept, when there are so many, as custom_id to their own id."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if path.exists() and path.stat().st_size:
             connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)

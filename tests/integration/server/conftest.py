@@ -55,7 +55,7 @@ class RunningServer:
         ]
         return found
 
-    def becomes_idle(self, within_s: float = 10.0) -> None:
+    def becomes_idle(self, within_s: float = 30.0) -> None:
         """Waits until nothing runs and every block is free, as /metrics tells."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         wait_until(lambda: not any(self.metric(name) for name in names), within_s)
@@ -123,9 +123,9 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hanging_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `fake_model`, but the twentieth step of each process takes an hour."""
+    """As `fake_model`, but the fiftieth step of each process takes an hour."""
     folder = tmp_path_factory.mktemp("hanging") / "model"
-    return make_fake_checkpoint(folder, vocab_size=128, eos_id=None, step_s=0.02, hang_steps=[20])
+    return make_fake_checkpoint(folder, vocab_size=128, eos_id=None, step_s=0.02, hang_steps=[50])
 
 
 @pytest.fixture(scope="session")

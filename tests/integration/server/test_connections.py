@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,16 +50,17 @@ def needs_linux() -> None:
 
 def test_more_connections_than_descriptors(fake_server: MakeFake) -> None:
     with fake_server(open_files=128) as server:
+        started_s = time.monotonic()
         with idle_connections(server, 300):
             assert num_descriptors(server) < 128 - 32
             assert b" 503 " in get(server, "/health"), "its address has its share"
             assert b" 200 " in get(server, "/health", OTHER_ADDRESS)
             os.kill(server.core_pid(), signal.SIGKILL)
-            wait_until(lambda: b" 503 " in get(server, "/health", OTHER_ADDRESS), 5)
-            wait_until(lambda: b" 200 " in get(server, "/health", OTHER_ADDRESS), 20)
-        wait_until(lambda: b" 200 " in get(server, "/health"), 5)
+            wait_until(lambda: b" 503 " in get(server, "/health", OTHER_ADDRESS), 30)
+            wait_until(lambda: b" 200 " in get(server, "/health", OTHER_ADDRESS), 60)
+        wait_until(lambda: b" 200 " in get(server, "/health"), 30)
         about_connections = [line for line in server.lines if "--max-connections" in line]
-        assert 1 <= len(about_connections) <= 30, "one line a second at most"
+        assert 1 <= len(about_connections) <= 1 + time.monotonic() - started_s, "one a second"
 
 
 def test_more_connections_than_the_limit_of_files_allows(fake_server: MakeFake) -> None:

@@ -60,7 +60,7 @@ def shared(fake_server: MakeFake) -> Iterator[RunningServer]:
 
 
 def running(server: RunningServer, count: int) -> None:
-    wait_until(lambda: server.metric("num_requests_running") == count, 10)
+    wait_until(lambda: server.metric("num_requests_running") == count, 30)
 
 
 def test_the_death_of_the_core(
@@ -70,9 +70,9 @@ def test_the_death_of_the_core(
     streamed = pool.submit(stream, shared, 500, begun)
     whole = pool.submit(shared.post, PATH, body(500))
     running(shared, 2)
-    assert begun.wait(10)
+    assert begun.wait(30)
     os.kill(shared.core_pid(), signal.SIGKILL)
-    wait_until(lambda: shared.get("/health").status_code == 503, 5)
+    wait_until(lambda: shared.get("/health").status_code == 503, 30)
     refused = shared.post(PATH, body(1))
     assert refused.status_code in (503, 200)
     events = streamed.result()
@@ -83,7 +83,7 @@ def test_the_death_of_the_core(
     answer = whole.result()
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
-    wait_until(lambda: shared.get("/health").status_code == 200, 20)
+    wait_until(lambda: shared.get("/health").status_code == 200, 60)
     assert shared.get("/health/live").status_code == 200
     assert shared.post(PATH, body(3)).json()["usage"]["completion_tokens"] == 3
     shared.becomes_idle()
@@ -107,10 +107,11 @@ def test_sigterm_lets_streams_end(
     fake_server: MakeFake, pool: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     with fake_server() as server:
-        streams = [pool.submit(stream, server, 100) for _ in range(3)]
-        running(server, 3)
+        begun = [threading.Event() for _ in range(3)]
+        streams = [pool.submit(stream, server, 250, each) for each in begun]
+        assert all(each.wait(30) for each in begun)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.get("/health").status_code == 503, 2)
+        wait_until(lambda: server.get("/health").status_code == 503, 30)
         refused = server.post(PATH, body(1))
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
@@ -118,7 +119,7 @@ def test_sigterm_lets_streams_end(
             events = found.result()
             assert events[-1] == "[DONE]"
             assert events[-2]["choices"][0]["finish_reason"] == "length"
-        assert server.process.wait(5) == 0
+        assert server.process.wait(30) == 0
         assert not any("Traceback" in line for line in server.lines)
 
 
@@ -129,7 +130,7 @@ def test_a_drain_that_takes_too_long_aborts(
         found = pool.submit(stream, server, 1000)
         running(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(8) == 0
+        assert server.process.wait(18) == 0
         events = found.result()
         assert events[-2]["choices"][0]["finish_reason"] == "abort"
         assert events[-1] == "[DONE]"
@@ -146,9 +147,9 @@ def test_the_second_signal_stops_at_once(
         time.sleep(0.2)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
-        server.process.wait(6)
+        server.process.wait(18)  # the stream would take 20 s
         assert found.result()[-1] in ("broken", "[DONE]")
-        wait_until(lambda: not Path(f"/proc/{core}").exists(), 5)
+        wait_until(lambda: not Path(f"/proc/{core}").exists(), 30)
         assert not any("Traceback" in line for line in server.lines)
 
 
@@ -163,7 +164,7 @@ def test_a_unix_socket(fake_server: MakeFake, tmp_path: Path) -> None:
             headers = {"authorization": "Bearer secret"}
             assert client.post(PATH, json=body(2), headers=headers).status_code == 200
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 0
+        assert server.process.wait(30) == 0
     assert not path.exists()
 
 
@@ -184,7 +185,7 @@ def test_what_cannot_be_served_is_one_line_and_exit_code_2(
     taken = shared.url.rpartition(":")[2]
     command = [sys.executable, "-m", "vllmx", "serve"]
     command += [flag.format(taken=taken) for flag in flags]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: ")
@@ -207,7 +208,7 @@ def test_a_step_that_hangs(
         assert answer.headers["retry-after"]
         health = server.get("/health")
         assert health.status_code == 200 or "hangs" in health.json()["message"]
-        wait_until(lambda: server.get("/health").status_code == 200, 20)
+        wait_until(lambda: server.get("/health").status_code == 200, 60)
         assert server.post(PATH, body(2)).json()["usage"]["completion_tokens"] == 2
         assert any("of prompts with" in line for line in server.lines)
         assert any("time.sleep(self.hang_s)" in line for line in server.lines)
@@ -218,14 +219,14 @@ def test_health_tells_of_a_core_that_stands_still(fake_server: MakeFake) -> None
         core = server.core_pid()
         os.kill(core, signal.SIGSTOP)
         try:
-            wait_until(lambda: server.get("/health").status_code == 503, 5)
+            wait_until(lambda: server.get("/health").status_code == 503, 30)
             health = server.get("/health").json()
             assert health["status"] == "unresponsive"
             assert "has not answered" in health["message"]
             assert server.get("/health/live").status_code == 200
         finally:
             os.kill(core, signal.SIGCONT)
-        wait_until(lambda: server.get("/health").status_code == 200, 5)
+        wait_until(lambda: server.get("/health").status_code == 200, 60)
         assert server.core_pid() == core
         assert server.post(PATH, body(3)).json()["usage"]["completion_tokens"] == 3
 
@@ -236,7 +237,7 @@ def test_a_long_step_is_no_silence(
     with hanging_server() as server:
         begun = threading.Event()
         found = pool.submit(stream, server, 500, begun)
-        assert begun.wait(10)
+        assert begun.wait(30)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert server.get("/health").status_code == 200
@@ -251,9 +252,9 @@ def test_sigterm_while_a_step_hangs(
     with hanging_server("--drain-timeout-s", "0.5") as server:
         found = pool.submit(stream, server, 500)
         running(server, 1)
-        time.sleep(0.5)
+        time.sleep(1.5)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
         assert found.result()[-1] in ("broken", "[DONE]")
 
 
@@ -264,6 +265,6 @@ def test_a_server_whose_engine_is_gone_for_good_ends(
     with fake_server("--model", str(copy)) as server:
         shutil.rmtree(copy)
         os.kill(server.core_pid(), signal.SIGKILL)
-        assert server.process.wait(60) == 1
-        wait_until(lambda: any(line.startswith("error: ") for line in server.lines), 5)
+        assert server.process.wait(120) == 1
+        wait_until(lambda: any(line.startswith("error: ") for line in server.lines), 30)
     assert any("error: the engine core is gone" in line for line in server.lines)

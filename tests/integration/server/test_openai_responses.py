@@ -91,7 +91,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
 def test_in_the_background(client: openai.OpenAI) -> None:
     begun = client.responses.create(input="Hello!", background=True, **GREEDY)
     assert begun.status == "queued"
-    wait_until(lambda: client.responses.retrieve(begun.id).status == "completed", 10)
+    wait_until(lambda: client.responses.retrieve(begun.id).status == "completed", 60)
     assert client.responses.retrieve(begun.id).output_text.startswith("Hello!")
     streamed = client.responses.create(input="Hello!", background=True, stream=True, **GREEDY)
     assert list(streamed)[-1].type == "response.completed"

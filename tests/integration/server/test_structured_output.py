@@ -30,7 +30,7 @@ QUESTION = [{"role": "user", "content": "Describe a person."}]
 
 
 def chat(server: RunningServer, **fields: Any) -> httpx.Response:
-    return server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 120, **fields})
+    return server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 400, **fields})
 
 
 def texts(response: httpx.Response) -> list[str]:
@@ -86,7 +86,7 @@ def test_other_forms(fields: dict[str, Any], pattern: str, server: RunningServer
 def test_streams_and_text_completions(server: RunningServer) -> None:
     body = {
         "messages": QUESTION,
-        "max_tokens": 120,
+        "max_tokens": 400,
         "stream": True,
         "seed": 3,
         **WAYS["guided_json"],
@@ -156,8 +156,8 @@ def test_hostile_grammars_hurt_nobody(server: RunningServer) -> None:
             else:
                 assert '"finish_reason":"' in answer.text, name
                 assert answer.text.rstrip().endswith("[DONE]"), name
-            assert seconds < 10, name  # 3 s on a machine that does nothing else
-            assert seconds < 1 or len(arrivals) > before, name
+            assert seconds < 60, name  # 3 s on a machine that does nothing else
+            assert seconds < 3 or len(arrivals) > before, name
     finally:
         done.set()
         reader.join()

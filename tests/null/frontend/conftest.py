@@ -42,6 +42,12 @@ def folder(make_folder: Callable[..., str]) -> str:
 
 
 @pytest.fixture
+def slow_folder(make_folder: Callable[..., str]) -> str:
+    """A model whose requests live long enough to be ended by somebody."""
+    return make_folder("slow", step_s=0.01)
+
+
+@pytest.fixture
 def tokenizer(folder: str) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 

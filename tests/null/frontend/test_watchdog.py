@@ -30,7 +30,7 @@ from vllmx_engine.llm import LLM
 MakeFolder = Callable[..., str]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-LIMIT_S = 0.3
+LIMIT_S = 0.5
 HUNG = r"fake \(none\) hangs: waiting for a step of .*--step-timeout-s"
 
 
@@ -48,12 +48,12 @@ class TestInline:
         begin_s = time.monotonic()
         with pytest.raises(StepTimeoutError, match=HUNG):
             llm.generate(["hi", "you there"], GREEDY)
-        assert LIMIT_S <= time.monotonic() - begin_s < 10
+        assert LIMIT_S <= time.monotonic() - begin_s < 40
         with pytest.raises(StepTimeoutError, match="hangs"):
             llm.generate("hi", GREEDY)
         llm.close()
         llm.close()
-        assert time.monotonic() - begin_s < 20
+        assert time.monotonic() - begin_s < 60
         (record,) = (each for each in caplog.records if each.levelname == "CRITICAL")
         text = record.getMessage()
         assert "of 2 tokens (2 decoding sequences, 0 chunks of prompts with 0 tokens)" in text
@@ -93,9 +93,9 @@ class TestInline:
         assert llm.generate("hi", GREEDY)
         begin_s = time.monotonic()
         llm.close()
-        assert LIMIT_S <= time.monotonic() - begin_s < 10
+        assert LIMIT_S <= time.monotonic() - begin_s < 40
 
-    @pytest.mark.parametrize("timeout_s", [0.5, 0.0])
+    @pytest.mark.parametrize("timeout_s", [2.0, 0.0])
     def test_slow_steps_are_not_disturbed(
         self, make_folder: MakeFolder, registry: Registry, timeout_s: float
     ) -> None:
@@ -136,7 +136,7 @@ async def starting(
 ) -> AsyncIterator[AsyncLLM]:
     settings = EngineConfig(model=folder, backend="fake", **config)
     llm = await AsyncLLM.start(settings, registry=registry, in_process=in_process)
-    async with asyncio.timeout(60), llm:
+    async with asyncio.timeout(120), llm:
         yield llm
 
 
@@ -162,7 +162,7 @@ class TestAsync:
                 stream = await llm.submit("hi", GREEDY)
                 await asyncio.sleep(0.3)
                 begin_s = time.monotonic()
-            assert time.monotonic() - begin_s < 15
+            assert time.monotonic() - begin_s < 40
             assert (await stream.last()).outputs[0].finish_reason == "abort"
 
     async def test_the_process_ends_and_another_one_starts(
@@ -304,7 +304,7 @@ class TestStepper:
         before = set(threading.enumerate())
         stepper = Stepper(lambda: done.append(1), lambda: more)
         stepper.wait(lambda: len(done) > 3, lambda: None, None)
-        for _ in range(200):
+        for _ in range(2000):
             if set(threading.enumerate()) <= before:
                 return
             time.sleep(0.01)

@@ -88,11 +88,11 @@ class Served:
 
     async def in_flight_become(self, count: int) -> None:
         """Waits until this many answers are being made."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while self.state.in_flight != count:
                 await asyncio.sleep(0.005)
 
-    async def becomes_idle(self, within_s: float = 5.0) -> None:
+    async def becomes_idle(self, within_s: float = 20.0) -> None:
         """Waits until nothing is in flight and the core says that no block is held."""
         async with asyncio.timeout(within_s):
             while self.state.in_flight or self.llm.num_in_flight:

@@ -110,7 +110,7 @@ async def test_what_was_held_of_a_body_is_given_back(served: Served) -> None:
     _, writer = await served.connect()
     head = without_body("/tokenize").replace(b"Content-Length: ", b"Content-Length: 9999")
     writer.write(head + b" " * (_FREE_BYTES + 100))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not served.state.bodies.num_bytes:
             await asyncio.sleep(0.005)
         writer.transport.abort()

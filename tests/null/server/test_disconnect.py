@@ -18,11 +18,15 @@ CHAT = {**LONG, "messages": [{"role": "user", "content": "hello"}]}
 del CHAT["prompt"]
 
 
-async def _leave_after(served: Served, path: str, body: dict[str, Any], seconds: float) -> None:
+async def _leave_after(served: Served, path: str, body: dict[str, Any], num_steps: int) -> None:
+    """Leaves when the engine has made so many steps more."""
     _, writer = await served.connect()
+    wanted = served.llm.stats.num_steps + num_steps
     writer.write(request_bytes(path, body))
     await writer.drain()
-    await asyncio.sleep(seconds)
+    async with asyncio.timeout(20):
+        while served.llm.stats.num_steps < wanted:
+            await asyncio.sleep(0.005)
     writer.transport.abort()
 
 
@@ -37,18 +41,17 @@ async def _leave_after(served: Served, path: str, body: dict[str, Any], seconds:
         ("/v1/chat/completions", CHAT),
     ],
 )
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
+@pytest.mark.parametrize("num_steps", [0, 20])
 async def test_a_client_that_leaves_frees_everything(
-    make_server: MakeServer, path: str, body: dict[str, Any], seconds: float
+    make_server: MakeServer, path: str, body: dict[str, Any], num_steps: int
 ) -> None:
     async with make_server(step_s=0.01) as served:
         await served.complete(max_tokens=1)
-        await _leave_after(served, path, body, seconds)
+        await _leave_after(served, path, body, num_steps)
         await served.becomes_idle()
         await asyncio.sleep(0.05)
         steps = served.llm.stats.num_steps
-        assert steps < 100, "the generation went on after the client had left"
-        assert seconds < 0.2 or steps > 3, "it had not begun"
+        assert steps < 300, "the generation went on after the client had left"
         before = (await served.metrics())["vllmx:request_success_total"]
         await served.complete(max_tokens=2)
         assert (await served.metrics())["vllmx:request_success_total"] == before + 1
@@ -56,7 +59,7 @@ async def test_a_client_that_leaves_frees_everything(
 
 async def test_aborted_choices_are_counted(make_server: MakeServer) -> None:
     async with make_server(step_s=0.01) as served:
-        await _leave_after(served, "/v1/chat/completions", {**CHAT, "n": 3, "stream": True}, 0.2)
+        await _leave_after(served, "/v1/chat/completions", {**CHAT, "n": 3, "stream": True}, 5)
         await served.becomes_idle()
         text = (await served.client.get("/metrics")).text
         assert 'request_success_total{finished_reason="abort",model_name="fake"} 3.0' in text

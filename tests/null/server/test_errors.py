@@ -165,7 +165,7 @@ async def test_a_body_that_never_ends(make_server: MakeServer) -> None:
 
 async def test_a_full_queue_is_429_with_retry_after(make_server: MakeServer) -> None:
     async with make_server(engine={"max_num_seqs": 1, "max_queue": 1}, step_s=0.01) as served:
-        running = [asyncio.ensure_future(served.complete(max_tokens=100)) for _ in range(2)]
+        running = [asyncio.ensure_future(served.complete(max_tokens=400)) for _ in range(2)]
         await served.in_flight_become(2)
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
@@ -175,18 +175,20 @@ async def test_a_full_queue_is_429_with_retry_after(make_server: MakeServer) -> 
             response = await served.post(path, **body)
             assert error_of(response, 429)["type"] == "rate_limit_error"
             assert int(response.headers["retry-after"]) >= 1
-        await asyncio.gather(*running)
+        for task in running:
+            task.cancel()
         await served.becomes_idle()
 
 
 async def test_too_many_requests_in_flight_are_503(make_server: MakeServer) -> None:
     async with make_server({"max_concurrent_requests": 1}, step_s=0.01) as served:
-        running = asyncio.ensure_future(served.complete(max_tokens=60))
+        running = asyncio.ensure_future(served.complete(max_tokens=400))
         await served.in_flight_become(1)
         response = await served.post("/v1/completions", prompt="a")
         assert error_of(response, 503)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
-        await running
+        running.cancel()
+        await served.in_flight_become(0)
         assert (await served.complete(max_tokens=1))["choices"]
 
 

@@ -40,7 +40,7 @@ class Wire:
         return b"".join(message.get("body", b"") for message in self.messages)
 
     async def becomes(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not condition():
                 await asyncio.sleep(0.001)
 
