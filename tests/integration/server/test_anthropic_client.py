@@ -52,7 +52,9 @@ def test_the_streaming_helper_comes_to_the_same(client: anthropic.Anthropic) -> 
 def test_raw_events_in_their_order(client: anthropic.Anthropic) -> None:
     kinds = [
         event.type
-        for event in client.messages.create(model="demo", max_tokens=5, messages=HELLO, stream=True)
+        for event in client.messages.create(
+            model="demo", max_tokens=5, messages=HELLO, stream=True, **GREEDY
+        )
     ]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
@@ -143,6 +145,68 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
     plain = client.messages.create(**{**options, "thinking": {"type": "disabled"}})
     assert [block.type for block in plain.content] == ["text"]
     assert all("think>" not in block.text for block in plain.content)
+
+
+def test_a_budget_for_thoughts(client: anthropic.Anthropic) -> None:
+    """Their end is forced, and the answer goes on."""
+    options: Any = {
+        "model": "demo", "max_tokens": 200, **GREEDY,
+        "messages": [{"role": "user", "content": "What is 2 + 3?"}],
+    }  # fmt: skip
+    whole, cut = (
+        client.messages.create(**options, thinking={"type": "enabled", "budget_tokens": budget})
+        for budget in (1024, 4)
+    )
+    assert [block.type for block in cut.content] == ["thinking", "text"]
+    assert whole.content[0].thinking.startswith(cut.content[0].thinking)
+    assert len(cut.content[0].thinking) < len(whole.content[0].thinking)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["clear", "cloudy"]}, "degrees": {"type": "integer"}},
+    "required": ["sky", "degrees"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("thinking", ["disabled", "enabled"])
+def test_an_answer_follows_its_schema(client: anthropic.Anthropic, thinking: str) -> None:
+    options: Any = {
+        "model": "demo", "max_tokens": 400, **GREEDY, "messages": HELLO,
+        "thinking": {"type": thinking, **({"budget_tokens": 8} if thinking == "enabled" else {})},
+        "output_config": {"format": {"type": "json_schema", "schema": WEATHER}},
+    }  # fmt: skip
+    answer = client.messages.create(**options)
+    found = json.loads(answer.content[-1].text)
+    assert found["sky"] in ("clear", "cloudy")
+    assert isinstance(found["degrees"], int)
+    with client.messages.stream(**options) as stream:
+        assert stream.get_final_message().content[-1].text == answer.content[-1].text
+
+
+def test_a_strict_tool_is_called_as_its_schema_says(client: anthropic.Anthropic) -> None:
+    tool = {**TOOL, "strict": True, "input_schema": WEATHER}
+    options: Any = {"model": "demo", "max_tokens": 400, "messages": HELLO, **GREEDY}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    answer = client.messages.create(**options, tools=[tool], tool_choice=choice)
+    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    assert answer.stop_reason == "tool_use"
+    assert set(call.input) == {"sky", "degrees"}
+    with client.messages.stream(**options, tools=[tool], tool_choice=choice) as stream:
+        final = stream.get_final_message()
+    assert final.content[-1].input == call.input
+
+
+def test_errors_of_forms_are_in_the_words_of_this_api(client: anthropic.Anthropic) -> None:
+    options: Any = {"model": "demo", "max_tokens": 9, "messages": HELLO}
+    form = {"type": "json_schema", "schema": {"type": "integer", "minimum": 9, "maximum": 3}}
+    with pytest.raises(anthropic.BadRequestError) as info:
+        client.messages.create(**options, output_config={"format": form})
+    assert "response_format" not in str(info.value)
+    tool = {**TOOL, "input_schema": {"type": "string"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema"):
+        client.messages.create(**options, tools=[tool])
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:

@@ -142,6 +142,63 @@ def test_a_function_is_called_and_its_result_is_read(client: openai.OpenAI) -> N
     assert forced.output[-1].type == "function_call"
 
 
+def test_a_schema_goes_with_thoughts_and_streams(client: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "name": "color", "schema": SCHEMA, "strict": True}
+    ask: Any = {"input": "A color?", "text": {"format": wanted}, "max_output_tokens": 400}
+    for extra in ({}, {"reasoning": {"effort": "low"}}):
+        whole = client.responses.create(**ask, **extra, **GREEDY)
+        with client.responses.stream(**ask, **extra, **GREEDY) as stream:
+            final = stream.get_final_response()
+        assert final.output_text == whole.output_text
+        if whole.status == "completed":
+            assert json.loads(whole.output_text)["color"] in ("red", "green")
+
+
+def test_a_required_call_follows_its_schema(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "paint", "parameters": SCHEMA, "strict": True}
+    ask: Any = {"input": "Hello!", "tools": [tool], "tool_choice": "required", **GREEDY}
+    answer = client.responses.create(**ask, parallel_tool_calls=False)
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    assert json.loads(call.arguments)["color"] in ("red", "green")
+    with client.responses.stream(**ask, parallel_tool_calls=False) as stream:
+        final = stream.get_final_response()
+    (again,) = [item for item in final.output if item.type == "function_call"]
+    assert again.arguments == call.arguments
+
+
+def test_log_probabilities_of_the_text_alone(client: openai.OpenAI) -> None:
+    """Not of thoughts, whose tokens come first."""
+    ask: Any = {
+        "input": "What is 3 plus 4? /think", "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2, **GREEDY,
+    }  # fmt: skip
+    whole = client.responses.create(**ask)
+    kinds = [item.type for item in whole.output]
+    assert kinds == ["reasoning", "message"]
+    part = whole.output[1].content[0]
+    assert "".join(each.token for each in part.logprobs).strip() == part.text == "3 plus 4 is 7."
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    told = []
+    for event in client.responses.create(**ask, stream=True):
+        if event.type == "response.output_text.delta":
+            told += event.logprobs
+    assert [each.token for each in told] == [each.token for each in part.logprobs]
+    assert whole.top_logprobs == 2
+
+
+def test_errors_of_forms_are_in_the_words_of_this_api(client: openai.OpenAI) -> None:
+    schema = {"type": "integer", "minimum": 9, "maximum": 3}
+    wanted: Any = {"type": "json_schema", "name": "x", "schema": schema}
+    with pytest.raises(openai.BadRequestError) as info:
+        client.responses.create(input="x", text={"format": wanted}, **GREEDY)
+    assert info.value.param == "text.format"
+    assert "response_format" not in str(info.value)
+    tool: Any = {"type": "function", "name": "f", "parameters": {"type": "string"}}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.parameters") as info:
+        client.responses.create(input="x", tools=[tool], **GREEDY)
+    assert info.value.param == "tools[0].parameters"
+
+
 def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as gone:
         client.responses.create(input="x", previous_response_id="resp_none", **GREEDY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -288,11 +289,16 @@ def test_prompt_logprobs_do_not_read_the_cache() -> None:
     harness.check_outputs()
 
 
-def test_the_wait_of_a_request_comes_with_its_first_token() -> None:
+def test_the_wait_of_a_request_comes_with_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     harness = Harness(rules=QUIET, config={"max_num_seqs": 1})
     names = [harness.add([index] * 4, 6) for index in range(3)]
     outputs: dict[str, list[float | None]] = {name: [] for name in names}
     while harness.core.has_work:
+        now_s += 1.0
         for output in harness.step():
             outputs[output.request_id].append(output.queue_s)
     waits = [outputs[name][0] or 0.0 for name in names]

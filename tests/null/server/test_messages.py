@@ -302,6 +302,14 @@ async def test_a_stream_that_fails_ends_with_an_error_event(make_server: MakeSer
         assert error["error"]["type"] == "overloaded_error"
 
 
+async def test_a_budget_is_nothing_to_a_model_without_thoughts(served: Served) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2}
+    assert chat(thinking=thinking).thinking_token_budget == 2
+    response = await served.client.post("/v1/messages", json={**HELLO, "thinking": thinking})
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["output_tokens"] == 4
+
+
 async def test_pings_are_anthropics(make_server: MakeServer) -> None:
     async with make_server({"sse_ping_interval_s": 0.02}, step_s=0.05) as served:
         response = await served.client.post("/v1/messages", json={**HELLO, "stream": True})

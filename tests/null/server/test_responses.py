@@ -88,7 +88,7 @@ def test_items_become_messages() -> None:
          "input[0].content[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 101}, "temperature"),
-        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"top_logprobs": -5}, "top_logprobs"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "store": False}, "background"),
@@ -194,6 +194,31 @@ async def test_streamed_and_whole_are_one_answer(served: Served) -> None:
     assert final["output"][0]["content"] == whole["output"][0]["content"]
     assert final["usage"] == whole["usage"]
     assert (await served.client.get(f"/v1/responses/{final['id']}")).json() == final
+
+
+async def test_log_probabilities_are_told_once(served: Served) -> None:
+    """In the stream with the text, and all of them in the end; without `include` there are none."""
+    asked = {**ASK, "include": ["message.output_text.logprobs"], "top_logprobs": 3, "seed": 3}
+    whole = await create(served, **asked)
+    (part,) = whole["output"][0]["content"]
+    assert len(part["logprobs"]) == 6
+    data = b"".join(bytes(each["bytes"]) for each in part["logprobs"])
+    assert data.decode("utf-8", "replace") == part["text"]
+    assert all(len(each["top_logprobs"]) == 3 for each in part["logprobs"])
+    response = await served.client.post("/v1/responses", json={**asked, "stream": True})
+    events = dict(named_events(response.text))
+    deltas = [e for name, e in named_events(response.text) if name == "response.output_text.delta"]
+    assert [each for delta in deltas for each in delta["logprobs"]] == part["logprobs"]
+    assert events["response.output_text.done"]["logprobs"] == part["logprobs"]
+    assert events["response.incomplete"]["response"]["output"][0]["content"] == [part]
+    plain = await create(served, **{**asked, "include": []})
+    assert plain["output"][0]["content"][0]["logprobs"] == []
+    without = {"format": {"type": "json_schema", "name": "x"}}
+    refused = await served.client.post("/v1/responses", json={**ASK, "text": without})
+    assert refused.json()["error"]["param"] == "text.format"
+    assert "text.format" in refused.json()["error"]["message"]
+    many = await served.client.post("/v1/responses", json={**asked, "top_logprobs": 21})
+    assert many.json()["error"]["param"] == "top_logprobs"
 
 
 async def test_conversations_are_told_again(served: Served) -> None:

@@ -280,7 +280,7 @@ class AsyncLLM(AsyncText):
                 add_special_tokens=add_special_tokens,
                 fit_max_tokens=fit_max_tokens,
                 grammar=grammar,
-                thoughts=self._renderer.thoughts(found, prompt),
+                thoughts=self._renderer.thoughts(found, prompt, chat),
             )
             return self._renderer.with_readers(request, chat)
 

@@ -164,7 +164,7 @@ class LLM(HasEngine):
         renderer, builder = self._engine.renderer, self._engine.builder
         found = renderer.with_calls(params or builder.sampling_params(), options)
         prompt = renderer.render(conversation, options)
-        thoughts = renderer.thoughts(found, prompt)
+        thoughts = renderer.thoughts(found, prompt, options)
         found = renderer.after_thoughts(found, prompt)
         request = builder.build(prompt, found, add_special_tokens=False, thoughts=thoughts)
         return renderer.with_readers(request, options)

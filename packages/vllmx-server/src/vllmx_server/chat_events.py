@@ -16,6 +16,7 @@ from vllmx_engine.formats.events import (
 )
 
 from vllmx_server.chat_reading import ReadStream
+from vllmx_server.content_logprobs import ContentLogprobs
 from vllmx_server.errors import AbortedError
 from vllmx_server.generation import Generation
 
@@ -43,9 +44,15 @@ class AnswerEnd(msgspec.Struct, frozen=True, gc=False):
 ChatEvent = Event | AnswerEnd
 
 
-async def chat_events(generation: Generation) -> AsyncGenerator[ChatEvent, None]:
+async def chat_events(
+    generation: Generation, logprobs: ContentLogprobs | None = None
+) -> AsyncGenerator[ChatEvent, None]:
     """The events of a generation with one choice; none before the engine's first output. Raises
-    AbortedError where the engine gives the request up, and what the engine raises."""
+    AbortedError where the engine gives the request up, and what the engine raises.
+
+    Args:
+        logprobs: is given each output before the events that it brings.
+    """
     readers, usage = generation.readers, generation.usage
     reading = None if readers is None else ReadStream(readers)
     if readers is not None and readers.has_thinking:
@@ -53,6 +60,8 @@ async def chat_events(generation: Generation) -> AsyncGenerator[ChatEvent, None]
     async with aclosing(generation.outputs()) as outputs:
         async for _, output in outputs:
             for choice in output.outputs:
+                if logprobs is not None:
+                    logprobs.add(choice)
                 if reading is not None:
                     for event in reading.events(choice):
                         yield event

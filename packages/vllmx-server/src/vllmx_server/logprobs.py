@@ -41,6 +41,16 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a chat completion; `top`: -1: of all that there are."""
 
+    assert isinstance(positions, LogprobRows)
+    rows = (chat_entry(row, top, tokenizer, as_ids) for row in positions.rows[: len(token_ids)])
+    return {"content": Items(rows), "refusal": None}
+
+
+def chat_entry(
+    position: TokenLogprobs | None, top: int, tokenizer: Tokenizer, as_ids: bool | None = None
+) -> dict[str, Any]:
+    """One token of a chat completion, with the `top` likeliest; -1: with all that there are."""
+
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": token_name(token, tokenizer.token_text(token), as_ids),
@@ -48,17 +58,13 @@ def chat_logprobs(
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
-    def row(position: TokenLogprobs | None) -> dict[str, Any]:
-        assert position is not None, "a generated token has its log-probability"
-        likeliest = islice(position.likeliest(), None if top < 0 else top)
-        entries = (entry(token, logprob) for token, logprob in likeliest)
-        return {
-            **entry(position.token, position.logprob),
-            "top_logprobs": Items(entries) if is_long(position) else list(entries),
-        }
-
-    assert isinstance(positions, LogprobRows)
-    return {"content": Items(map(row, positions.rows[: len(token_ids)])), "refusal": None}
+    assert position is not None, "a generated token has its log-probability"
+    likeliest = islice(position.likeliest(), None if top < 0 else top)
+    entries = (entry(token, logprob) for token, logprob in likeliest)
+    return {
+        **entry(position.token, position.logprob),
+        "top_logprobs": Items(entries) if is_long(position) else list(entries),
+    }
 
 
 class CompletionLogprobs:

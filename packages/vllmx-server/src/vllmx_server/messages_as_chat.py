@@ -39,6 +39,8 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
+        if body.thinking is not None and body.thinking.type == "enabled":
+            chat.thinking_token_budget = body.thinking.budget_tokens
         for name in (
             "stream", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "priority",
             "cache_salt", "session_id", "request_id",

@@ -122,13 +122,17 @@ class ChatRenderer:
         ids = self._tokenizer.encode(thinking.end.strip(), add_special_tokens=False)
         return replace(params, structured_outputs=replace(form, after_ids=tuple(ids)))
 
-    def thoughts(self, params: SamplingParams, prompt: str) -> Thoughts | None:
+    def thoughts(
+        self, params: SamplingParams, prompt: str, options: ChatOptions | None = None
+    ) -> Thoughts | None:
         """How long the answer to a prompt of `render` may think. May take a while. Raises
-        InvalidRequestError where nothing tells thoughts."""
+        InvalidRequestError where nothing tells thoughts and the options need a budget."""
         budget, thinking = params.thinking_token_budget, self.format.format.thinking
         if budget is None or budget < 0:
             return None
         if thinking is None or not thinking.begin.strip():
+            if options is not None and not options.needs_budget:
+                return None
             raise InvalidRequestError(
                 "thinking_token_budget needs a model whose thoughts can be told from content: leave"
                 " it out, or start the server with --reasoning-parser",

@@ -31,6 +31,8 @@ class ChatOptions:
     """Calls of tools after an answer's first are left out."""
     tool_choice: str = "auto"
     """"auto": as the model likes; "required": the answer is calls; else the tool that it calls."""
+    needs_budget: bool = True
+    """A budget for thoughts is refused where nothing tells thoughts from content."""
     template: str | None = None
     """Name of one of the model's templates."""
     source: str | None = None

@@ -11,6 +11,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.chat_events import chat_events
+from vllmx_server.content_logprobs import ContentLogprobs
 from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generation import Generation
 from vllmx_server.responses.as_chat import items_of
@@ -39,7 +40,10 @@ class ResponseAnswer:
         self._owner = owner
         self._body = body
         self._generation = generation
-        self._output = Output()
+        self._logprobs: ContentLogprobs | None = None
+        if body.has_logprobs:
+            self._logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
+        self._output = Output(self._logprobs)
         self._number = 0
         self.stored = StoredResponse(
             response=_fields(body, state.llm.config.name), input=_named(items_of(body))
@@ -48,7 +52,7 @@ class ResponseAnswer:
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed. Raises what the engine raises."""
-        async with aclosing(chat_events(self._generation)) as events:
+        async with aclosing(chat_events(self._generation, self._logprobs)) as events:
             async for event in events:
                 for _ in self._output.take(event):
                     pass
@@ -61,7 +65,7 @@ class ResponseAnswer:
         raises later becomes `response.failed`."""
         begun = False
         try:
-            async with aclosing(chat_events(self._generation)) as events:
+            async with aclosing(chat_events(self._generation, self._logprobs)) as events:
                 async for event in events:
                     if not begun:
                         begun = True
@@ -184,7 +188,7 @@ def _fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "text": {"format": _format(body)},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,

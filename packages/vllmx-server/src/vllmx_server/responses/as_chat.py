@@ -8,6 +8,7 @@ from typing import Any
 
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
     ChatMessage,
@@ -51,6 +52,8 @@ def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompleti
     for name in _SAME:
         setattr(chat, name, getattr(body, name))
     chat.max_tokens = body.max_output_tokens
+    if body.has_logprobs:
+        chat.logprobs, chat.top_logprobs = True, body.top_logprobs
     chat.tools = _tools(body.tools)
     chat.tool_choice = _tool_choice(body.tool_choice)
     chat.response_format = _format(body.text)
@@ -59,7 +62,8 @@ def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompleti
         chat.reasoning_effort = _EFFORTS.get(effort, effort)
         arguments = {"enable_thinking": effort != "none", "thinking": effort != "none"}
         chat.chat_template_kwargs = arguments | (body.chat_template_kwargs or {})
-    chat.check()
+    with RESPONSES_FIELDS.told():
+        chat.check()
     return chat
 
 

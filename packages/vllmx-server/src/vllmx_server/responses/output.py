@@ -14,6 +14,7 @@ from vllmx_server.chat_events import (
     ContentPiece,
     ReasoningPiece,
 )
+from vllmx_server.content_logprobs import ContentLogprobs
 from vllmx_server.store.ids import new_id
 
 Told = tuple[str, dict[str, Any]]
@@ -23,12 +24,16 @@ Told = tuple[str, dict[str, Any]]
 class Output:
     """Takes what happens while a model answers.
 
+    Args:
+        logprobs: of the text, where they are wanted.
+
     Attributes:
         items: of the output; the last one may still grow.
         end: why it ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: ContentLogprobs | None = None) -> None:
+        self._logprobs = logprobs
         self.items: list[dict[str, Any]] = []
         self.end: AnswerEnd | None = None
         self._pieces: list[str] = []
@@ -79,7 +84,8 @@ class Output:
             part["text"] = text
             at = {**place, "content_index": 0}
             if self._open == "message":
-                yield "output_text.done", {**at, "text": text, "logprobs": []}
+                self._new_logprobs()
+                yield "output_text.done", {**at, "text": text, "logprobs": part["logprobs"]}
             else:
                 yield "reasoning_text.done", {**at, "text": text}
             yield "content_part.done", {**at, "part": part}
@@ -96,9 +102,15 @@ class Output:
         self._pieces.append(text)
         at = {**self._place(), "content_index": 0, "delta": text}
         if kind == "message":
-            yield "output_text.delta", {**at, "logprobs": []}
+            yield "output_text.delta", {**at, "logprobs": self._new_logprobs()}
         else:
             yield "reasoning_text.delta", at
+
+    def _new_logprobs(self) -> list[dict[str, Any]]:
+        """Those that came since they were last told of; the open message keeps them."""
+        new = [] if self._logprobs is None else self._logprobs.take()
+        self.items[-1]["content"][0]["logprobs"] += new
+        return new
 
     def _begin(self, item: dict[str, Any]) -> Iterator[Told]:
         self._open = item["type"]

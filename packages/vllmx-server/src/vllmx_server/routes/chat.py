@@ -88,7 +88,7 @@ class ChatAnswer:
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice),
-            "finish_reason": choice.finish_reason if read is None else read.finish_reason(choice),
+            "finish_reason": self._finish_reason(choice, read),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
@@ -156,10 +156,17 @@ class ChatAnswer:
         found[0] |= self._beside(choice)
         if choice.finish_reason is not None:
             found[-1] |= {
-                "finish_reason": reading.finish_reason(choice),
+                "finish_reason": self._finish_reason(choice, reading),
                 "stop_reason": choice.stop_reason,
             }
         return b"".join(chunks.chunk(each, usage) for each in found)
+
+    def _finish_reason(
+        self, choice: CompletionOutput, read: ReadStream | WholeAnswer | None
+    ) -> str | None:
+        """As OpenAI's: a call that the request named is no news, and its answer ends by "stop"."""
+        is_named = isinstance(self._body.tool_choice, dict)
+        return choice.finish_reason if read is None or is_named else read.finish_reason(choice)
 
     def _beside(self, choice: CompletionOutput) -> dict[str, Any]:
         """What is told of tokens, in the order of chunks without reading."""

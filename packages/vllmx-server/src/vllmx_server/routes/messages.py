@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from vllmx_server.chat_events import chat_events
 from vllmx_server.disconnect import while_there
 from vllmx_server.errors import messages_error_body
 from vllmx_server.event_stream import Framing, HeldResponse
+from vllmx_server.field_names import MESSAGES_FIELDS
 from vllmx_server.generation import Generation
 from vllmx_server.messages_as_chat import chat_of
 from vllmx_server.messages_blocks import BlockEvents, Blocks
@@ -43,16 +45,19 @@ async def messages(request: Request) -> HeldResponse:
 
 def _call(state: ServerState, body: MessagesRequest) -> ChatCall:
     """`max_tokens` must be given in this API, and clients give what larger models hold: what the
-    context cannot hold is cut."""
+    context cannot hold is cut. A budget for thoughts is nothing to a model without thoughts."""
     chat = chat_of(body)
-    chat.check()
-    return chat_call(state, chat, fit=True)
+    with MESSAGES_FIELDS.told():
+        chat.check()
+        call = chat_call(state, chat, fit=True)
+    return replace(call, options=replace(call.options, needs_budget=False))
 
 
 async def _submit(
     request: Request, state: ServerState, body: MessagesRequest, call: ChatCall
 ) -> list[RequestStream]:
-    return await submit_chat(request, state, call, by_events=True)
+    with MESSAGES_FIELDS.told():
+        return await submit_chat(request, state, call, by_events=True)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -61,7 +66,8 @@ async def count_tokens(request: Request) -> Response:
 
     def parse(data: bytes) -> tuple[list[dict[str, Any]], ChatOptions]:
         chat = chat_of(checked(data, state, COUNT_TOKENS))
-        chat.check()
+        with MESSAGES_FIELDS.told():
+            chat.check()
         return chat.conversation(), chat.chat_options()
 
     conversation, options = await read_json(request, state, parse)

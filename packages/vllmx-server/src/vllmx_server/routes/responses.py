@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.disconnect import unless_gone
 from vllmx_server.errors import error_fields
 from vllmx_server.event_stream import Framing, HeldResponse
+from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.generation import Generation
 from vllmx_server.responses.answer import ResponseAnswer
 from vllmx_server.responses.as_chat import chat_of
@@ -46,7 +48,7 @@ async def create(request: Request) -> Response | HeldResponse:
         body = checked(data, state, RESPONSES)
         if body.previous_response_id is not None:
             return body, None
-        return body, chat_call(state, chat_of(body, ()))
+        return body, _call(state, body, ())
 
     state.check_admission()
     body, call = await read_json(request, state, parse)
@@ -77,7 +79,14 @@ async def _submit(
 ) -> list[RequestStream]:
     if call is None:
         call = await _continued(request, state, body)
-    return await submit_chat(request, state, call, by_events=True)
+    with RESPONSES_FIELDS.told():
+        return await submit_chat(request, state, call, by_events=True)
+
+
+def _call(state: ServerState, body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCall:
+    chat = chat_of(body, before)
+    with RESPONSES_FIELDS.told():
+        return chat_call(state, chat)
 
 
 async def _continued(request: Request, state: ServerState, body: ResponsesRequest) -> ChatCall:
@@ -88,9 +97,7 @@ async def _continued(request: Request, state: ServerState, body: ResponsesReques
     )
     size = body_bytes(request) + num_bytes
     request.scope["state"]["body_bytes"] = size
-    return await state.llm.text.run(
-        client_of(request), size, lambda _: chat_call(state, chat_of(body, before))
-    )
+    return await state.llm.text.run(client_of(request), size, lambda _: _call(state, body, before))
 
 
 async def retrieve(request: Request) -> Response:

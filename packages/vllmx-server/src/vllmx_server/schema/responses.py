@@ -121,8 +121,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     request_id: limits.Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Accepted and ignored.
     include: list[str] | None = None
+    """ "message.output_text.logprobs" is served; what else there is to include is left out."""
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    """For each token of the text, where `include` asks for them."""
+
+    # Accepted and ignored.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -132,7 +136,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_tool_calls: int | None = None
     client_metadata: Any = None
     # Not served.
-    top_logprobs: int | None = None
     prompt: Any = None
     conversation: Any = None
     context_management: Any = None
@@ -142,10 +145,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     def is_stored(self) -> bool:
         return self.store is not False
 
+    @property
+    def has_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
     def check(self) -> None:
         """Cross-field rules. Raises InvalidRequestError."""
         for name, remedy in (
-            ("top_logprobs", "ask for log-probabilities in chat completions"),
             ("prompt", "send the prompt's text"),
             ("conversation", "use previous_response_id"),
             ("context_management", "send what should be left of the conversation"),
