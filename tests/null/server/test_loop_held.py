@@ -94,7 +94,7 @@ async def test_a_small_answer_has_a_length(make_server: MakeServer) -> None:
 
 async def test_a_slow_stream_gets_what_gathered_in_parts(make_server: MakeServer) -> None:
     """The engine ends long before the client reads on: what it has not read is merged."""
-    body = {"prompt": "ab", "n": 3, "logprobs": 5, "max_tokens": 300, "stream": True, "seed": 1}
+    body = {"prompt": "ab", "n": 3, "logprobs": 5, "max_tokens": 1200, "stream": True, "seed": 1}
     async with make_server(send_bytes=8192, **BIG) as served:
         request = request_bytes("/v1/completions", body)
 
