@@ -23,6 +23,7 @@ from vllmx_cpu.lower import OPS, Lowering, lower_all
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import LoadedWeights, load_weights
 from vllmx_cpu.planning import LoadPlan, plan_load
+from vllmx_cpu.state_ops import allocate_states
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import make_tape
 
@@ -66,13 +67,12 @@ class CpuBackend:
             progress=options.progress,
         )  # fmt: skip
         lowering = Lowering(
-            isa, weights, plan.segments, allocate_pages(plan.kv), plan.kv.block_size,
-            plan.kv.dtype, allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
+            isa, weights, plan.segments, allocate_pages(plan.kv),
+            allocate_states(model.shape.states, plan.kv.states), plan.kv.block_size, plan.kv.dtype,
+            allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
-        info = _info(
-            plan, options, weights, dtype, {"instruction set": isa.name, "threads": threads}
-        )
+        info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})
         logger.info("loaded on %s with %s, %d threads", info.device, isa.name, threads)
         vocab_size = model.shape.vocab_size
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
@@ -89,7 +89,6 @@ def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:
 
 def _info(
     plan: LoadPlan,
-    options: LoadOptions,
     weights: LoadedWeights,
     dtype: str,
     details: dict[str, Any],
@@ -101,7 +100,7 @@ def _info(
         kv_cache_dtype=plan.kv.dtype,
         block_size=plan.kv.block_size,
         num_kv_blocks=plan.kv.num_blocks,
-        max_num_seqs=options.num_seqs,
+        max_num_seqs=plan.kv.states.num_seqs,
         max_num_batched_tokens=plan.max_rows["T"],
         max_logit_rows=plan.max_rows["L"],
         weight_bytes=weights.num_bytes,
@@ -110,6 +109,8 @@ def _info(
         | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.activation_bytes)},
         step_timeout_s=HOST_STEP_TIMEOUT_S,
         cache_windows=plan.kv.layout.windows,
+        num_state_slots=plan.kv.states.num_slots,
+        state_slot_bytes=plan.kv.states.slot_bytes,
     )
 
 

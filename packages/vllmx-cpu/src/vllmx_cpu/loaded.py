@@ -172,8 +172,9 @@ class CpuStep:
         # One group after the other; a copy even where there is only one.
         self._arrays["slots"] = np.concatenate(plan.slots)  # (G * T,)
         self._arrays["block_tables"] = np.concatenate(plan.block_tables)  # (G * R, B)
-        if plan.token_types is not None:
-            self._arrays["token_types"] = np.array(plan.token_types, np.int32, order="C")
+        for name in ("token_types", "state_from", "state_to"):
+            if (given := getattr(plan, name)) is not None:
+                self._arrays[name] = np.array(given, np.int32, order="C")
         width = self._arrays["block_tables"].shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}

@@ -25,13 +25,16 @@ from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.pool import Pool
+from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import IdSource, Value, WeightRef
 
+from vllmx_cpu import state_ops
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import SCRATCH_BYTES, Isa
@@ -65,6 +68,7 @@ class Lowering:
     segments: Mapping[str, Sequence[str]]
     """Names of the matrices that make up a weight, one below the other."""
     pages: tuple[LayerPages, ...]
+    states: tuple[state_ops.VxStates, ...]
     block_size: int
     kv_dtype: str
     panels: Bytes
@@ -441,6 +445,16 @@ def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
         scale=spec.scale,
     )
     return [site.call(op, "segment_attention", arguments)]
+
+
+@OPS.add(ShortConv, when=state_ops.has_taps)
+def _short_conv(op: ShortConv, site: Site) -> list[Call]:
+    return [site.call(op, "short_conv", state_ops.short_conv(op, site))]
+
+
+@OPS.add(Recurrence, when=state_ops.has_keys)
+def _recurrence(op: Recurrence, site: Site) -> list[Call]:
+    return [site.call(op, "recurrence", state_ops.recurrence(op, site))]
 
 
 def lower_all(

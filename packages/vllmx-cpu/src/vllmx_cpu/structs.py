@@ -38,7 +38,8 @@ class VxStep(Structure):
         ("T", c_int32), ("R", c_int32), ("L", c_int32), ("B", c_int32), ("block_stride", c_int32),
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
         ("query_start", c_void_p), ("context_len", c_void_p), ("block_tables", c_void_p),
-        ("logit_rows", c_void_p), ("token_types", c_void_p),
+        ("logit_rows", c_void_p), ("token_types", c_void_p), ("state_from", c_void_p),
+        ("state_to", c_void_p),
     ]  # fmt: skip
 
 

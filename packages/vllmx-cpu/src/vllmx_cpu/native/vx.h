@@ -40,6 +40,8 @@ struct VxStep {
   const int32_t* block_tables;   // (G, R, B)
   const int32_t* logit_rows;     // (L)
   const int32_t* token_types;    // (T), or null: all 0
+  const int32_t* state_from;     // (R) slot of the states, -1: zeros; null without recurrent layers
+  const int32_t* state_to;       // (R) slot in which they are left
 };
 
 struct VxTeam;
