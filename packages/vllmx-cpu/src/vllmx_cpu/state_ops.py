@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllmx_cpu.lower import Site
 
 _MAX_KERNEL, _MAX_KEYS = 16, 2048
-"""`MAX_KERNEL` of native/short_conv.cpp; and wider keys leave the scratch memory of a thread no room
-in native/recurrence.cpp."""
+"""`MAX_KERNEL` of native/short_conv.cpp; and wider keys leave a thread's scratch memory no room in
+native/recurrence.cpp."""
 
 
 class VxStates(Structure):
