@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -70,6 +71,58 @@ async def first_token(llm: AsyncLLM, length: int) -> tuple[float, float]:
     return start, time.perf_counter()
 
 
+async def work(llm: AsyncLLM, length: int, counts: list[int], stop: asyncio.Event) -> None:
+    """One request of the lowest priority after the other, until `stop`."""
+    while not stop.is_set():
+        params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
+        stream = await llm.submit(prompt_of(length), params, kind="delta", priority=(1 << 31) - 1)
+        async with stream:
+            async for output in stream:
+                counts.append(len(output.outputs[0].token_ids))
+                if stop.is_set():
+                    return
+
+
+async def measure_batch(options: argparse.Namespace) -> list[dict[str, float | str]]:
+    """Rounds of streams alone and of both together; last, the batch alone."""
+    config = EngineConfig(
+        model=str(options.model), max_model_len=2048, max_num_seqs=32,
+        target_step_ms=options.target_step_ms, enable_prefix_caching=False,
+    )  # fmt: skip
+    found: dict[str, tuple[Gaps, list[int], list[float]]] = {}
+    async with await AsyncLLM.start(config) as llm:
+        for round_ in range(options.prompts):
+            for name, rows, batch in (
+                ("streams alone", options.rows, 0),
+                ("streams and a batch", options.rows, options.batch),
+                ("a batch alone", 0, options.batch + options.rows),
+            ):
+                gaps, counts, spans = found.setdefault(name, (Gaps(), [], []))
+                stop = asyncio.Event()
+                kept = gaps if round_ else Gaps()  # the first one teaches what steps cost
+                tokens = counts if round_ else []
+                begin = time.perf_counter()
+                tasks = [asyncio.create_task(decode(llm, kept, stop)) for _ in range(rows)]
+                tasks += [
+                    asyncio.create_task(work(llm, options.prompt, tokens, stop))
+                    for _ in range(batch)
+                ]
+                await asyncio.sleep(5 * _BREAK_S)
+                stop.set()
+                await asyncio.gather(*tasks)
+                if round_:
+                    spans.append(time.perf_counter() - begin)
+    return [
+        {
+            "while": name,
+            "gaps": len(gaps.within([(0.0, math.inf)])),
+            **_percentiles(gaps.within([(0.0, math.inf)]) or [0.0]),
+            "batch_tokens_per_s": round(sum(counts) / sum(spans)),
+        }
+        for name, (gaps, counts, spans) in found.items()
+    ]
+
+
 async def measure(options: argparse.Namespace) -> list[dict[str, float | str]]:
     config = EngineConfig(
         model=str(options.model), max_model_len=2048, max_num_seqs=32,
@@ -115,9 +168,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=6, help="prompts that are counted")
     parser.add_argument("--warm-up", type=int, default=1, help="prompts that are not")
+    parser.add_argument("--batch", type=int, default=0, help="requests of the lowest priority")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    print(show(asyncio.run(measure(options)), as_json=options.json))
+    measured = measure_batch(options) if options.batch else measure(options)
+    print(show(asyncio.run(measured), as_json=options.json))
 
 
 if __name__ == "__main__":

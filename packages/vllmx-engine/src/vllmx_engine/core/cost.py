@@ -23,6 +23,8 @@ _LEAST_STEP = 1.5
 """A step with prefill may always take so many times what its decodes take."""
 _MAX_STRETCH = 8.0
 """However many prompts wait, no step aims at more than so many targets."""
+_LOWER_SHARE = 0.5
+"""What work of lower priority may add to a step, of what the step takes without it."""
 _FEW_DECODES = 16
 """Up to so many running rows, each prompt that waits stretches the target by a whole one."""
 
@@ -108,6 +110,18 @@ class StepCost:
         stretch = min(1.0 + weight * (num_prompts - 1), _MAX_STRETCH)
         aim_s = max(self.target_s / self._overrun(), _LEAST_STEP * decodes_s)
         return max(0.0, stretch * aim_s - decodes_s)
+
+    def share_seconds(self, num_decodes: int, decode_context: int) -> float:
+        """What work of lower priority may add to a step of these decodes; infinite without a
+        target."""
+        if self.target_s is None or not self._is_timed:
+            return math.inf
+        return _LOWER_SHARE * self.predict(StepLoad(num_decodes, decode_context))
+
+    def decode_seconds(self, num_decodes: int, decode_context: int) -> float:
+        """Seconds that so many rows add to a step of others."""
+        _, each, context, *_ = self._coefficients()
+        return each * num_decodes + context * decode_context
 
     def chunk_tokens(self, seconds: float, start: int) -> float:
         """Tokens of a prompt, from position `start` on, that `seconds` suffice for; at most twice

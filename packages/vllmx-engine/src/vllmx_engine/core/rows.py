@@ -63,6 +63,8 @@ class RowTable:
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
         self.client = np.zeros(num_rows, np.int32)
+        self.rank = np.zeros(num_rows, np.int32)
+        """The priority that was asked for; a smaller one is served first."""
         self.floats = np.zeros((len(FLOAT_FIELDS), num_rows), np.float32)
         self.top_k = np.zeros(num_rows, np.int32)
         self.seed = np.zeros(num_rows, np.uint64)

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable
 import numpy as np
 from vllmx_core.plan import AnyArray
 
+from vllmx_engine.core.beside import Beside
 from vllmx_engine.core.chunk import Batch, Chunk, load_of
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.followers import Followers
@@ -31,15 +32,16 @@ _MAX_MISFITS = 4
 class Scheduler:
     """Owns sequences from `add` to `finish`, their rows and their KV blocks.
 
-    One token budget a step: running decodes first, then unfinished prefills, then the waiting
-    queue. Who is next and does not fit may be passed by others of its priority, as many times as
-    sequences run at once at most; then they wait until it has had its turn. A sequence's prompt
-    gets all its blocks on admission (but see `RowBlocks` for windows), and one block at a time is
-    added in each cache group while it decodes; when there is none, the newest sequence of the
-    lowest priority gives up all of its own and waits again (recompute). It does so too when a
-    sequence of strictly higher priority waits for a row or for blocks. Blocks that are given up or
-    freed while a step that reads or writes them is still in flight are safe to hand out at once:
-    the device runs steps in order, so their next owner's writes, of a later step, come after.
+    One token budget a step: running decodes first (see `Beside` for those of lower priority), then
+    unfinished prefills, then the waiting queue. Who is next and does not fit may be passed by
+    others of its priority, as many times as sequences run at once at most; then they wait until it
+    has had its turn. A sequence's prompt gets all its blocks on admission (but see `RowBlocks` for
+    windows), and one block at a time is added in each cache group while it decodes; when there is
+    none, the newest sequence of the lowest priority gives up all of its own and waits again
+    (recompute). It does so too when a sequence of strictly higher priority waits for a row or for
+    blocks. Blocks that are given up or freed while a step that reads or writes them is still in
+    flight are safe to hand out at once: the device runs steps in order, so their next owner's
+    writes, of a later step, come after.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Scheduler:
         prefill only a prompt that is too long for its step is ever cut."""
         self._ranks: Counter[int] = Counter()
         """Live sequences of each priority."""
+        self._beside = Beside(self.table, cost)
         self._followers = Followers()
         self._held: dict[str, Sequence] = {}
         """Those that cannot be computed yet, for another reason."""
@@ -185,7 +188,9 @@ class Scheduler:
             wanted = len(sequence.tokens) - start
             if seconds_left is None:
                 seconds_left = self.cost.chunk_seconds(decodes.size, context, self._num_prompts)
-            affordable = self.cost.chunk_tokens(seconds_left, start)
+            is_lower = self._is_lower(sequence)
+            limit_s = min(seconds_left, self._beside.seconds) if is_lower else seconds_left
+            affordable = self.cost.chunk_tokens(limit_s, start)
             if not chunks:
                 affordable = max(affordable, self.cost.min_chunk)
             size = int(min(wanted, tokens_left, affordable, self._scorable(sequence, logits_left)))
@@ -198,7 +203,10 @@ class Scheduler:
             chunks.append(chunk)
             tokens_left -= size
             logits_left -= chunk.num_logits
-            seconds_left -= self.cost.chunk_cost(size, start)
+            chunk_s = self.cost.chunk_cost(size, start)
+            seconds_left -= chunk_s
+            if is_lower:
+                self._beside.seconds -= chunk_s
             if not tokens_left or not logits_left:
                 break
         prefilling.close()
@@ -210,15 +218,30 @@ class Scheduler:
 
     @property
     def _num_prompts(self) -> int:
-        """That could be computed now: those begun, and those that wait while rows are free."""
-        return len(self.prefills) + min(len(self.queue), self.table.num_free)
+        """That could be computed now: those begun, and those that wait while rows are free. The
+        ones that must not hold up who decodes count for nothing."""
+        head = self.queue.first()
+        is_held = head is None or self._is_lower(head)
+        waiting = 0 if is_held else min(len(self.queue), self.table.num_free)
+        return max(1, waiting + sum(not self._is_lower(each) for each in self.prefills))
+
+    def _is_lower(self, sequence: Sequence) -> bool:
+        """Whether its priority is lower than that of rows that decode in this step."""
+        rank = self._beside.rank
+        return rank is not None and self.queue.asked(sequence) > rank
+
+    def _ready(self) -> AnyArray:
+        """Rows that may decode a token now."""
+        has_prompts = bool(self.prefills or (self.queue and self.table.num_free))
+        several = len(self._ranks) > 1
+        return self._beside.choose(self.table.ready(), several=several, has_prompts=has_prompts)
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
         """Ready rows, each with blocks for its next token, and the last one of those that had to
         be preempted for them, for an unfinished prefill or for who waits."""
         victim: Sequence | None = None
         while True:
-            rows = self.table.ready()
+            rows = self._ready()
             full = self.blocks.full_rows(rows)
             wanted = self.blocks.num_groups * full.size + self.blocks.stuck(self.prefills)
             is_short = wanted > self.pool.num_available
@@ -347,6 +370,7 @@ class Scheduler:
         self.running.append(sequence)
         insort(self.prefills, sequence, key=self.queue.order)
         self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
+        self.table.rank[sequence.row] = self.queue.asked(sequence)
         if not sequence.was_preempted:
             sequence.queue_s = time.monotonic() - sequence.arrival_s
             sequence.num_cached_tokens = hit.num_blocks * self.limits.block_size
