@@ -35,6 +35,7 @@ ALLOWED = {
 IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "safetensors", "ml_dtypes"},
     "vllmx_cuda": {"cupy"},
+    "vllmx_torch": {"transformers"},
     "vllmx_engine": {"llguidance"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
     "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},

@@ -30,6 +30,9 @@ class EngineConfig:
     """A template file that replaces the model's own."""
     backend: str = "auto"
     load_format: str = "auto"
+    model_impl: str = "auto"
+    """Whose code runs the model: vllmx (its own file of the architecture), transformers, or auto:
+    the own file where there is one."""
     quantization: str | None = None
     """How the checkpoint must be quantised, in vLLM's names; None: as it is."""
     generation_config: str = "auto"

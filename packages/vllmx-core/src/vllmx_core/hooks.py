@@ -12,6 +12,7 @@ from vllmx_core.specs import (
     BackendSpec,
     CommandSpec,
     EncoderSpec,
+    ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
     ParserSpec,
@@ -36,6 +37,11 @@ class Hooks:
     @hookspec
     def vllmx_models(self) -> tuple[ModelSpec, ...]:
         """Model architectures."""
+        raise NotImplementedError
+
+    @hookspec
+    def vllmx_model_impls(self) -> tuple[ModelImplSpec, ...]:
+        """Code for architectures that nobody has a file for."""
         raise NotImplementedError
 
     @hookspec

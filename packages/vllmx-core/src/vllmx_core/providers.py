@@ -71,6 +71,7 @@ def matches(key: str, wanted: str) -> bool:
 def kind_name(kind: type[Any]) -> str:
     """A kind of spec in words."""
     words = {"WeightFormat": "weight format", "ModelSource": "model source"}
+    words["ModelImpl"] = "model implementation"
     name = kind.__name__.removesuffix("Spec")
     return words.get(name, name.lower())
 

@@ -34,6 +34,7 @@ from vllmx_core.specs import (
     BackendSpec,
     CommandSpec,
     EncoderSpec,
+    ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
     ParserSpec,
@@ -50,6 +51,7 @@ S = TypeVar("S", bound=Spec)
 _HOOKS: dict[str, type[Spec]] = {
     "vllmx_backends": BackendSpec,
     "vllmx_models": ModelSpec,
+    "vllmx_model_impls": ModelImplSpec,
     "vllmx_weight_formats": WeightFormatSpec,
     "vllmx_quantizations": QuantizationSpec,
     "vllmx_quantizers": QuantizerSpec,
@@ -77,6 +79,23 @@ def architecture_names(config: dict[str, Any]) -> list[str]:
     """What config.json lists under `architectures`; nothing where that is no list of names."""
     listed = config.get("architectures")
     return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+
+
+_LISTED = 10
+"""More architectures than so many are not named in a message."""
+PLUGIN_CAN = "A plugin can add it (docs/plugins.md)"
+
+
+def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
+    """The known architecture whose name is nearest, endings such as ForCausalLM apart."""
+    stems = {_stem(name): name for name in sorted(known)}
+    near = difflib.get_close_matches(_stem(wanted), stems, 1, 0.5)
+    return stems[near[0]] if near else None
+
+
+def _stem(architecture: str) -> str:
+    name = architecture.partition("For")[0].removesuffix("LMHeadModel").removesuffix("Model")
+    return name.lower().replace("_", "")
 
 
 class Registry:
@@ -257,22 +276,31 @@ class Registry:
         return next(each.key for each in self._provided[type(spec)] if each.spec is spec)
 
     def model_for(self, config: dict[str, Any]) -> ModelSpec:
-        """The architecture of a parsed config.json. Raises UnsupportedModelError, and
-        PluginClashError where two plugins serve it."""
+        """The architecture of a parsed config.json. Raises UnsupportedModelError that names the
+        nearest known one, and PluginClashError where two plugins serve it."""
+        spec = self.find_model_for(config)
+        if spec is None:
+            raise UnsupportedModelError(f"{self.unserved(config)}. {PLUGIN_CAN}")
+        return spec
+
+    def find_model_for(self, config: dict[str, Any]) -> ModelSpec | None:
+        """`model_for`, None where nobody serves it."""
         names = architecture_names(config)
-        model_type = config.get("model_type")
-        claimed = [f"architecture {name!r}" for name in names] or [f"model type {model_type!r}"]
-        for claim in claimed:
-            spec = self._model(claim)
-            if spec is not None:
-                return spec
-        specs = [each.spec for each in self._provided[ModelSpec]]
-        known = ", ".join(sorted({name for spec in specs for name in spec.architectures}))
+        claimed = [f"architecture {name!r}" for name in names]
+        claims = claimed or [f"model type {config.get('model_type')!r}"]
+        return next((spec for claim in claims if (spec := self._model(claim)) is not None), None)
+
+    def unserved(self, config: dict[str, Any]) -> str:
+        """What is said of an architecture that nobody serves, without a full stop."""
+        names, model_type = architecture_names(config), config.get("model_type")
         wanted = ", ".join(map(shown, names[:5])) or f"model_type {shown(model_type)}"
-        raise UnsupportedModelError(
-            f"no installed plugin serves the architecture {wanted}; known: {known or 'none'}."
-            " A plugin can add it (docs/plugins.md)"
-        )
+        specs = [spec for _, spec in self.provided(ModelSpec)]
+        known = sorted({name for spec in specs for name in spec.architectures})
+        near = nearest_architecture(names[0] if names else str(model_type), known)
+        hint = f", the nearest that is known is {near!r}" if near else ""
+        listed = ", ".join(known) if 0 < len(known) <= _LISTED else ""
+        listed = f"known: {listed}" if listed else "`vllmx models` lists those that are known"
+        return f"no installed plugin serves the architecture {wanted}{hint} ({listed})"
 
     def find_model(self, architecture: str) -> ModelSpec | None:
         """Who serves a value of `architectures`. Raises PluginClashError."""

@@ -77,6 +77,26 @@ class ModelSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelImplSpec(_Spec):
+    """Code that runs architectures which no plugin has a file for, and which `--model-impl` names:
+    a class constructed with the parsed config.json that is a `vllmx_core.model.Model`, or raises
+    UnsupportedModelError for what it cannot run."""
+
+    backend: str
+    """The only one that runs its models."""
+    probe: str
+    """As a `BackendSpec`'s."""
+    cost: str
+    """What it costs, for the log line that says who runs a model: "slower, ..."."""
+    api: int = API_VERSION
+
+    def unavailable_reason(self) -> str | None:
+        """None when it can run here."""
+        reason: str | None = _Spec(self.name, self.probe).load()()
+        return reason
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormatSpec(_Spec):
     """A checkpoint format: a callable `open(path: Path) -> Checkpoint`.
 
@@ -155,6 +175,7 @@ class ParserSpec(_Spec):
 Spec = (
     BackendSpec
     | ModelSpec
+    | ModelImplSpec
     | WeightFormatSpec
     | QuantizationSpec
     | QuantizerSpec

@@ -85,14 +85,30 @@ def attention(
         table = weights.rope[step.positions]  # (T, rotary_dim)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
+    out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch)
+    return out.view(-1, heads * size)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    step: TorchStep,
+    pages: LayerPages,
+    scratch: Scratch,
+) -> Tensor:
+    """Writes keys and values (T, K, D) to the pages, unless the layer shares them, and attends:
+    q (T, H, D) -> (T, H, D), all float32."""
     if not spec.shared:
         pages.k.write(step.slots[pages.group], k)
         pages.v.write(step.slots[pages.group], v)
     out = torch.empty_like(q)  # (T, H, D)
     for batch in step.batches(pages.group, spec.window, spec.causal):
-        attended = _attend(q[batch.tokens], batch, spec, weights.sinks, pages, scratch)
+        attended = _attend(q[batch.tokens], batch, spec, sinks, pages, scratch)
         out.index_copy_(0, batch.tokens, attended)
-    return out.view(-1, heads * size)
+    return out
 
 
 def _attend(

@@ -31,11 +31,14 @@ from vllmx_torch.device import (
     free_bytes,
     has_float64,
 )
+from vllmx_torch.foreign.model import TransformersModel
+from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule
+from vllmx_torch.foreign.running import RunningModule
 from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
-from vllmx_torch.weights import DTYPES, WeightLoader, weight_bytes
+from vllmx_torch.weights import DTYPES, TorchWeight, WeightLoader, weight_bytes
 
 logger = logging.getLogger("vllmx.torch")
 
@@ -71,7 +74,12 @@ class TorchBackend:
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         specs, constants = recording.specs, recording.constants
         most = step_limits(options, model.shape.vocab_size)
-        weights_size = weight_bytes(specs, constants, DTYPES[dtype])
+        foreign = model if isinstance(model, TransformersModel) else None
+        weights_size = (
+            weight_bytes(specs, constants, DTYPES[dtype])
+            if foreign is None
+            else foreign.weight_bytes(DTYPES[dtype])
+        )
         free = free_bytes(device)
         check_weights_fit(
             weights_size,
@@ -81,11 +89,18 @@ class TorchBackend:
             remedy="choose a smaller model, or a 16-bit --dtype",
         )
         used = weights_size + _activation_bytes(
-            model.shape, specs, options.max_model_len, most["T"], most["L"]
+            model.shape,
+            _widest(model.shape, specs) if foreign is None else foreign.survey.widest,
+            options.max_model_len,
+            most["T"],
+            most["L"],
         )
         kv = plan_kv(model.shape, options, cached, device, free, used)
         loader = WeightLoader(source, DTYPES[dtype], device)
-        weights = loader.load(specs, constants, progress=options.progress)
+        weights: dict[str, TorchWeight | ForeignModule] = {}
+        weights |= loader.load(specs, constants, progress=options.progress)
+        if foreign is not None:
+            weights[FOREIGN_MODULE] = RunningModule.load(foreign, source, DTYPES[dtype], device)
         info = LoadedInfo(
             backend=self.name,
             device=describe(device),
@@ -98,7 +113,8 @@ class TorchBackend:
             max_logit_rows=most["L"],
             weight_bytes=weights_size,
             kv_cache_bytes=kv.num_bytes,
-            details={"torch": torch.__version__},
+            details={"torch": torch.__version__}
+            | ({} if foreign is None else {"model": f"{foreign.architecture} of transformers"}),
             step_timeout_s=HOST_STEP_TIMEOUT_S if device.type == "cpu" else DEVICE_STEP_TIMEOUT_S,
             cache_windows=kv.layout.windows,
             num_state_slots=kv.states.num_slots,
@@ -122,9 +138,15 @@ def _num_threads(options: LoadOptions) -> int:
     return options.num_threads
 
 
+def _widest(shape: ModelShape, specs: Iterable[WeightSpec]) -> int:
+    """Features of the widest activation of a token, the logits apart."""
+    widths = (spec.rows for spec in specs if spec.kind == "linear")
+    return max((width for width in widths if width < shape.vocab_size), default=0)
+
+
 def _activation_bytes(
     shape: ModelShape,
-    specs: Iterable[WeightSpec],
+    widest: int,
     max_model_len: int,
     max_tokens: int,
     max_rows: int,
@@ -132,8 +154,7 @@ def _activation_bytes(
     """What a step takes at the most beside weights and cache, roughly: the widest layer in flight,
     the logits with the sampler's float64 copy, and the context of one batch of attention."""
     vocab_size = shape.vocab_size
-    widths = [spec.rows for spec in specs if spec.kind == "linear" and spec.rows < vocab_size]
-    layer = 4 * max_tokens * (2 * max(widths, default=0) + 4 * shape.hidden_size)
+    layer = 4 * max_tokens * (2 * widest + 4 * shape.hidden_size)
     logits = 4 * max_rows * vocab_size * 4
     attention = 0
     for kv in shape.kv_specs:

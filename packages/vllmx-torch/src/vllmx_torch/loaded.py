@@ -14,6 +14,7 @@ from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
 from vllmx_torch.attention import Scratch
+from vllmx_torch.foreign.op import ForeignModule
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.ops import OPS, TorchFrame
 from vllmx_torch.sampler import sample
@@ -33,7 +34,7 @@ class TorchLoadedModel:
     def __init__(
         self,
         steps: OpList,
-        weights: Mapping[str, TorchWeight],
+        weights: Mapping[str, TorchWeight | ForeignModule],
         pages: tuple[LayerPages, ...],
         states: tuple[Tensor, ...],
         info: LoadedInfo,

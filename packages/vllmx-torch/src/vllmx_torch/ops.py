@@ -37,6 +37,7 @@ from vllmx_core.ops.values import WeightRef
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
 from vllmx_torch.experts import clamped, experts, route
+from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule, RunModule
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.latent_attention import latent_attention
 from vllmx_torch.recurrent import StateRows, recurrence, short_conv
@@ -56,7 +57,7 @@ class TorchFrame(Frame[Tensor]):
     def __init__(
         self,
         step: TorchStep,
-        weights: Mapping[str, TorchWeight],
+        weights: Mapping[str, TorchWeight | ForeignModule],
         pages: tuple[LayerPages, ...],
         states: tuple[Tensor, ...],
         scratch: Scratch,
@@ -74,6 +75,12 @@ class TorchFrame(Frame[Tensor]):
         """A table, a vector or a constant."""
         weight = self.weights[ref.name]
         assert isinstance(weight, Tensor), f"{ref.name} is a matrix"
+        return weight
+
+    def module(self) -> ForeignModule:
+        """What runs the whole step, in place of ops."""
+        weight = self.weights[FOREIGN_MODULE]
+        assert isinstance(weight, ForeignModule), "the weights are those of ops"
         return weight
 
     def matrix(self, ref: WeightRef) -> LinearWeight:
@@ -250,6 +257,11 @@ def _head(op: Head, frame: TorchFrame) -> None:
     logits = _float_linear(frame[op.x][frame.step.logit_rows], frame.matrix(op.w))  # (L, V)
     cap = op.softcap
     frame[op.out] = logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@OPS.add(RunModule)
+def _run_module(op: RunModule, frame: TorchFrame) -> None:
+    frame[op.out] = frame.module().logits(frame.step, frame.pages, frame.scratch)
 
 
 def _float_linear(x: Tensor, w: LinearWeight) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from vllmx_core.hooks import hookimpl
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, ModelImplSpec
 
 
 @hookimpl
@@ -19,6 +19,30 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             summary="torch tensors on any of torch's devices",
         ),
     )
+
+
+@hookimpl
+def vllmx_model_impls() -> tuple[ModelImplSpec, ...]:
+    return (
+        ModelImplSpec(
+            "transformers",
+            "vllmx_torch.foreign.model:TransformersModel",
+            backend="torch",
+            probe="vllmx_torch.plugin:probe_transformers",
+            cost="several times slower than a model of vllmx's own, of plain weights alone, without"
+            " kernels or quantisation of vllmx",
+        ),
+    )
+
+
+def probe_transformers() -> str | None:
+    """None where torch and transformers are installed; neither is imported."""
+    if find_spec("transformers") is None:
+        return (
+            "transformers, which runs many models that vllmx has no file for, is not installed:"
+            " pip install 'vllmx[transformers]'"
+        )
+    return probe()
 
 
 def probe() -> str | None:

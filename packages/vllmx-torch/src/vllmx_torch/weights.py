@@ -119,14 +119,14 @@ class WeightLoader:
             step = max(1, _COPY_BYTES // max(1, raw.num_bytes // part.shape[0]))
             for begin in range(0, part.shape[0], step):
                 rows = raw.rows(begin, min(begin + step, part.shape[0]))
-                out[begin : begin + step].copy_(_tensor(rows.view(), raw.dtype))
+                out[begin : begin + step].copy_(tensor_of(rows.view(), raw.dtype))
             return
         if part.layout != DENSE:
             self._dequantised[part.layout.kind] += out.numel()
         out.copy_(torch.from_numpy(part.dequantize() + np.float32(offset)))
 
 
-def _tensor(rows: AnyArray, dtype: str) -> Tensor:
+def tensor_of(rows: AnyArray, dtype: str) -> Tensor:
     """A copy: what a part holds may be read-only, which torch has no notion of."""
     copied = np.array(rows)
     if dtype == "bf16":

@@ -17,6 +17,7 @@ from vllmx_core.output_format import OutputFormat
 from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     BackendSpec,
+    ModelImplSpec,
     ModelSpec,
     ParserSpec,
     QuantizerSpec,
@@ -36,10 +37,10 @@ plugin = importlib.import_module(module)
 plugin = getattr(plugin, attribute) if attribute else plugin
 found = {"import": [name for name in sys.argv[2].split(",") if name in sys.modules]}
 from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, ModelImplSpec
 registry = Registry()
 registry.add(plugin, "checked")
-for spec in registry.all(BackendSpec):
+for spec in registry.all(BackendSpec) + registry.all(ModelImplSpec):
     try:
         spec.unavailable_reason()
     except Exception:
@@ -114,7 +115,7 @@ def _problems(spec: Spec) -> list[str]:
     what = f"{type(spec).__name__} {spec.name!r}"
     problems = [] if spec.name.strip() else [f"{what} has no name"]
     strings = {"implementation": spec.implementation}
-    if isinstance(spec, BackendSpec):
+    if isinstance(spec, BackendSpec | ModelImplSpec):
         strings["probe"] = spec.probe
     for role, text in strings.items():
         if text.count(":") != 1 or not all(text.split(":")):
@@ -124,6 +125,8 @@ def _problems(spec: Spec) -> list[str]:
             problems += _kind_problems(spec, _load(text), f"{what}: {role} {text!r}")
         except PluginError as error:
             problems.append(f"{what}: {role}: {error.message}")
+    if isinstance(spec, BackendSpec | ModelImplSpec) and not problems:
+        problems += _probe_problems(spec, what)
     if isinstance(spec, BackendSpec) and not problems:
         problems += _backend_problems(spec, what)
     if isinstance(spec, ModelSpec):
@@ -160,13 +163,17 @@ def _gguf_problems(spec: ModelSpec, what: str) -> list[str]:
     return []
 
 
-def _backend_problems(spec: BackendSpec, what: str) -> list[str]:
+def _probe_problems(spec: BackendSpec | ModelImplSpec, what: str) -> list[str]:
     try:
         reason: object = spec.unavailable_reason()
     except Exception as error:  # whatever a third party's probe raises
         return [f"{what}: its probe raised {type(error).__name__}: {error}"]
     if reason is not None and not (isinstance(reason, str) and reason.strip()):
         return [f"{what}: its probe returned {reason!r}, not None or a sentence"]
+    return []
+
+
+def _backend_problems(spec: BackendSpec, what: str) -> list[str]:
     missing = [name for name in ("name", "load", "environment") if not hasattr(spec.load(), name)]
     return [f"{what}: its implementation has no {', '.join(missing)}"] if missing else []
 

@@ -15,7 +15,6 @@ from vllmx_core.backend_kit.dtypes import short_dtype
 from vllmx_core.cache_groups import cache_layout, longest_sequence
 from vllmx_core.checkpoint import (
     Checkpoint,
-    build_model,
     check_quantization,
     open_checkpoint,
     quantise_in_situ,
@@ -24,6 +23,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, shown
 from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model
+from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.registry import architecture_names
 
 from vllmx_engine.core.engine_core import EngineCore
@@ -54,10 +54,19 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
     try:
         check_quantization(checkpoint, plan.config.quantization)
-        model = build_model(plan.registry, checkpoint)
+        chosen = choose_model(
+            plan.registry, checkpoint, plan.config.model_impl, plan.config.backend
+        )
+        model = chosen.model
         if plan.config.isq is not None:
+            if chosen.impl != OWN:
+                raise ConfigError(
+                    f"--isq quantises for vllmx's own models, {chosen.impl} runs this one: leave it"
+                    " out",
+                    param="isq",
+                )
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
-        spec, reason = plan.registry.choose_backend(plan.config.backend)
+        spec, reason = plan.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
         options = load_options(plan.config, model, progress=plan.progress)
         loaded = spec.load()().load(model, checkpoint.weights, options)

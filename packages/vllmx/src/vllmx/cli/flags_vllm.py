@@ -49,7 +49,6 @@ VLLM = (
     ignored("--task", "vllmx generates text: leave it out", "auto", "generate"),
     ignored("--runner", "vllmx generates text: leave it out", "auto", "generate"),
     ignored("--convert", "vllmx generates text: leave it out", "auto", "none"),
-    ignored("--model-impl", "models are vllmx's own: say auto", "auto", "vllm"),
     ignored("--attention-backend", "each backend has its own attention"),
     ignored("--swap-space", NO_SWAP, "0"),
     ignored("--cpu-offload-gb", "weights stay on one device: leave it out or say 0", "0"),

@@ -51,6 +51,8 @@ HELP: Mapping[str, str] = {
     "chat_template": "File with another chat template.",
     "backend": "Backend by name, or auto: the best that can run here.",
     "load_format": "Weight format by name, or auto.",
+    "model_impl": "Whose code runs the model: vllmx (its own), transformers (any decoder it has, on"
+    " backend torch, slowly) or auto: its own where there is one.",
     "quantization": "What the checkpoint must be quantised with; vllmx reads it from there.",
     "generation_config": "Sampling defaults: auto (the model's), vllm (none) or a folder.",
     "override_generation_config": "Sampling defaults as a JSON object, over the model's.",

@@ -1,0 +1,40 @@
+"""The one op of a model that is a module of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.values import Value
+
+from vllmx_torch.attention import Scratch
+from vllmx_torch.kv_cache import LayerPages
+from vllmx_torch.step import TorchStep
+
+FOREIGN_MODULE = "transformers module"
+"""Under which the module stands among the weights."""
+
+
+@runtime_checkable
+class ForeignModule(Protocol):
+    """What runs a whole step."""
+
+    def logits(self, step: TorchStep, pages: Sequence[LayerPages], scratch: Scratch) -> Tensor:
+        """(L, V) float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunModule(Op):
+    """From the step's tokens to (L, V) logits, by code that is no list of ops; there is no formula
+    of it, so that every backend but torch refuses it."""
+
+    name: ClassVar[str] = "transformers"
+    architecture: str
+    out: Value
+
+    def check(self) -> None:
+        """It has no operands."""

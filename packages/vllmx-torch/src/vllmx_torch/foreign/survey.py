@@ -1,0 +1,184 @@
+"""What a module of transformers asks of its attention, seen by running it once without values.
+
+The module is built on the device "meta" and run over three tokens. Every attention layer must call
+our function exactly once: one that does not keeps something else between steps, or has attention of
+its own, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
+from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.ops.attention import AttentionSpec
+
+from vllmx_torch.foreign.attention import NAME, AttentionCall, AttentionShape, Seam, register
+from vllmx_torch.foreign.config import refusal
+from vllmx_torch.foreign.masks import window_of
+
+_FX: Any = fx_config
+"""Where torch keeps what lets routers of experts run without values."""
+_TOKENS = 3
+_OWN_ATTENTION = (
+    "its attention is code of its own (for ALiBi, perhaps) that transformers lets no attention"
+    " function take the place of"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One attention layer."""
+
+    shape: AttentionShape
+    """What each of its calls must look like."""
+    window: int | None
+    """Tokens that it sees, the newest included; None: all."""
+
+    @property
+    def head_size(self) -> int:
+        """Of its pages: keys and values of unequal size are padded to the larger one."""
+        return max(self.shape.key_size, self.shape.value_size)
+
+    def spec(self, number: int) -> AttentionSpec:
+        """How our attention runs it."""
+        shape = self.shape
+        return AttentionSpec(
+            number, shape.num_heads, shape.num_kv_heads, self.head_size, shape.scale,
+            window=self.window, softcap=shape.softcap,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is known of a module before its weights are read."""
+
+    calls: tuple[AttentionCall, ...]
+    """Of each attention layer, in their order."""
+    vocab_size: int
+    parameters: tuple[int, ...]
+    """How many numbers each of its tensors has; those that are tied count once."""
+    widest: int
+    """Features of the widest activation of a token, the logits apart."""
+
+    def layers(self, max_model_len: int) -> tuple[Layer, ...]:
+        """What the layers ask for. Raises UnsupportedModelError for a mask that is not ours."""
+        return tuple(_layer(call, max_model_len) for call in self.calls)
+
+
+def survey(cls: type[Any], config: Any) -> Survey:
+    """Builds and runs the module. Raises UnsupportedModelError for whatever our attention or a
+    step of several sequences could not honour."""
+    _refuse_by_name(cls, config)
+    register()
+    try:
+        with torch.device("meta"):
+            # Without values any dtype does; the grouped products of experts know this one alone.
+            module = cls._from_config(
+                deepcopy(config), attn_implementation=NAME, dtype=torch.bfloat16
+            )
+    except Exception as error:  # modules check their configs in their own ways
+        raise refusal("transformers cannot build it", error) from error
+    calls, logits = _run(module.eval())
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    features = [
+        linear.out_features
+        for linear in module.modules()
+        if isinstance(linear, nn.Linear) and linear.out_features != logits.shape[-1]
+    ]
+    return Survey(
+        _in_order(calls, config),
+        logits.shape[-1],
+        tuple(tensor.numel() for tensor in tensors.values()),
+        max(features, default=0),
+    )
+
+
+def _refuse_by_name(cls: type[Any], config: Any) -> None:
+    """Raises UnsupportedModelError for what transformers itself says of a class."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if others:
+        raise UnsupportedModelError(
+            f"it has layers of kind {', '.join(map(repr, others))}, which keep something else"
+            " between tokens than keys and values"
+        )
+    if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            "its last layers read keys and values of earlier ones through transformers' own cache"
+        )
+    if getattr(cls, "_is_stateful", False):
+        raise UnsupportedModelError(
+            "it keeps something else between tokens than keys and values, beside or instead of"
+            " attention"
+        )
+    if not getattr(cls, "_supports_attention_backend", True):
+        raise UnsupportedModelError(_OWN_ATTENTION)
+
+
+def _run(module: nn.Module) -> tuple[list[AttentionCall], Tensor]:
+    calls: list[AttentionCall] = []
+
+    def note(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        shape = call.shape
+        return call.query.new_empty(len(call.query), shape.num_heads, shape.value_size)
+
+    seam, tokens = Seam(module), torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
+    seam.answer = note
+    try:
+        with torch.inference_mode(), _FX.patch(meta_nonzero_assume_all_nonzero=True):
+            logits = run_module(module, tokens, tokens, tokens[-1:])
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever a module does that needs values
+        raise refusal("its code cannot be followed without values", error) from error
+    finally:
+        seam.answer = None
+    return calls, logits
+
+
+def run_module(module: nn.Module, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    """(T,), (T,), (L,) -> (L, V) float32 logits."""
+    out = module(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        # Without padding. It also keeps the module from looking for borders between sequences.
+        attention_mask=torch.ones_like(tokens)[None],
+        logits_to_keep=rows,
+        use_cache=False,
+    )
+    logits: Tensor = out.logits[0].float()
+    return logits
+
+
+def _in_order(calls: Sequence[AttentionCall], config: Any) -> tuple[AttentionCall, ...]:
+    if not calls:
+        raise UnsupportedModelError(_OWN_ATTENTION)
+    numbers = [call.layer for call in calls]
+    if sorted(numbers) != list(range(len(calls))):
+        raise UnsupportedModelError(
+            f"its attention layers are numbered {numbers}, not each once from 0 on"
+        )
+    wanted = getattr(config.get_text_config(), "num_hidden_layers", len(calls))
+    if wanted != len(calls):
+        raise UnsupportedModelError(
+            f"{len(calls)} of its {wanted} layers have attention, the others keep something else"
+        )
+    return tuple(sorted(calls, key=lambda one: one.layer))
+
+
+def _layer(call: AttentionCall, max_model_len: int) -> Layer:
+    shape = call.shape
+    if shape.num_heads % shape.num_kv_heads:
+        raise UnsupportedModelError(
+            f"layer {call.layer} has {shape.num_heads} heads over {shape.num_kv_heads} of keys"
+        )
+    # A mask decides, as it does in transformers' own plain attention.
+    window = shape.window if call.mask is None else window_of(call.mask.rule, max_model_len)
+    return Layer(shape, window)
