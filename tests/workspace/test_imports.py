@@ -36,14 +36,14 @@ IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "safetensors", "ml_dtypes"},
     "vllmx_cuda": {"cupy"},
     "vllmx_torch": {"transformers"},
-    "vllmx_engine": {"llguidance"},
+    "vllmx_engine": {"llguidance", "PIL"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
     "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},
 }
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
-    "llguidance",
+    "llguidance", "PIL",
 )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_a_server_imports_what_answers_requests_while_the_core_loads() -> None:
 
 STREETS = {
     "vllmx_engine": (
-        {"wire", "text"}, {"grammar"}, {"core", "formats"}, {"link", "client"},
+        {"wire", "text"}, {"grammar", "images"}, {"core", "formats"}, {"link", "client"},
         {"async_llm", "llm", "engine", "grammars"},
     ),
     "vllmx_cuda": (

@@ -204,7 +204,7 @@ def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
         client.responses.create(input="x", previous_response_id="resp_none", **GREEDY)
     assert gone.value.param == "previous_response_id"
     image = {"type": "input_image", "image_url": "http://localhost/x.png", "detail": "auto"}
-    with pytest.raises(openai.BadRequestError, match="takes text alone"):
+    with pytest.raises(openai.BadRequestError, match="reads text alone here"):
         client.responses.create(input=[{"role": "user", "content": [image]}], **GREEDY)
     with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
         client.responses.create(input="x", max_output_tokens=0, **GREEDY)

@@ -67,7 +67,9 @@ async def test_bad_chats(served: Served) -> None:
 async def test_content_parts_that_are_not_served(served: Served) -> None:
     for part, message in (
         ({"type": "text"}, "content part of type 'text' without its text"),
-        ({"type": "image_url", "image_url": {"url": "x"}}, "takes text alone"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "reads text alone here"),
+        ({"type": "image_url"}, "'image_url' without it"),
+        ({"type": "input_audio", "input_audio": "x"}, "takes text and image_url"),
     ):
         messages = [{"role": "user", "content": [part]}]
         response = await served.post("/v1/chat/completions", messages=messages)

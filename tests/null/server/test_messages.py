@@ -111,6 +111,17 @@ def test_a_final_assistant_turn_is_continued() -> None:
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
 
 
+def test_images_become_data_urls() -> None:
+    linked = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+    text = {"type": "text", "text": "what?"}
+    found = chat(messages=[{"role": "user", "content": [IMAGE, text, linked]}]).conversation()
+    assert found[0]["content"] == [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+        text,
+        {"type": "image_url", "image_url": {"url": "http://a/b.png"}},
+    ]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -121,7 +132,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"stop_sequences": ["x"] * 17}, "stop_sequences", "at most 16"),
         ({"nonsense": 1}, "nonsense", "unknown field"),
         (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source",
+            "of type base64",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [IMAGE]}]},
             "messages[0].content[0]",
             "'image', which is not served",
         ),

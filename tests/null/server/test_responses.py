@@ -75,6 +75,16 @@ def test_items_become_messages() -> None:
     assert tool["function"]["name"] == "weather"
 
 
+def test_images_are_parts_of_messages() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"}
+    text = {"type": "input_text", "text": "what?"}
+    (user,) = chat(input=[{"role": "user", "content": [text, image]}]).conversation()
+    assert user["content"] == [
+        {"type": "text", "text": "what?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    ]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -84,7 +94,7 @@ def test_items_become_messages() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "u"}]}]},
          "input[0].content[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 101}, "temperature"),

@@ -73,6 +73,16 @@ class EngineConfig:
     max_logprobs: int = 20
     """Greatest `logprobs` and `prompt_logprobs` of a request; -1: as many as the vocabulary has,
     which a request asks for by -1."""
+    limit_images: int = 16
+    """Images of one request."""
+    max_image_bytes: int = 20 << 20
+    """Of one image as it is sent."""
+    max_image_pixels: int = 32 << 20
+    """Of one image, checked before it is decoded."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts that images may be fetched from; none: requests bring them in data URLs."""
+    allowed_local_media_path: str | None = None
+    """A folder whose files requests may name as images."""
     seed: int | None = None
     """Seeds requests that bring none, so that a whole run repeats."""
     served_model_name: str | None = None
@@ -93,6 +103,9 @@ class EngineConfig:
             ("num_threads", 1, 1024),
             ("max_queue", 1, 1 << 20),
             ("max_logprobs", -1, 1 << 24),
+            ("limit_images", 0, 1024),
+            ("max_image_bytes", 1, 1 << 30),
+            ("max_image_pixels", 1, 80_000_000),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

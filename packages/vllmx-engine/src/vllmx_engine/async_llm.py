@@ -27,10 +27,11 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.async_text import AsyncText
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
+from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.forced_calls import asks_for_calls
 from vllmx_engine.client.logprob_limit import check_logprobs
 from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
-from vllmx_engine.client.request_size import chat_size, prompt_size, rules_size
+from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, rules_size
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.client.request_table import RequestTable
@@ -54,7 +55,7 @@ class AsyncLLM(AsyncText):
     def __init__(
         self, config: EngineConfig, frontend: Frontend, chat: ChatRenderer, builder: RequestBuilder
     ) -> None:
-        super().__init__(builder.tokenizer, chat)
+        super().__init__(builder.tokenizer, chat, chat_images(config, builder))
         self.config = config
         self.stats = CoreStats()
         self._frontend = frontend
@@ -266,14 +267,16 @@ class AsyncLLM(AsyncText):
         """
         found = params or self.sampling_params(max_tokens=None)
         self.check_open(found.num_choices)
+        conversation, pictures = await self.take_images(messages)
         if asks_for_calls(chat):
             found = await asyncio.to_thread(self._renderer.with_calls, found, chat)
         grammar = await self.grammars.checked(found, client)
 
         def build(stopped: Stopped) -> Request:
-            prompt = self.render_chat(messages, chat, stopped)
+            pictures.prepare(stopped)
+            prompt = self.render_chat(conversation, chat, stopped)
             request = self._builder.build(
-                prompt,
+                pictures.written(prompt),
                 self._renderer.after_thoughts(found, prompt),
                 request_id=request_id,
                 options=RequestOptions(priority, client, cache_salt, session_id),
@@ -282,9 +285,10 @@ class AsyncLLM(AsyncText):
                 grammar=grammar,
                 thoughts=self._renderer.thoughts(found, prompt, chat),
             )
+            request = pictures.placed(request, prompt)
             return self._renderer.with_readers(request, chat)
 
-        size = (num_bytes or chat_size(messages)) + rules_size(found)
+        size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)
         return self._launch(await self.text.run(client, size, build), kind)
 
     async def generate(
@@ -341,7 +345,7 @@ class AsyncLLM(AsyncText):
         self._frontend.abort(self._table.end_all("abort"))
         await self.grammars.close()
         await self._frontend.close()
-        self.text.close()
+        self.close_text()
 
     async def __aenter__(self) -> Self:
         return self

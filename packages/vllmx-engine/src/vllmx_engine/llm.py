@@ -163,10 +163,16 @@ class LLM(HasEngine):
     ) -> Request:
         renderer, builder = self._engine.renderer, self._engine.builder
         found = renderer.with_calls(params or builder.sampling_params(), options)
-        prompt = renderer.render(conversation, options)
+        plain, pictures = self._engine.images.take(conversation)
+        for index in pictures.far:
+            pictures.fetch(index, lambda: False)
+        pictures.prepare()
+        prompt = renderer.render(plain, options)
         thoughts = renderer.thoughts(found, prompt, options)
         found = renderer.after_thoughts(found, prompt)
-        request = builder.build(prompt, found, add_special_tokens=False, thoughts=thoughts)
+        text = pictures.written(prompt)
+        request = builder.build(text, found, add_special_tokens=False, thoughts=thoughts)
+        request = pictures.placed(request, prompt)
         return renderer.with_readers(request, options)
 
     def _run(

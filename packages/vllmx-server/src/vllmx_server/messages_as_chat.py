@@ -10,7 +10,8 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
     ChatMessage,
-    TextPart,
+    ContentPart,
+    ImageURL,
     ToolCall,
     ToolFunction,
 )
@@ -139,11 +140,13 @@ def _given(
     turn: Turn, blocks: Sequence[Block], where: str, names: dict[str, str]
 ) -> Iterator[ChatMessage]:
     """A user's turn may mix what tools returned with text: each is a message of its own."""
-    parts: list[str | TextPart] = []
+    parts: list[str | ContentPart] = []
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.type == "text":
-            parts.append(TextPart("text", _need(block.text, place, "text")))
+            parts.append(ContentPart("text", _need(block.text, place, "text")))
+        elif block.type == "image":
+            parts.append(_image(block, place))
         elif block.type == "tool_result":
             if parts:
                 yield ChatMessage(turn.role, parts)
@@ -155,6 +158,19 @@ def _given(
         yield ChatMessage(turn.role, parts)
 
 
+def _image(block: Block, where: str) -> ContentPart:
+    source = block.source if isinstance(block.source, dict) else {}
+    kind, media, data = source.get("type"), source.get("media_type"), source.get("data")
+    if kind == "base64" and isinstance(media, str) and isinstance(data, str):
+        return ContentPart("image_url", image_url=ImageURL(f"data:{media};base64,{data}"))
+    if kind == "url" and isinstance(source.get("url"), str):
+        return ContentPart("image_url", image_url=ImageURL(source["url"]))
+    raise InvalidRequestError(
+        f"{where}.source must be of type base64, with media_type and data, or of type url",
+        param=f"{where}.source",
+    )
+
+
 def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
     call_id = _need(block.tool_use_id, where, "tool_use_id")
     text = _joined(_text_of(block.content or "", where))
@@ -163,19 +179,19 @@ def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
     return ChatMessage("tool", text, name=names.get(call_id), tool_call_id=call_id)
 
 
-def _text_of(content: str | list[Block], where: str) -> str | list[str | TextPart]:
+def _text_of(content: str | list[Block], where: str) -> str | list[str | ContentPart]:
     if isinstance(content, str):
         return content
-    parts: list[str | TextPart] = []
+    parts: list[str | ContentPart] = []
     for number, block in enumerate(content):
         place = f"{where}[{number}]"
         if block.type != "text":
             raise _unserved(block, place)
-        parts.append(TextPart("text", _need(block.text, place, "text")))
+        parts.append(ContentPart("text", _need(block.text, place, "text")))
     return parts
 
 
-def _joined(content: str | list[str | TextPart]) -> str:
+def _joined(content: str | list[str | ContentPart]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part if isinstance(part, str) else part.text or "" for part in content)
@@ -190,6 +206,6 @@ def _need(value: str | None, where: str, name: str) -> str:
 def _unserved(block: Block, where: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{where} has the type {block.type[:100]!r}, which is not served here: this server takes"
-        " text, thinking, tool_use and tool_result, each in its place",
+        " text, image, thinking, tool_use and tool_result, each in its place",
         param=where,
     )

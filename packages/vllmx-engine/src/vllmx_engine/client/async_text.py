@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message
-from vllmx_engine.client.request_size import chat_size, prompt_size
+from vllmx_engine.client.chat_images import ChatImages, Pictures
+from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size
 from vllmx_engine.text.text_threads import Stopped, TextThreads
 from vllmx_engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+_FETCHES = 4
+"""Images that are fetched at a time."""
 
 _INLINE_BYTES = 4096
 """Longer texts and lists of ids are converted on a thread; the event loop goes on meanwhile."""
@@ -25,10 +32,12 @@ class AsyncText:
         text: threads for texts that are too long for the event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, renderer: ChatRenderer) -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: ChatRenderer, images: ChatImages) -> None:
         self.tokenizer = tokenizer
         self.text = TextThreads()
         self._renderer = renderer
+        self._images = images
+        self._fetching = ThreadPoolExecutor(_FETCHES, "vllmx-images")
 
     def render_chat(
         self,
@@ -58,13 +67,36 @@ class AsyncText:
         """Token ids of a conversation; `num_bytes` as in `submit_chat`. Raises TemplateError and
         what `encode` raises."""
 
-        def encode(stopped: Stopped) -> list[int]:
-            return self.tokenizer.encode(
-                self.render_chat(messages, chat, stopped), add_special_tokens
-            )
+        conversation, pictures = await self.take_images(messages)
 
-        size = num_bytes or chat_size(messages)
+        def encode(stopped: Stopped) -> list[int]:
+            pictures.prepare(stopped)
+            prompt = pictures.written(self.render_chat(conversation, chat, stopped))
+            return self.tokenizer.encode(prompt, add_special_tokens)
+
+        size = chat_cost(num_bytes or chat_size(conversation), pictures)
         return await self.text.run(client, size, encode)
+
+    async def take_images(
+        self, messages: Sequence[ChatMessage | Message]
+    ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
+        """The conversation without its images, and those, fetched. Cancelling ends the fetching.
+        Raises InvalidRequestError."""
+        conversation, pictures = self._images.take(messages)
+        if pictures.far:
+            gone = threading.Event()
+            loop = asyncio.get_running_loop()
+            fetches = [
+                loop.run_in_executor(self._fetching, pictures.fetch, index, gone.is_set)
+                for index in pictures.far
+            ]
+            try:
+                await asyncio.gather(*fetches)
+            finally:
+                gone.set()
+                for fetch in fetches:
+                    fetch.cancel()
+        return conversation, pictures
 
     async def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, *, client: str = ""
@@ -72,6 +104,11 @@ class AsyncText:
         """The text of token ids. Raises InvalidRequestError, QueueFullError."""
         decode = partial(self.tokenizer.decode, ids, skip_special_tokens)
         return await self.convert(client, prompt_size(ids), decode)
+
+    def close_text(self) -> None:
+        """Drops what waits for a thread."""
+        self.text.close()
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def convert(self, client: str, size: int, function: Callable[[], T]) -> T:
         """What `function` makes of so many bytes of text or ids, on a thread where the event loop

@@ -8,7 +8,9 @@ from typing import Any
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.chat import ChatMessage, Message
+from vllmx_engine.client.chat_images import Pictures
 from vllmx_engine.client.request import Prompt
+from vllmx_engine.text.text_threads import TextLimits
 
 _BYTES_PER_ID = 4
 _BYTES_PER_MESSAGE = 64
@@ -41,6 +43,12 @@ def chat_size(messages: Sequence[ChatMessage | Message]) -> int:
         elif isinstance(content, Sequence):
             size += sum(map(_part_size, content))
     return size
+
+
+def chat_cost(size: int, pictures: Pictures) -> int:
+    """Of a conversation of so many bytes; with images it never passes for a small one, for decoding
+    them takes long."""
+    return size if not pictures else max(size + pictures.num_bytes, TextLimits().small_bytes + 1)
 
 
 def _part_size(part: Any) -> int:

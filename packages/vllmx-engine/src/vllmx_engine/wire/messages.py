@@ -214,6 +214,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    takes_images: bool = False
+    """It has a tower for them."""
     generation_config: dict[str, Any] = {}
     """As the checkpoint has it: defaults of sampling parameters."""
     max_logprobs: int = MAX_LOGPROBS

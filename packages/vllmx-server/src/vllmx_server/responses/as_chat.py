@@ -12,7 +12,8 @@ from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
     ChatMessage,
-    TextPart,
+    ContentPart,
+    ImageURL,
     ToolCall,
     ToolFunction,
 )
@@ -105,7 +106,7 @@ class Messages:
         self._turn: ChatMessage | None = None
         """Of the assistant, to which more may come."""
 
-    def say(self, role: str, content: str | list[str | TextPart]) -> None:
+    def say(self, role: str, content: str | list[str | ContentPart]) -> None:
         """A message of its own."""
         self._turn = None
         self.found.append(ChatMessage(role, content))
@@ -165,11 +166,29 @@ class Messages:
         return self._turn
 
 
-def _parts(content: str | list[InputPart] | None, where: str) -> str | list[str | TextPart]:
+def _parts(content: str | list[InputPart] | None, where: str) -> str | list[str | ContentPart]:
     if isinstance(content, str):
         return content
-    texts = list(_texts(content or (), where))
-    return texts[0] if len(texts) == 1 else [TextPart("text", text) for text in texts]
+    found: list[str | ContentPart] = []
+    for number, part in enumerate(content or ()):
+        place = f"{where}.content[{number}]"
+        if part.type == "input_image":
+            found.append(_image(part, place))
+        else:
+            found.append(ContentPart("text", _text_of(part, where, number)))
+    if len(found) == 1 and isinstance(found[0], ContentPart) and found[0].text is not None:
+        return found[0].text
+    return found
+
+
+def _image(part: InputPart, where: str) -> ContentPart:
+    if part.file_id is not None or not isinstance(part.image_url, str):
+        raise InvalidRequestError(
+            f"{where} is an image without image_url: give a data URL; files are not taken as images"
+            " here",
+            param=f"{where}.image_url",
+        )
+    return ContentPart("image_url", image_url=ImageURL(part.image_url))
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
@@ -178,15 +197,20 @@ def _text(content: str | list[InputPart] | None, where: str) -> str:
 
 def _texts(parts: Iterable[InputPart], where: str) -> Iterable[str]:
     for number, part in enumerate(parts):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXTS, "refusal"):
-            raise InvalidRequestError(
-                f"{where} has a part of type {shown(part.type)}; this server takes text alone",
-                param=f"{where}.content[{number}]",
-            )
-        if text is None:
-            raise _lacks(f"{where}.content[{number}]", "text")
-        yield text
+        yield _text_of(part, where, number)
+
+
+def _text_of(part: InputPart, where: str, number: int) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*_TEXTS, "refusal"):
+        raise InvalidRequestError(
+            f"{where} has a part of type {shown(part.type)}; this server takes text, and images in"
+            " messages of the user",
+            param=f"{where}.content[{number}]",
+        )
+    if text is None:
+        raise _lacks(f"{where}.content[{number}]", "text")
+    return text
 
 
 def _lacks(where: str, name: str) -> InvalidRequestError:

@@ -18,12 +18,18 @@ MAX_MESSAGES = 4096
 MAX_TEMPLATE = 64 << 10
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message; only type "text" is served."""
+class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    detail: str | None = None
+    """Accepted and ignored: the model's own processor decides how much of an image it sees."""
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    """One piece of a message; the types "text" and "image_url" are served."""
 
     type: str
     text: str | None = None
-    image_url: Any = None
+    image_url: ImageURL | str | None = None
     input_audio: Any = None
     file: Any = None
     refusal: str | None = None
@@ -45,7 +51,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     """One turn. Templates see exactly the fields that were given."""
 
     role: str
-    content: str | list[str | TextPart] | None = None
+    content: str | list[str | ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -104,10 +110,19 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
                     f"messages[{index}] has a content part of type 'text' without its text",
                     param=f"messages[{index}].content",
                 )
+            elif part.type == "image_url" and part.image_url is not None:
+                image = part.image_url
+                url = image if isinstance(image, str) else image.url
+                parts.append({"type": "image_url", "image_url": {"url": url}})
+            elif part.type == "image_url":
+                raise InvalidRequestError(
+                    f"messages[{index}] has a content part of type 'image_url' without it",
+                    param=f"messages[{index}].content",
+                )
             else:
                 raise InvalidRequestError(
                     f"messages[{index}] has a content part of type {part.type!r}; this server"
-                    " takes text alone",
+                    " takes text and image_url",
                     param=f"messages[{index}].content",
                 )
         return parts

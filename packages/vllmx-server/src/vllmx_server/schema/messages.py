@@ -27,6 +27,7 @@ class Block(msgspec.Struct, forbid_unknown_fields=True):
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
+    source: Any = None
     # Accepted and ignored: they change no token here, or clients send our answers back with them.
     cache_control: Any = None
     citations: Any = None
@@ -35,7 +36,6 @@ class Block(msgspec.Struct, forbid_unknown_fields=True):
     caller: Any = None
     toolset_name: str | None = None
     # Of blocks that are not served.
-    source: Any = None
     title: Any = None
     context: Any = None
 

@@ -26,8 +26,8 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Any = None
     logprobs: Any = None
     prompt_cache_breakpoint: Any = None
+    image_url: str | None = None
     # Of parts that are not served.
-    image_url: Any = None
     file_id: Any = None
     file_data: Any = None
     file_url: Any = None

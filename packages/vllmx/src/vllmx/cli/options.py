@@ -81,6 +81,12 @@ HELP: Mapping[str, str] = {
     "enforce_eager": "Run op by op, for debugging.",
     "max_queue": "Requests that may wait; more get 429.",
     "max_logprobs": "Greatest logprobs of a request; -1: no limit.",
+    "limit_images": "Images in one request.",
+    "max_image_bytes": "Bytes of one image as it is sent.",
+    "max_image_pixels": "Pixels of one image, checked before it is decoded.",
+    "allowed_media_domains": "Host that images may be fetched from; may be repeated. Without it"
+    " requests bring images in data URLs.",
+    "allowed_local_media_path": "Folder whose files requests may name as images.",
     "seed": "Seed for requests that bring none.",
     "served_model_name": "Name that clients use.",
     "tool_parser": "How calls of tools are read: a format of `vllmx parsers`, auto or none.",

@@ -1,0 +1,196 @@
+"""Images of a conversation: taken out of its messages, read, prepared, written into its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError, InvalidRequestError
+
+from vllmx_engine.client.chat_options import ChatMessage, Message
+from vllmx_engine.client.request import Request, RequestBuilder
+from vllmx_engine.images.decode import check_pillow, decode
+from vllmx_engine.images.limits import ImageLimits
+from vllmx_engine.images.placing import place_images, write_images
+from vllmx_engine.images.prepared import PreparedImage
+from vllmx_engine.images.processor import ImageProcessor, find_processor
+from vllmx_engine.images.source import ImageSource, check_source, read_source
+
+Stopped = Callable[[], bool]
+_KINDS = ("image_url", "input_image", "image")
+"""Types of parts that are images, in the names of several APIs."""
+
+
+class Pictures:
+    """The images of one conversation. With none of them everything here does nothing.
+
+    Args:
+        processor: of a model that takes images; None: it reads text alone.
+        token_id: of `processor.token`.
+        max_tokens: of a prompt.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ImageSource],
+        limits: ImageLimits,
+        processor: ImageProcessor | None = None,
+        token_id: int = -1,
+        max_tokens: int = 0,
+    ) -> None:
+        self._sources = sources
+        self._limits = limits
+        self._processor = processor
+        self._token_id = token_id
+        self._max_tokens = max_tokens
+        self._stored: dict[int, bytes] = {}
+        self._prepared: list[PreparedImage] = []
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the images as they are stored, as far as they were read."""
+        return sum(len(each.url) for each in self._sources) + sum(map(len, self._stored.values()))
+
+    @property
+    def far(self) -> list[int]:
+        """Those that must be fetched."""
+        return [index for index, each in enumerate(self._sources) if not each.is_inline]
+
+    def fetch(self, index: int, stopped: Stopped) -> None:
+        """Reads one from where it is. May wait long. Raises InvalidRequestError."""
+        self._stored[index] = read_source(self._sources[index], self._limits, stopped)
+
+    def prepare(self, stopped: Stopped = lambda: False) -> None:
+        """Decodes all of them, for a prompt. May take a while. Raises InvalidRequestError."""
+        room = self._max_tokens
+        for index, source in enumerate(self._sources):
+            if stopped():
+                raise InvalidRequestError("nobody waits for the images any more")
+            assert self._processor is not None, "others were refused"
+            data = self._stored.pop(index, None)
+            if data is None:
+                data = read_source(source, self._limits)
+            image = decode(data, self._limits, source.where)
+            self._prepared.append(self._processor.prepare(image, room, source.where))
+            room -= self._prepared[-1].num_tokens
+
+    def written(self, prompt: str) -> str:
+        """The prompt with places for the images. Raises InvalidRequestError."""
+        if self._processor is None:
+            return prompt
+        return write_images(prompt, self._processor, self._prepared)
+
+    def placed(self, request: Request, prompt: str) -> Request:
+        """The request that came of `written`, with the images in it. Raises InvalidRequestError."""
+        if not self._sources:
+            return request
+        images = place_images(request.prompt_ids, self._token_id, self._prepared)
+        return replace(request, prompt=prompt, images=images)
+
+
+class ChatImages:
+    """Finds images in conversations.
+
+    Args:
+        processor: of a model that takes images; None: it reads text alone.
+    """
+
+    def __init__(
+        self,
+        limits: ImageLimits,
+        model: str,
+        processor: ImageProcessor | None = None,
+        token_id: int = -1,
+        max_tokens: int = 0,
+    ) -> None:
+        self._limits = limits
+        self._model = model
+        self._processor = processor
+        self._token_id = token_id
+        self._max_tokens = max_tokens
+
+    def take(
+        self, messages: Sequence[ChatMessage | Message]
+    ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
+        """The conversation with plain marks where its images were, as templates read them, and the
+        images.
+
+        Raises:
+            InvalidRequestError: the model reads text alone, there are too many images, or one comes
+                from where none may.
+        """
+        sources: list[ImageSource] = []
+        if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+            messages = [
+                self._without_images(message, index, sources)
+                for index, message in enumerate(messages)
+            ]
+        for source in sources:
+            check_source(source, self._limits)
+        return messages, Pictures(
+            sources, self._limits, self._processor, self._token_id, self._max_tokens
+        )
+
+    def _without_images(
+        self, message: ChatMessage | Message, index: int, sources: list[ImageSource]
+    ) -> ChatMessage | Message:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list) or not any(map(_is_image, content)):
+            return message
+        assert isinstance(message, Mapping)
+        parts = []
+        for number, part in enumerate(content):
+            if not _is_image(part):
+                parts.append(part)
+                continue
+            where = f"messages[{index}].content[{number}]"
+            if self._processor is None:
+                raise InvalidRequestError(
+                    f"{where} is an image, but {self._model} reads text alone here: leave it out,"
+                    " or ask a model that takes images",
+                    param=where,
+                )
+            sources.append(ImageSource(_url(part, where), where))
+            self._limits.check_count(len(sources))
+            parts.append({"type": "image"})
+        return {**message, "content": parts}
+
+
+def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
+    """Of a loaded model. Raises ConfigError for options of images that cannot be used."""
+    info, limits = builder.info, ImageLimits.of(config)
+    processor = find_processor(Path(info.path)) if info.takes_images else None
+    if processor is None:
+        return ChatImages(limits, info.model)
+    check_pillow()
+    token_id = builder.tokenizer.token_to_id(processor.token)
+    if token_id is None:
+        raise ConfigError(
+            f"the tokenizer of {info.path} has no token {processor.token!r}, which stands for"
+            " images: take the one of the original model"
+        )
+    return ChatImages(limits, info.model, processor, token_id, info.max_model_len - 1)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def _url(part: Mapping[str, Any], where: str) -> str:
+    """Of {"image_url": {"url": ...}}, {"image_url": ...} or {"image": ...}."""
+    found = part.get("image_url", part.get("image"))
+    if isinstance(found, Mapping):
+        found = found.get("url")
+    if not isinstance(found, str):
+        raise InvalidRequestError(
+            f'{where} is an image without a URL: give {{"type": "image_url", "image_url":'
+            ' {"url": "data:image/png;base64,..."}}',
+            param=where,
+        )
+    return found

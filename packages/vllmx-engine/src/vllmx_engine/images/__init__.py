@@ -1,0 +1,1 @@
+"""Images in prompts: fetched, checked, decoded, made into patches, put into the text."""

@@ -1,0 +1,78 @@
+"""Stored images to pixels, by Pillow, within bounds."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from vllmx_core.errors import ConfigError, InvalidRequestError, VllmxError
+
+from vllmx_engine.images.limits import ImageLimits
+
+if TYPE_CHECKING:  # the extra "vision" brings it
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def check_pillow() -> None:
+    """Raises ConfigError where Pillow is not installed."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise ConfigError("images need Pillow: pip install vllmx[vision]") from None
+
+
+def decode(data: bytes, limits: ImageLimits, where: str) -> Image.Image:
+    """The image, or the first of an animation, upright and in the mode RGB: grey values are
+    repeated, transparency is dropped and CMYK converted, as transformers does it.
+
+    Raises:
+        InvalidRequestError: no image of a known format, a damaged one, or one of more pixels than
+            allowed, which is seen before they are decoded.
+    """
+    check_pillow()
+    from PIL import (  # noqa: F401 - formats must be known, and `Image.open` would import all
+        GifImagePlugin,
+        Image,
+        ImageOps,
+        JpegImagePlugin,
+        PngImagePlugin,
+        UnidentifiedImageError,
+        WebPImagePlugin,
+    )
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image.size, limits, where)
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            return upright if upright.mode == "RGB" else upright.convert("RGB")
+    except VllmxError:
+        raise
+    except UnidentifiedImageError:
+        raise InvalidRequestError(
+            f"{where} is no image that can be read here: send PNG, JPEG, WebP or GIF", param=where
+        ) from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_many_pixels(limits, where) from None
+    except Exception:  # decoders raise anything on damaged files
+        raise InvalidRequestError(
+            f"{where} is a damaged or truncated image: send it again", param=where
+        ) from None
+
+
+def _check_size(size: tuple[int, int], limits: ImageLimits, where: str) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise InvalidRequestError(f"{where} is an image without pixels", param=where)
+    if width * height > limits.max_pixels:
+        raise _too_many_pixels(limits, where)
+
+
+def _too_many_pixels(limits: ImageLimits, where: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{where} is an image of more than {limits.max_pixels} pixels: send a smaller one, or raise"
+        " --max-image-pixels",
+        param=where,
+    )

@@ -1,0 +1,67 @@
+"""Images in the text of a prompt and among its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.errors import InvalidRequestError
+
+from vllmx_engine.images.prepared import PreparedImage
+from vllmx_engine.images.processor import ImageProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image whose features stand for the tokens from `start` on."""
+
+    start: int
+    image: PreparedImage
+
+
+def write_images(prompt: str, processor: ImageProcessor, images: Sequence[PreparedImage]) -> str:
+    """The prompt with as many places as each image has features.
+
+    Raises:
+        InvalidRequestError: the template wrote more or fewer marks than there are images: it knows
+            none, or a text of the conversation holds the mark.
+    """
+    texts = prompt.split(processor.mark)
+    if len(texts) != len(images) + 1:
+        raise InvalidRequestError(
+            f"the prompt has {len(texts) - 1} marks {processor.mark!r} for {len(images)} images:"
+            " leave the mark out of texts, and use a chat template that knows images",
+            param="messages",
+        )
+    pieces = [texts[0]]
+    for image, text in zip(images, texts[1:], strict=True):
+        pieces += (processor.written(image), text)
+    return "".join(pieces)
+
+
+def place_images(
+    ids: Sequence[int], token_id: int, images: Sequence[PreparedImage]
+) -> tuple[PlacedImage, ...]:
+    """Where each image stands among the ids of a prompt of `write_images`.
+
+    Raises InvalidRequestError where a text of the conversation holds the token of images.
+    """
+    at = np.flatnonzero(np.asarray(ids, np.int64) == token_id)
+    placed, taken = [], 0
+    for image in images:
+        own = at[taken : taken + image.num_tokens]
+        if own.size != image.num_tokens or own[-1] - own[0] != own.size - 1:
+            raise _token_in_text()
+        placed.append(PlacedImage(int(own[0]), image))
+        taken += own.size
+    if taken != at.size:
+        raise _token_in_text()
+    return tuple(placed)
+
+
+def _token_in_text() -> InvalidRequestError:
+    return InvalidRequestError(
+        "a text of the conversation holds the token that stands for images: leave it out",
+        param="messages",
+    )

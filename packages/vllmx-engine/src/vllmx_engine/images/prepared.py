@@ -1,0 +1,31 @@
+"""What the model's tower is given of an image."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.plan import F32
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image as rows of patches."""
+
+    digest: bytes
+    """Of the patches and their grid: equal ones have equal features."""
+    patches: F32
+    """(N, D), normalised; a row is (C, frames, height, width) of one patch, flattened. Rows that
+    the tower merges into one token lie one after the other."""
+    grid: tuple[int, int, int]
+    """(frames, rows, columns) of patches; their product is N."""
+    num_tokens: int
+    """Places that it takes in the prompt."""
+
+    @classmethod
+    def of(cls, patches: F32, grid: tuple[int, int, int], num_tokens: int) -> PreparedImage:
+        """With its digest."""
+        digest = hashlib.blake2b(np.array(grid, np.int32).tobytes(), digest_size=32)
+        digest.update(np.ascontiguousarray(patches).data)
+        return cls(digest.digest(), patches, grid, num_tokens)

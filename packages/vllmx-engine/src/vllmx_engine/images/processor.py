@@ -1,0 +1,228 @@
+"""Images as the models were trained on them: resized, normalised, cut into patches.
+
+What comes out equals transformers' processors on Pillow, bit by bit: resizing is Pillow's own, and
+a level of grey becomes the float that rescaling and normalising it in turn would give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
+from vllmx_core.plan import F32
+
+from vllmx_engine.images.prepared import PreparedImage
+from vllmx_engine.text.model_files import read_json_object
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_MAX_RATIO = 200
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which configs use too
+
+
+class ImageProcessor(Protocol):
+    """How one model sees images, and how its prompts name them."""
+
+    @property
+    def mark(self) -> str:
+        """What the chat template writes for an image."""
+        ...
+
+    @property
+    def token(self) -> str:
+        """What stands in the prompt once for each of an image's features."""
+        ...
+
+    def written(self, image: PreparedImage) -> str:
+        """What replaces `mark`."""
+        ...
+
+    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
+        """Of an image in the mode RGB. Raises InvalidRequestError for one that it cannot see, and
+        ContextLengthError for one of more than `room` tokens, before it takes memory."""
+        ...
+
+
+def find_processor(folder: Path) -> ImageProcessor | None:
+    """The processor that a model folder describes; None where it has none.
+
+    Raises ConfigError for one that is damaged or not known.
+    """
+    config, name = read_json_object(folder / "preprocessor_config.json"), "preprocessor_config.json"
+    if not config:
+        name = "processor_config.json"
+        config = read_json_object(folder / name).get("image_processor") or {}
+    if not isinstance(config, Mapping) or not config:
+        return None
+    kind = str(config.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    make = _KINDS.get(kind)
+    if make is None:
+        raise ConfigError(
+            f"{folder / name} names the image processor {shown(kind)}, which is not known here;"
+            f" known: {', '.join(_KINDS)}"
+        )
+    try:
+        return make(config)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(
+            f"{folder / name} describes no image processor that can be used"
+            f" ({type(error).__name__}): download the file again"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Levels of grey as floats."""
+
+    table: F32
+    """(3, 256)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Levels:
+        """By a processor's config."""
+        levels = np.arange(256).astype(np.float64)
+        if config.get("do_rescale", True):
+            levels = levels * float(config.get("rescale_factor", 1 / 255))
+        table = np.tile(levels.astype(np.float32), (3, 1))  # (3, 256)
+        if config.get("do_normalize", True):
+            means = np.array(config["image_mean"], np.float32)
+            stds = np.array(config["image_std"], np.float32)
+            if means.shape != (3,) or stds.shape != (3,) or not stds.all():
+                raise ValueError("a mean and a deviation for each of three colours")
+            table = (table - means[:, None]) / stds[:, None]
+        return cls(table)
+
+    def floats(self, image: Image.Image) -> F32:
+        """(3, height, width) of an image in the mode RGB."""
+        pixels = np.asarray(image, np.uint8)  # (H, W, 3)
+        return np.stack([self.table[colour][pixels[:, :, colour]] for colour in range(3)])
+
+
+def patches_of(pixels: F32, patch: int, merge: int, frames: int) -> F32:
+    """(N, 3 * frames * patch * patch) of (3, H, W): merge x merge neighbours lie together, and one
+    picture stands for all `frames`."""
+    colours, height, width = pixels.shape
+    tall, wide = height // patch // merge, width // patch // merge
+    cut = pixels.reshape(colours, tall, merge, patch, wide, merge, patch)
+    cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)  # (tall, wide, merge, merge, 3, patch, patch)
+    cut = np.broadcast_to(cut[:, :, :, :, :, None], (*cut.shape[:5], frames, patch, patch))
+    return np.ascontiguousarray(cut.reshape(tall * wide * merge * merge, -1))
+
+
+# --- Qwen -----------------------------------------------------------------------------------------
+class QwenImages:
+    """Qwen2-VL and its successors: images keep their shape and come to as many patches."""
+
+    mark = token = "<|image_pad|>"  # noqa: S105 - of a vocabulary
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.patch = _positive(config, "patch_size", 14)
+        self.merge = _positive(config, "merge_size", 2)
+        self.frames = _positive(config, "temporal_patch_size", 2)
+        size = config.get("size") or {}
+        least, most = size.get("shortest_edge", 56 * 56), size.get("longest_edge", 28 * 28 * 1280)
+        self.min_pixels = int(config.get("min_pixels") or least)
+        self.max_pixels = int(config.get("max_pixels") or most)
+        if not 0 < self.min_pixels <= self.max_pixels or not config.get("do_resize", True):
+            raise ValueError("a range of pixels to resize to")
+        self._resample = int(config.get("resample", _BICUBIC))
+        self._levels = Levels.of({"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, **config})
+
+    def written(self, image: PreparedImage) -> str:
+        """See `ImageProcessor`."""
+        return self.token * image.num_tokens
+
+    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
+        """See `ImageProcessor`."""
+        width, height = image.size
+        if max(width, height) > _MAX_RATIO * min(width, height):
+            raise InvalidRequestError(
+                f"{where} is an image of {width} x {height} pixels: one side may be at most"
+                f" {_MAX_RATIO} times the other",
+                param=where,
+            )
+        tall, wide = smart_size(
+            height, width, self.patch * self.merge, self.min_pixels, self.max_pixels
+        )
+        grid = (1, tall // self.patch, wide // self.patch)
+        num_tokens = grid[1] * grid[2] // self.merge**2
+        _check_room(num_tokens, room, where)
+        pixels = self._levels.floats(image.resize((wide, tall), self._resample))
+        patches = patches_of(pixels, self.patch, self.merge, self.frames)
+        return PreparedImage.of(patches, grid, num_tokens)
+
+
+def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """(height, width), both multiples of `factor`, of `least` to `most` pixels where that can be,
+    in nearly the same shape."""
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    if tall * wide > most:
+        shrink = math.sqrt(height * width / most)
+        tall = max(factor, math.floor(height / shrink / factor) * factor)
+        wide = max(factor, math.floor(width / shrink / factor) * factor)
+    elif tall * wide < least:
+        grow = math.sqrt(least / (height * width))
+        tall = math.ceil(height * grow / factor) * factor
+        wide = math.ceil(width * grow / factor) * factor
+    return tall, wide
+
+
+# --- Gemma ----------------------------------------------------------------------------------------
+class GemmaImages:
+    """Gemma 3: each image becomes a square of one size and as many tokens. Large ones are not cut
+    into pieces beside it."""
+
+    mark = "<start_of_image>"
+    token = "<image_soft_token>"  # noqa: S105 - of a vocabulary
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        size = config.get("size") or {}
+        self.height, self.width = int(size.get("height", 224)), int(size.get("width", 224))
+        self.patch = _positive(config, "patch_size", 14)
+        self.num_tokens = _positive(config, "image_seq_length", 256)
+        if min(self.height, self.width) < self.patch or config.get("do_pan_and_scan"):
+            raise ValueError("one square")
+        self._resample = int(config.get("resample", _BILINEAR))
+        self._levels = Levels.of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
+
+    def written(self, image: PreparedImage) -> str:
+        """See `ImageProcessor`."""
+        return f"\n\n<start_of_image>{self.token * image.num_tokens}<end_of_image>\n\n"
+
+    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
+        """See `ImageProcessor`."""
+        _check_room(self.num_tokens, room, where)
+        pixels = self._levels.floats(image.resize((self.width, self.height), self._resample))
+        grid = (1, self.height // self.patch, self.width // self.patch)
+        patches = patches_of(pixels, self.patch, 1, 1)
+        return PreparedImage.of(patches, grid, self.num_tokens)
+
+
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+_KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
+    "Qwen2VLImageProcessor": QwenImages,
+    "Gemma3ImageProcessor": GemmaImages,
+}
+
+
+def _check_room(num_tokens: int, room: int, where: str) -> None:
+    if num_tokens > room:
+        raise ContextLengthError(
+            f"{where} is an image of {num_tokens} tokens, but the context has room for {room}: send"
+            " a smaller one, or raise --max-model-len",
+            param=where,
+        )
+
+
+def _positive(config: Mapping[str, Any], name: str, default: int) -> int:
+    value = int(config.get(name) or default)
+    if not 0 < value <= 1 << 12:
+        raise ValueError(name)
+    return value

@@ -1,0 +1,192 @@
+"""Where an image comes from: a data URL, or what the operator allows beside it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import http.client
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.files import open_regular
+
+from vllmx_engine.images.limits import ImageLimits
+
+Stopped = Callable[[], bool]
+
+_TIMEOUT_S = 5.0
+"""Of one wait for a server."""
+_DEADLINE_S = 20.0
+"""Of a whole image, redirects included."""
+_MAX_REDIRECTS = 3
+_CHUNK_BYTES = 64 << 10
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image that a message names."""
+
+    url: str
+    where: str
+    """Its place in the request, for messages to users."""
+
+    @property
+    def is_inline(self) -> bool:
+        """Its bytes are in the URL: nothing has to be waited for."""
+        return self.url[:5].lower() == "data:"
+
+
+def check_source(source: ImageSource, limits: ImageLimits) -> None:
+    """Refuses what is not allowed, before anything is read. Raises InvalidRequestError."""
+    if source.is_inline:
+        limits.check_bytes(len(source.url) * 3 // 4 - 100, source.where)  # a header is shorter
+        return
+    parts = _split(source)
+    if parts.scheme == "file":
+        _allowed_path(parts, source, limits)
+    elif parts.scheme in ("http", "https"):
+        _check_host(parts, source, limits)
+    else:
+        raise InvalidRequestError(
+            f"{source.where} has the URL {shown(source.url)}: send the image in a data URL,"
+            " data:image/png;base64,...",
+            param=source.where,
+        )
+
+
+def read_source(
+    source: ImageSource, limits: ImageLimits, stopped: Stopped = lambda: False
+) -> bytes:
+    """The image as it is stored. May wait for a server: not for an event loop.
+
+    Raises:
+        InvalidRequestError: it cannot be had, is not allowed or too large; also once `stopped`.
+    """
+    check_source(source, limits)
+    if source.is_inline:
+        return _decoded(source, limits)
+    parts = _split(source)
+    if parts.scheme == "file":
+        return _read_file(_allowed_path(parts, source, limits), source, limits)
+    return _fetch(parts, source, limits, stopped)
+
+
+def _split(source: ImageSource) -> SplitResult:
+    try:
+        parts = urlsplit(source.url)
+        _ = parts.port
+    except ValueError:
+        raise _wrong(source, "has a URL that cannot be read: check it") from None
+    return parts
+
+
+def _wrong(source: ImageSource, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{source.where} {what}", param=source.where)
+
+
+def _decoded(source: ImageSource, limits: ImageLimits) -> bytes:
+    header, comma, data = source.url[5:].partition(",")
+    kind, *options = (part.strip().lower() for part in header.split(";"))
+    if not comma or "base64" not in options or not (kind == "" or kind.startswith("image/")):
+        raise _wrong(source, "must be a data URL of an image in base64: data:image/png;base64,...")
+    try:
+        found = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise _wrong(source, "holds base64 that cannot be decoded: encode it again") from None
+    limits.check_bytes(len(found), source.where)
+    return found
+
+
+# --- files ----------------------------------------------------------------------------------------
+def _allowed_path(parts: SplitResult, source: ImageSource, limits: ImageLimits) -> Path:
+    """The file, with all links resolved."""
+    if limits.folder is None:
+        raise _wrong(
+            source,
+            "names a file of this machine, which is not allowed here: send the image in a data URL,"
+            " or start the server with --allowed-local-media-path",
+        )
+    try:
+        path = Path(unquote(parts.path)).resolve()
+    except (OSError, ValueError, RuntimeError):
+        raise _wrong(source, "names a file that cannot be read") from None
+    if parts.netloc not in ("", "localhost") or not path.is_relative_to(limits.folder):
+        raise _wrong(source, "names a file outside of --allowed-local-media-path")
+    return path
+
+
+def _read_file(path: Path, source: ImageSource, limits: ImageLimits) -> bytes:
+    try:
+        with open_regular(path) as file:
+            limits.check_bytes(os.fstat(file.fileno()).st_size, source.where)
+            data = file.read(limits.max_bytes + 1)
+    except OSError:
+        raise _wrong(source, "names a file that cannot be read") from None
+    limits.check_bytes(len(data), source.where)
+    return data
+
+
+# --- servers --------------------------------------------------------------------------------------
+def _check_host(parts: SplitResult, source: ImageSource, limits: ImageLimits) -> None:
+    host = (parts.hostname or "").rstrip(".")
+    if host not in limits.domains:
+        raise _wrong(
+            source,
+            f"is on {shown(host)}, from where images are not fetched here: send the image in a"
+            " data URL, or start the server with --allowed-media-domains",
+        )
+
+
+def _fetch(parts: SplitResult, source: ImageSource, limits: ImageLimits, stopped: Stopped) -> bytes:
+    """Follows redirects to allowed hosts alone."""
+    deadline_s = time.monotonic() + _DEADLINE_S
+    for _ in range(_MAX_REDIRECTS + 1):
+        _check_host(parts, source, limits)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+        try:
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", target, headers={"User-Agent": "vllmx", "Accept": "image/*"})
+            with connection.getresponse() as answer:
+                if answer.status == 200:
+                    return _body(answer, source, limits, stopped, deadline_s)
+                if answer.status not in _REDIRECTS:
+                    raise _wrong(source, f"cannot be fetched: its server says {answer.status}")
+                place = answer.getheader("Location", "")
+            parts = _split(ImageSource(urljoin(parts.geturl(), place), source.where))
+            if parts.scheme not in ("http", "https"):
+                raise _wrong(source, "cannot be fetched: its server leads elsewhere")
+        except InvalidRequestError:
+            raise
+        except (OSError, http.client.HTTPException, ValueError):
+            raise _wrong(source, "cannot be fetched: its server does not answer") from None
+        finally:
+            connection.close()
+    raise _wrong(source, f"cannot be fetched: more than {_MAX_REDIRECTS} redirects")
+
+
+def _body(
+    answer: http.client.HTTPResponse,
+    source: ImageSource,
+    limits: ImageLimits,
+    stopped: Stopped,
+    deadline_s: float,
+) -> bytes:
+    limits.check_bytes(answer.length or 0, source.where)
+    chunks, size = [], 0
+    while chunk := answer.read1(_CHUNK_BYTES):
+        size += len(chunk)
+        limits.check_bytes(size, source.where)
+        if stopped() or time.monotonic() > deadline_s:
+            raise _wrong(source, f"cannot be fetched within {_DEADLINE_S:g} s")
+        chunks.append(chunk)
+    if answer.length:
+        raise _wrong(source, "cannot be fetched: its server broke off")
+    return b"".join(chunks)

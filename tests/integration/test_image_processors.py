@@ -1,0 +1,111 @@
+"""Our preprocessing against transformers' processors on Pillow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError
+from vllmx_engine.images.processor import ImageProcessor, find_processor
+
+QWEN3 = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 65536, "longest_edge": 262144},
+}
+QWEN2 = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 60000}
+GEMMA = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 896, "width": 896},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+}
+
+
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def processor(folder: Path, config: dict[str, Any]) -> ImageProcessor:
+    (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    found = find_processor(folder)
+    assert found is not None
+    return found
+
+
+SIZES = [(100, 80), (28, 28), (333, 1000), (1, 150), (640, 17)]
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3])
+def test_qwen(tmp_path: Path, config: dict[str, Any]) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    ours = processor(tmp_path, config)
+    theirs = Qwen2VLImageProcessorPil.from_dict(config)
+    for size in SIZES:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np")
+        found = ours.prepare(image, 1 << 20, "here")
+        assert found.grid == tuple(wanted["image_grid_thw"][0])
+        assert found.num_tokens * 4 == found.patches.shape[0] == np.prod(found.grid)
+        assert found.patches.dtype == np.float32
+        np.testing.assert_array_equal(found.patches, wanted["pixel_values"])
+
+
+def test_gemma(tmp_path: Path) -> None:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    ours = processor(tmp_path, GEMMA)
+    theirs = Gemma3ImageProcessorPil.from_dict(GEMMA)
+    for size in SIZES[:2]:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np")["pixel_values"][0]  # (3, 896, 896)
+        found = ours.prepare(image, 256, "here")
+        assert (found.grid, found.num_tokens) == ((1, 64, 64), 256)
+        cut = wanted.reshape(3, 64, 14, 64, 14).transpose(1, 3, 0, 2, 4).reshape(4096, -1)
+        np.testing.assert_array_equal(found.patches, cut)
+
+
+def test_digests_tell_pixels_and_sizes_apart(tmp_path: Path) -> None:
+    ours = processor(tmp_path, QWEN2)
+    digests = {ours.prepare(picture(*size), 999, "").digest for size in SIZES}
+    assert len(digests) == len(SIZES)
+    again = ours.prepare(picture(*SIZES[0]), 999, "").digest
+    assert again in digests
+
+
+def test_what_cannot_be_seen(tmp_path: Path) -> None:
+    ours = processor(tmp_path, QWEN2)
+    with pytest.raises(InvalidRequestError, match="at most 200 times"):
+        ours.prepare(picture(1, 201), 999, "here")
+    with pytest.raises(ContextLengthError, match="room for 3"):
+        ours.prepare(picture(100, 80), 3, "here")
+
+
+def test_configs(tmp_path: Path) -> None:
+    assert find_processor(tmp_path) is None
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": QWEN3}))
+    assert find_processor(tmp_path) is not None
+    for wrong in (
+        {"image_processor_type": "PixtralImageProcessor"},
+        {**QWEN2, "patch_size": "x"},
+        {**QWEN2, "patch_size": -1},
+        {**QWEN2, "image_mean": [0.5]},
+        {**QWEN2, "image_std": [0, 1, 1]},
+        {**QWEN2, "size": [1]},
+        {**QWEN2, "min_pixels": 1e400},
+        {**GEMMA, "do_pan_and_scan": True},
+    ):
+        with pytest.raises(ConfigError, match="image processor"):
+            processor(tmp_path, wrong)

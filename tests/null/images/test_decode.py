@@ -1,0 +1,97 @@
+"""Stored images become pixels, and what is none becomes a typed error."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.images.decode import decode
+from vllmx_engine.images.limits import ImageLimits
+
+from .pictures import picture, stored
+
+LIMITS = ImageLimits(max_pixels=1 << 16)
+
+
+def pixels(data: bytes) -> np.ndarray:
+    image = decode(data, LIMITS, "here")
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("PNG", {}), ("WEBP", {"lossless": True}), ("GIF", {}), ("JPEG", {"quality": 95})],
+)
+def test_formats(form: str, options: dict[str, object]) -> None:
+    image = Image.new("RGB", (9, 7), (255, 0, 0))
+    found = pixels(stored(image, form, **options))
+    assert found.shape == (7, 9, 3)
+    assert np.abs(found.astype(int) - np.asarray(image)).max() <= (3 if form == "JPEG" else 0)
+
+
+def test_the_first_image_of_an_animation_is_taken() -> None:
+    first, second = Image.new("RGB", (4, 4), (0, 0, 255)), Image.new("RGB", (4, 4), (9, 9, 9))
+    data = stored(first, "GIF", save_all=True, append_images=[second])
+    assert (pixels(data) == (0, 0, 255)).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK"])
+def test_modes_are_converted(mode: str) -> None:
+    image = picture(5, 4, mode)
+    form = "TIFF" if mode == "CMYK" else "PNG"
+    if mode == "CMYK":  # PNG has none
+        data = stored(image, "JPEG", quality=100)
+        assert pixels(data).shape == (4, 5, 3)
+        return
+    assert (pixels(stored(image, form)) == np.asarray(image.convert("RGB"))).all()
+
+
+def test_images_are_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    assert pixels(stored(picture(8, 3), "PNG", exif=exif)).shape == (8, 3, 3)
+
+
+def error(data: bytes) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(data, LIMITS, "messages[0].content[1]")
+    assert caught.value.param == "messages[0].content[1]"
+    return caught.value.message
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_truncated_images(form: str) -> None:
+    data = stored(picture(64, 64), form)
+    for part in (len(data) // 2, len(data) // 4, 20):
+        assert "damaged" in error(data[:part]) or "can be read" in error(data[:part])
+
+
+@pytest.mark.parametrize("data", [b"", b"GIF89a", b"\x00" * 100, b"%PDF-1.7", b"BM" + b"\0" * 60])
+def test_other_files(data: bytes) -> None:
+    assert "PNG, JPEG, WebP or GIF" in error(data) or "damaged" in error(data)
+
+
+def png(width: int, height: int) -> bytes:
+    """One that claims a size, with next to no data."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b""))
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.mark.parametrize("size", [(257, 256), (60_000, 60_000), (1 << 30, 1 << 30)])
+def test_decompression_bombs_are_not_decoded(size: tuple[int, int]) -> None:
+    assert "more than 65536 pixels" in error(png(*size))
+
+
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+def test_images_without_pixels(size: tuple[int, int]) -> None:
+    assert "without pixels" in error(png(*size)) or "can be read" in error(png(*size))
