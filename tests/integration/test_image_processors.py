@@ -56,7 +56,7 @@ def test_qwen(tmp_path: Path, config: dict[str, Any]) -> None:
     for size in SIZES:
         image = picture(*size)
         wanted = theirs(image, return_tensors="np")
-        found = ours.prepare(image, 1 << 20, "here")
+        found = ours.prepare(np.asarray(image), 1 << 20, "here")
         assert found.grid == tuple(wanted["image_grid_thw"][0])
         assert found.num_tokens * 4 == found.patches.shape[0] == np.prod(found.grid)
         assert found.patches.dtype == np.float32
@@ -71,7 +71,7 @@ def test_gemma(tmp_path: Path) -> None:
     for size in SIZES[:2]:
         image = picture(*size)
         wanted = theirs(image, return_tensors="np")["pixel_values"][0]  # (3, 896, 896)
-        found = ours.prepare(image, 256, "here")
+        found = ours.prepare(np.asarray(image), 256, "here")
         assert (found.grid, found.num_tokens) == ((1, 64, 64), 256)
         cut = wanted.reshape(3, 64, 14, 64, 14).transpose(1, 3, 0, 2, 4).reshape(4096, -1)
         np.testing.assert_array_equal(found.patches, cut)
@@ -79,18 +79,18 @@ def test_gemma(tmp_path: Path) -> None:
 
 def test_digests_tell_pixels_and_sizes_apart(tmp_path: Path) -> None:
     ours = processor(tmp_path, QWEN2)
-    digests = {ours.prepare(picture(*size), 999, "").digest for size in SIZES}
+    digests = {ours.prepare(np.asarray(picture(*size)), 999, "").digest for size in SIZES}
     assert len(digests) == len(SIZES)
-    again = ours.prepare(picture(*SIZES[0]), 999, "").digest
+    again = ours.prepare(np.asarray(picture(*SIZES[0])), 999, "").digest
     assert again in digests
 
 
 def test_what_cannot_be_seen(tmp_path: Path) -> None:
     ours = processor(tmp_path, QWEN2)
     with pytest.raises(InvalidRequestError, match="at most 200 times"):
-        ours.prepare(picture(1, 201), 999, "here")
+        ours.prepare(np.asarray(picture(1, 201)), 999, "here")
     with pytest.raises(ContextLengthError, match="room for 3"):
-        ours.prepare(picture(100, 80), 3, "here")
+        ours.prepare(np.asarray(picture(100, 80)), 3, "here")
 
 
 def test_configs(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from PIL import Image
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ContextLengthError, InvalidRequestError
 from vllmx_core.registry import Registry
@@ -18,7 +17,7 @@ from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat_images import ChatImages, chat_images
 from vllmx_engine.client.request import RequestBuilder
 from vllmx_engine.images.limits import ImageLimits
-from vllmx_engine.images.prepared import PreparedImage
+from vllmx_engine.images.prepared import Pixels, PreparedImage
 from vllmx_engine.images.processor import GemmaImages
 from vllmx_engine.llm import LLM
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -42,11 +41,12 @@ class Squares:
     def written(self, image: PreparedImage) -> str:
         return "[" + self.token * image.num_tokens + "]"
 
-    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
-        if image.width > room:
-            raise ContextLengthError(f"{where}: {image.width} > {room}")
-        pixels = np.asarray(image, np.float32).reshape(image.height, -1)
-        return PreparedImage.of(pixels, (1, image.height, 1), image.width)
+    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
+        height, width, _ = image.shape
+        if width > room:
+            raise ContextLengthError(f"{where}: {width} > {room}")
+        patches = image.astype(np.float32).reshape(height, -1)
+        return PreparedImage.of(patches, (1, height, 1), width)
 
 
 def images(limits: ImageLimits = ImageLimits(), room: int = 500) -> ChatImages:  # noqa: B008
@@ -126,7 +126,7 @@ async def test_files_are_read_off_the_loop(
         threads: set[str] = set()
         decode = Squares.prepare
 
-        def prepare(self: Squares, image: Image.Image, room: int, where: str) -> PreparedImage:
+        def prepare(self: Squares, image: Pixels, room: int, where: str) -> PreparedImage:
             threads.add(threading.current_thread().name)
             return decode(self, image, room, where)
 

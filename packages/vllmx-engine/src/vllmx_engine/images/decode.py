@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
+import numpy as np
 from vllmx_core.errors import ConfigError, InvalidRequestError, VllmxError
 
 from vllmx_engine.images.limits import ImageLimits
-
-if TYPE_CHECKING:  # the extra "vision" brings it
-    from PIL import Image
+from vllmx_engine.images.prepared import Pixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
@@ -23,9 +21,9 @@ def check_pillow() -> None:
         raise ConfigError("images need Pillow: pip install vllmx[vision]") from None
 
 
-def decode(data: bytes, limits: ImageLimits, where: str) -> Image.Image:
-    """The image, or the first of an animation, upright and in the mode RGB: grey values are
-    repeated, transparency is dropped and CMYK converted, as transformers does it.
+def decode(data: bytes, limits: ImageLimits, where: str) -> Pixels:
+    """The image, or the first of an animation, upright and in RGB: grey values are repeated,
+    transparency is dropped and CMYK converted, as transformers does it.
 
     Raises:
         InvalidRequestError: no image of a known format, a damaged one, or one of more pixels than
@@ -47,7 +45,7 @@ def decode(data: bytes, limits: ImageLimits, where: str) -> Image.Image:
             _check_size(image.size, limits, where)
             image.load()
             upright = ImageOps.exif_transpose(image)
-            return upright if upright.mode == "RGB" else upright.convert("RGB")
+            return np.asarray(upright if upright.mode == "RGB" else upright.convert("RGB"))
     except VllmxError:
         raise
     except UnidentifiedImageError:

@@ -6,7 +6,11 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.plan import F32
+
+Pixels = npt.NDArray[np.uint8]
+"""(height, width, 3) in RGB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
 from vllmx_core.plan import F32
 
-from vllmx_engine.images.prepared import PreparedImage
+from vllmx_engine.images.prepared import Pixels, PreparedImage
 from vllmx_engine.text.model_files import read_json_object
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 _MAX_RATIO = 200
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers, which configs use too
@@ -43,8 +40,8 @@ class ImageProcessor(Protocol):
         """What replaces `mark`."""
         ...
 
-    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
-        """Of an image in the mode RGB. Raises InvalidRequestError for one that it cannot see, and
+    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
+        """Of an image. Raises InvalidRequestError for one that it cannot see, and
         ContextLengthError for one of more than `room` tokens, before it takes memory."""
         ...
 
@@ -98,10 +95,16 @@ class Levels:
             table = (table - means[:, None]) / stds[:, None]
         return cls(table)
 
-    def floats(self, image: Image.Image) -> F32:
-        """(3, height, width) of an image in the mode RGB."""
-        pixels = np.asarray(image, np.uint8)  # (H, W, 3)
-        return np.stack([self.table[colour][pixels[:, :, colour]] for colour in range(3)])
+    def floats(self, image: Pixels) -> F32:
+        """(3, height, width) of an image."""
+        return np.stack([self.table[colour][image[:, :, colour]] for colour in range(3)])
+
+
+def resized(image: Pixels, height: int, width: int, resample: int) -> Pixels:
+    """By Pillow."""
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(image).resize((width, height), resample))
 
 
 def patches_of(pixels: F32, patch: int, merge: int, frames: int) -> F32:
@@ -138,9 +141,9 @@ class QwenImages:
         """See `ImageProcessor`."""
         return self.token * image.num_tokens
 
-    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
+    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
         """See `ImageProcessor`."""
-        width, height = image.size
+        height, width = image.shape[:2]
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise InvalidRequestError(
                 f"{where} is an image of {width} x {height} pixels: one side may be at most"
@@ -153,7 +156,7 @@ class QwenImages:
         grid = (1, tall // self.patch, wide // self.patch)
         num_tokens = grid[1] * grid[2] // self.merge**2
         _check_room(num_tokens, room, where)
-        pixels = self._levels.floats(image.resize((wide, tall), self._resample))
+        pixels = self._levels.floats(resized(image, tall, wide, self._resample))
         patches = patches_of(pixels, self.patch, self.merge, self.frames)
         return PreparedImage.of(patches, grid, num_tokens)
 
@@ -195,10 +198,10 @@ class GemmaImages:
         """See `ImageProcessor`."""
         return f"\n\n<start_of_image>{self.token * image.num_tokens}<end_of_image>\n\n"
 
-    def prepare(self, image: Image.Image, room: int, where: str) -> PreparedImage:
+    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
         """See `ImageProcessor`."""
         _check_room(self.num_tokens, room, where)
-        pixels = self._levels.floats(image.resize((self.width, self.height), self._resample))
+        pixels = self._levels.floats(resized(image, self.height, self.width, self._resample))
         grid = (1, self.height // self.patch, self.width // self.patch)
         patches = patches_of(pixels, self.patch, 1, 1)
         return PreparedImage.of(patches, grid, self.num_tokens)
