@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
 
+from vllmx_engine.core.grammar_row import SLOW_S
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.grammar.matcher import GrammarMatcher, MaskFiller
 
 _ALL = np.uint32(0xFFFFFFFF)
+_USUAL_S = 1e-4
+"""Of a mask."""
+_MEASURED_STEPS = 3
+"""So many steps, less one, tell a row that is slow from a machine that was: `GrammarRow.is_slow`
+takes two slow masks in a row."""
 
 
 @dataclass(slots=True)
@@ -25,29 +33,63 @@ class Constrained:
     """Nothing but an end of sequence may come, which `min_tokens` must not ban."""
 
 
-def fill_masks(
-    constrained: list[Constrained], masks: U32, number: int
-) -> list[tuple[Sequence, Exception]]:
-    """Fills rows of masks (N, W) for step `number`; returns sequences whose grammar failed, with
-    the reasons. Their rows, and those whose tokens are not wanted, allow everything."""
-    failed: list[tuple[Sequence, Exception]] = []
-    for row in constrained:
-        sequence, mask = row.sequence, masks[row.mask]
-        if sequence.finished or sequence.skipped_step == number:
-            mask[:] = _ALL
-            continue
-        try:
-            _fill(row, mask)
-        except Exception as error:  # one request's fault must not stop the others
-            mask[:] = _ALL
-            failed.append((sequence, error))
-    return failed
+class GrammarMasks:
+    """Owned by the core's thread."""
+
+    def __init__(self) -> None:
+        self._filler = MaskFiller()
+        self._num_measured = 0
+        """Steps whose masks are made one by one, to see which of them takes long."""
+
+    def fill(
+        self, constrained: list[Constrained], masks: U32, number: int
+    ) -> list[tuple[Sequence, Exception]]:
+        """Fills rows of masks (N, W) for step `number`; returns sequences whose grammar failed,
+        with the reasons. Their rows, and those whose tokens are not wanted, allow everything."""
+        failed: list[tuple[Sequence, Exception]] = []
+        wanted = []
+        for row in constrained:
+            sequence = row.sequence
+            if sequence.finished or sequence.skipped_step == number:
+                masks[row.mask] = _ALL
+            else:
+                wanted.append(row)
+        filled = self._fill_due(wanted, masks)
+        for row in wanted:
+            mask = masks[row.mask]
+            try:
+                _finish(row, mask, filled.get(row.mask))
+            except Exception as error:  # one request's fault must not stop the others
+                mask[:] = _ALL
+                failed.append((row.sequence, error))
+        return failed
+
+    def _fill_due(self, rows: list[Constrained], masks: U32) -> dict[int, GrammarMatcher]:
+        """Those that can be filled in one call, by their rows of the masks."""
+        self._num_measured = max(0, self._num_measured - 1)
+        if len(rows) < 2 or self._num_measured:
+            return {}
+        due = {}
+        for row in rows:
+            matcher = None if row.sequence.grammar is None else row.sequence.grammar.due
+            if matcher is not None and self._filler.takes(matcher, masks):
+                due[row.mask] = matcher
+        if due:
+            started_s = time.perf_counter()
+            self._filler.fill([(matcher, row) for row, matcher in due.items()], masks)
+            if time.perf_counter() - started_s > SLOW_S + len(due) * _USUAL_S:
+                self._num_measured = _MEASURED_STEPS
+        return due
 
 
-def _fill(row: Constrained, mask: U32) -> None:
+def _finish(row: Constrained, mask: U32, filled: GrammarMatcher | None) -> None:
+    """What is left to do for a mask that may be `filled` already. Raises GrammarError."""
     sequence = row.sequence
     assert sequence.grammar is not None, sequence.request_id
-    sequence.grammar.fill_mask(mask)
+    if filled is None:
+        sequence.grammar.fill_mask(mask)
+    else:
+        filled.check()
     row.must_end = False
     rules = sequence.rules
     if rules is None:

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 import numpy as np
 from vllmx_core.plan import U32
 
-from vllmx_engine.grammar.matcher import CompiledGrammar, Matcher
+from vllmx_engine.grammar.matcher import CompiledGrammar, GrammarMatcher
 
 _ALL = np.uint32(0xFFFFFFFF)
 SLOW_S = 0.002
@@ -35,7 +35,7 @@ class GrammarRow:
     )
 
     def __init__(self, compiled: CompiledGrammar, after_ids: tuple[int, ...] = ()) -> None:
-        self._matcher: Matcher = compiled.start()
+        self._matcher: GrammarMatcher = compiled.start()
         self._first_mask: U32 | None = compiled.first_mask
         """While nothing was consumed."""
         self._num_words = compiled.first_mask.size
@@ -44,7 +44,7 @@ class GrammarRow:
         self._recent: deque[int] = deque(maxlen=len(after_ids))
         self._preparing: Future[U32] | None = None
         """The next mask, made on another thread."""
-        self.is_slow = compiled.mask_s > SLOW_S
+        self.is_slow = compiled.repeated_mask_s > SLOW_S
         """Its masks are made between steps, in which it sits out."""
         self._was_slow = False
         """Its last mask took long: two in a row, or it may be that another process had its turn."""
@@ -90,6 +90,14 @@ class GrammarRow:
             self._matcher.fill_mask(mask)
             was_slow, self._was_slow = self._was_slow, time.perf_counter() - started_s > SLOW_S
             self.is_slow = self.is_slow or (was_slow and self._was_slow)
+
+    @property
+    def due(self) -> GrammarMatcher | None:
+        """What must make the next mask now; None where `fill_mask` has it from elsewhere, and for a
+        row that was slow last time, which `fill_mask` measures."""
+        if self._after is not None or self._first_mask is not None or self._preparing is not None:
+            return None
+        return None if self._was_slow else self._matcher
 
     def _make_mask(self) -> U32:
         mask = np.zeros(self._num_words, np.uint32)

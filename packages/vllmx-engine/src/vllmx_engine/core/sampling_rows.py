@@ -21,7 +21,7 @@ from vllmx_core.plan import (
 )
 
 from vllmx_engine.core.chunk import Batch
-from vllmx_engine.core.grammar_masks import Constrained, fill_masks
+from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
 from vllmx_engine.core.logit_rules import Counts, LogitRules
 from vllmx_engine.core.rows import FLOAT_DEFAULTS, FLOAT_FIELDS, RowTable
 from vllmx_engine.core.sequence import Limits, Sequence
@@ -75,6 +75,7 @@ class RowsBuilder:
         self._table = table
         self._limits = limits
         self._ascending = np.arange(limits.max_rows, dtype=np.int32)
+        self._grammars = GrammarMasks()
         self._kept: tuple[int, AnyArray, LogitOwners, SamplingRows] | None = None
 
     def build(
@@ -91,7 +92,7 @@ class RowsBuilder:
         have them."""
         if owners.constrained:
             assert sampling.masks is not None
-            owners.broken += fill_masks(owners.constrained, sampling.masks, number)
+            owners.broken += self._grammars.fill(owners.constrained, sampling.masks, number)
         if owners.edited:
             sampling.edits = _edits(owners, sampling)
 

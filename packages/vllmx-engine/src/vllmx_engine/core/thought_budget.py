@@ -8,6 +8,7 @@ import numpy as np
 from vllmx_core.plan import U32
 
 from vllmx_engine.core.grammar_row import GrammarRow
+from vllmx_engine.grammar.matcher import GrammarMatcher
 from vllmx_engine.wire.grammars import Thoughts
 
 _ALL = np.uint32(0xFFFFFFFF)
@@ -60,6 +61,11 @@ class ThoughtBudget:
         """See `GrammarRow`."""
         assert self._inner is not None, "only grammars are slow"
         return self._inner.prepare(threads)
+
+    @property
+    def due(self) -> GrammarMatcher | None:
+        """See `GrammarRow`."""
+        return None if self._forced or self._inner is None else self._inner.due
 
     def fill_mask(self, mask: U32) -> None:
         """See `GrammarRow`."""
