@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 from vllmx_core.errors import GrammarError
 
 from vllmx_engine.grammar.matcher import CompiledGrammar
+from vllmx_engine.grammar.schema import place_of
 from vllmx_engine.grammar.translate import translate
 from vllmx_engine.grammar.vocabulary import Lexicon
 from vllmx_engine.wire.grammars import GrammarSpec
@@ -16,7 +20,10 @@ MAX_MASK_S = 0.05
 def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
     """The grammar in the words of the library. Raises GrammarError."""
     text = translate(spec, lexicon.specials)
-    compiled = CompiledGrammar(text, lexicon.trie, lexicon.vocab_size)
+    try:
+        compiled = CompiledGrammar(text, lexicon.trie, lexicon.vocab_size)
+    except GrammarError as error:
+        raise _named(error, spec) from None
     if not compiled.first_mask.any():
         raise GrammarError("the grammar allows no first token: no text satisfies it")
     if compiled.mask_s > MAX_MASK_S:
@@ -26,3 +33,18 @@ def check(spec: GrammarSpec, lexicon: Lexicon) -> str:
             " choices)"
         )
     return text
+
+
+def _named(error: GrammarError, spec: GrammarSpec) -> GrammarError:
+    """Names the keyword of a schema that the library does not have, and its place."""
+    listed = re.search(r"Unimplemented keys: \[([^\]]*)", error.message)
+    if listed is None or spec.kind != "json_schema":
+        return error
+    for keyword in re.findall(r'"([^"]+)"', listed.group(1)):
+        place = place_of(json.loads(spec.text), keyword)
+        if place is not None:
+            return GrammarError(
+                f"{keyword} at {place} is a keyword that cannot be held while an answer is written:"
+                " leave it out, or say the same by others"
+            )
+    return error

@@ -100,9 +100,9 @@ class Disjoint:
 
 def _types(schema: Schema) -> frozenset[str]:
     """That a value may have; integers count as numbers."""
-    values = _values(schema)
+    values = values_of(schema)
     if values is not None:
-        return frozenset(map(_type_of, values))
+        return frozenset(map(type_of, values))
     named = schema.get("type")
     if named is None:
         return _TYPES
@@ -110,7 +110,7 @@ def _types(schema: Schema) -> frozenset[str]:
     return frozenset("number" if name == "integer" else name for name in names)
 
 
-def _values(schema: Schema) -> list[Any] | None:
+def values_of(schema: Schema) -> list[Any] | None:
     """All that a schema allows, where it lists them."""
     if "const" in schema:
         return [schema["const"]]
@@ -119,17 +119,19 @@ def _values(schema: Schema) -> list[Any] | None:
 
 
 def _different_values(first: Schema, other: Schema) -> bool:
-    mine, others = _values(first), _values(other)
+    mine, others = values_of(first), values_of(other)
     if mine is None or others is None:
         return False
-    return not any(_equal(one, another) for one in mine for another in others)
+    return not any(equal(one, another) for one in mine for another in others)
 
 
-def _equal(one: Any, another: Any) -> bool:
-    return bool(one == another) and _type_of(one) == _type_of(another)
+def equal(one: Any, another: Any) -> bool:
+    """As JSON has it: 1 is 1.0, and true is not 1."""
+    return bool(one == another) and type_of(one) == type_of(another)
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """The name of a value's type; whole numbers are numbers."""
     if value is None:
         return "null"
     if isinstance(value, bool):

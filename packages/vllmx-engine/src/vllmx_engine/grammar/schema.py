@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 from vllmx_core.errors import GrammarError, shown
 
 from vllmx_engine.grammar.disjoint import Disjoint
+from vllmx_engine.grammar.rewrites import rewrite
 
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -21,8 +22,8 @@ FORMATS = frozenset(
 """Those that are held. Others are annotations, as the specification has it of all by default."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if")
-_COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "$dynamicRef")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
+_COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "$dynamicRef")
 Schema = dict[str, Any]
 
 
@@ -48,8 +49,8 @@ class _Preparation:
         """A schema whose parts are prepared, then itself."""
         if not isinstance(schema, dict):
             return schema
-        found = dict(schema)
-        for key, part in _parts(schema):
+        found = rewrite(schema, path)
+        for key, part in list(_parts(found)):
             found[key] = self._part(key, part, f"{path}/{key}")
         _formats(found)
         _unevaluated(found)
@@ -146,3 +147,26 @@ def _is_whole(value: float) -> bool:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def place_of(schema: Any, keyword: str, path: str = "#") -> str | None:
+    """Where a schema has a keyword, in the words of its error messages."""
+    if not isinstance(schema, dict):
+        return None
+    if keyword in schema:
+        return path
+    for key, part in _parts(schema):
+        for where, each in _places(key, part, f"{path}/{key}"):
+            found = place_of(each, keyword, where)
+            if found is not None:
+                return found
+    return None
+
+
+def _places(key: str, part: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if key in _MAPS and isinstance(part, dict):
+        yield from ((f"{path}/{name}", each) for name, each in part.items())
+    elif isinstance(part, list):
+        yield from ((f"{path}/{number}", each) for number, each in enumerate(part))
+    else:
+        yield path, part
