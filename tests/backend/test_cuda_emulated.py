@@ -50,7 +50,7 @@ SKIPPED = {name for name in CASES if name.startswith(("route: ", "experts: "))} 
 
 class TestCudaEmulated(BackendSuite):
     missing_ops = (
-        "short_conv", "recurrence", "segment_attention", "pool",
+        "segment_attention", "pool",
         "embedding: positions, from the third row on", "embedding: token types",
         "activation: tanh, width 16", "activation: tanh, width 33",
     )  # fmt: skip

@@ -38,6 +38,7 @@ CODES8, WORDS = "test_cuda_codes8.py", "test_cuda_w4_words.py"
 MMA, WRAPPERS = "test_cuda_decode_mma.py", "test_cuda_wrappers.py"
 WGMMA = f"{ATTENTION}:wgmma"
 EXPERTS, LATENT = "test_cuda_experts.py", "test_cuda_latent.py"
+STATES = "test_cuda_states.py"
 DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
 PREFILL = f"{ATTENTION}:prefill and not wgmma"
 BUGS = (
@@ -58,6 +59,20 @@ BUGS = (
         f"{NORMS}:head"),
     Bug("head_norm.cu", "queries are a head wide across", "{0, heads * size,", "{0, size,",
         f"{NORMS}:head"),
+    Bug("short_conv.cu", "the taps of a sequence that begins", "if (slot < 0) return 0.f;", "",
+        f"{STATES}:conv"),
+    Bug("short_conv.cu", "a tap too old", "token + kernel - 1", "token + kernel - 2",
+        f"{STATES}:conv"),
+    Bug("short_conv.cu", "padding leaves taps", "|| target < 0", "", f"{STATES}:conv"),
+    Bug("recurrence.cu", "the state is asked before it has decayed",
+        "times(s, expf(rate * strength));", "", f"{STATES}:recurrence"),
+    Bug("recurrence.cu", "keys of the wrong head", "head / (heads / key_heads)", "head % key_heads",
+        f"{STATES}:recurrence"),
+    Bug("recurrence.cu", "rows beyond the last one", "v[i + j] = first + i < keys ? some[j] : 0.f",
+        "v[i + j] = some[j]", f"{STATES}:recurrence"),
+    Bug("recurrence.cu", "padding leaves a state", "if (target < 0) return;", "",
+        f"{STATES}:recurrence"),
+    Bug("recurrence.cu", "limits of the step size", "dt < low ? low :", "", f"{STATES}:recurrence"),
     Bug("kv_store.cu", "no barrier after the norm", "  __syncwarp();\n", "", STORE),
     Bug("kv_store.cu", "padding is stored", "if (slot < 0) return;", "", STORE),
     Bug("kv_store.cu", "the rotation's sign", "first ? -partner", "first ? partner", STORE),

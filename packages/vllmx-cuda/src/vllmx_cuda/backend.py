@@ -28,6 +28,7 @@ from vllmx_cuda.program.prefill import wants_wgmma
 from vllmx_cuda.program.program import Program
 from vllmx_cuda.program.sampler import DeviceSampler
 from vllmx_cuda.program.staging import Staging
+from vllmx_cuda.program.state_ops import allocate_states
 
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
@@ -126,7 +127,8 @@ def _load(
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
     lowering = Lowering(
-        device, dtype, weights, allocate(plan.kv, device), plan.kv.block_size,
+        device, dtype, weights, allocate(plan.kv, device),
+        allocate_states(model.shape.states, plan.kv.states, device), plan.kv.block_size,
         kind_of(plan.kv.dtype),
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
         plan.layout.in_place, plan.layout.scratch(device), products, plan.max_rows["T"], wgmma,
@@ -143,12 +145,12 @@ def _load(
         sampler, Graphs(device, enabled=not options.enforce_eager),
     )  # fmt: skip
     device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
-    info = _info(plan, options, device, weights_s)
+    info = _info(plan, device, weights_s)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
     return CudaLoadedModel(info, program), lowering.take_tunables(plan.max_rows)
 
 
-def _info(plan: LoadPlan, options: LoadOptions, device: Device, weights_s: float) -> LoadedInfo:
+def _info(plan: LoadPlan, device: Device, weights_s: float) -> LoadedInfo:
     return LoadedInfo(
         backend=NAME,
         device=device.info.name,
@@ -156,12 +158,14 @@ def _info(plan: LoadPlan, options: LoadOptions, device: Device, weights_s: float
         kv_cache_dtype=plan.kv.dtype,
         block_size=plan.kv.block_size,
         num_kv_blocks=plan.kv.num_blocks,
-        max_num_seqs=options.num_seqs,
+        max_num_seqs=plan.kv.states.num_seqs,
         max_num_batched_tokens=plan.max_rows["T"],
         max_logit_rows=plan.max_rows["L"],
         weight_bytes=plan.weights.num_bytes,
         kv_cache_bytes=plan.kv.num_bytes,
         cache_windows=plan.kv.layout.windows,
+        num_state_slots=plan.kv.states.num_slots,
+        state_slot_bytes=plan.kv.states.slot_bytes,
         details={
             "architecture": device.info.arch,
             "ops": len(plan.steps.ops),

@@ -25,7 +25,7 @@ from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
 
 DELTA: dict[str, Any] = {"rule": "delta", "scale": 8**-0.5}
-SSD: dict[str, Any] = {"rule": "ssd", "num_key_heads": 3}
+SSD: dict[str, Any] = {"rule": "ssd", "num_key_heads": 3, "scale": 0.25}
 RULES: dict[str, dict[str, Any]] = {
     "delta": DELTA,
     "delta, tiled": DELTA | {"tiled": True},

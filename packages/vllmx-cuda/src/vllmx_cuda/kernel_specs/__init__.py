@@ -12,6 +12,7 @@ from vllmx_cuda.kernel_specs import (
     norms,
     rows,
     sampling,
+    states,
     w4,
     wrappers,
 )
@@ -27,7 +28,7 @@ from vllmx_cuda.kernel_specs.types import (
 )
 
 _GROUPS = (
-    norms, attention, rows, linear, experts, latent, sampling, gguf, w4, codes8, wrappers,
+    norms, attention, rows, linear, experts, latent, sampling, states, gguf, w4, codes8, wrappers,
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
 """By entry name."""

@@ -24,10 +24,12 @@ from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
+from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Rows, Value, WeightRef
 from vllmx_core.passes.uses import read_at_once
 
@@ -48,6 +50,7 @@ from vllmx_cuda.program.latent_ops import can_attend, latent_attention
 from vllmx_cuda.program.layout import Scratch
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
 from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
 
 Enqueue = Callable[[StepSizes, StepMemory], None]
 HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
@@ -62,6 +65,7 @@ class Lowering:
     dtype: str
     weights: Mapping[str, Weight]
     pages: Sequence[LayerPages]
+    states: Sequence[LayerStates]
     block_size: int
     kv: int
     """Value of VX_KV."""
@@ -151,6 +155,8 @@ OPS.add(AddRmsNorm)(add_rms_norm)
 OPS.add(HeadNorm)(head_norm)
 OPS.add(Route, when=can_route)(route)
 OPS.add(Experts, when=can_multiply)(experts)
+OPS.add(ShortConv)(short_conv)
+OPS.add(Recurrence, when=can_hold)(recurrence)
 
 
 @OPS.add(Embedding, when=lambda op: op.ids.source == "tokens")

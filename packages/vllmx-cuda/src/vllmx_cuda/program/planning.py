@@ -99,7 +99,8 @@ def plan_load(
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
     items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tile_tokens)
     groups = len(cache_layout(model.shape, grouped=options.group_caches).groups)
-    largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups)
+    has_states = bool(model.shape.states)
+    largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups, has_states)
     staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
     graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)

@@ -137,7 +137,10 @@ class Program:
         if found is None:
             items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
             none = tuple(0 for _ in self.plan.work.tile_tokens)
-            layout = self.staging.layout(StepSizes(size, size, size, items, none, self._groups))
+            sizes = StepSizes(
+                size, size, size, items, none, self._groups, has_states=self._has_states
+            )
+            layout = self.staging.layout(sizes)
             found = self._buckets[size] = PlacedStep(
                 layout, self.staging.memory(layout), captured=True
             )
@@ -151,8 +154,9 @@ class Program:
         items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
         num_tiles = tuple(map(len, tiles))
         return StepSizes(
-            plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles, self._groups
-        )
+            plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles, self._groups,
+            has_states=self._has_states,
+        )  # fmt: skip
 
     def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
         kinds = self.plan.work
@@ -166,6 +170,10 @@ class Program:
     @property
     def _groups(self) -> int:
         return len(self.plan.kv.layout.groups)
+
+    @property
+    def _has_states(self) -> bool:
+        return self.plan.kv.states.slot_bytes > 0
 
     @property
     def _no_tiles(self) -> tuple[I32, ...]:

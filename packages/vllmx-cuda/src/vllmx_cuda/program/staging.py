@@ -36,6 +36,8 @@ class StepSizes:
     """Tiles of each size of tile."""
     groups: int = 1
     """Cache groups, each with slots and a block table of its own."""
+    has_states: bool = False
+    """Whether rows keep states of recurrent layers."""
 
     @property
     def patches(self) -> int:
@@ -59,6 +61,8 @@ class Layout:
     first_items: tuple[int, ...]
     tiles: tuple[int, ...]
     patches: int
+    states: tuple[int, ...]
+    """Row of each token, query_start, state_from, state_to; none without states."""
     parameters: Mapping[str, int]
     """Of the sampler, behind everything else."""
     num_bytes: int
@@ -87,13 +91,24 @@ class Layout:
         first_items = tuple(take(sizes.tokens + 1) for _ in range(num_visibilities))
         tiles = tuple(take(4 * count) for count in sizes.tiles)
         patches = take(2 * sizes.patches)
+        states = tuple(take(count) for count in _state_counts(sizes))
         parameters = {
             name: take_bytes(parameter_bytes(name, sizes.logit_rows)) for name in PARAMETERS
         }
         return cls(
             sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles,
-            patches, parameters, end,
+            patches, states, parameters, end,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Whose states the rows of a step read and where they leave them."""
+
+    token_rows: Memory
+    query_start: Memory
+    state_from: Memory
+    state_to: Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +131,7 @@ class StepMemory:
     """Of the sampler, one a logit row; see `vllmx_cuda.program.parameters`."""
     block_tables: tuple[Memory, ...]
     table_stride: int
+    states: StateMemory | None = None
 
 
 class Staging:
@@ -180,7 +196,15 @@ class Staging:
             },
             block_tables=tuple(map(self._table, range(sizes.groups))),
             table_stride=self._max_blocks,
+            states=self._states(layout),
         )
+
+    def _states(self, layout: Layout) -> StateMemory | None:
+        if not layout.states:
+            return None
+        counts = _state_counts(layout.sizes)
+        spans = zip(layout.states, counts, strict=True)
+        return StateMemory(*(self._packed.at(begin, 4 * count) for begin, count in spans))
 
     def upload(
         self, plan: StepPlan, rows: SamplingRows | None, layout: Layout, work: StepWork
@@ -204,6 +228,8 @@ class Staging:
             _put(packed, begin, tiles.size, tiles.reshape(-1), 0)
         patches = self._patches(plan, sizes.patches, slot)
         _put(packed, layout.patches, 2 * sizes.patches, patches.reshape(-1), -1)
+        if layout.states:
+            _put_states(packed, layout, plan)
         end = layout.parameters_begin
         if rows is not None:
             _put_parameters(packed, layout, rows)
@@ -251,6 +277,24 @@ class Staging:
         packed.view(np.int32).reshape(rows, blocks)[...] = table
         self._device.upload_rows(self._table(group), 4 * self._max_blocks, packed, 4 * blocks)
         return patches[:0]
+
+
+def _state_counts(sizes: StepSizes) -> tuple[int, ...]:
+    """Values of each array in `Layout.states`."""
+    return (sizes.tokens, sizes.rows + 1, sizes.rows, sizes.rows) if sizes.has_states else ()
+
+
+def _put_states(packed: Bytes, layout: Layout, plan: StepPlan) -> None:
+    """Padding tokens are of no row, padding rows have no tokens and leave nothing."""
+    token_rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
+    none = np.zeros(0, np.int32)  # of a step that is padding alone
+    source = none if plan.state_from is None else plan.state_from
+    target = none if plan.state_to is None else plan.state_to
+    values: tuple[AnyArray, ...] = (token_rows, plan.query_start, source, target)
+    paddings = (-1, plan.num_tokens, -1, -1)
+    counts = _state_counts(layout.sizes)
+    for begin, count, some, padding in zip(layout.states, counts, values, paddings, strict=True):
+        _put(packed, begin, count, some, padding)
 
 
 def _put_parameters(packed: Bytes, layout: Layout, rows: SamplingRows) -> None:

@@ -1,0 +1,105 @@
+"""Recurrent layers as launches, and where the states of their sequences lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllmx_core.model import StateSpec
+from vllmx_core.ops.recurrence import Recurrence
+from vllmx_core.ops.short_conv import ShortConv
+from vllmx_core.state_capacity import StateSlots
+
+from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.kernel_specs import vector_width
+from vllmx_cuda.kernel_specs.states import MAX_KEYS, keys_of
+from vllmx_cuda.program.staging import StepMemory, StepSizes
+
+if TYPE_CHECKING:
+    from vllmx_cuda.program.lower import Enqueue, Lowering
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer."""
+
+    memory: Memory
+    """From that of slot 0 on."""
+    slot_floats: int
+    """From one slot to the next."""
+
+
+def allocate_states(
+    specs: Sequence[StateSpec], slots: StateSlots, device: Device
+) -> tuple[LayerStates, ...]:
+    """Slots as they come: none is read before it was written. The states of one slot lie one behind
+    the other."""
+    memory, found, begin = device.empty(slots.num_bytes), [], 0
+    for spec in specs:
+        found.append(LayerStates(memory.at(begin), slots.slot_bytes // 4))
+        begin += spec.num_bytes
+    return tuple(found)
+
+
+def can_hold(op: Recurrence) -> bool:
+    """Keys that the registers of eight threads hold."""
+    return op.spec.key_size <= MAX_KEYS
+
+
+def short_conv(op: ShortConv, to: Lowering) -> Enqueue:
+    """A launch that reads the states, and one that writes them."""
+    spec, states, width = op.spec, to.states[op.spec.state], op.x.width
+    compute, keep = to.variant("short_conv"), to.variant("short_conv_keep")
+    x, y, w, bias = to.place(op.x), to.place(op.out), to.vector(op.w), to.vector(op.bias)
+    shape = width, spec.kernel
+    activates = int(spec.activation is not None)
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        rows = step.states
+        assert rows is not None, "a step of a model with states"
+        arguments = (
+            x, w, bias, rows.token_rows, rows.query_start, rows.state_from, states.memory, y,
+            *shape, activates, states.slot_floats,
+        )  # fmt: skip
+        to.device.launch(compute, {"count": sizes.tokens, "width": width}, arguments)
+        to.device.launch(
+            keep, {"count": sizes.rows, "width": width},
+            (
+                x, rows.query_start, rows.state_from, rows.state_to, states.memory, *shape,
+                states.slot_floats,
+            ),
+        )  # fmt: skip
+
+    return enqueue
+
+
+def recurrence(op: Recurrence, to: Lowering) -> Enqueue:
+    spec, states = op.spec, to.states[op.spec.state]
+    width = spec.width
+    vec = vector_width(spec.key_size, width)
+    kernel = to.variant("recurrence", VX_KEYS=keys_of(spec.key_size), VX_VEC=vec)
+    b = None if op.b is None else to.place(op.b)
+    operands = (
+        to.place(op.qkv), to.place(op.a), b, to.vector(op.a_log), to.vector(op.dt_bias),
+        to.vector(op.d),
+    )  # fmt: skip
+    out = to.place(op.out)
+    shape = (
+        spec.num_heads, spec.num_key_heads, spec.key_size, spec.value_size,
+        int(spec.decay == "channel"), int(spec.tiled), states.slot_floats, spec.scale,
+        spec.norm_eps, spec.dt_min, spec.dt_max,
+    )  # fmt: skip
+    sizes_of_head = {
+        "heads": spec.num_heads, "keys": spec.key_size, "values": spec.value_size,
+    }  # fmt: skip
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        rows = step.states
+        assert rows is not None, "a step of a model with states"
+        placed = rows.query_start, rows.state_from, rows.state_to, states.memory
+        to.device.launch(
+            kernel, {"rows": sizes.rows, **sizes_of_head}, (*operands, *placed, out, *shape)
+        )
+
+    return enqueue
