@@ -15,7 +15,8 @@ def examples(page: str) -> list[str]:
 
 
 EXAMPLES = examples("python.md")
-ALL = [*EXAMPLES, *examples("structured_output.md"), *examples("tools.md")]
+PAGES = ("structured_output.md", "tools.md", "embeddings.md")
+ALL = [*EXAMPLES, *(example for page in PAGES for example in examples(page))]
 
 
 @pytest.mark.parametrize("example", ALL, ids=range(len(ALL)))

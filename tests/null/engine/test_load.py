@@ -20,7 +20,7 @@ class LongModel:
     """What matters of a model that claims a context of so many tokens."""
 
     def __init__(self, max_model_len: int) -> None:
-        self.shape = SimpleNamespace(max_model_len=max_model_len)
+        self.shape = SimpleNamespace(whole_prompts=False, max_model_len=max_model_len)
 
     def constants(self, max_model_len: int) -> Mapping[str, Any]:
         assert max_model_len == 1, "tables are made when their size is known to fit"

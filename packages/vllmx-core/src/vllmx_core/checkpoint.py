@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, shown
-from vllmx_core.registry import Registry
+from vllmx_core.registry import Registry, architecture_names
 from vllmx_core.specs import (
     ModelSourceSpec,
     QuantizationSpec,
@@ -166,7 +166,64 @@ def _format_of(registry: Registry, path: Path, load_format: str) -> WeightFormat
     )
 
 
-def build_model(registry: Registry, checkpoint: Checkpoint) -> Model:
-    """Constructs the architecture that the checkpoint's config names."""
-    model: Model = registry.model_for(checkpoint.config).load()(checkpoint.config)
-    return model
+def is_served(registry: Registry, config: dict[str, Any]) -> bool:
+    """Whether a plugin has the architecture, or the decoder that it has the layers of."""
+    if registry.find_model_for(config) is not None:
+        return True
+    architecture = next(iter(architecture_names(config)), "")
+    return _with_head(registry, config, architecture) is not config
+
+
+def build_model(registry: Registry, checkpoint: Checkpoint, task: str = "auto") -> Model:
+    """Constructs the architecture that the checkpoint's config names, for a task of `EngineConfig`.
+    A name such as Qwen3Model or LlamaForSequenceClassification that nobody serves is that of a
+    decoder without its head. Raises UnsupportedModelError, also where the task does not fit."""
+    config = checkpoint.config
+    architecture = next(iter(architecture_names(config)), "")
+    served = registry.find_model(architecture) is not None
+    wanted = _wanted_output(config, task, architecture, served)
+    if not served:
+        if wanted == "tokens" and architecture.endswith(tuple(_HEADLESS)):
+            raise UnsupportedModelError(
+                f"--task {task}: {shown(architecture)} has no head to generate text with: leave"
+                " --task out, or load another model"
+            )
+        config = _with_head(registry, config, architecture)
+    model: Model = registry.model_for(config).load()(config)
+    if model.shape.output == (wanted or model.shape.output):
+        return model
+    answering = getattr(model, "answering", None)
+    if model.shape.output != "tokens" or answering is None:
+        raise UnsupportedModelError(
+            f"--task {task}: architecture {shown(architecture)} gives {model.shape.output}, not"
+            f" {wanted}: leave --task out, or load another model"
+        )
+    changed: Model = answering(wanted, config)
+    return changed
+
+
+_HEADLESS = {"Model": "vectors", "ForSequenceClassification": "scores"}
+"""Ends of names of architectures without a language model's head, and what they give."""
+
+
+def _wanted_output(
+    config: Mapping[str, Any], task: str, architecture: str, served: bool
+) -> str | None:
+    """None: what the architecture gives."""
+    if task != "auto":
+        return {"generate": "tokens", "embed": "vectors"}.get(task, "scores")
+    if "score_tokens" in config:
+        return "scores"
+    if any(each["kind"] == "pooling" for each in config.get("modules", ())):
+        return "vectors"
+    ends = (given for end, given in _HEADLESS.items() if architecture.endswith(end))
+    return None if served else next(ends, None)
+
+
+def _with_head(registry: Registry, config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The config of the decoder that an architecture has the layers of, where it is served."""
+    for end in _HEADLESS:
+        whole = f"{architecture.removesuffix(end)}ForCausalLM"
+        if architecture.endswith(end) and registry.find_model(whole) is not None:
+            return config | {"architectures": [whole]}
+    return config

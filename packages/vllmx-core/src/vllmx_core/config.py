@@ -16,6 +16,9 @@ DEMO_MODEL = "demo"
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
 
 
+Task = Literal["auto", "generate", "embed", "score", "classify"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that decides how a model is loaded and scheduled. Names are vLLM's where it has
@@ -39,6 +42,9 @@ class EngineConfig:
     """Where sampling defaults come from: auto: the model; vllm: nowhere; or a folder."""
     override_generation_config: str | None = None
     """Sampling defaults as a JSON object, over those of `generation_config`."""
+    task: Task = "auto"
+    """What the model is loaded for; auto: what its files say, which is to generate text unless they
+    name a way of pooling."""
     dtype: Dtype = "auto"
     isq: str | None = None
     """Quantise the checkpoint to this type while it loads: q4_k_m, q8_0, int8, ..."""

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllmx_core.checkpoint import Checkpoint
+from vllmx_core.checkpoint import Checkpoint, build_model, is_served
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, UnsupportedModelError
 from vllmx_core.registry import PLUGIN_CAN, Registry
@@ -34,21 +34,26 @@ class ChosenModel:
 
 
 def choose_model(
-    registry: Registry, checkpoint: Checkpoint, impl: str = AUTO, backend: str = "auto"
+    registry: Registry,
+    checkpoint: Checkpoint,
+    impl: str = AUTO,
+    backend: str = "auto",
+    task: str = AUTO,
 ) -> ChosenModel:
-    """Constructs the model of a checkpoint. `impl` is auto (an architecture's own file, else
-    whatever code runs it), vllmx (the own file) or the name of such code.
+    """Constructs the model of a checkpoint for a task of `EngineConfig`. `impl` is auto (an
+    architecture's own file, else whatever code runs it), vllmx (the own file) or the name of such
+    code.
 
     Raises UnsupportedModelError that says what would serve the architecture, and ConfigError for an
     unknown `impl`, or one that does not go with `backend`.
     """
     impl = _SAME.get(impl, impl)
     if impl not in (AUTO, OWN):
+        _check_task(task, impl)
         return _run_by(_named(registry, impl), checkpoint, backend)
-    spec = registry.find_model_for(checkpoint.config) if impl == AUTO else None
-    if impl == OWN or spec is not None:
-        own = spec or registry.model_for(checkpoint.config)
-        return ChosenModel(own.load()(checkpoint.config), backend)
+    if impl == OWN or is_served(registry, checkpoint.config):
+        return ChosenModel(build_model(registry, checkpoint, task), backend)
+    _check_task(task, "code of others")
     reasons = []
     for other in registry.all(ModelImplSpec):
         reason = other.unavailable_reason()
@@ -62,6 +67,15 @@ def choose_model(
         reasons.append(f"{other.name}: {reason}")
     tried = "; ".join(reasons) or _INSTALL
     raise UnsupportedModelError(f"{registry.unserved(checkpoint.config)}; {tried}. {PLUGIN_CAN}")
+
+
+def _check_task(task: str, impl: str) -> None:
+    if task not in (AUTO, "generate"):
+        raise ConfigError(
+            f"--task {task} is for models that vllmx has a file for, {impl} generates text: leave"
+            " --task out",
+            param="task",
+        )
 
 
 def _named(registry: Registry, impl: str) -> ModelImplSpec:

@@ -30,6 +30,12 @@ from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Mes
 from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.forced_calls import asks_for_calls
 from vllmx_engine.client.logprob_limit import check_logprobs
+from vllmx_engine.client.pooling import (
+    PoolingBuilder,
+    PoolingChoice,
+    PoolingText,
+    pooled_output,
+)
 from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, rules_size
 from vllmx_engine.client.request_state import OutputKind, RequestState
@@ -41,7 +47,8 @@ from vllmx_engine.link.frontend import Frontend, Listener
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats
-from vllmx_engine.wire.outputs import RequestOutput
+from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
+from vllmx_engine.wire.pooling import PoolingInfo, PoolingTask
 
 
 class AsyncLLM(AsyncText):
@@ -60,6 +67,7 @@ class AsyncLLM(AsyncText):
         self.stats = CoreStats()
         self._frontend = frontend
         self._builder = builder
+        self._pooling = PoolingBuilder(builder.tokenizer, builder.info)
         self._table = RequestTable(builder.tokenizer)
         self._streams: dict[str, RequestStream] = {}
         self._idle = asyncio.Event()
@@ -310,6 +318,49 @@ class AsyncLLM(AsyncText):
             async for output in stream:
                 yield output
 
+    async def pool(
+        self,
+        task: PoolingTask,
+        texts: Sequence[PoolingText],
+        choice: PoolingChoice,
+        options: RequestOptions,
+    ) -> list[PoolingRequestOutput]:
+        """What a model that answers with vectors or scores makes of each text, in their order.
+        Cancelling ends the work. Raises the error of the first text that has one, and what `submit`
+        raises."""
+        model = self._pooling.model(task)
+        size = self.info.max_num_seqs + self.config.max_queue // 2
+        found: list[PoolingRequestOutput] = []
+        for at in range(0, len(texts), size):
+            found += await self._pool_some(task, texts[at : at + size], choice, options, model)
+        return found
+
+    async def _pool_some(
+        self,
+        task: PoolingTask,
+        texts: Sequence[PoolingText],
+        choice: PoolingChoice,
+        options: RequestOptions,
+        model: PoolingInfo,
+    ) -> list[PoolingRequestOutput]:
+        self.check_open(len(texts))
+        requests = list[Request]()
+        for each in texts:
+            build = partial(self._pooling.build, task, each, choice, options)
+            requests.append(await self.convert(options.client, each.num_bytes, build))
+            await asyncio.sleep(0)
+        streams = await self._launch_all(requests, "final")
+        found: list[PoolingRequestOutput] = []
+        try:
+            for stream in streams:
+                async for output in stream:
+                    found.append(pooled_output(task, model, output, choice))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return found
+
     def abort(self, request_id: str) -> bool:
         """Ends the request of this id with finish reason "abort"; False when there is none."""
         stream = self._streams.get(request_id)
@@ -428,5 +479,5 @@ class AsyncLLM(AsyncText):
         self._table.end_all("error", error)
 
     def _take_restart(self, info: CoreInfo) -> None:
-        self._builder.info = info
+        self._builder.info = self._pooling.info = info
         self._core_knows_vocabulary = False

@@ -17,11 +17,19 @@ from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.inline import HasEngine, InlineEngine
+from vllmx_engine.client.pooling import (
+    PoolingChoice,
+    PoolingText,
+    cosine_output,
+    pairs_of,
+    pooled_output,
+)
 from vllmx_engine.client.request import Prompt, Request, RequestOptions
 from vllmx_engine.client.request_state import RequestState
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreInfo
-from vllmx_engine.wire.outputs import RequestOutput
+from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
+from vllmx_engine.wire.pooling import PoolingTask
 
 logger = logging.getLogger("vllmx.llm")
 
@@ -175,6 +183,83 @@ class LLM(HasEngine):
         request = pictures.placed(request, prompt)
         return renderer.with_readers(request, options)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """A vector for each text, in the order of the texts: `outputs.embedding`.
+
+        Args:
+            dimensions: only the first so many numbers, of length 1 again.
+            normalize: whether vectors have length 1; None: as the model says.
+            prompt_name: which of the model's prompts is written before each text, such as "query".
+            truncate_prompt_tokens: of a longer text the first so many tokens are taken, with -1 as
+                many as the model takes; None: it is refused.
+
+        Raises:
+            InvalidRequestError: the model makes no vectors, or a text cannot be served.
+        """
+        choice = PoolingChoice(
+            max_tokens=self._most(truncate_prompt_tokens), normalize=normalize,
+            dimensions=dimensions, prompt_name=prompt_name,
+        )  # fmt: skip
+        texts = [_pooling_text(each) for each in _as_prompts(prompts)]
+        return self._pool("embed", texts, choice, use_tqdm)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """How well texts belong together, one with each of several or pair by pair:
+        `outputs.score`. Of an embedding model it is the cosine of their vectors. Raises as
+        `embed`."""
+        first, second = pairs_of(text_1, text_2)
+        choice = PoolingChoice(max_tokens=self._most(truncate_prompt_tokens), normalize=normalize)
+        if "embed" not in self._engine.pooling.model("score").tasks:
+            pairs = [PoolingText(a, pair=b) for a, b in zip(first, second, strict=True)]
+            return self._pool("score", pairs, choice, use_tqdm)
+        texts = list(dict.fromkeys([*first, *second]))
+        found = self._pool("score", list(map(PoolingText, texts)), choice, use_tqdm)
+        by_text = dict(zip(texts, found, strict=True))
+        return [cosine_output(by_text[a], by_text[b]) for a, b in zip(first, second, strict=True)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """The probabilities of the model's classes (`info.pooling.labels`) for each text:
+        `outputs.probs`. Raises as `embed`."""
+        choice = PoolingChoice(max_tokens=self._most(truncate_prompt_tokens), normalize=normalize)
+        texts = [_pooling_text(each) for each in _as_prompts(prompts)]
+        return self._pool("classify", texts, choice, use_tqdm)
+
+    def _most(self, truncate: int | None) -> int | None:
+        return self.info.max_model_len if truncate == -1 else truncate
+
+    def _pool(
+        self, task: PoolingTask, texts: list[PoolingText], choice: PoolingChoice, use_tqdm: bool
+    ) -> list[PoolingRequestOutput]:
+        pooling = self._engine.pooling
+        model, options = pooling.model(task), RequestOptions()
+        requests = [pooling.build(task, each, choice, options) for each in texts]
+        outputs = self._run(requests, use_tqdm, None)
+        return [pooled_output(task, model, output, choice) for output in outputs]
+
     def _run(
         self,
         requests: list[Request],
@@ -192,6 +277,14 @@ class LLM(HasEngine):
             if state.error is not None:
                 logger.warning("request %s failed: %s", state.request.request_id, state.error)
         return [state.output() for state in states]
+
+
+def _pooling_text(prompt: Any) -> PoolingText:
+    """A text, ids, or vLLM's dictionary of either."""
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
+        return PoolingText(str(prompt.get("prompt", "")), ids)
+    return PoolingText(prompt) if isinstance(prompt, str) else PoolingText(ids=prompt)
 
 
 class _Reporter:

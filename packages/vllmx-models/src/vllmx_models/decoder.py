@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
+from vllmx_core.model import Array, Model, ModelShape, Ops, Output, StepInputs, Weight
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import PartSpec, WeightSpec
 
@@ -76,34 +77,58 @@ class Decoder:
         caches = tuple(cache for cache in kept if cache is not None)
         return ModelShape(spec.vocab_size, spec.hidden_size, spec.max_model_len, caches, spec.dtype)
 
+    def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
+        """The model that gives vectors or scores of texts instead, as its config says."""
+        from vllmx_models.pooled_decoder import pooled_decoder
+
+        return pooled_decoder(self.spec, output, config)
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """The weight map, by the names that the architecture's checkpoints have."""
+        spec = self.spec
+        head = (self.head_part(),)
+        found = (
+            WeightSpec("lm_head", "linear", head, spec.hidden_size, "vocab", role="vocabulary"),
+        )
+        return (*self.trunk_weights(), *self._named(found))
+
+    def head_part(self) -> PartSpec:
+        """The matrix of the head, as the checkpoint names it."""
+        names = self.spec.names
+        module = names.embedding if self.spec.tied_embeddings else names.head
+        return PartSpec(f"{module}.weight", self.spec.vocab_size)
+
+    def trunk_weights(self) -> tuple[WeightSpec, ...]:
+        """Those of `hidden`."""
         spec, names = self.spec, self.spec.names
         table = (PartSpec(f"{names.embedding}.weight", spec.vocab_size),)
-        head = (PartSpec(f"{names.head}.weight", spec.vocab_size),)
         layers = (self._layer_weights(index, layer) for index, layer in enumerate(spec.layers))
         found = (
             WeightSpec("embed", "embedding", table, spec.hidden_size, "vocab", role="vocabulary"),
             *(weight for layer in layers for weight in layer),
             *spec.norm.weights("norm", names.norm, spec.hidden_size),
-            WeightSpec(
-                "lm_head", "linear", table if spec.tied_embeddings else head, spec.hidden_size,
-                "vocab", role="vocabulary",
-            ),
-        )  # fmt: skip
-        return found if names.also is None else tuple(_renamed(one, *names.also) for one in found)
+        )
+        return self._named(found)
+
+    def _named(self, specs: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
+        also = self.spec.names.also
+        return specs if also is None else tuple(_renamed(one, *also) for one in specs)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return {name: rope.table(max_model_len) for name, rope in self._tables.items()}
 
     def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        x = _scaled(ops, self.hidden(ops, w, step), self.spec.logit_scale)
+        return ops.logits(x, step.logit_rows, w["lm_head"], self.spec.logit_softcap)  # (L, V)
+
+    def hidden(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        """(T, E) what the last norm gives."""
         spec = self.spec
         x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
         stream = ResidualStream(ops, w, spec.norm, x)
         for index, layer in enumerate(spec.layers):
             self._layer(layer, stream, LayerScope(ops, w, step, index, self._tables, x))
-        x = _scaled(ops, stream.normed("norm"), spec.logit_scale)
-        return ops.logits(x, step.logit_rows, w["lm_head"], spec.logit_softcap)  # (L, V)
+        return stream.normed("norm")
 
     def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
         parallel, names = layer.norms.parallel, layer.norms.named

@@ -20,6 +20,7 @@ from vllmx_server.batches.places import Places
 from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
+from vllmx_server.engine_pooler import EnginePooler
 from vllmx_server.errors import route_path
 from vllmx_server.hosts import HostCheck, allowed_hosts
 from vllmx_server.metrics import Metrics
@@ -136,6 +137,9 @@ def build_app(llm: AsyncLLM, config: ServerConfig, storage: Storage | None = Non
     state = ServerState(
         llm, config, metrics, BodyBudget(config.max_body_bytes), storage or Storage(config)
     )
+    pooling_model = llm.info.pooling
+    if pooling_model is not None:
+        state.pooler = EnginePooler(llm, pooling_model)
     state.batches = _batch_runner(app, state)
     state.background = Background(state.storage, state.batches)
     app.state.server = state

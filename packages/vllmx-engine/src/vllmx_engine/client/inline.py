@@ -16,6 +16,7 @@ from vllmx_core.registry import Registry
 
 from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
 from vllmx_engine.client.chat_images import chat_images
+from vllmx_engine.client.pooling import PoolingBuilder
 from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_table import RequestTable
@@ -52,6 +53,7 @@ class InlineEngine:
             self.tokenizer = tokenizer.result()
             self.renderer = ChatRenderer.of(config, self.tokenizer, plan.registry)
             self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
+            self.pooling = PoolingBuilder(self.tokenizer, self.info)
             self.builder.check_grammar = self._check_grammar
             self.images = chat_images(config, self.builder)
             self._table = RequestTable(self.tokenizer)

@@ -170,6 +170,12 @@ class RequestBuilder:
             ContextLengthError: no room after the prompt for one token, or for `max_tokens`.
             InvalidRequestError: an empty prompt, or a token id outside the vocabulary.
         """
+        if self.info.pooling is not None:
+            raise InvalidRequestError(
+                f"model {self.info.model!r} makes vectors or scores and generates no text: ask it"
+                f" to {self.info.pooling.tasks[0]}, or load a generating model",
+                param="model",
+            )
         params = self._resolved(params or self.sampling_params())
         if params.truncate_prompt_tokens is None:
             text, ids = self._tokens(prompt, add_special_tokens, self.info.max_model_len - 1)

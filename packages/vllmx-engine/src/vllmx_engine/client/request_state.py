@@ -51,6 +51,7 @@ class ChoiceState:
         "request",
         "stop_reason",
         "text",
+        "vector",
     )
 
     def __init__(self, request: RequestState, index: int, tokenizer: Tokenizer) -> None:
@@ -73,6 +74,7 @@ class ChoiceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.has_update = False
+        self.vector = b""
         self._tokenizer = tokenizer
         self._hide_logprobs = params.logprobs is None
         self._most_rows = delta_rows(params.logprobs)
@@ -81,6 +83,7 @@ class ChoiceState:
         """Adds the update of one step; returns whether a stop string ended the sequence, of which
         the core knows nothing yet."""
         ids, stop = output.ids, None
+        self.vector = output.vector
         if ids:
             before = self.text.num_tokens
             text, stop = self.text.push(ids, ends_with_stop_token=output.stop_id is not None)
@@ -128,6 +131,7 @@ class ChoiceState:
             token_ids=self.ids if drop else self.ids.copy(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            vector=self.vector,
         )
         if not self._hide_logprobs:
             output.cumulative_logprob = self.cumulative_logprob

@@ -9,7 +9,7 @@ from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_engine.core.chunk import Batch, Chunk
 from vllmx_engine.core.rows import RowTable, known_tokens
-from vllmx_engine.core.sampling_rows import LogitOwners, RowsBuilder
+from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
 from vllmx_engine.core.sequence import Limits
 
 
@@ -38,6 +38,7 @@ class BatchBuilder:
     def __init__(self, table: RowTable, limits: Limits) -> None:
         self._table = table
         self._size = limits.block_size
+        self._pools = limits.pools
         self._shift = limits.block_size.bit_length() - 1
         tokens, rows = limits.token_budget, limits.max_rows
         self._tokens = np.zeros(tokens, np.int32)
@@ -63,6 +64,9 @@ class BatchBuilder:
         table = self._table
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
+        if self._pools:
+            sampling = NOTHING_SAMPLED
+            plan.token_types = self._token_types(batch, plan)
         if not waits_for_ids:
             self._sampling.edit(owners, sampling, number)
         step = Step(
@@ -135,6 +139,19 @@ class BatchBuilder:
             block_tables=(),  # `build` fills them in
             logit_rows=_logit_rows(num_decodes, chunks, query_start),
         )
+
+    @staticmethod
+    def _token_types(batch: Batch, plan: StepPlan) -> I32 | None:
+        """(T,) where some prompt of a model that samples nothing has types."""
+        if not any(chunk.sequence.request.token_types for chunk in batch.chunks):
+            return None
+        types = np.zeros(plan.num_tokens, np.int32)
+        for chunk, start in zip(batch.chunks, plan.query_start.tolist(), strict=False):
+            given = chunk.sequence.request.token_types
+            if given:
+                part = np.frombuffer(given, np.int32)[chunk.start :][: chunk.num_tokens]
+                types[start : start + chunk.num_tokens] = part
+        return types
 
     def _slots_of(self, positions: I32, first_block: AnyArray) -> tuple[I32, ...]:
         """For each group (T,) slots; `first_block` is where each token's table row begins in the

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import numpy as np
 from vllmx_core.errors import NonFiniteLogitsError, VllmxError
-from vllmx_core.plan import I32, StepResult
+from vllmx_core.plan import F32, I32, StepResult
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_engine.core.batch import Step
@@ -40,6 +41,8 @@ class Committer:
         """Results of sequences that ended since the launch are dropped; those of preempted ones
         count, because the step that computed them was sound. Pieces of prompts' log-probabilities
         come before all others."""
+        if result.vectors is not None:
+            return self._commit_vectors(step, result.vectors)
         table, owners = self._table, step.owners
         ids = result.ids[owners.logits]  # (S,)
         # rows of a later step keep their reference to it; a row's next owner has none yet to lose
@@ -70,6 +73,22 @@ class Committer:
                 outputs.append(self.fail(sequence, error))
                 num_more -= 1
         self.generation_tokens += len(outputs) + num_more
+        return outputs
+
+    def _commit_vectors(self, step: Step, vectors: F32) -> list[CoreOutput]:
+        """Each prompt that was completed has all that it wanted, and its blocks are free."""
+        self._file_blocks(step)
+        owners = step.owners
+        outputs: list[CoreOutput] = []
+        for sequence, logit in zip(owners.sequences, owners.logits.tolist(), strict=True):
+            if sequence.finished:
+                continue
+            vector = vectors[logit]
+            if np.isfinite(vector).all():
+                self.prompt_tokens += sequence.num_prompt
+                outputs.append(self._output(sequence, [], "stop", is_first=True, vector=vector))
+            else:
+                outputs.append(self.fail(sequence, _not_finite(sequence)))
         return outputs
 
     def fail(self, sequence: Sequence, error: Exception) -> CoreOutput:
@@ -146,20 +165,23 @@ class Committer:
         logprobs: list[TokenLogprobs] | None = None,
         *,
         is_first: bool = False,
+        vector: F32 | None = None,
     ) -> CoreOutput:
+        stops = reason == "stop" and bool(ids) and ids[-1] in sequence.stop_ids
         if reason is not None:
             self._scheduler.finish(sequence)
         return CoreOutput(
             request_id=sequence.request_id,
             ids=ids,
             finish_reason=reason,
-            stop_id=ids[-1] if reason == "stop" and ids[-1] in sequence.stop_ids else None,
+            stop_id=ids[-1] if stops else None,
             logprobs=logprobs,
             prompt_logprobs=[]
             if is_first and sequence.request.params.prompt_logprobs is not None
             else None,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queue_s=sequence.queue_s if is_first else None,
+            vector=b"" if vector is None else vector.tobytes(),
         )
 
     def _score(self, scored: Scored, result: StepResult, details: _Details) -> list[CoreOutput]:
@@ -190,6 +212,13 @@ def _pieces(scored: Scored, details: _Details) -> Iterator[CoreOutput]:
             for index in range(start, min(start + size, scored.count))
         ]
         yield CoreOutput(request_id=sequence.request_id, ids=[], prompt_logprobs=entries)
+
+
+def _not_finite(sequence: Sequence) -> NonFiniteLogitsError:
+    return NonFiniteLogitsError(
+        f"what the model made of the {sequence.num_prompt} tokens of this text is not finite: check"
+        " the weights, or load them with --dtype float32"
+    )
 
 
 def error_output(request_id: str, error: Exception) -> CoreOutput:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
+from vllmx_core.model import ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
 
 from vllmx_engine.core.batch import BatchBuilder, Step
@@ -58,10 +59,17 @@ class EngineCore:
         config: its scheduling fields; what the model's `LoadedInfo` says of sizes takes precedence.
         max_model_len: longest sequence, prompt and output together.
         vocab_size: ids below it may occur.
+        shape: of a model that gives vectors or scores.
     """
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, *, max_model_len: int, vocab_size: int
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        shape: ModelShape | None = None,
     ) -> None:
         self._model = model
         self.activity = CoreActivity()
@@ -69,13 +77,13 @@ class EngineCore:
             model.info.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
         )
         self._overlap = config.async_scheduling
-        self.limits = _limits(model, config, max_model_len, vocab_size)
+        self.limits = _limits(model, config, max_model_len, vocab_size, shape)
         self._cost = _cost(config, self.limits)
         self._scheduler = Scheduler(
             self.limits,
             self._cost,
             fcfs=config.scheduling_policy == "fcfs",
-            prefix_caching=config.enable_prefix_caching,
+            prefix_caching=config.enable_prefix_caching and not self.limits.whole_prompts,
             chunked_prefill=config.enable_chunked_prefill,
             identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
         )
@@ -315,12 +323,18 @@ def _cost(config: EngineConfig, limits: Limits) -> StepCost:
 
 
 def _limits(
-    model: LoadedModel, config: EngineConfig, max_model_len: int, vocab_size: int
+    model: LoadedModel,
+    config: EngineConfig,
+    max_model_len: int,
+    vocab_size: int,
+    shape: ModelShape | None,
 ) -> Limits:
     info = model.info
-    budget = min(
-        config.max_num_batched_tokens or info.max_num_batched_tokens, info.max_num_batched_tokens
-    )
+    pools = shape is not None and shape.output != "tokens"
+    whole_prompts = shape is not None and shape.whole_prompts
+    budget = info.max_num_batched_tokens
+    if config.max_num_batched_tokens is not None and not whole_prompts:
+        budget = min(config.max_num_batched_tokens, budget)
     return Limits(
         token_budget=budget,
         max_rows=min(config.max_num_seqs or info.max_num_seqs, budget, info.max_logit_rows),
@@ -330,6 +344,8 @@ def _limits(
         block_size=info.block_size,
         vocab_size=vocab_size,
         windows=info.cache_windows,
+        pools=pools,
+        whole_prompts=whole_prompts,
     )
 
 

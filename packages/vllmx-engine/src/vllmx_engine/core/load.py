@@ -25,12 +25,15 @@ from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model
 from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.registry import architecture_names
+from vllmx_core.text_modules import with_text_modules
 
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.generation_config import generation_config
 from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.pooling import pooling_info, with_score_tokens
 from vllmx_engine.core.sequence import Limits
 from vllmx_engine.wire.messages import CoreInfo
+from vllmx_engine.wire.pooling import PoolingInfo
 
 logger = logging.getLogger("vllmx.load")
 
@@ -54,8 +57,14 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
     try:
         check_quantization(checkpoint, plan.config.quantization)
+        checkpoint = with_text_modules(plan.registry, checkpoint, plan.config.task)
+        checkpoint = with_score_tokens(checkpoint, plan.config.task)
         chosen = choose_model(
-            plan.registry, checkpoint, plan.config.model_impl, plan.config.backend
+            plan.registry,
+            checkpoint,
+            plan.config.model_impl,
+            plan.config.backend,
+            plan.config.task,
         )
         model = chosen.model
         if plan.config.isq is not None:
@@ -80,9 +89,11 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
             plan.config,
             max_model_len=max_model_len,
             vocab_size=model.shape.vocab_size,
+            shape=model.shape,
         )
         seconds = time.monotonic() - started
-        info = _core_info(plan, checkpoint, loaded, core.limits, seconds)
+        pooling = pooling_info(checkpoint, model.shape)
+        info = _core_info(plan, checkpoint, loaded, core.limits, seconds, pooling)
         _log(info)
     except BaseException:
         loaded.close()
@@ -105,12 +116,15 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         )
     max_model_len = config.max_model_len or min(longest, AUTOMATIC_CONTEXT)
     max_model_len = _with_tables_that_fit(config, model, max_model_len)
+    step_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+    if model.shape.whole_prompts:
+        step_tokens = max(step_tokens, max_model_len)
     if config.num_kv_blocks is not None:
         held = longest_sequence(
             cache_layout(model.shape, grouped=True).windows,
             config.num_kv_blocks,
             config.block_size,
-            config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+            step_tokens,
             max_model_len,
         )
         if config.max_model_len is None:
@@ -128,7 +142,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         max_model_len=max_model_len,
         shrink_to_fit=config.max_model_len is None,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        max_num_batched_tokens=step_tokens,
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -194,6 +208,7 @@ def _core_info(
     loaded: LoadedModel,
     limits: Limits,
     seconds: float,
+    pooling: PoolingInfo | None,
 ) -> CoreInfo:
     info = loaded.info
     names = [*architecture_names(checkpoint.config), str(checkpoint.config.get("model_type", ""))]
@@ -215,6 +230,7 @@ def _core_info(
         weight_bytes=info.weight_bytes,
         kv_cache_bytes=info.kv_cache_bytes,
         load_seconds=seconds,
+        pooling=pooling,
         generation_config=_sendable(generation_config(plan.config, checkpoint.generation_config)),
         details={key: str(value) for key, value in info.details.items()}
         | ({} if plan.config.isq is None else {"quantised in situ": plan.config.isq}),

@@ -194,6 +194,10 @@ class Scheduler:
             if not chunks:
                 affordable = max(affordable, self.cost.min_chunk)
             size = int(min(wanted, tokens_left, affordable, self._scorable(sequence, logits_left)))
+            if self.limits.whole_prompts:
+                size = wanted
+                if size > tokens_left:
+                    break  # the budget of a step holds the longest prompt
             if chunks and size < min(wanted, self._least_chunk):
                 break
             size = self.blocks.cover(sequence.row, start, size, len(self.running))

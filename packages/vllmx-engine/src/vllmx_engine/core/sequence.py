@@ -33,6 +33,10 @@ class Limits:
     num_blocks: int
     block_size: int
     vocab_size: int
+    pools: bool = False
+    """The model gives a vector or scores for each prompt, and no tokens."""
+    whole_prompts: bool = False
+    """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
     windows: tuple[int | None, ...] = (None,)
     """Of each cache group, as in `LoadedInfo.cache_windows`."""
     max_tokens: int = field(init=False)
@@ -205,6 +209,10 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
         raise InvalidRequestError(
             f"seed must be from 0 to 2**64 - 1, got {request.seed}", param="seed"
         )
+    _check_kind(request, limits)
+    if limits.pools:
+        _check_pooled_length(length, limits)
+        return
     if length >= limits.max_model_len:
         raise ContextLengthError(
             f"the prompt has {length} tokens, but with room for one more the context of"
@@ -220,3 +228,40 @@ def check_request(request: CoreRequest, limits: Limits) -> None:
             param="prompt",
         )
     request.params.check_vocab(limits.vocab_size)
+
+
+def _check_kind(request: CoreRequest, limits: Limits) -> None:
+    """The model must answer with what the request wants. Raises InvalidRequestError."""
+    if request.pools and not limits.pools:
+        raise InvalidRequestError(
+            "the model generates text and makes no vectors: load it with --task embed, or another"
+            " model",
+            param="model",
+        )
+    if limits.pools and not request.pools:
+        raise InvalidRequestError(
+            "the model makes vectors or scores and generates no text: load a generating model",
+            param="model",
+        )
+    types = request.token_types
+    if types and len(types) != len(request.prompt):
+        raise InvalidRequestError(
+            f"{len(types) // _ID_BYTES} token types for {len(request.prompt) // _ID_BYTES} tokens",
+            param="prompt",
+        )
+
+
+def _check_pooled_length(length: int, limits: Limits) -> None:
+    if length > limits.max_model_len:
+        raise ContextLengthError(
+            f"the text has {length} tokens, the model takes {limits.max_model_len}: shorten it, or"
+            " set truncate_prompt_tokens",
+            param="prompt",
+        )
+    if length > limits.max_tokens:
+        raise CapacityError(
+            f"the text has {length} tokens, but the {limits.num_blocks} KV blocks of"
+            f" {limits.block_size} tokens hold {limits.max_tokens}: shorten it or raise"
+            " --num-kv-blocks or --memory-fraction",
+            param="prompt",
+        )

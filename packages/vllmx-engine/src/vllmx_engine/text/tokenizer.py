@@ -145,6 +145,28 @@ class Tokenizer:
         encodings = self._encodings(texts, add_special_tokens)
         return [self._ids(encoding, add_special_tokens) for encoding in encodings]
 
+    def encode_pair(
+        self, first: str | None, second: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Ids of two texts as the model's tokenizer joins them, and for each id 0 or 1: the text
+        that it belongs to. Without a first one it is `encode` of the second. Raises
+        InvalidRequestError."""
+        if first is None:
+            ids = self.encode(second, add_special_tokens)
+            return ids, [0] * len(ids)
+        with library_errors(_cannot_encode):
+            encoding = self.backend.encode(first, second, add_special_tokens=add_special_tokens)
+        ids, types = self._ids(encoding, add_special_tokens), list(encoding.type_ids)
+        if len(ids) > len(types):
+            behind = len(ids) - len(types) - len(self._prefix)
+            types = [*[0] * len(self._prefix), *types, *types[-1:] * behind]
+        return ids, types
+
+    def token_ends(self, text: str) -> list[int]:
+        """Where each token of a text ends, in characters."""
+        with library_errors(_cannot_encode):
+            return [end for _, end in self.backend.encode(text, add_special_tokens=False).offsets]
+
     def _encodings(
         self, texts: Sequence[str], add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:

@@ -17,6 +17,7 @@ from vllmx_core.plan import I32
 from vllmx_core.sampling import MAX_LOGPROBS, SamplingParams
 
 from vllmx_engine.wire.grammars import Grammar
+from vllmx_engine.wire.pooling import PoolingInfo
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -55,6 +56,10 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Part of the prefix-cache hash: only requests of one salt share blocks."""
     session_id: str = ""
     """The client's name of what this request goes on with; empty: none."""
+    pools: bool = False
+    """It wants the vector or the scores of its prompt, and no token."""
+    token_types: bytes = b""
+    """Of a pair: which text each prompt token belongs to, as `pack_ids`; empty: there is one."""
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
@@ -161,6 +166,8 @@ class CoreOutput(
     """`VllmxError.code` of it."""
     queue_s: float | None = None
     """From its arrival in the core to its first row; sent with the first token."""
+    vector: bytes = b""
+    """What a request that pools comes to: float32, in this machine's order."""
 
 
 def is_piece(output: CoreOutput) -> bool:
@@ -220,5 +227,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """As the checkpoint has it: defaults of sampling parameters."""
     max_logprobs: int = MAX_LOGPROBS
     """`EngineConfig.max_logprobs`."""
+    pooling: PoolingInfo | None = None
+    """Of a model that answers with vectors or scores; None: it generates text."""
     details: dict[str, str] = {}
     """Of the backend: kernel variant, threads, ..."""

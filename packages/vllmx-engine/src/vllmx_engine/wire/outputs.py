@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vllmx_engine.wire.messages import FinishReason
 
@@ -53,6 +55,42 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """Of `LLM.chat`: `text` without thoughts and calls."""
     tool_calls: list[ToolCall] | None = None
     """Of `LLM.chat` with tools: what the model calls."""
+    vector: bytes = b""
+    """Of a request that pools: what the model gave, float32."""
+
+
+class PoolingOutput(msgspec.Struct, frozen=True):
+    """What a model made of a text, or of a pair of texts."""
+
+    data: npt.NDArray[np.float32]
+    """(dimensions,) of a vector, (1,) of a score, (classes,) of probabilities."""
+
+    @property
+    def embedding(self) -> list[float]:
+        """Of `LLM.embed`."""
+        return [float(value) for value in self.data]
+
+    @property
+    def score(self) -> float:
+        """Of `LLM.score`."""
+        return float(self.data[0])
+
+    @property
+    def probs(self) -> list[float]:
+        """Of `LLM.classify`, by class."""
+        return [float(value) for value in self.data]
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
+    """The answer to one text of `LLM.embed`, `score` or `classify`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    """Without data where there is an error."""
+    error: str | None = None
+    """What went wrong, for people."""
+    finished: bool = True
 
 
 class RequestMetrics(msgspec.Struct):

@@ -46,7 +46,6 @@ VLLM = (
     ignored("--tokenizer-mode", "vllmx has one tokenizer for each model: say auto", "auto", "hf"),
     refused("--tokenizer-revision", "name a folder with --tokenizer"),
     refused("--skip-tokenizer-init", "a tokenizer is always loaded: leave it out", bare=True),
-    ignored("--task", "vllmx generates text: leave it out", "auto", "generate"),
     ignored("--runner", "vllmx generates text: leave it out", "auto", "generate"),
     ignored("--convert", "vllmx generates text: leave it out", "auto", "none"),
     ignored("--attention-backend", "each backend has its own attention"),

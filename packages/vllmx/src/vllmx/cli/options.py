@@ -50,6 +50,8 @@ HELP: Mapping[str, str] = {
     "tokenizer": "Folder with another tokenizer.",
     "chat_template": "File with another chat template.",
     "backend": "Backend by name, or auto: the best that can run here.",
+    "task": "What the model is loaded for: generate, embed, score or classify; auto: as its files"
+    " say.",
     "load_format": "Weight format by name, or auto.",
     "model_impl": "Whose code runs the model: vllmx (its own), transformers (any decoder it has, on"
     " backend torch, slowly) or auto: its own where there is one.",

@@ -1,0 +1,234 @@
+"""Texts that want vectors or scores: from what is asked to what the core is told, and from what it
+answers to what the user gets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.plan import F32
+from vllmx_core.sampling import SamplingParams
+
+from vllmx_engine.client.request import Request, RequestOptions
+from vllmx_engine.text.pairs import encode_fitting
+from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.messages import CoreInfo, CoreRequest, pack_ids
+from vllmx_engine.wire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllmx_engine.wire.pooling import PoolingInfo, PoolingTask
+
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
+_REMEDY = {
+    "embed": "an embedding model, such as Qwen/Qwen3-Embedding-0.6B, or this one with --task embed",
+    "score": "a reranker, such as BAAI/bge-reranker-v2-m3",
+    "classify": "a model with a classification head",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingText:
+    """One input."""
+
+    text: str = ""
+    ids: Sequence[int] | None = None
+    """Instead of `text`."""
+    pair: str | None = None
+    """Another text that `text` is compared with."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much text it is."""
+        ids = () if self.ids is None else self.ids
+        return len(self.text) + len(self.pair or "") + 4 * len(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingChoice:
+    """How inputs become tokens, and what becomes of what the model gives."""
+
+    add_special_tokens: bool = True
+    max_tokens: int | None = None
+    """Of longer inputs the first so many are taken; None: they are refused."""
+    normalize: bool | None = None
+    """Vectors have length 1, scores go through the model's activation; None: as the model says."""
+    dimensions: int | None = None
+    """Only the first so many numbers of a vector."""
+    prompt_name: str | None = None
+    """Which of the model's prompts is written before each text; None: its default, if any."""
+
+
+class PoolingBuilder:
+    """Checks inputs and makes requests of them. Thread-safe.
+
+    Args:
+        info: of the loaded core.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: CoreInfo) -> None:
+        self.info = info
+        self._tokenizer = tokenizer
+        self._numbers = itertools.count()
+
+    def model(self, task: PoolingTask) -> PoolingInfo:
+        """What the model does. Raises InvalidRequestError, with what to load, unless it does
+        this."""
+        pooling = self.info.pooling
+        if pooling is not None and task in pooling.tasks:
+            return pooling
+        what = "generates text" if pooling is None else f"is there to {pooling.tasks[0]} texts"
+        raise InvalidRequestError(
+            f"model {self.info.model!r} {what} and cannot {task} them: load {_REMEDY[task]}",
+            param="model",
+        )
+
+    def build(
+        self, task: PoolingTask, each: PoolingText, choice: PoolingChoice, options: RequestOptions
+    ) -> Request:
+        """Raises InvalidRequestError, ContextLengthError among them."""
+        model, limit = self.model(task), self.info.max_model_len
+        if choice.dimensions is not None and not 1 <= choice.dimensions <= model.size:
+            raise InvalidRequestError(
+                f"dimensions must be between 1 and the model's {model.size}, got"
+                f" {choice.dimensions}",
+                param="dimensions",
+            )
+        ids, types = self._tokens(model, each, choice, min(choice.max_tokens or limit, limit))
+        if not ids:
+            raise InvalidRequestError("the text has no tokens: give at least one", param="input")
+        if len(ids) > limit:
+            raise ContextLengthError(
+                f"the text has {len(ids)} tokens, the model takes {limit}: shorten it, or set"
+                " truncate_prompt_tokens to -1",
+                param="input",
+            )
+        wrong = [token for token in ids if not 0 <= token < self.info.vocab_size]
+        if wrong:
+            raise InvalidRequestError(
+                f"the text names token id {wrong[0]}, but the vocabulary has ids 0 to"
+                f" {self.info.vocab_size - 1}",
+                param="input",
+            )
+        name = f"pool-{next(self._numbers)}"
+        core = CoreRequest(
+            request_id=name, prompt=pack_ids(ids), params=_PARAMS, max_tokens=1, seed=0, pools=True,
+            token_types=pack_ids(types) if any(types) else b"", priority=options.priority,
+            client=options.client, cache_salt=options.cache_salt,
+        )  # fmt: skip
+        return Request(name, None, ids, _PARAMS, [core], None)
+
+    def _tokens(
+        self, model: PoolingInfo, each: PoolingText, choice: PoolingChoice, limit: int
+    ) -> tuple[list[int], list[int]]:
+        """Ids, and which text of a pair each belongs to."""
+        most = None if choice.max_tokens is None else limit
+        if each.ids is not None:
+            return list(each.ids)[:most], []
+        special = choice.add_special_tokens
+        if each.pair is None:
+            before = self._prompt(model, choice)
+            return encode_fitting(self._tokenizer, (before, each.text, ""), None, special, most)
+        if not model.pair:
+            parts = ("", each.pair, "")
+            return encode_fitting(self._tokenizer, parts, each.text, special, most)
+        head, rest = model.pair.split("{query}", 1)
+        middle, tail = rest.split("{document}", 1)
+        parts = (head + each.text + middle, each.pair, tail)
+        return encode_fitting(self._tokenizer, parts, None, special, most)
+
+    @staticmethod
+    def _prompt(model: PoolingInfo, choice: PoolingChoice) -> str:
+        name = model.default_prompt if choice.prompt_name is None else choice.prompt_name
+        if name is None:
+            return ""
+        if name not in model.prompts:
+            known = ", ".join(model.prompts) or "none"
+            raise InvalidRequestError(
+                f"the model has no prompt {name!r}; known: {known}", param="prompt_name"
+            )
+        return model.prompts[name]
+
+
+def finished_values(
+    task: PoolingTask, model: PoolingInfo, vector: F32, choice: PoolingChoice
+) -> F32:
+    """What the user gets of what the model gave."""
+    if task == "embed" or "embed" in model.tasks:
+        normalize = model.normalize if choice.normalize is None else choice.normalize
+        return _cut(vector, choice.dimensions, normalize=normalize)
+    if choice.normalize is False:
+        return vector[-1:] - vector[:1] if model.activation == "yes" else vector
+    match model.activation:
+        case "sigmoid":
+            return _sigmoid(vector)
+        case "yes":
+            return _sigmoid(vector[-1:] - vector[:1])
+        case "softmax":
+            shares = np.exp(vector - vector.max())
+            found: F32 = (shares / shares.sum()).astype(np.float32)
+            return found
+    return vector
+
+
+def pooled_output(
+    task: PoolingTask, model: PoolingInfo, output: RequestOutput, choice: PoolingChoice
+) -> PoolingRequestOutput:
+    """Of a request that has ended, well or not."""
+    data = np.frombuffer(output.outputs[0].vector, np.float32)
+    if data.size:
+        data = finished_values(task, model, data, choice)
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        outputs=PoolingOutput(data),
+        error=output.error,
+    )
+
+
+def pairs_of(
+    first: str | Sequence[str], second: str | Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """One text with each of several, or pair by pair. Raises InvalidRequestError."""
+    left = [first] if isinstance(first, str) else list(first)
+    right = [second] if isinstance(second, str) else list(second)
+    if len(left) == 1:
+        left *= len(right)
+    if len(left) != len(right) or not left:
+        raise InvalidRequestError(
+            f"{len(left)} texts cannot be paired with {len(right)}: give one, or as many as the"
+            " others",
+            param="text_1",
+        )
+    return left, right
+
+
+def cosine_output(
+    first: PoolingRequestOutput, second: PoolingRequestOutput
+) -> PoolingRequestOutput:
+    """The score of two texts by their vectors."""
+    error = first.error or second.error
+    score = [] if error else [cosine(first.outputs.data, second.outputs.data)]
+    return PoolingRequestOutput(
+        request_id=f"{first.request_id},{second.request_id}",
+        prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
+        outputs=PoolingOutput(np.array(score, np.float32)),
+        error=error,
+    )
+
+
+def cosine(first: F32, second: F32) -> float:
+    """How alike two vectors are, from -1 to 1; 0 where one is zero."""
+    lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
+    return float(first @ second) / lengths if lengths else 0.0
+
+
+def _cut(vector: F32, dimensions: int | None, *, normalize: bool) -> F32:
+    cut = vector if dimensions is None else vector[:dimensions]
+    length = float(np.linalg.norm(cut)) if normalize else 0.0
+    return cut / np.float32(length) if length else cut
+
+
+def _sigmoid(x: F32) -> F32:
+    found: F32 = (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
+    return found

@@ -1,0 +1,99 @@
+"""What a model that answers with vectors or scores is told to those who ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllmx_core.checkpoint import Checkpoint
+from vllmx_core.errors import UnsupportedModelError, shown
+from vllmx_core.model import ModelShape
+from vllmx_core.registry import architecture_names
+
+from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.pooling import Activation, PoolingInfo, PoolingTask
+
+JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer"
+    " the query\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""What Qwen3-Reranker was trained to answer with "yes" or "no"."""
+_ANSWERS = ["no", "yes"]
+
+
+def with_score_tokens(checkpoint: Checkpoint, task: str) -> Checkpoint:
+    """A generating model that is loaded to score: the ids of the tokens that it answers with, which
+    config.json may name as `classifier_from_token`. Raises UnsupportedModelError where its
+    tokenizer has no such tokens."""
+    config = checkpoint.config
+    generates = any(name.endswith("ForCausalLM") for name in architecture_names(config))
+    if task != "score" or not generates or "score_tokens" in config:
+        return checkpoint
+    words = config.get("classifier_from_token", _ANSWERS)
+    if not isinstance(words, list) or len(words) != 2 or not checkpoint.path.is_dir():
+        raise UnsupportedModelError(
+            f"classifier_from_token is {shown(words)}, not the two tokens that stand for no and yes"
+            " in the vocabulary of a folder's tokenizer"
+        )
+    tokenizer = Tokenizer.from_folder(checkpoint.path)
+    ids = [tokenizer.token_to_id(str(word)) for word in words]
+    if None in ids:
+        raise UnsupportedModelError(
+            f"--task score needs the tokens {shown(words)}, which the model's tokenizer does not"
+            " have: load a reranker"
+        )
+    return replace(checkpoint, config=config | {"score_tokens": ids})
+
+
+def pooling_info(checkpoint: Checkpoint, shape: ModelShape) -> PoolingInfo | None:
+    """None for a model that generates text."""
+    config = checkpoint.config
+    if shape.output == "tokens":
+        return None
+    if shape.output == "vectors":
+        modules = config.get("modules")
+        normalize = modules is None or any(each["kind"] == "normalize" for each in modules)
+        prompts, default = _prompts(config)
+        return PoolingInfo(
+            tasks=["embed", "score"], size=shape.output_size, normalize=normalize,
+            prompts=prompts, default_prompt=default,
+        )  # fmt: skip
+    if "score_tokens" in config:
+        return PoolingInfo(tasks=["score"], size=1, activation="yes", pair=JUDGE)
+    tasks: list[PoolingTask] = ["score", "classify"] if shape.output_size == 1 else ["classify"]
+    return PoolingInfo(
+        tasks=tasks, size=shape.output_size, labels=_labels(config, shape.output_size),
+        activation=_activation(config, shape.output_size),
+    )  # fmt: skip
+
+
+def _prompts(config: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+    settings = config.get("text_settings", {})
+    given, default = settings.get("prompts"), settings.get("default_prompt_name")
+    found = given.items() if isinstance(given, dict) else ()
+    prompts = {str(name): text for name, text in found if isinstance(text, str)}
+    return prompts, default if default in prompts else None
+
+
+def _labels(config: Mapping[str, Any], count: int) -> list[str]:
+    names = config.get("id2label")
+    named = names if isinstance(names, dict) else {}
+    return [str(named.get(str(index), f"LABEL_{index}")) for index in range(count)]
+
+
+def _activation(config: Mapping[str, Any], count: int) -> Activation:
+    """As sentence-transformers and transformers have it."""
+    own = config.get("sentence_transformers")
+    function = own.get("activation_fn") if isinstance(own, dict) else None
+    if isinstance(function, str):
+        known: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid"}
+        name = function.rsplit(".", 1)[-1]
+        if name not in known:
+            raise UnsupportedModelError(f"config.json names the activation {shown(function)}")
+        return known[name]
+    several = config.get("problem_type") == "multi_label_classification"
+    return "sigmoid" if count == 1 or several else "softmax"

@@ -1,0 +1,132 @@
+"""A decoder that answers with vectors or scores of texts: its layers, and another end.
+
+Embedders (Qwen3-Embedding, E5-Mistral), rerankers whose score is what they think of "no" and "yes"
+(Qwen3-Reranker), and `...ForSequenceClassification` over any decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.model import Array, ModelShape, Ops, Output, StepInputs, Weight
+from vllmx_core.ops.pool import PoolKind
+from vllmx_core.plan import AnyArray
+from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
+
+from vllmx_models.blocks.layer import part
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder, DecoderSpec
+
+MAX_LABELS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """From (T, E) to a row for each text: pooled, then through matrices."""
+
+    output: Output
+    pooling: PoolKind
+    matrices: tuple[tuple[WeightSpec, str], ...] = ()
+    """Each with its activation, "identity" for none."""
+
+    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
+        """(T, E) -> (L, size)."""
+        x = ops.pool(x, step, self.pooling)
+        for spec, activation in self.matrices:
+            x = ops.linear(x, w[spec.name])
+            if activation != "identity":
+                x = ops.activation(x, activation)  # type: ignore[arg-type]  # the op checks it
+        return x
+
+
+class PooledDecoder:
+    """A `vllmx_core.model.Model`."""
+
+    def __init__(self, spec: DecoderSpec, end: End) -> None:
+        self._decoder, self._end = Decoder(spec), end
+
+    @property
+    def shape(self) -> ModelShape:
+        shape, end = self._decoder.shape, self._end
+        return replace(
+            shape,
+            output=end.output,
+            output_size=end.matrices[-1][0].rows if end.matrices else shape.hidden_size,
+            whole_prompts=end.pooling != "last",
+        )
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        return (*self._decoder.trunk_weights(), *(spec for spec, _ in self._end.matrices))
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        return self._decoder.constants(max_model_len)
+
+    def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> Array:
+        return self._end.record(ops, w, self._decoder.hidden(ops, w, step), step)
+
+
+def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any]) -> PooledDecoder:
+    """As `vllmx_core.text_modules` and the config say; the last token's vector by default. Raises
+    UnsupportedModelError."""
+    if spec.names.also is None:  # saved without the head, its layers have no prefix
+        spec = replace(spec, names=replace(spec.names, also=("model.", "")))
+    pooling, dense = read_modules(config, spec.hidden_size)
+    if output == "vectors":
+        return PooledDecoder(spec, End("vectors", pooling or "last", dense))
+    tokens = config.get("score_tokens")
+    head = _labels(spec, config) if tokens is None else _token_rows(spec, tokens)
+    return PooledDecoder(spec, End("scores", "last", ((head, "identity"),)))
+
+
+def read_modules(
+    config: Mapping[str, Any], hidden_size: int
+) -> tuple[PoolKind | None, tuple[tuple[WeightSpec, str], ...]]:
+    """The pooling that `modules` names, and its dense layers with their activations. Raises
+    UnsupportedModelError for layers that do not follow each other."""
+    pooling: PoolKind | None = None
+    dense: list[tuple[WeightSpec, str]] = []
+    width = hidden_size
+    for module in config.get("modules", ()):
+        if module["kind"] == "pooling":
+            pooling = module["pooling"]
+        elif module["kind"] == "dense":
+            if pooling is None or module["in"] != width:
+                raise UnsupportedModelError(
+                    f"the dense layer {module['folder']} takes {module['in']} features, what comes"
+                    f" before it gives {width}: modules.json and its folders do not fit together"
+                )
+            matrix = part(f"{module['folder']}.linear", module["out"], module["bias"])
+            name = f"dense.{len(dense)}"
+            dense.append((WeightSpec(name, "linear", (matrix,), width), module["activation"]))
+            width = module["out"]
+    return pooling, tuple(dense)
+
+
+def _labels(spec: DecoderSpec, config: Mapping[str, Any]) -> WeightSpec:
+    """The matrix of `...ForSequenceClassification`, a row a label."""
+    read, names = ConfigReader(config, "ForSequenceClassification"), config.get("id2label")
+    count = len(names) if isinstance(names, dict) and names else 2
+    if not isinstance(names, dict) or read.has("num_labels"):
+        count = read.integer("num_labels", 2, high=MAX_LABELS)
+    return WeightSpec("score", "linear", (PartSpec("score.weight", count),), spec.hidden_size)
+
+
+def _token_rows(spec: DecoderSpec, tokens: Sequence[object]) -> WeightSpec:
+    """The rows of the head that belong to these tokens."""
+    head = Decoder(spec).head_part()
+    parts = []
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < spec.vocab_size:
+            raise UnsupportedModelError(
+                f"score_tokens names the token {token!r}, the vocabulary has {spec.vocab_size}"
+            )
+        parts.append(replace(head, rows=1, runs=RowRuns(token, 1, 1)))
+    found = WeightSpec("score", "linear", tuple(parts), spec.hidden_size)
+    also = spec.names.also
+    if also is None or not head.name.startswith(also[0]):
+        return found
+    names = (also[1] + head.name.removeprefix(also[0]),)
+    return replace(found, parts=tuple(replace(one, alternatives=names) for one in parts))

@@ -1,0 +1,56 @@
+"""Vectors and scores from the engine, for the routes that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
+from vllmx_engine.client.request import RequestOptions
+from vllmx_engine.wire.pooling import PoolingInfo
+
+from vllmx_server.pooling import Pooled, PoolingInput, PoolingOptions, Task
+
+
+class EnginePooler:
+    """A `vllmx_server.pooling.Pooler`."""
+
+    def __init__(self, llm: AsyncLLM, model: PoolingInfo) -> None:
+        self._llm, self._model = llm, model
+        self.tasks: frozenset[Task] = frozenset(model.tasks)
+        self.dimensions = model.size
+        self.labels: Sequence[str] = model.labels
+
+    async def pool(
+        self, task: Task, inputs: Sequence[PoolingInput], options: PoolingOptions
+    ) -> list[Pooled]:
+        """See `vllmx_server.pooling.Pooler.pool`."""
+        if task == "score" and "embed" in self.tasks:
+            return await self._compared(inputs, options)
+        texts = [PoolingText(each.text, each.ids, each.pair) for each in inputs]
+        return await self._answers(task, texts, options)
+
+    async def _compared(
+        self, pairs: Sequence[PoolingInput], options: PoolingOptions
+    ) -> list[Pooled]:
+        """The cosines of the vectors of two texts; each text is computed once."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in (pair.text, pair.pair or "")))
+        found = await self._answers("score", [PoolingText(text) for text in texts], options)
+        by_text = dict(zip(texts, found, strict=True))
+        answers = []
+        for pair in pairs:
+            first, second = by_text[pair.text], by_text[pair.pair or ""]
+            score = np.array([cosine(first.values, second.values)], np.float32)
+            answers.append(Pooled(score, first.num_tokens + second.num_tokens))
+        return answers
+
+    async def _answers(
+        self, task: Task, texts: Sequence[PoolingText], options: PoolingOptions
+    ) -> list[Pooled]:
+        choice = PoolingChoice(
+            options.add_special_tokens, options.max_tokens, None if options.normalize else False
+        )
+        who = RequestOptions(options.priority, options.client, cache_salt=options.client)
+        outputs = await self._llm.pool(task, texts, choice, who)
+        return [Pooled(each.outputs.data, len(each.prompt_token_ids)) for each in outputs]

@@ -1,0 +1,140 @@
+"""The routes of vectors, scores and classes over real models, through the whole application."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from vllmx_core.config import EngineConfig
+from vllmx_demo.source import MODEL_FOLDER
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_server.app import build_app
+from vllmx_server.config import ServerConfig
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+Client = httpx.AsyncClient
+Serve = Callable[..., AbstractAsyncContextManager[Client]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    """A server of a model in this process, and a client of it."""
+
+    @asynccontextmanager
+    async def run(model: Any, **config: Any) -> AsyncIterator[Client]:
+        if not isinstance(model, str):
+            model.save_pretrained(tmp_path)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(MODEL_FOLDER) / name, tmp_path)
+            model = str(tmp_path)
+        engine = EngineConfig(model=model, served_model_name="m", backend="numpy", **config)
+        async with await AsyncLLM.start(engine, in_process=True) as llm:
+            transport = httpx.ASGITransport(build_app(llm, ServerConfig()))
+            async with Client(transport=transport, base_url="http://127.0.0.1") as client:
+                yield client
+
+    return run
+
+
+async def ask(client: Client, path: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = json.loads(response.text)
+    return found
+
+
+async def refused(client: Client, path: str, **body: Any) -> str:
+    response = await client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    return response.text
+
+
+async def test_embeddings(serve: Serve) -> None:
+    torch.manual_seed(0)
+    model = transformers.MistralModel(
+        transformers.MistralConfig(**CONFIG, num_key_value_heads=1)
+    ).eval()
+    async with serve(model) as client:
+        answer = await ask(client, "/v1/embeddings", input=["The cat", "a dog", [5, 6, 7]])
+        vectors = [np.array(each["embedding"]) for each in answer["data"]]
+        with torch.no_grad():
+            wanted = model(torch.tensor([[5, 6, 7]])).last_hidden_state[0, -1].numpy()
+        np.testing.assert_allclose(vectors[2], wanted / np.linalg.norm(wanted), atol=2e-5)
+        assert answer["usage"]["prompt_tokens"] > 3
+        short = await ask(
+            client, "/v1/embeddings", input="a dog", dimensions=5, encoding_format="base64"
+        )
+        cut = np.frombuffer(base64.b64decode(short["data"][0]["embedding"]), "<f4")
+        head = vectors[1][:5]
+        np.testing.assert_allclose(cut, head / np.linalg.norm(head), atol=1e-5)
+        scored = await ask(client, "/score", text_1="The cat", text_2=["a dog", "The cat"])
+        scores = [each["score"] for each in scored["data"]]
+        np.testing.assert_allclose(scores, [vectors[0] @ vectors[1], 1], atol=1e-5)
+        assert "64" in await refused(client, "/v1/embeddings", input="a b c " * 100)
+        text = await refused(client, "/v1/completions", model="m", prompt="The")
+        assert "generates no text" in text
+        text = await refused(
+            client, "/v1/chat/completions", model="m", messages=[{"role": "user", "content": "x"}]
+        )
+        assert "generates no text" in text
+        assert "load" in await refused(client, "/classify", input="x")
+
+
+async def test_a_cross_encoder_ranks(serve: Serve) -> None:
+    torch.manual_seed(1)
+    config = transformers.BertConfig(**CONFIG, num_labels=1, type_vocab_size=2)
+    model = transformers.BertForSequenceClassification(config).eval()
+    documents = ["a dog", "The cat sat on the mat.", "Once upon a time"]
+    async with serve(model) as client:
+        scored = await ask(client, "/v1/score", text_1="The cat", text_2=documents)
+        scores = [each["score"] for each in scored["data"]]
+        ranked = await ask(client, "/v1/rerank", query="The cat", documents=documents, top_n=2)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(Path(MODEL_FOLDER) / "tokenizer.json")
+    )
+    for document, score in zip(documents, scores, strict=True):
+        encoded = tokenizer.backend_tokenizer.encode("The cat", document)
+        with torch.no_grad():
+            logit = model(
+                torch.tensor([encoded.ids]), token_type_ids=torch.tensor([encoded.type_ids])
+            ).logits[0, 0]
+        assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-5)
+    best = sorted(range(3), key=lambda index: -scores[index])[:2]
+    assert [each["index"] for each in ranked["results"]] == best
+
+
+async def test_classes(serve: Serve) -> None:
+    torch.manual_seed(2)
+    labels = {0: "good", 1: "bad", 2: "neither"}
+    config = transformers.LlamaConfig(**CONFIG, id2label=labels)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    async with serve(model) as client:
+        answer = await ask(client, "/classify", input=[[5, 6, 7]])
+        text = await refused(client, "/v1/embeddings", input="x")
+    with torch.no_grad():
+        wanted = model(torch.tensor([[5, 6, 7]])).logits[0].softmax(-1).numpy()
+    np.testing.assert_allclose(answer["data"][0]["probs"], wanted, atol=2e-5)
+    assert answer["data"][0]["label"] == labels[int(wanted.argmax())]
+    assert "makes no embeddings" in text
+
+
+async def test_a_generating_model_makes_no_vectors_unless_asked(serve: Serve) -> None:
+    async with serve("demo", max_model_len=64) as client:
+        assert "makes no embeddings" in await refused(client, "/v1/embeddings", input="x")
+    async with serve("demo", max_model_len=64, task="embed") as client:
+        answer = await ask(client, "/v1/embeddings", input="x")
+        assert len(answer["data"][0]["embedding"]) > 8

@@ -1,0 +1,245 @@
+"""Embeddings, scores and classes of decoders through the public interface, against transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from vllmx import LLM
+from vllmx_core.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedModelError,
+    WeightFormatError,
+)
+from vllmx_core.plan import F32
+from vllmx_demo.source import MODEL_FOLDER
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+VOCAB, HIDDEN, TEXTS = 4096, 48, ["Once upon a time there was a cat.", "The", "Once upon a dog."]
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+MODULES = ["Transformer", "Pooling", "Dense", "Normalize"]
+Save = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Makes the folder of a model."""
+
+    def make(model: Any, **files: Any) -> Path:
+        folder = tmp_path_factory.mktemp(type(model).__name__)
+        model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(MODEL_FOLDER) / name, folder)
+        for name, content in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(content))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trunk() -> Any:
+    torch.manual_seed(0)
+    return transformers.Qwen3Model(transformers.Qwen3Config(**CONFIG)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(save: Save, trunk: Any) -> Path:
+    return save(trunk)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), backend="numpy") as llm:
+        yield llm
+
+
+def hidden(trunk: Any, ids: list[int]) -> F32:
+    """(T, E)"""
+    with torch.no_grad():
+        found: F32 = trunk(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return found
+
+
+def unit(x: F32) -> F32:
+    return x / np.linalg.norm(x)
+
+
+def test_embeddings_equal_transformers(llm: LLM, trunk: Any) -> None:
+    for output in llm.embed(TEXTS):
+        wanted = unit(hidden(trunk, output.prompt_token_ids)[-1])
+        np.testing.assert_allclose(output.outputs.embedding, wanted, atol=2e-5)
+
+
+def test_fewer_dimensions_have_length_one_again(llm: LLM) -> None:
+    (whole,), (cut,) = llm.embed(TEXTS[:1]), llm.embed(TEXTS[:1], dimensions=7)
+    np.testing.assert_allclose(cut.outputs.data, unit(whole.outputs.data[:7]), atol=1e-6)
+    (plain,) = llm.embed(TEXTS[0], normalize=False)
+    np.testing.assert_allclose(unit(plain.outputs.data), whole.outputs.data, atol=1e-6)
+    assert abs(np.linalg.norm(plain.outputs.data) - 1) > 1e-3
+    with pytest.raises(InvalidRequestError, match="between 1 and the model's 48"):
+        llm.embed(TEXTS[0], dimensions=49)
+
+
+def test_a_score_of_an_embedder_is_a_cosine(llm: LLM) -> None:
+    first, second = (each.outputs.data for each in llm.embed(TEXTS[:2]))
+    same, other = llm.score(TEXTS[0], TEXTS[:2])
+    assert same.outputs.score == pytest.approx(1, abs=1e-6)
+    assert other.outputs.score == pytest.approx(float(first @ second), abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_chunks_and_prefixes_change_nothing(folder: Path, llm: LLM, backend: str) -> None:
+    """Rows leave after their one result, so that many more texts than rows go through."""
+    long = " ".join(TEXTS * 6)
+    texts = [long[: 40 + 9 * n] for n in range(20)]
+    wanted = [each.outputs.data for each in llm.embed(texts)]
+    options: dict[str, Any] = {"backend": backend, "dtype": "float32", "num_threads": 1}
+    with LLM(str(folder), max_num_seqs=3, max_num_batched_tokens=19, **options) as small:
+        for _ in range(2):
+            for each, vector in zip(small.embed(texts), wanted, strict=True):
+                np.testing.assert_allclose(each.outputs.data, vector, atol=2e-5)
+        core = small._engine._core
+        stats = core.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.prefix_cache_hits > 0
+
+
+def test_too_long_texts_are_refused_or_cut(llm: LLM) -> None:
+    text = " ".join(TEXTS * 20)
+    with pytest.raises(ContextLengthError, match="takes 128"):
+        llm.embed(text)
+    (cut,) = llm.embed(text, truncate_prompt_tokens=-1)
+    assert 120 < len(cut.prompt_token_ids) <= 128
+    (ten,) = llm.embed(text, truncate_prompt_tokens=10)
+    assert len(ten.prompt_token_ids) == 10
+    (full,) = llm.embed([[5] * 128])  # no room for a token of an answer is needed
+    assert full.error is None
+
+
+def test_what_the_model_does_not_do_is_refused_with_a_remedy(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="generates no text"):
+        llm.generate("Once")
+    with pytest.raises(InvalidRequestError, match="load a model with a classification head"):
+        llm.classify("Once")
+    with (
+        LLM("demo", backend="numpy", num_kv_blocks=8) as demo,
+        pytest.raises(InvalidRequestError, match="load an embedding model"),
+    ):
+        demo.embed("Once")
+
+
+def test_a_broken_text_fails_alone(save: Save, trunk: Any) -> None:
+    folder = save(trunk)
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    weights["embed_tokens.weight"][7] = np.nan
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with LLM(str(folder), backend="numpy") as llm:
+        good, broken, last = llm.embed([[5, 6], [6, 7, 8], [5]])
+    assert broken.error is not None
+    assert "not finite" in broken.error
+    assert good.error is None
+    assert last.error is None
+    assert len(last.outputs.data) == HIDDEN
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
+def test_modules_of_sentence_transformers(save: Save, trunk: Any, pooling: str) -> None:
+    modules = [
+        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"st.models.{kind}"}
+        for n, kind in enumerate(MODULES)
+    ]
+    settings = {"prompts": {"query": "Find: "}, "default_prompt_name": None}
+    folder = save(trunk, modules=modules, config_sentence_transformers=settings)
+    mode = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
+    for name, content in (
+        ("1_Pooling", {"word_embedding_dimension": HIDDEN, f"pooling_mode_{mode}": True}),
+        ("2_Dense", {"in_features": HIDDEN, "out_features": 9, "bias": True}),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(content))
+    rng = np.random.default_rng(0)
+    w, b = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((9, HIDDEN), (9,)))
+    dense = {"linear.weight": w, "linear.bias": b}
+    safetensors.numpy.save_file(dense, folder / "2_Dense" / "model.safetensors", {"format": "pt"})
+    pick = {
+        "mean": lambda x: x.mean(0), "cls": lambda x: x[0], "lasttoken": lambda x: x[-1]
+    }[pooling]  # fmt: skip
+    with LLM(str(folder), backend="cpu", dtype="float32", max_num_batched_tokens=16) as llm:
+        bare, found = llm.embed(TEXTS[0]), llm.embed(TEXTS[0], prompt_name="query")
+        with pytest.raises(InvalidRequestError, match="known: query"):
+            llm.embed("x", prompt_name="passage")
+    for output in (*bare, *found):
+        wanted = unit(w @ pick(hidden(trunk, output.prompt_token_ids)) + b)
+        np.testing.assert_allclose(output.outputs.data, wanted, atol=2e-5)
+    assert len(found[0].prompt_token_ids) > len(bare[0].prompt_token_ids)
+
+
+def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="'CNN'"):
+        LLM(str(save(trunk, modules=[{"path": "1_CNN", "type": "x.CNN"}])), backend="numpy")
+    with pytest.raises(WeightFormatError, match="outside"):
+        LLM(str(save(trunk, modules=[{"path": "../x", "type": "x.Dense"}])), backend="numpy")
+    with pytest.raises(UnsupportedModelError, match="has no head to generate"):
+        LLM(str(save(trunk)), backend="numpy", task="generate")
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_classifiers_equal_transformers(save: Save, family: str, labels: int) -> None:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**CONFIG, num_labels=labels)
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    with LLM(str(save(model)), backend="cpu", dtype="float32") as llm:
+        assert llm.info.pooling is not None
+        assert llm.info.pooling.labels == [f"LABEL_{n}" for n in range(labels)]
+        for output in llm.classify(TEXTS):
+            with torch.no_grad():
+                logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
+            wanted = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+            np.testing.assert_allclose(output.outputs.probs, wanted.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_the_layers_of_a_causal_model_embed(save: Save, family: str) -> None:
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{family}Config")(**CONFIG)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for twin, task in ((model, "embed"), (model.model, "auto")):
+        with LLM(str(save(twin)), backend="numpy", task=task) as llm:
+            for output in llm.embed(TEXTS):
+                wanted = unit(hidden(model.model, output.prompt_token_ids)[-1])
+                np.testing.assert_allclose(output.outputs.data, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reranker_scores_by_two_rows_of_its_head(save: Save, tied: bool) -> None:
+    torch.manual_seed(3)
+    config = transformers.Qwen3Config(
+        **CONFIG, tie_word_embeddings=tied, classifier_from_token=["a", "b"]
+    )
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    folder = save(model)
+    with LLM(str(folder), backend="cpu", dtype="float32", task="score", max_model_len=128) as llm:
+        no, yes = (llm.tokenizer.token_to_id(token) for token in "ab")
+        for output in llm.score("cat", TEXTS, truncate_prompt_tokens=-1):
+            with torch.no_grad():
+                logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+            wanted = torch.sigmoid(logits[yes] - logits[no])
+            assert output.outputs.score == pytest.approx(float(wanted), abs=2e-5)
+        text = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        assert "<Query>: cat\n<Document>: Once upon a dog." in text
