@@ -93,3 +93,22 @@ def test_without_a_target_nobody_is_held_back() -> None:
     for _ in range(30):
         made.step()
     assert made.loaded.records[-1].num_decodes == 32
+
+
+def test_a_prompt_keeps_no_pace_for_rows_of_lower_priority() -> None:
+    """Nor does it share its step with their prompts."""
+    made = harness(1e-4, target_step_ms=5.0)
+    for index in range(20):
+        made.add([index] * 4, 200, priority=LOWER)
+    for _ in range(30):
+        made.step()
+    made.add([3] * 60, 40, priority=LOWER)
+    urgent = made.add([40] * 200, 5)
+    made.step()
+    made.step()
+    step = next(record for record in made.loaded.records if max(record.lengths) > 100)
+    assert sorted(step.lengths)[-2:] == [1, 200]
+    while urgent not in made.last:
+        made.step()
+    made.run()
+    made.check_outputs()

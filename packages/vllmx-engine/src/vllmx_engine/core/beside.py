@@ -55,5 +55,9 @@ class Beside:
         self.seconds = max(0.0, self.seconds - each_s * lower.size)
         return rows
 
+    def yields_to(self, rank: int) -> bool:
+        """Whether all that decodes has a lower priority than this."""
+        return self.rank is not None and rank < self.rank
+
     def _load(self, rows: AnyArray) -> tuple[int, int]:
         return rows.size, int(self._table.computed[rows].sum()) + rows.size

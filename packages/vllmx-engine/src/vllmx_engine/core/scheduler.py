@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import insort
 from collections import Counter, deque
@@ -181,12 +182,18 @@ class Scheduler:
         tokens_left = self.limits.token_budget - decodes.size
         logits_left = self.limits.max_logit_rows - decodes.size
         seconds_left: float | None = None
+        urgent: Sequence | None = None
         chunks: list[Chunk] = []
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
             start = int(self.table.computed[sequence.row])
             wanted = len(sequence.tokens) - start
-            if seconds_left is None:
+            if self._beside.yields_to(self.queue.asked(sequence)):
+                urgent = sequence  # the pace of who decodes counts for nothing beside it
+                seconds_left = math.inf
+            elif urgent is not None:
+                break
+            elif seconds_left is None:
                 seconds_left = self.cost.chunk_seconds(decodes.size, context, self._num_prompts)
             is_lower = self._is_lower(sequence)
             limit_s = min(seconds_left, self._beside.seconds) if is_lower else seconds_left
