@@ -53,6 +53,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("qwen2", "Qwen2ForCausalLM", gguf=True),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", gguf="qwen2moe"),
         _model("qwen3", "Qwen3ForCausalLM", gguf=True),
+        _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf=False),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),
         _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
