@@ -26,7 +26,10 @@ CONFIG: dict[str, Any] = {
 
 
 def test_plugin() -> None:
-    assert check_plugin("vllmx_example_model.plugin").provides == ("model phi",)
+    assert check_plugin("vllmx_example_model.plugin").provides == (
+        "model phi",
+        "model flex-olmo",
+    )
 
 
 class TestPhi(ModelSuite):

@@ -8,5 +8,8 @@ from vllmx_core.specs import ModelSpec
 
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
-    implementation = "vllmx_example_model.phi:Phi"
-    return (ModelSpec("phi", implementation, ("PhiForCausalLM",), ("phi",)),)
+    phi, flex_olmo = "vllmx_example_model.phi:Phi", "vllmx_example_model.flex_olmo:flex_olmo"
+    return (
+        ModelSpec("phi", phi, ("PhiForCausalLM",), ("phi",)),
+        ModelSpec("flex-olmo", flex_olmo, ("FlexOlmoForCausalLM",), ("flex_olmo",)),
+    )
