@@ -354,7 +354,7 @@ ENCODERS = {
     f"{family}{end}"
     for family in ("Bert", "Gte", "ModernBert", "NomicBert", "Roberta", "XLMRoberta")
     for end in ("Model", "ForSequenceClassification")
-}
+} | {"Gemma3TextModel"}
 """Models that generate nothing: tests/integration/parity/test_parity_encoders.py."""
 
 

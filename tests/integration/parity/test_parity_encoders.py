@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import pytest
 from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedOpError
+from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.harness import all_vectors
-from vllmx_core.testing.plans import Row, make_plan
+from vllmx_core.testing.plans import Row, Wanted, make_plan
 from vllmx_models.encoder import Encoder
-from vllmx_models.tails import Pooled
+from vllmx_models.pooled_decoder import PooledDecoder
+from vllmx_models.tails import End
 
 from .conftest import registry
 
@@ -45,6 +47,10 @@ class Case:
     labels: int = 0
 
 
+EMBEDDING_GEMMA: dict[str, Any] = {
+    "use_bidirectional_attention": True, "sliding_window": 12, "head_dim": 16,
+    "num_key_value_heads": 2, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2,
+}  # fmt: skip
 CASES = [
     Case("bert", "bert"),
     Case("bert-relu-3-types", "bert", {"hidden_act": "relu", "type_vocab_size": 3}),
@@ -65,6 +71,7 @@ CASES = [
     Case("gte", "gte"),
     Case("gte-no-types", "gte", {"type_vocab_size": 0}),
     Case("gte-reranker", "gte", labels=1),
+    Case("embedding-gemma", "gemma3_text", EMBEDDING_GEMMA),
 ]  # fmt: skip
 
 
@@ -73,6 +80,7 @@ class Built:
     """A case that transformers saved, the texts that it was asked, and what it said of them."""
 
     folder: Path
+    config: dict[str, Any]
     rows: list[Row]
     expected: F32
 
@@ -81,15 +89,16 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Built]:
     found: dict[str, Built] = {}
 
-    def build(case: Case) -> Built:
+    def build_(case: Case) -> Built:
         if case.name not in found:
-            found[case.name] = _build(case, tmp_path_factory.mktemp(case.name))
+            found[case.name] = build(case, tmp_path_factory.mktemp(case.name))
         return found[case.name]
 
-    return build
+    return build_
 
 
-def _build(case: Case, folder: Path) -> Built:
+def build(case: Case, folder: Path) -> Built:
+    """With random weights, in `folder`."""
     torch.manual_seed(7)
     options = {**TINY, "pad_token_id": 1, **case.options}
     if case.labels:
@@ -104,7 +113,8 @@ def _build(case: Case, folder: Path) -> Built:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     rows = _rows(getattr(config, "type_vocab_size", 0))
-    return Built(folder, rows, np.concatenate([_answer(model, row, case) for row in rows]))
+    expected = np.concatenate([_answer(model, row, case) for row in rows])
+    return Built(folder, config.to_dict(), rows, expected)
 
 
 def _rows(types: int) -> list[Row]:
@@ -132,45 +142,51 @@ def _answer(model: Any, row: Row, case: Case) -> F32:
     return answer
 
 
-@pytest.fixture
-def load(backend_name: str) -> Iterator[Callable[[Path, int], LoadedModel]]:
-    opened: list[Any] = []
+def replace_end(model: Encoder | PooledDecoder, end: End) -> Model:
+    """The same trunk."""
+    if isinstance(model, Encoder):
+        return Encoder(model.spec, end)
+    return PooledDecoder(model.spec, end)
 
-    def load_(folder: Path, labels: int) -> LoadedModel:
-        checkpoint = open_checkpoint(registry(), folder)
-        opened.append(closing(checkpoint.weights))
+
+@contextmanager
+def loading(name: str, path: Path, labels: int) -> Iterator[LoadedModel]:
+    """The model on a backend, in float32; without labels each token of a text is an answer."""
+    checkpoint = open_checkpoint(registry(), path)
+    with closing(checkpoint.weights):
         model = build_model(registry(), checkpoint)
-        assert isinstance(model, Encoder)
         assert model.shape.max_model_len == LONGEST
-        if not labels:
-            model = Encoder(model.spec, Pooled("last"))
+        if not labels:  # the last token of a text that ends with each of its tokens
+            assert isinstance(model, Encoder | PooledDecoder)
+            model = replace_end(model, End("vectors", "last"))
         options = LoadOptions(
             dtype="f32", kv_cache_dtype="f32", max_model_len=LONGEST, max_num_seqs=4,
             max_num_batched_tokens=sum(LENGTHS), block_size=16, num_kv_blocks=20, num_threads=1,
         )  # fmt: skip
-        backend = registry().get(BackendSpec, backend_name).load()()
-        loaded: LoadedModel = backend.load(model, checkpoint.weights, options)
-        opened.append(closing(loaded))
-        return loaded
+        backend = registry().get(BackendSpec, name).load()()
+        with closing(backend.load(model, checkpoint.weights, options)) as loaded:
+            yield loaded
 
-    yield load_
-    for one in reversed(opened):
-        one.__exit__(None, None, None)
+
+def load_numpy(path: Path, labels: int) -> AbstractContextManager[LoadedModel]:
+    """On the reference."""
+    return loading("numpy", path, labels)
+
+
+def wanted_rows(given: Built, case: Case) -> list[Row]:
+    """The texts, each of whose tokens is asked for, or the last one alone."""
+    wanted: Wanted = "last" if case.labels else "all"
+    return [Row(row.tokens, 0, row.blocks, wanted, types=row.types) for row in given.rows]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_tokens_and_scores(
-    case: Case, built: Callable[[Case], Built], load: Callable[[Path, int], LoadedModel]
-) -> None:
+def test_tokens_and_scores(case: Case, built: Callable[[Case], Built], backend_name: str) -> None:
     given = built(case)
     named = json.loads((given.folder / "config.json").read_text())["architectures"]
     assert named[0].endswith("ForSequenceClassification" if case.labels else "Model")
     try:
-        loaded = load(given.folder, case.labels)
+        with loading(backend_name, given.folder, case.labels) as loaded:
+            found = all_vectors(loaded, make_plan(wanted_rows(given, case), 16))
     except UnsupportedOpError as error:
         pytest.skip(error.message)
-    wanted = "last" if case.labels else "all"
-    rows = [Row(row.tokens, 0, row.blocks, wanted, types=row.types) for row in given.rows]
-    found = all_vectors(loaded, make_plan(rows, 16))
-    error = np.abs(found - given.expected).max() / np.abs(given.expected).max()
-    assert error < 2e-5
+    assert np.abs(found - given.expected).max() < 2e-5 * np.abs(given.expected).max()

@@ -6,6 +6,7 @@ map can pick is picked the same way everywhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -83,8 +84,7 @@ def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
 def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPart:
     part = source.part(name_in(source, wanted))
     if spec.shape is not None:
-        rows = (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols)
-        return _shaped(part, spec.shape, rows)
+        return _shaped(part, spec.shape)
     if wanted.entry is not None:
         axes = 2 if spec.kind == "vector" else 3
         if len(part.shape) != axes:
@@ -138,16 +138,17 @@ def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:
     return rows_of(part, index)
 
 
-def _shaped(part: WeightPart, shape: tuple[int, ...], flat: tuple[int, ...]) -> WeightPart:
-    """The values of a tensor of this shape in the shape `flat`, axes of length 1 left out."""
+def _shaped(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
+    """The values of a tensor of this shape as one row, axes of length 1 left out."""
     if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
         checked(part, shape)
+    flat = (math.prod(shape),)
     if part.decode is None and part.cut is None:
         raw = part.buffers["weight"]
         return replace(part, shape=flat, buffers={"weight": replace(raw, shape=flat)})
 
     def decode(_: WeightPart, begin: int, end: int) -> F32:
-        return part.dequantize().reshape(flat)[begin:end]
+        return part.dequantize().reshape(-1)[begin:end]
 
     return WeightPart(part.name, flat, part.layout, {}, decode)
 

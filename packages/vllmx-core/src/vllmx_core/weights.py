@@ -338,8 +338,8 @@ class WeightSpec:
     count: int = 1
     """Matrices of a stack."""
     shape: tuple[int, ...] | None = None
-    """Of the one tensor of a weight that has more axes in the file, such as the taps of a
-    convolution: row-major values all the same. Axes of length 1 in the file are ignored."""
+    """Of the one tensor of a "vector" whose values are more than a row, such as the taps of a
+    convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored."""
 
     @property
     def rows(self) -> int:

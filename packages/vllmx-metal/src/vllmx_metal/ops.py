@@ -119,6 +119,8 @@ OPS: OpTable[MetalFrame, None] = OpTable("metal")
 @OPS.add(Embedding)
 def _embedding(op: Embedding, frame: MetalFrame) -> None:
     ids: mx.array = getattr(frame.step, op.ids.source)
+    if op.ids.source == "token_types":
+        ids = mx.minimum(ids, op.w.rows - 1)
     frame[op.out] = frame.table(op.w).rows(ids + op.offset).astype(mx.float32)
 
 

@@ -13,7 +13,10 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import LayerSpec
 from vllmx_models.decoder_config import attention_mixer, dense_mlp, head_size, num_layers
 from vllmx_models.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.tails import ClassHead, Pooled, Tail, num_labels
+from vllmx_models.gguf.architecture import GGUFArchitecture
+from vllmx_models.gguf.encoders import encoder_config, labels
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.tails import ClassHead, num_labels, pooled
 
 ATTENTION = AttentionNames("attention", "self.query", "self.key", "self.value", "output.dense")
 MLP = MLPNames("", up="intermediate.dense", down="output.dense")
@@ -22,8 +25,9 @@ MOST_POSITIONS = 1 << 20
 
 
 def bert(config: Mapping[str, Any]) -> Encoder:
-    """The mean of a text's tokens."""
-    return Encoder(_spec(ConfigReader(config, "BertModel")), Pooled("mean"))
+    """The mean of a text's tokens, unless its modules say otherwise."""
+    spec = _spec(ConfigReader(config, "BertModel"))
+    return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def bert_classifier(config: Mapping[str, Any]) -> Encoder:
@@ -35,18 +39,19 @@ def bert_classifier(config: Mapping[str, Any]) -> Encoder:
 
 def roberta(config: Mapping[str, Any]) -> Encoder:
     """BERT whose positions begin behind the padding's row."""
-    return _roberta(ConfigReader(config, "XLMRobertaModel"), Pooled("mean"))
+    spec = _roberta(ConfigReader(config, "XLMRobertaModel"))
+    return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def roberta_classifier(config: Mapping[str, Any]) -> Encoder:
     """Scores of labels from the first token, through a layer of their own."""
     read = ConfigReader(config, "XLMRobertaForSequenceClassification")
     head = ClassHead(num_labels(read), "classifier.dense", "classifier.out_proj")
-    return _roberta(read, head)
+    return Encoder(_roberta(read), head)
 
 
-def _roberta(read: ConfigReader, tail: Tail) -> Encoder:
-    return Encoder(_spec(read, read.integer("pad_token_id", 1, low=0) + 1), tail)
+def _roberta(read: ConfigReader) -> EncoderSpec:
+    return _spec(read, read.integer("pad_token_id", 1, low=0) + 1)
 
 
 def _spec(read: ConfigReader, first_position: int = 0) -> EncoderSpec:
@@ -75,3 +80,32 @@ def _spec(read: ConfigReader, first_position: int = 0) -> EncoderSpec:
         token_types=read.integer("type_vocab_size", 2, high=MOST_POSITIONS),
         names=EncoderNames(prefixes=("bert.", "roberta.")),
     )
+
+
+_LAYER = "encoder.layer.{}"
+_TENSORS: Mapping[str, str] = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "blk.{}.attn_q": f"{_LAYER}.attention.self.query",
+    "blk.{}.attn_k": f"{_LAYER}.attention.self.key",
+    "blk.{}.attn_v": f"{_LAYER}.attention.self.value",
+    "blk.{}.attn_output": f"{_LAYER}.attention.output.dense",
+    "blk.{}.attn_output_norm": f"{_LAYER}.attention.output.LayerNorm",
+    "blk.{}.ffn_up": f"{_LAYER}.intermediate.dense",
+    "blk.{}.ffn_down": f"{_LAYER}.output.dense",
+    "blk.{}.layer_output_norm": f"{_LAYER}.output.LayerNorm",
+    "cls": "pooler.dense",
+    "cls.output": "classifier",
+}
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """Of RoBERTa's positions the file has those from the first token's on."""
+    scores = labels(header)
+    architecture = "BertForSequenceClassification" if scores else "BertModel"
+    return {**encoder_config(header), **scores, "architectures": [architecture]}
+
+
+GGUF = GGUFArchitecture("BertModel", _TENSORS, config=_gguf_config)

@@ -10,17 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllmx_core.model import (
-    Array,
-    Encoder,
-    FeatureSpec,
-    Model,
-    ModelShape,
-    Ops,
-    Output,
-    StepInputs,
-    Weight,
-)
+from vllmx_core.model import Array, Model, ModelShape, Ops, Output, StepInputs, Weight
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import PartSpec, WeightSpec
 
@@ -70,18 +60,14 @@ class DecoderSpec:
     """Of what a block adds to the stream."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    features: FeatureSpec | None = None
-    """Of images: the first part replaces embeddings, each other one is added behind a layer, the
-    first behind the first."""
     names: ModelNames = ModelNames()
 
 
 class Decoder:
-    """A `vllmx_core.model.Model` over a `DecoderSpec`, with a tower where it sees images."""
+    """A `vllmx_core.model.Model` over a `DecoderSpec`."""
 
-    def __init__(self, spec: DecoderSpec, encoder: Encoder | None = None) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         self.spec = spec
-        self.encoder = encoder
         self._tables = rope_tables(spec.layers)
 
     @property
@@ -89,10 +75,7 @@ class Decoder:
         spec = self.spec
         kept = (layer.mixer.cache for layer in spec.layers)
         caches = tuple(cache for cache in kept if cache is not None)
-        return ModelShape(
-            spec.vocab_size, spec.hidden_size, spec.max_model_len, caches, spec.dtype,
-            features=spec.features,
-        )  # fmt: skip
+        return ModelShape(spec.vocab_size, spec.hidden_size, spec.max_model_len, caches, spec.dtype)
 
     def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
         """The model that gives vectors or scores of texts instead, as its config says."""
@@ -142,14 +125,9 @@ class Decoder:
         """(T, E) what the last norm gives."""
         spec = self.spec
         x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
-        num_added = 0
-        if spec.features is not None:
-            x, num_added = ops.place(x, step), spec.features.parts - 1
         stream = ResidualStream(ops, w, spec.norm, x)
         for index, layer in enumerate(spec.layers):
             self._layer(layer, stream, LayerScope(ops, w, step, index, self._tables, x))
-            if index < num_added:
-                stream.replace(ops.place(stream.read(), step, index + 1, adds=True))
         return stream.normed("norm")
 
     def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:

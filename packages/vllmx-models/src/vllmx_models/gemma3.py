@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllmx_core.model import Model
+
 from vllmx_models.blocks.norms import SANDWICH
 from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder, DecoderSpec
+from vllmx_models.decoder import Decoder, DecoderSpec, ModelNames
 from vllmx_models.decoder_config import (
     attention_mixer,
     decoder_spec,
@@ -23,9 +25,12 @@ from vllmx_models.decoder_config import (
 from vllmx_models.gemma import HEAD_SIZE, gemma_activation, gemma_config
 from vllmx_models.gemma2 import query_scalar
 from vllmx_models.gguf.architecture import HEAD_NORM_TENSORS, SANDWICH_TENSORS, GGUFArchitecture
+from vllmx_models.gguf.encoders import text_modules
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.text_config import inside_images, text_config
 
+EMBEDDER = "gemma-embedding"
+"""GGUF's name of EmbeddingGemma."""
 DEFAULT_POSITIONS = 131072
 DEFAULT_WINDOW = 4096
 _DEFAULTS: Mapping[str, Any] = {
@@ -41,9 +46,25 @@ def gemma3_text(config: Mapping[str, Any]) -> Decoder:
 
 
 def gemma3(config: Mapping[str, Any]) -> Decoder:
-    """The scaling of the rotation is for layers without a window."""
+    """The text model of one with images, or alone."""
     read = ConfigReader(text_config(config, _DEFAULTS), "Gemma3ForCausalLM")
+    return _decoder(read, inside_images(config))
+
+
+def gemma3_embedder(config: Mapping[str, Any]) -> Model:
+    """EmbeddingGemma: tokens see each other both ways, and the mean of a text is its vector."""
+    read = ConfigReader(config, "Gemma3TextModel")
+    both_ways = read.flag("use_bidirectional_attention", False)
+    decoder = _decoder(read, ModelNames(), both_ways=both_ways)
+    pooling = {"kind": "pooling", "pooling": "mean" if both_ways else "last"}
+    return decoder.answering("vectors", {"modules": [pooling], **config})
+
+
+def _decoder(read: ConfigReader, names: ModelNames, *, both_ways: bool = False) -> Decoder:
+    """The scaling of the rotation is for layers without a window, which reaches half as far each
+    way where it reaches both ways."""
     read.refuse_quirks(
+        *(("use_bidirectional_attention",) if both_ways else ()),
         "attention_bias", "layer_types", "sliding_window", "query_pre_attn_scalar",
         "attn_logit_softcapping", "final_logit_softcapping",
     )  # fmt: skip
@@ -59,11 +80,16 @@ def gemma3(config: Mapping[str, Any]) -> Decoder:
         qk_norm=norm,
         scale=read.number("query_pre_attn_scalar", 256) ** -0.5,
         softcap=read.optional("attn_logit_softcapping", 0),
+        both_ways=both_ways,
     )
+    if both_ways and mixer.softcap is not None:
+        raise read.error("attn_logit_softcapping", "must be null where tokens see both ways")
     mlp = dense_mlp(read, gemma_activation(read))
     by_type = scaled_where_full(read, 1_000_000.0, 10_000.0)
     ropes = layer_ropes(by_type, head, sliding, default_positions=DEFAULT_POSITIONS)
     window = read.integer("sliding_window", DEFAULT_WINDOW, high=1 << 31)
+    if both_ways:
+        window = window // 2 + 1
     return Decoder(
         decoder_spec(
             read,
@@ -74,7 +100,7 @@ def gemma3(config: Mapping[str, Any]) -> Decoder:
             norm=norm,
             embedding_scale=read.integer("hidden_size") ** 0.5,
             logit_softcap=read.optional("final_logit_softcapping", 0),
-            names=inside_images(config),
+            names=names,
         )
     )
 
@@ -87,6 +113,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         "attention.sliding_window_pattern",
         cap,
         "rope.freq_base_swa",
+        *(("attention.causal",) if header.architecture == EMBEDDER else ()),
     )
     return {
         **config,
@@ -97,6 +124,28 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         "rope_local_base_freq": header.number("rope.freq_base_swa", 10_000.0),
         cap: header.number(cap) if header.has(cap) else None,
     }
+
+
+def _embedder_config(header: GGUFHeader) -> dict[str, Any]:
+    if header.flag("attention.causal", True):
+        raise header.error("attention.causal", "must be false: tokens see each other both ways")
+    config = {**_gguf_config(header), **text_modules(header), "use_bidirectional_attention": True}
+    dense = [
+        _dense(header, number) for number in (2, 3) if f"dense_{number}.weight" in header.tensors
+    ]
+    if dense:
+        given = config.get(
+            "modules", [{"kind": "pooling", "pooling": "mean"}, {"kind": "normalize"}]
+        )
+        config["modules"] = [*given[:-1], *dense, given[-1]]
+    return config
+
+
+def _dense(header: GGUFHeader, number: int) -> dict[str, Any]:
+    rows, cols = header.tensors[f"dense_{number}.weight"].shape
+    folder, bias = f"{number}_Dense", f"dense_{number}.bias" in header.tensors
+    sizes = {"in": cols, "out": rows, "bias": bias}
+    return {"kind": "dense", "folder": folder, **sizes, "activation": "identity"}
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
@@ -111,4 +160,10 @@ GGUF = GGUFArchitecture(
     config=_gguf_config,
     norm_offset=1.0,
     states=_states,
+)
+EMBEDDER_GGUF = GGUFArchitecture(
+    "Gemma3TextModel",
+    {**GGUF.tensors, "dense_2": "2_Dense.linear", "dense_3": "3_Dense.linear"},
+    config=_embedder_config,
+    norm_offset=1.0,
 )

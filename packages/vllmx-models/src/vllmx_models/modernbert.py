@@ -23,7 +23,10 @@ from vllmx_models.decoder_config import (
     sliding_layers,
 )
 from vllmx_models.encoder import Encoder, EncoderNames, EncoderSpec
-from vllmx_models.tails import ClassHead, Pooled, num_labels
+from vllmx_models.gguf.architecture import GGUFArchitecture
+from vllmx_models.gguf.encoders import encoder_config
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.tails import ClassHead, num_labels, pooled
 
 DEFAULT_POSITIONS = 8192
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
@@ -39,7 +42,8 @@ _NORMS = LayerNorms("attn_norm", None, "mlp_norm", None)
 
 def modernbert(config: Mapping[str, Any]) -> Encoder:
     """The mean of a text's tokens."""
-    return Encoder(_spec(ConfigReader(config, "ModernBertModel")), Pooled("mean"))
+    spec = _spec(ConfigReader(config, "ModernBertModel"))
+    return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def modernbert_classifier(config: Mapping[str, Any]) -> Encoder:
@@ -105,3 +109,34 @@ def _by_type(read: ConfigReader) -> ConfigReader:
         "sliding_attention": {"rope_theta": read.number("local_rope_theta", LOCAL_THETA)},
     }
     return ConfigReader({**read.config, "rope_parameters": by_type}, read.architecture)
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    window = "attention.sliding_window"
+    return {
+        **encoder_config(header, window, f"{window}_pattern", "rope.freq_base_swa"),
+        "local_attention": header.integer(window),
+        "global_attn_every_n_layers": header.integer(f"{window}_pattern", 3),
+        "global_rope_theta": header.number("rope.freq_base", GLOBAL_THETA),
+        "local_rope_theta": header.number("rope.freq_base_swa", LOCAL_THETA),
+        "norm_bias": "output_norm.bias" in header.tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+    }
+
+
+GGUF = GGUFArchitecture(
+    "ModernBertModel",
+    {
+        "token_embd": "embeddings.tok_embeddings",
+        "token_embd_norm": "embeddings.norm",
+        "blk.{}.attn_norm": "layers.{}.attn_norm",
+        "blk.{}.attn_qkv": "layers.{}.attn.Wqkv",
+        "blk.{}.attn_output": "layers.{}.attn.Wo",
+        "blk.{}.ffn_norm": "layers.{}.mlp_norm",
+        "blk.{}.ffn_up": "layers.{}.mlp.Wi",
+        "blk.{}.ffn_down": "layers.{}.mlp.Wo",
+        "output_norm": "final_norm",
+    },
+    config=_gguf_config,
+)

@@ -13,8 +13,10 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import LayerSpec
 from vllmx_models.decoder_config import attention_mixer, dense_mlp, head_size, num_layers
 from vllmx_models.encoder import Encoder, EncoderNames, EncoderSpec
+from vllmx_models.gguf.architecture import GGUFArchitecture
+from vllmx_models.gguf.encoders import encoder_config
 from vllmx_models.rope import read_rope
-from vllmx_models.tails import ClassHead, Pooled, num_labels
+from vllmx_models.tails import ClassHead, num_labels, pooled
 
 _NOMIC = EncoderNames(
     embedding_norm="emb_ln", layers="encoder.layers", prefixes=("nomic_bert.", "bert.")
@@ -42,7 +44,8 @@ _GTE_NORMS = LayerNorms(None, "attn_ln", None, "mlp_ln")
 
 def nomic_bert(config: Mapping[str, Any]) -> Encoder:
     """The mean of a text's tokens."""
-    return Encoder(_nomic(_nomic_config(config, "NomicBertModel")), Pooled("mean"))
+    spec = _nomic(_nomic_config(config, "NomicBertModel"))
+    return Encoder(spec, pooled(config, spec.hidden_size, "mean"))
 
 
 def nomic_bert_classifier(config: Mapping[str, Any]) -> Encoder:
@@ -54,7 +57,8 @@ def nomic_bert_classifier(config: Mapping[str, Any]) -> Encoder:
 
 def gte(config: Mapping[str, Any]) -> Encoder:
     """The first token."""
-    return Encoder(_gte(ConfigReader(config, "GteModel")), Pooled("cls"))
+    spec = _gte(ConfigReader(config, "GteModel"))
+    return Encoder(spec, pooled(config, spec.hidden_size, "cls"))
 
 
 def gte_classifier(config: Mapping[str, Any]) -> Encoder:
@@ -119,3 +123,25 @@ def _spec(
         token_types=read.integer("type_vocab_size", token_types, low=0, high=1 << 20),
         names=names,
     )
+
+
+_LAYER = "encoder.layers.{}"
+GGUF = GGUFArchitecture(
+    "NomicBertModel",
+    {
+        "token_embd": "embeddings.word_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "token_embd_norm": "emb_ln",
+        "blk.{}.attn_qkv": f"{_LAYER}.attn.Wqkv",
+        "blk.{}.attn_output": f"{_LAYER}.attn.out_proj",
+        "blk.{}.attn_output_norm": f"{_LAYER}.norm1",
+        "blk.{}.ffn_up": f"{_LAYER}.mlp.fc11",
+        "blk.{}.ffn_gate": f"{_LAYER}.mlp.fc12",
+        "blk.{}.ffn_down": f"{_LAYER}.mlp.fc2",
+        "blk.{}.layer_output_norm": f"{_LAYER}.norm2",
+    },
+    config=lambda header: {
+        **encoder_config(header),
+        "rope_theta": header.number("rope.freq_base", 1000.0),
+    },
+)

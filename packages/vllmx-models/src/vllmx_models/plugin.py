@@ -53,12 +53,18 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("qwen2", "Qwen2ForCausalLM", gguf=True),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", gguf="qwen2moe"),
         _model("qwen3", "Qwen3ForCausalLM", gguf=True),
-        _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf=False),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),
         _model("smollm3", "SmolLM3ForCausalLM", gguf=True),
         _model("stablelm", "StableLmForCausalLM", gguf=True),
         _model("yi", "YiForCausalLM", "twins", gguf=False),
+        ModelSpec(
+            "gemma3_embedder",
+            "vllmx_models.gemma3:gemma3_embedder",
+            ("Gemma3TextModel",),
+            gguf_names=("gemma-embedding",),
+            gguf="vllmx_models.gemma3:EMBEDDER_GGUF",
+        ),
         *_llamas(),
         *_encoders(),
     )
@@ -80,8 +86,15 @@ def _encoders() -> tuple[ModelSpec, ...]:
         "Roberta": ("bert", "roberta"),
         "XLMRoberta": ("bert", "roberta"),
     }
+    files = {"BertModel": "bert", "ModernBertModel": "modern-bert", "NomicBertModel": "nomic-bert"}
     return tuple(
-        ModelSpec(name.lower(), f"vllmx_models.{module}:{function}{end}", (name,))
+        ModelSpec(
+            name.lower(),
+            f"vllmx_models.{module}:{function}{end}",
+            (name,),
+            gguf_names=(files[name],) if name in files else (),
+            gguf=f"vllmx_models.{module}:GGUF" if name in files else "",
+        )
         for family, (module, function) in modules.items()
         for name, end in (
             (f"{family}Model", ""),

@@ -7,46 +7,24 @@ Embedders (Qwen3-Embedding, E5-Mistral), rerankers whose score is what they thin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Array, ModelShape, Ops, Output, StepInputs, Weight
-from vllmx_core.ops.pool import PoolKind
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
-from vllmx_models.blocks.layer import part
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, DecoderSpec
-
-MAX_LABELS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """From (T, E) to a row for each text: pooled, then through matrices."""
-
-    output: Output
-    pooling: PoolKind
-    matrices: tuple[tuple[WeightSpec, str], ...] = ()
-    """Each with its activation, "identity" for none."""
-
-    def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
-        """(T, E) -> (L, size)."""
-        x = ops.pool(x, step, self.pooling)
-        for spec, activation in self.matrices:
-            x = ops.linear(x, w[spec.name])
-            if activation != "identity":
-                x = ops.activation(x, activation)  # type: ignore[arg-type]  # the op checks it
-        return x
+from vllmx_models.tails import End, num_labels, read_modules
 
 
 class PooledDecoder:
     """A `vllmx_core.model.Model`."""
 
     def __init__(self, spec: DecoderSpec, end: End) -> None:
-        self._decoder, self._end = Decoder(spec), end
+        self.spec, self._decoder, self._end = spec, Decoder(spec), end
 
     @property
     def shape(self) -> ModelShape:
@@ -54,12 +32,12 @@ class PooledDecoder:
         return replace(
             shape,
             output=end.output,
-            output_size=end.matrices[-1][0].rows if end.matrices else shape.hidden_size,
-            whole_prompts=end.pooling != "last",
+            output_size=end.size(shape.hidden_size),
+            whole_prompts=end.pooling != "last" or not (shape.caches or shape.states),
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:
-        return (*self._decoder.trunk_weights(), *(spec for spec, _ in self._end.matrices))
+        return (*self._decoder.trunk_weights(), *self._end.weights(self.shape.hidden_size))
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return self._decoder.constants(max_model_len)
@@ -81,36 +59,9 @@ def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any])
     return PooledDecoder(spec, End("scores", "last", ((head, "identity"),)))
 
 
-def read_modules(
-    config: Mapping[str, Any], hidden_size: int
-) -> tuple[PoolKind | None, tuple[tuple[WeightSpec, str], ...]]:
-    """The pooling that `modules` names, and its dense layers with their activations. Raises
-    UnsupportedModelError for layers that do not follow each other."""
-    pooling: PoolKind | None = None
-    dense: list[tuple[WeightSpec, str]] = []
-    width = hidden_size
-    for module in config.get("modules", ()):
-        if module["kind"] == "pooling":
-            pooling = module["pooling"]
-        elif module["kind"] == "dense":
-            if pooling is None or module["in"] != width:
-                raise UnsupportedModelError(
-                    f"the dense layer {module['folder']} takes {module['in']} features, what comes"
-                    f" before it gives {width}: modules.json and its folders do not fit together"
-                )
-            matrix = part(f"{module['folder']}.linear", module["out"], module["bias"])
-            name = f"dense.{len(dense)}"
-            dense.append((WeightSpec(name, "linear", (matrix,), width), module["activation"]))
-            width = module["out"]
-    return pooling, tuple(dense)
-
-
 def _labels(spec: DecoderSpec, config: Mapping[str, Any]) -> WeightSpec:
     """The matrix of `...ForSequenceClassification`, a row a label."""
-    read, names = ConfigReader(config, "ForSequenceClassification"), config.get("id2label")
-    count = len(names) if isinstance(names, dict) and names else 2
-    if not isinstance(names, dict) or read.has("num_labels"):
-        count = read.integer("num_labels", 2, high=MAX_LABELS)
+    count = num_labels(ConfigReader(config, "ForSequenceClassification"))
     return WeightSpec("score", "linear", (PartSpec("score.weight", count),), spec.hidden_size)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Array, Ops, Output, StepInputs, Weight
 from vllmx_core.ops.activation import ActKind
 from vllmx_core.ops.pool import PoolKind
@@ -17,6 +18,8 @@ from vllmx_core.weights import WeightSpec
 from vllmx_models.blocks.layer import part
 from vllmx_models.blocks.norms import Norm
 from vllmx_models.config import ConfigReader
+
+MAX_LABELS = 1 << 16
 
 
 class Tail(Protocol):
@@ -41,20 +44,30 @@ class Tail(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
-    """The vector of each text as the trunk leaves it."""
+class End:
+    """From (T, E) to a row for each text: pooled, then through matrices."""
 
-    kind: PoolKind
-    output: Literal["vectors"] = "vectors"
+    output: Output
+    pooling: PoolKind
+    matrices: tuple[tuple[WeightSpec, str], ...] = ()
+    """Each with its activation, "identity" for none."""
 
     def size(self, hidden_size: int) -> int:
-        return hidden_size
+        """See `Tail`."""
+        return self.matrices[-1][0].rows if self.matrices else hidden_size
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        return ()
+        """See `Tail`."""
+        return tuple(spec for spec, _ in self.matrices)
 
     def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
-        return ops.pool(x, step, self.kind)
+        """(T, E) -> (L, size)."""
+        x = ops.pool(x, step, self.pooling)
+        for spec, activation in self.matrices:
+            x = ops.linear(x, w[spec.name])
+            if activation != "identity":
+                x = ops.activation(x, activation)  # type: ignore[arg-type]  # the op checks it
+        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +106,39 @@ class ClassHead:
         return ops.linear(x, w["classifier"])  # (L, labels)
 
 
+def read_modules(
+    config: Mapping[str, Any], hidden_size: int
+) -> tuple[PoolKind | None, tuple[tuple[WeightSpec, str], ...]]:
+    """The pooling that `modules` names, and its dense layers with their activations. Raises
+    UnsupportedModelError for layers that do not follow each other."""
+    pooling: PoolKind | None = None
+    dense: list[tuple[WeightSpec, str]] = []
+    width = hidden_size
+    for module in config.get("modules", ()):
+        if module["kind"] == "pooling":
+            pooling = module["pooling"]
+        elif module["kind"] == "dense":
+            if pooling is None or module["in"] != width:
+                raise UnsupportedModelError(
+                    f"the dense layer {module['folder']} takes {module['in']} features, what comes"
+                    f" before it gives {width}: modules.json and its folders do not fit together"
+                )
+            matrix = part(f"{module['folder']}.linear", module["out"], module["bias"])
+            name = f"dense.{len(dense)}"
+            dense.append((WeightSpec(name, "linear", (matrix,), width), module["activation"]))
+            width = module["out"]
+    return pooling, tuple(dense)
+
+
+def pooled(config: Mapping[str, Any], hidden_size: int, default: PoolKind) -> End:
+    """The vector that `modules` describes, or the one that is pooled by `default`."""
+    pooling, dense = read_modules(config, hidden_size)
+    return End("vectors", pooling or default, dense)
+
+
 def num_labels(read: ConfigReader) -> int:
     """`num_labels`, or as many as `id2label` names; 2 where config.json has neither."""
     names = read.config.get("id2label")
     if read.has("num_labels") or not isinstance(names, dict) or not names:
-        return read.integer("num_labels", 2, high=1 << 16)
+        return read.integer("num_labels", 2, high=MAX_LABELS)
     return len(names)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding(Op):
     """The step's token ids, positions or token types (T,), plus `offset`, become the table's rows
-    (T, E). Every model begins with it, so the cases of all ops are cases of this one."""
+    (T, E). A token type beyond the table is its last one: tokenizers tell two texts apart for
+    models that do not. Every model begins with this op, so the cases of all are cases of it."""
 
     name: ClassVar[str] = "embedding"
     ids: TokenIds
@@ -45,12 +46,15 @@ class Embedding(Op):
 
     def compute(self, frame: NumpyFrame) -> None:
         ids = numbers(frame.plan, self.ids) + np.int32(self.offset)
+        if self.ids.source == "token_types":
+            ids = np.minimum(ids, self.w.rows - 1)
         frame[self.out] = embedding(ids, frame.weight(self.w))
 
     @classmethod
     def cases(cls) -> Iterator[Case]:
         yield Case("positions, from the third row on", _tables, _positions)
         yield Case("token types", _tables, _token_types)
+        yield Case("token types of which there is one", _one_type, _token_types)
 
 
 def numbers(plan: StepPlan, ids: TokenIds) -> I32:
@@ -66,10 +70,14 @@ def embedding(ids: I32, table: Floats) -> Floats:
     return table[ids]
 
 
-def _tables(builder: Builder) -> None:
+def _one_type(builder: Builder) -> None:
+    _tables(builder, types=1)
+
+
+def _tables(builder: Builder, types: int = 2) -> None:
     builder.embedding("embed", 24)
     builder.embedding("places", 24, rows=128)
-    builder.embedding("types", 24, rows=2)
+    builder.embedding("types", 24, rows=types)
     builder.linear("head", builder.vocab_size, 24)
 
 

@@ -57,6 +57,7 @@ VX_INLINE void elementwise(const VxElementwise* a, const VxStep* step, VxCtx* ct
 
 }  // namespace
 
+constexpr int32_t kTypes = 2;  // of VxEmbedding::source
 constexpr int32_t kTanh = 6;  // beside VxActivation; as gate.cpp numbers it
 
 void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
@@ -64,7 +65,8 @@ void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
   const int32_t* sources[] = {step->tokens, step->positions, step->token_types};
   const int32_t* ids = sources[a->source];
   for_rows(step, ctx, [=](int32_t row) {
-    const int32_t id = (ids ? ids[row] : 0) + a->offset;
+    const int32_t given = (ids ? ids[row] : 0) + a->offset;
+    const int32_t id = a->source == kTypes && given >= a->w.rows ? a->w.rows - 1 : given;
     float* y = a->y + (size_t)row * a->w.cols;
     if (id >= 0 && id < a->w.rows)
       unpack_row(&a->w, id, y);

@@ -8,7 +8,6 @@ import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_engine.core.chunk import Batch, Chunk
-from vllmx_engine.core.images import Images
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
 from vllmx_engine.core.sequence import Limits
@@ -36,9 +35,8 @@ class BatchBuilder:
     tables are the table itself.
     """
 
-    def __init__(self, table: RowTable, limits: Limits, images: Images | None = None) -> None:
+    def __init__(self, table: RowTable, limits: Limits) -> None:
         self._table = table
-        self._images = images
         self._size = limits.block_size
         self._pools = limits.pools
         self._shift = limits.block_size.bit_length() - 1
@@ -63,7 +61,6 @@ class BatchBuilder:
         select = _selector(rows)
         plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
         plan.block_tables = self._block_tables(rows, select)
-        self._see(plan, batch, rows)
         table = self._table
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
@@ -90,23 +87,6 @@ class BatchBuilder:
                 row.sequence.grammar.paused_step = number
                 table.pause(row.sequence.row)
         return plan, sampling, step
-
-    def _see(self, plan: StepPlan, batch: Batch, rows: AnyArray) -> None:
-        """What images decide: rows of features, and rotations of those that follow them."""
-        table = self._table
-        if self._images is not None and batch.chunks:
-            starts = plan.query_start[batch.decodes.size : -1].tolist()
-            plan.feature_rows = self._images.feature_rows(batch.chunks, starts, plan.num_tokens)
-        if not table.num_turned:
-            return
-        lengths = np.diff(plan.query_start)
-        turned = plan.positions + np.repeat(table.turn[rows], lengths)  # (T,)
-        plan.rope_positions = np.repeat(turned[None], table.turn_axes, axis=0)
-        for chunk, start in zip(batch.chunks, plan.query_start[batch.decodes.size :], strict=False):
-            images = chunk.sequence.images
-            if images is not None and images.turns is not None:
-                known = images.turns.at(chunk.start, chunk.start + chunk.num_tokens)
-                plan.rope_positions[:, start : start + chunk.num_tokens] = known
 
     def edit(self, step: Step, sampling: SamplingRows) -> None:
         """What was left out of the parameters of a step that `waits_for_ids`, which are known by

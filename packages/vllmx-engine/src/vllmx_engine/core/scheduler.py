@@ -16,7 +16,6 @@ from vllmx_engine.core.beside import Beside
 from vllmx_engine.core.chunk import Batch, Chunk, load_of
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.followers import Followers
-from vllmx_engine.core.images import Images
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Prefixes
@@ -55,9 +54,7 @@ class Scheduler:
         prefix_caching: bool = True,
         chunked_prefill: bool = True,
         identity: CacheIdentity | None = None,
-        images: Images | None = None,
     ) -> None:
-        self._images = images
         self.limits = limits
         self.cost = cost
         self.cache = PrefixCache(identity, limits.windows)
@@ -187,7 +184,6 @@ class Scheduler:
         seconds_left: float | None = None
         urgent: Sequence | None = None
         chunks: list[Chunk] = []
-        images = None if self._images is None else self._images.for_step()
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
             start = int(self.table.computed[sequence.row])
@@ -212,7 +208,7 @@ class Scheduler:
             if chunks and size < min(wanted, self._least_chunk):
                 break
             size = self.blocks.cover(sequence.row, start, size, len(self.running))
-            if not size or not (images is None or images.admit(sequence, start, size)):
+            if not size:
                 continue
             chunk = self._cut(sequence, start, size)
             chunks.append(chunk)

@@ -1,0 +1,124 @@
+"""Encoders through the public interface, with WordPiece and Unigram tokenizers: embeddings and
+scores of pairs against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
+from vllmx import LLM
+from vllmx_core.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdeorst", *(f"##{c}" for c in "abcdeorst")]
+WORDS += ["cat", "dog", "##s", "are", "the", "##at", "do", "."]
+CONFIG: dict[str, Any] = {
+    "vocab_size": len(WORDS), "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 24,
+}  # fmt: skip
+TEXTS = ["The cats are cats.", "a dog", "dogs"]
+MODULES = [
+    {"type": "sentence_transformers.models.Transformer", "path": ""},
+    {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"},
+]
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    ids = {word: index for index, word in enumerate(dict.fromkeys(WORDS))}
+    made = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return made
+
+
+def unigram() -> tokenizers.Tokenizer:
+    pieces = [*["<s>", "<pad>", "</s>", "<unk>"], "\u2581", *"acdegorst.", "\u2581cat", "\u2581dog"]
+    scores = [(piece, -float(index)) for index, piece in enumerate(pieces)]
+    made = tokenizers.Tokenizer(models.Unigram(scores, unk_id=3))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s>:1 $B:1 </s>:1",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    return made
+
+
+def save(folder: Path, model: Any, tokenizer: tokenizers.Tokenizer) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def random(kind: str, classes: str, **options: Any) -> Any:
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(kind, **{**CONFIG, **options})
+    model = getattr(transformers, classes).from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder, model = tmp_path_factory.mktemp("embedder"), random("bert", "AutoModel")
+    save(folder, model, word_piece())
+    (folder / "modules.json").write_text(json.dumps(MODULES))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 48, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder, model
+
+
+@pytest.mark.parametrize("backend", ["cpu", "numpy"])
+def test_vectors_are_means_of_length_one(embedder: tuple[Path, Any], backend: str) -> None:
+    folder, model = embedder
+    expected = []
+    for text in TEXTS:
+        with torch.no_grad():
+            ids = torch.tensor([word_piece().encode(text).ids])
+            mean = model(ids).last_hidden_state[0].mean(0).numpy()
+        expected.append(mean / np.linalg.norm(mean))
+    with LLM(str(folder), backend=backend, dtype="f32") as llm:
+        found = [one.outputs.embedding for one in llm.embed(TEXTS)]
+        with pytest.raises(ContextLengthError):
+            llm.embed("cats " * 30)
+        assert len(llm.embed("cats " * 30, truncate_prompt_tokens=-1)) == 1
+        with pytest.raises((InvalidRequestError, UnsupportedModelError)):
+            llm.generate("The cats")
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("bert", {"type_vocab_size": 2}), ("xlm-roberta", {"type_vocab_size": 1, "pad_token_id": 1})],
+)
+def test_scores_of_pairs(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A tokenizer tells two texts apart for XLM-RoBERTa too, which has one type for both."""
+    model = random(kind, "AutoModelForSequenceClassification", num_labels=1, **options)
+    tokenizer = word_piece() if kind == "bert" else unigram()
+    save(tmp_path, model, tokenizer)
+    expected = []
+    for text in TEXTS:
+        encoded = tokenizer.encode("a cat", text)
+        types = {"token_type_ids": torch.tensor([encoded.type_ids])} if kind == "bert" else {}
+        with torch.no_grad():
+            logits = model(torch.tensor([encoded.ids]), **types).logits
+        expected.append(torch.sigmoid(logits).item())
+    with LLM(str(tmp_path), backend="cpu", dtype="f32") as llm:
+        found = [one.outputs.score for one in llm.score("a cat", TEXTS)]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
