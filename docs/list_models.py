@@ -24,6 +24,9 @@ Every file of a model runs on every backend that has the ops it needs; a backend
 refuses the model by name before a weight is read. CUDA's attention has heads of up to 256
 features, so that it refuses Gemma 4.
 
+Every decoder also answers with vectors or scores ([embeddings.md](embeddings.md)): under the name
+of its layers alone, such as Qwen3Model, as `...ForSequenceClassification`, or with `--task`.
+
 Each one is compared with transformers in the tests: random weights in a tiny shape, written by
 `save_pretrained`, logits to 2e-5 and 64 greedy ids, whole prompts and chunks. Those that
 transformers has no class for (Aquila, InternLM, MiMo, Xverse, Yi) are read as the Llama that
