@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 from vllmx import LLM, SamplingParams
 from vllmx_core.checkpoint import open_checkpoint
-from vllmx_core.errors import UnsupportedOpError, WeightFormatError
+from vllmx_core.errors import (
+    ConfigError,
+    UnsupportedModelError,
+    UnsupportedOpError,
+    WeightFormatError,
+)
 from vllmx_core.registry import load_registry
 from vllmx_core.testing.model_suite import random_weights
 from vllmx_demo.source import MODEL_FOLDER
@@ -75,6 +80,38 @@ def file(original: Path) -> Path:
     return path
 
 
+LATENT = {
+    "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "num_key_value_heads": 4, "head_dim": None,
+}  # fmt: skip
+SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "sliding_window": 32,
+    },
+    "glm4_moe": SHARED | {
+        "architectures": ["Glm4MoeForCausalLM"], "n_group": 1, "topk_group": 1,
+        "use_qk_norm": True, "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v3": SHARED | LATENT | {
+        "architectures": ["DeepseekV3ForCausalLM"], "n_group": 2, "topk_group": 1,
+    },
+    "gemma4_text": {
+        "architectures": ["Gemma4ForCausalLM"], "global_head_dim": 64, "sliding_window": 32,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
+        "top_k_experts": 2,
+    },
+}  # fmt: skip
+"""By model_type."""
+
+
+def other(folder: Path, name: str) -> Path:
+    left_out = ("num_experts", "norm_topk_prob") if name != "gemma4_text" else ()
+    config = CONFIG | {"model_type": name} | OTHERS[name]
+    return write(folder, {key: value for key, value in config.items() if key not in left_out})
+
+
 def logprobs(model: Path, **options: Any) -> Any:
     """Of the 20 likeliest ids after a prompt, by id."""
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
@@ -117,6 +154,32 @@ def test_experts_in_one_tensor_are_quantised_in_situ(
     assert found != exact
     assert len(shared) >= 10
     assert max(abs(found[token] - exact[token]) for token in shared) < distance
+
+
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("glm4_moe", 0.06), ("deepseek_v3", 0.06), ("gemma4_text", 0.6)],  # the last's logits are wide
+)
+def test_other_architectures_are_quantised_in_situ(
+    tmp_path: Path, name: str, distance: float
+) -> None:
+    """And not written to GGUF files, which are refused by name."""
+    model = other(tmp_path / "m", name)
+    exact, found = (logprobs(model, backend="torch", isq=isq) for isq in (None, "q8_0"))
+    shared = sorted(set(found) & set(exact))
+    assert found != exact
+    assert len(shared) >= 10
+    assert max(abs(found[token] - exact[token]) for token in shared) < distance
+    with pytest.raises(UnsupportedModelError, match=OTHERS[name]["architectures"][0]):
+        quantize(REGISTRY, model, tmp_path / "m.gguf", "q8_0", threads=1)
+
+
+def test_experts_with_input_features_first_are_refused(tmp_path: Path) -> None:
+    model = other(tmp_path / "m", "gpt_oss")
+    with pytest.raises(ConfigError, match=r"input features first.*leave --isq out"):
+        logprobs(model, backend="torch", isq="q8_0")
+    with pytest.raises(UnsupportedModelError, match=r"experts\..*GGUF architecture 'gpt-oss'"):
+        quantize(REGISTRY, model, tmp_path / "m.gguf", "q8_0", threads=1)
 
 
 def test_a_file_of_the_file_is_as_exact(original: Path, tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": SMALL | {
         "architectures": ["OlmoeForCausalLM"], "num_experts": 4, "intermediate_size": 32,
     },
+    "granitemoe": SMALL | {
+        "architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 4, "split_experts": True,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125,
+        "logits_scaling": 8.0,
+    },
     "minimax-m2": SMALL | {
         "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "head_dim": 32,
         "intermediate_size": 32, "rotary_dim": 16,
@@ -56,6 +61,10 @@ METADATA: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         "attention.sliding_window": 16, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
         "rope.scaling.original_context_length": 4096,
+    },
+    "granitemoe": {
+        "embedding_scale": 12.0, "residual_scale": 0.25, "attention.scale": 0.125,
+        "logit_scale": 8.0,
     },
     "minimax-m2": {"expert_gating_func": 2, "rope.dimension_count": 16},
     "glm4moe": {
@@ -91,7 +100,7 @@ def in_file(name: str, tensors: Mapping[str, F32]) -> dict[str, Any]:
             new = f"blk.{module.split('.')[2]}.ffn_{ROLES[role]}_exps.{suffix}"
             found.setdefault(new, {})[int(expert)] = values
             continue
-        if name == "llama" and (".q_proj." in key or ".k_proj." in key):
+        if name in ("llama", "granitemoe") and (".q_proj." in key or ".k_proj." in key):
             heads = 4 if ".q_proj." in key else 2
             halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
             values = halves.swapaxes(1, 2).reshape(values.shape)

@@ -34,11 +34,9 @@ from vllmx_models.gguf.architecture import (
     experts_config,
 )
 from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.moe_config import EXPERT_KEYS, chosen_experts, num_experts
+from vllmx_models.moe_config import EXPERT_KEYS, SPLIT, chosen_experts, num_experts
 
 DEFAULT_POSITIONS = 131072
-SPLIT = "split_experts"
-"""Set by the reader of GGUF files, which have gate and up apart."""
 YARN: Mapping[str, Any] = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

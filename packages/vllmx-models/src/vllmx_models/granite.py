@@ -55,9 +55,10 @@ def granite_decoder(read: ConfigReader, feed_forward: FeedForward) -> Decoder:
     )
 
 
-def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+def granite_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
+    """The keys of config.json; `honoured` as in `decoder_config`."""
     keys = "embedding_scale", "residual_scale", "attention.scale", "logit_scale"
-    config = decoder_config(header, *keys)
+    config = decoder_config(header, *keys, *honoured)
     embedding, residual, _, logits = keys
     return {
         **config,
@@ -82,5 +83,5 @@ def _states(spec: DecoderSpec) -> Mapping[str, Any]:
 
 
 GGUF = GGUFArchitecture(
-    "GraniteForCausalLM", interleaved=INTERLEAVED, config=_gguf_config, states=_states
+    "GraniteForCausalLM", interleaved=INTERLEAVED, config=granite_config, states=_states
 )

@@ -69,6 +69,13 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     tables = {named(part) for spec in words if spec.kind == "embedding" for part in spec.parts}
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
+    for part in (part for spec in specs for part in spec.parts if part.transposed):
+        raise ConfigError(
+            f"--isq {name}: {named(part)!r} is stored with its input features first, across which"
+            " blocks and scales would lie: leave --isq out, or give a checkpoint that is quantised"
+            " already, such as the one in MXFP4 or a GGUF file",
+            param="isq",
+        )
     if name in ("int8", "fp8"):
         eight = _eight_bits(name, encoder_for(registry, name))
         return InSituSource(

@@ -14,6 +14,8 @@ from vllmx_models.decoder import LayerSpec
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 """Two names of the same; transformers writes one for the other."""
 MOST_EXPERTS = 1 << 14
+SPLIT = "split_experts"
+"""Set by readers of GGUF files, which have gate and up apart where checkpoints have them as one."""
 
 
 def num_experts(read: ConfigReader, keys: Sequence[str] = EXPERT_KEYS) -> int:

@@ -37,7 +37,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("glm_moe_dsa", "GlmMoeDsaForCausalLM", "deepseek", gguf=False),
         _model("gpt_oss", "GptOssForCausalLM", gguf="gpt-oss"),
         _model("granite", "GraniteForCausalLM", gguf=True),
-        _model("granitemoe", "GraniteMoeForCausalLM", gguf=False),
+        _model("granitemoe", "GraniteMoeForCausalLM", gguf=True),
         _model("helium", "HeliumForCausalLM", "twins", gguf=False),
         _model("internlm", "InternLMForCausalLM", "twins", gguf=False),
         _model("internlm3", "InternLM3ForCausalLM", "twins", gguf=False),
