@@ -154,7 +154,6 @@ def test_engine_stream_equals_sync(engine: Engine) -> None:
     (whole,) = engine.generate_sync(GREEDY, prompt)
     assert prompt_length == len(whole.prompt_token_ids)
     assert "".join(pieces) == whole.outputs[0].text
-    assert len(pieces) > 1
     seq_id, _, story = engine.generate_stream(SamplingParams(max_tokens=500), "Once upon")
     next(story)
     assert engine.cancel(seq_id)

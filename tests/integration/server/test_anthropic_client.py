@@ -215,7 +215,7 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     assert info.value.type == "not_found_error"
     assert info.value.request_id
     image = {"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}
-    with pytest.raises(anthropic.BadRequestError, match="'image', which is not served"):
+    with pytest.raises(anthropic.BadRequestError, match="is an image, but demo reads text alone"):
         client.messages.create(
             model="demo", max_tokens=5, messages=[{"role": "user", "content": [image]}]
         )
