@@ -193,6 +193,21 @@ def test_word_piece_finds_its_unknown_token_whatever_its_type() -> None:
     assert tokenizer.encode("a b", add_special_tokens=False) == [1, 0]
 
 
+def test_unigram_takes_the_cut_of_the_highest_scores() -> None:
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", "c", "a", "t", "s", "at", "\u2581cat"]
+    scores = [0.0, 0.0, 0.0, 0.0, -4.0, -6.0, -5.0, -7.0, -3.0, -20.0, -8.0]
+    metadata = {
+        "model": "t5", "tokens": pieces, "scores": np.array(scores, np.float32),
+        "token_type": np.array([3, 3, 3, 2, *[1] * 7], np.int32), "unknown_token_id": 3,
+        "bos_token_id": 0, "eos_token_id": 2, "add_bos_token": True, "add_eos_token": True,
+    }  # fmt: skip
+    tokenizer = gguf_tokenizer({f"tokenizer.ggml.{key}": v for key, v in metadata.items()})
+    assert tokenizer.encode("  cats  at ") == [0, 10, 8, 4, 6, 7, 2]  # a and t are likelier than at
+    assert tokenizer.encode("a</s>x", add_special_tokens=False) == [4, 6, 2, 4, 3]
+    assert tokenizer.encode_pair("cat", "s")[0] == [0, 10, 2, 2, 4, 8, 2]
+    assert tokenizer.decode([10, 8, 4, 6]) == "cats a"
+
+
 @settings(max_examples=60)
 @given(text=st.text(alphabet="abcdeinorst ,.=-\t\u2581é", min_size=1, max_size=40))
 def test_scores_join_as_sentencepiece_does(
@@ -285,14 +300,15 @@ class PanicException(BaseException):
     """As the library's, by its name."""
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "bert"])
 def test_a_panic_of_the_library_is_a_typed_error(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     def panic(*arguments: Any, **options: Any) -> Any:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(gguf_backends, "models", SimpleNamespace(BPE=panic, WordPiece=panic))
+    broken = SimpleNamespace(BPE=panic, Unigram=panic, WordPiece=panic)
+    monkeypatch.setattr(gguf_backends, "models", broken)
     with pytest.raises(WeightFormatError, match="index out of bounds"):
         gguf_tokenizer(small(model=kind))
 
@@ -324,7 +340,7 @@ def test_scores_must_be_finite() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "rwkv"}, r"'rwkv'.*known: gpt2, llama, bert"),
+        ({"tokenizer.ggml.model": "rwkv"}, r"'rwkv'.*known: gpt2, llama, t5, bert"),
         ({"tokenizer.ggml.pre": "kimi-k9"}, r"'kimi-k9'.*known: .*qwen2"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from vllmx_core.errors import WeightFormatError
@@ -91,6 +92,46 @@ def _merges_of_scores(
                 ranked.append((-scores[index], index, left, right, token[:cut], token[cut:]))
     ranked.sort(key=lambda entry: entry[:4])
     return [(left, right) for *_, left, right in ranked]
+
+
+@library_errors(unusable)
+def unigram(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    *,
+    unknown: int | None,
+    characters: object,
+    space_prefix: bool,
+    strips: bool,
+    begin: tuple[str, int] | None,
+    end: tuple[str, int] | None,
+) -> tokenizers.Tokenizer:
+    """SentencePiece's Unigram: of all ways to cut a text, the one of the highest scores.
+
+    Args:
+        characters: SentencePiece's table of what characters become, as bytes; None: there is none.
+        strips: whether spaces at the ends are dropped and several of them are one.
+        begin, end: the marks around a text; between two texts the end is written twice.
+    """
+    vocabulary = list(zip(tokens, scores, strict=True))
+    backend = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=unknown))
+    steps: list[normalizers.Normalizer] = []
+    if isinstance(characters, np.ndarray) and characters.size:
+        steps.append(normalizers.Precompiled(characters.astype(np.uint8).tobytes()))
+    if strips:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if space_prefix else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
+    first = f"{begin[0]} " if begin else ""
+    last = f" {end[0]}" if end else ""
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{first}$A{last}",
+        pair=f"{first}$A{last}{last} $B{last}",
+        special_tokens=[mark for mark in (begin, end) if mark],
+    )
+    return backend
 
 
 @library_errors(unusable)

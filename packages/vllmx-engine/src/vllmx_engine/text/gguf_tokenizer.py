@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, from its metadata.
 
 `tokenizer.ggml.model` names the algorithm: "gpt2" is byte-level BPE behind one of many
-pre-tokenizers, "llama" is SentencePiece's BPE with a score for each token, "bert" is WordPiece.
-Which tokens begin and end a text follows llama.cpp, since files are made for it.
+pre-tokenizers, "llama" is SentencePiece's BPE with a score for each token, "t5" its Unigram, "bert"
+is WordPiece. Which tokens begin and end a text follows llama.cpp, since files are made for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
     byte_tokens,
     score_bpe,
+    unigram,
     unusable,
     word_piece,
 )
@@ -154,9 +155,29 @@ def _build_word_piece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer,
     return backend, False  # its post-processor adds both marks
 
 
+def _build_unigram(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    def mark(kind: str) -> tuple[str, int] | None:
+        found = vocabulary.token_id(f"{kind}_token_id", None)
+        wanted = found is not None and vocabulary.flag(f"add_{kind}_token", False)
+        return (vocabulary.tokens[found], found) if found is not None and wanted else None
+
+    backend = unigram(
+        vocabulary.tokens,
+        vocabulary.scores,
+        unknown=vocabulary.token_id("unknown_token_id", 2),
+        characters=vocabulary.value("precompiled_charsmap"),
+        space_prefix=vocabulary.flag("add_space_prefix", True),
+        strips=vocabulary.flag("remove_extra_whitespaces", True),
+        begin=mark("bos"),
+        end=mark("eos"),
+    )
+    return backend, False  # its post-processor adds the marks
+
+
 _ALGORITHMS: Mapping[str, Algorithm] = {
     "gpt2": Algorithm(_build_bpe, {}),
     "llama": Algorithm(_build_sentencepiece, {"bos_token": 1, "eos_token": 2, "unk_token": 0}),
+    "t5": Algorithm(_build_unigram, {"eos_token": 1, "unk_token": 2, "pad_token": 0}),
     "bert": Algorithm(
         _build_word_piece, {"unk_token": 100, "cls_token": 101, "sep_token": 102, "pad_token": 0}
     ),
