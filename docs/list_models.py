@@ -28,7 +28,7 @@ Every decoder also answers with vectors or scores ([embeddings.md](embeddings.md
 of its layers alone, such as Qwen3Model, as `...ForSequenceClassification`, or with `--task`.
 
 Each one is compared with transformers in the tests: random weights in a tiny shape, written by
-`save_pretrained`, logits to 2e-5 and 64 greedy ids, whole prompts and chunks. Those that
+`save_pretrained`, logits to 2e-5 and greedy ids, whole prompts and chunks. Those that
 transformers has no class for (Aquila, InternLM, MiMo, Xverse, Yi) are read as the Llama that
 they are, and only their configuration and names of tensors are tested.
 

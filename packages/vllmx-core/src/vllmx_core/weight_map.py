@@ -7,9 +7,11 @@ map can pick is picked the same way everywhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
@@ -82,9 +84,10 @@ def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
 
 
 def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPart:
-    part = source.part(name_in(source, wanted))
+    wanted = resolved(source, wanted)
+    part = source.part(wanted.name)
     if spec.shape is not None:
-        return _shaped(part, spec.shape)
+        return _shaped(part, spec.shape, wanted)
     if wanted.entry is not None:
         axes = 2 if spec.kind == "vector" else 3
         if len(part.shape) != axes:
@@ -110,11 +113,26 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     return checked(part, (wanted.rows,) if spec.kind == "vector" else (wanted.rows, spec.cols))
 
 
+def resolved(source: WeightSource, wanted: PartSpec) -> PartSpec:
+    """The part, or the first of its alternatives that is there in its place."""
+    if not wanted.alternatives:
+        return wanted
+    names = source.names()
+    return next((one for one in _choices(wanted) if one.name in names), wanted)
+
+
 def name_in(source: WeightSource, wanted: PartSpec) -> str:
-    """What the tensor is called there: the first of its names that there is, else its own."""
-    names = source.names() if wanted.alternatives else ()
-    found = (name for name in (wanted.name, *wanted.alternatives) if name in names)
-    return next(found, wanted.name)
+    """What the tensor is called there."""
+    return resolved(source, wanted).name
+
+
+def _choices(wanted: PartSpec) -> Iterator[PartSpec]:
+    yield wanted
+    for other in wanted.alternatives:
+        if isinstance(other, str):
+            yield replace(wanted, name=other)
+        else:
+            yield from _choices(other)
 
 
 def bias_in(source: WeightSource, wanted: PartSpec) -> str:
@@ -130,27 +148,39 @@ def bias_in(source: WeightSource, wanted: PartSpec) -> str:
 def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:
     index = runs.index(rows)
     if not part.shape or len(index) != rows or (len(index) and index[-1] >= part.shape[0]):
-        raise WeightFormatError(
-            f"tensor {part.name!r} has shape {list(part.shape)}, of which the rows {runs.begin} to"
-            f" {int(index.max(initial=runs.begin))} are wanted: config.json and weights do not"
-            " belong together"
-        )
+        raise _beyond(part, runs, index)
     return rows_of(part, index)
 
 
-def _shaped(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
-    """The values of a tensor of this shape as one row, axes of length 1 left out."""
+def _beyond(
+    part: WeightPart, runs: RowRuns | None, index: npt.NDArray[np.int64]
+) -> WeightFormatError:
+    begin = 0 if runs is None else runs.begin
+    return WeightFormatError(
+        f"tensor {part.name!r} has shape {list(part.shape)}, of which the rows {begin} to"
+        f" {int(index.max(initial=begin))} are wanted: config.json and weights do not belong"
+        " together"
+    )
+
+
+def _shaped(part: WeightPart, shape: tuple[int, ...], wanted: PartSpec) -> WeightPart:
+    """The values of a tensor of this shape as one row, axes of length 1 left out; of one that is
+    picked from, those of the rows of the first axis."""
     if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
         checked(part, shape)
-    flat = (math.prod(shape),)
-    if part.decode is None and part.cut is None:
-        raw = part.buffers["weight"]
+    each = math.prod(shape[1:])
+    index = None if wanted.runs is None else wanted.runs.index(wanted.rows // each)
+    if index is not None and len(index) and index[-1] >= shape[0]:
+        raise _beyond(part, wanted.runs, index)
+    if index is None and part.decode is None and part.cut is None:
+        raw, flat = part.buffers["weight"], (math.prod(shape),)
         return replace(part, shape=flat, buffers={"weight": replace(raw, shape=flat)})
 
     def decode(_: WeightPart, begin: int, end: int) -> F32:
-        return part.dequantize().reshape(-1)[begin:end]
+        values = part.dequantize().reshape(shape[0], each)
+        return (values if index is None else values[index]).reshape(-1)[begin:end]
 
-    return WeightPart(part.name, flat, part.layout, {}, decode)
+    return WeightPart(part.name, (wanted.rows,), part.layout, {}, decode)
 
 
 def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:

@@ -292,8 +292,9 @@ class PartSpec:
     bias: str | None = None
     """Checkpoint name of the (rows,) bias that belongs to this part; entry and rows are picked of
     it too."""
-    alternatives: tuple[str, ...] = ()
-    """Other names of the same tensor, for checkpoints that differ; the first that is there."""
+    alternatives: tuple[str | PartSpec, ...] = ()
+    """Other names of the same tensor, or other parts in place of this one, for checkpoints that
+    differ; the first that is there."""
     entry: int | None = None
     """Of a tensor with one more axis in front, such as the expert of a stack."""
     transposed: bool = False
@@ -338,8 +339,9 @@ class WeightSpec:
     count: int = 1
     """Matrices of a stack."""
     shape: tuple[int, ...] | None = None
-    """Of the one tensor of a "vector" whose values are more than a row, such as the taps of a
-    convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored."""
+    """Of each tensor of a "vector" whose values are more than a row, such as the taps of a
+    convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored;
+    a part with `runs` picks along the first axis, its `rows` being values."""
 
     @property
     def rows(self) -> int:

@@ -362,7 +362,7 @@ def _latent_attention(op: LatentAttention, site: Site) -> list[Call]:
     return [site.call(op, "latent_attention", arguments)]
 
 
-@OPS.add(Experts)
+@OPS.add(Experts, when=lambda op: op.spec.activation in ACTIVATIONS)
 def _experts(op: Experts, site: Site) -> list[Call]:
     spec, matrices = op.spec, site.model.weights.matrices
     arguments = VxExperts(

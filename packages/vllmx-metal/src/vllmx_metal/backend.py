@@ -24,6 +24,7 @@ from vllmx_metal.kv_cache import MOST_SEQS, allocate, plan_kv
 from vllmx_metal.loaded import MetalLoadedModel
 from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
+from vllmx_metal.recurrent import allocate_states
 from vllmx_metal.weights import WeightLoader, held_bytes, planned_bytes
 
 logger = logging.getLogger("vllmx.metal")
@@ -97,12 +98,15 @@ class MetalBackend:
                 "prefill attention": "own kernel" if kernels.prefill else "MLX",
             },
             cache_windows=kv.layout.windows,
+            num_state_slots=kv.states.num_slots,
+            state_slot_bytes=kv.states.slot_bytes,
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
-        pages = allocate(kv)
-        keep_resident(device, info.weight_bytes + info.kv_cache_bytes, step_bytes)
+        pages, states = allocate(kv), allocate_states(model.shape.states, kv.states.num_slots)
+        held = info.weight_bytes + info.kv_cache_bytes + kv.states.num_bytes
+        keep_resident(device, held, step_bytes)
         return MetalLoadedModel(
-            recording.steps, weights, pages, DTYPES[dtype], info, owner, device, kernels
+            recording.steps, weights, pages, states, DTYPES[dtype], info, owner, device, kernels
         )
 
 

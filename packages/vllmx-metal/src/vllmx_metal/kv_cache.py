@@ -108,7 +108,8 @@ def _default_num_seqs(
         budget = int(device.free_bytes * options.memory_fraction) - used
         if options.kv_cache_memory_bytes is not None:
             budget = options.kv_cache_memory_bytes
-        held = budget // max(1, tokens * token_bytes)
+        slots = 2 * shape.state_slot_bytes  # one that runs and one that is kept
+        held = budget // max(1, tokens * token_bytes + slots)
     return min(max(held, FEWEST_SEQS), MOST_SEQS)
 
 

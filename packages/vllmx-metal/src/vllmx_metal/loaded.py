@@ -21,6 +21,7 @@ from vllmx_metal.kernel_choice import PagedKernels
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.ops import OPS, MetalFrame
 from vllmx_metal.owner import Owner
+from vllmx_metal.recurrent import States
 from vllmx_metal.sampler import sample
 from vllmx_metal.step import MetalStep, detached
 from vllmx_metal.weights import MetalWeight
@@ -36,6 +37,7 @@ class MetalLoadedModel:
         steps: OpList,
         weights: Mapping[str, MetalWeight],
         pages: tuple[LayerPages, ...],
+        states: tuple[States, ...],
         dtype: mx.Dtype,
         info: LoadedInfo,
         owner: Owner,
@@ -44,6 +46,7 @@ class MetalLoadedModel:
     ) -> None:
         self._interpreter, self._samples = Interpreter(steps, OPS.handler), steps.samples
         self._weights, self._pages, self._dtype = weights, pages, dtype
+        self._states = states
         self._info, self._owner, self._device, self._kernels = info, owner, device, kernels
         self._last_ids: mx.array | None = None  # (L,) of the last step; the owner's
         self._running: MetalStepHandle | None = None  # submitted and not waited for; the owner's
@@ -124,14 +127,15 @@ class MetalLoadedModel:
     def _submit(self, handle: MetalStepHandle, arrays: Any) -> None:
         self._finish_running()
         handle.started_s = time.perf_counter()
-        mx.async_eval(arrays, [page.arrays for page in self._pages])
+        kept = [page.arrays for page in self._pages], [one.data for one in self._states]
+        mx.async_eval(arrays, *kept)
         self._running = handle
 
     def _logits(self, plan: StepPlan) -> tuple[mx.array, mx.array]:
         """(L, V) logits and the (L,) tokens that they come after."""
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
-        frame = MetalFrame(step, self._weights, self._pages, self._dtype)
+        frame = MetalFrame(step, self._weights, self._pages, self._states, self._dtype)
         logits: mx.array = self._interpreter.run(frame)
         return logits, step.tokens[step.logit_rows]
 
@@ -161,7 +165,7 @@ class MetalLoadedModel:
 
     def _free(self) -> None:
         self._finish_running()
-        self._weights, self._pages, self._last_ids = {}, (), None
+        self._weights, self._pages, self._states, self._last_ids = {}, (), (), None
         release(self._device)
 
     # In the engine's thread

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -25,11 +26,13 @@ from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.pool import Pool
+from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
 
 from vllmx_metal.attention import attention
@@ -38,6 +41,7 @@ from vllmx_metal.fusion import fused
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.latent_attention import latent_attention
 from vllmx_metal.matrices import LinearWeight, Matrix
+from vllmx_metal.recurrent import States, StateStep, recurrence, short_conv
 from vllmx_metal.segment_attention import segment_attention
 from vllmx_metal.step import MetalStep
 from vllmx_metal.weights import MetalWeight
@@ -73,7 +77,7 @@ def _gated(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.a
 
 
 _FUNCTIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
-_ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
+_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     kind: _rounded_once(function) for kind, function in _FUNCTIONS.items()
 }
 _GATES: Mapping[str, Callable[[mx.array, mx.array], mx.array]] = {
@@ -89,10 +93,17 @@ class MetalFrame(Frame[mx.array]):
         step: MetalStep,
         weights: Mapping[str, MetalWeight],
         pages: tuple[LayerPages, ...],
+        states: tuple[States, ...],
         dtype: mx.Dtype,
     ) -> None:
         super().__init__()
         self.step, self.weights, self.pages, self.dtype = step, weights, pages, dtype
+        self.states = states
+
+    @cached_property
+    def state_step(self) -> StateStep:
+        """Rows and their slots, made for the first layer that asks."""
+        return StateStep.of(self.step.plan)
 
     def array(self, ref: WeightRef) -> mx.array:
         """A vector or a constant."""
@@ -191,6 +202,21 @@ def _segment_attention(op: SegmentAttention, frame: MetalFrame) -> None:
     frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)
 
 
+@OPS.add(ShortConv)
+def _short_conv(op: ShortConv, frame: MetalFrame) -> None:
+    bias, states = None if op.bias is None else frame.array(op.bias), frame.states[op.spec.state]
+    w, step = frame.array(op.w), frame.state_step
+    frame[op.out] = short_conv(frame[op.x], w, bias, op.spec, step, states)
+
+
+@OPS.add(Recurrence)
+def _recurrence(op: Recurrence, frame: MetalFrame) -> None:
+    b, states = None if op.b is None else frame[op.b], frame.states[op.spec.state]
+    frame[op.out] = recurrence(
+        frame[op.qkv], frame[op.a], b, op.spec, op.bound(frame.array), frame.state_step, states
+    )
+
+
 @OPS.add(GatedAct)
 def _gated_act(op: GatedAct, frame: MetalFrame) -> None:
     gate, up = mx.split(frame[op.gate_up], 2, axis=-1)
@@ -256,6 +282,10 @@ def _route(op: Route, frame: MetalFrame) -> None:
     frame[op.ids], frame[op.slot_weights] = route(frame[op.logits], op.spec, bias, factor)
 
 
+_ALONE = _ACTIVATIONS | {"relu2": _rounded_once(_GATE_FUNCTIONS["relu2"])}
+"""Of experts without a gate."""
+
+
 @OPS.add(Experts)
 def _experts(op: Experts, frame: MetalFrame) -> None:
     spec = op.spec
@@ -264,7 +294,7 @@ def _experts(op: Experts, frame: MetalFrame) -> None:
         if spec.clamp is not None:
             return clamped(gate_up, spec)
         if not spec.gated:
-            return _ACTIVATIONS[spec.activation](gate_up)
+            return _ALONE[spec.activation](gate_up)
         return _GATES[spec.activation](*mx.split(gate_up, 2, axis=-1))
 
     ids, weights = frame[op.ids], frame[op.slot_weights]

@@ -177,4 +177,6 @@ def detached(plan: StepPlan) -> StepPlan:
         copy(plan.query_start), copy(plan.context_len), tuple(map(copy, plan.block_tables)),
         copy(plan.logit_rows),
         token_types=None if plan.token_types is None else copy(plan.token_types),
+        state_from=None if plan.state_from is None else copy(plan.state_from),
+        state_to=None if plan.state_to is None else copy(plan.state_to),
     )  # fmt: skip

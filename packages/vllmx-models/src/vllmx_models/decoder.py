@@ -21,15 +21,22 @@ from vllmx_models.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer."""
+    """One layer; one of its two blocks may be missing."""
 
-    mixer: Mixer
-    feed_forward: FeedForward
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
     norms: LayerNorms = PRE
     extra: Block | None = None
     """What reads the stream behind the feed-forward, without a norm, and adds to it."""
     scalar: str | None = None
     """A tensor of one value, by which the stream is multiplied at the layer's end."""
+
+    @property
+    def both(self) -> tuple[Mixer, FeedForward]:
+        """The blocks of a layer that has two."""
+        assert self.mixer is not None, "the layer has no mixer"
+        assert self.feed_forward is not None, "the layer has no feed-forward"
+        return self.mixer, self.feed_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,11 @@ class DecoderSpec:
     logit_softcap: float | None = None
     names: ModelNames = ModelNames()
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Of the layers that have one."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
+
 
 class Decoder:
     """A `vllmx_core.model.Model` over a `DecoderSpec`."""
@@ -73,9 +85,14 @@ class Decoder:
     @property
     def shape(self) -> ModelShape:
         spec = self.spec
-        kept = (layer.mixer.cache for layer in spec.layers)
-        caches = tuple(cache for cache in kept if cache is not None)
-        return ModelShape(spec.vocab_size, spec.hidden_size, spec.max_model_len, caches, spec.dtype)
+        return ModelShape(
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.max_model_len,
+            tuple(mixer.cache for mixer in spec.mixers if mixer.cache is not None),
+            spec.dtype,
+            tuple(state for mixer in spec.mixers for state in mixer.states),
+        )
 
     def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
         """The model that gives vectors or scores of texts instead, as its config says."""
@@ -126,25 +143,51 @@ class Decoder:
         spec = self.spec
         x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
         stream = ResidualStream(ops, w, spec.norm, x)
+        cache = state = 0
         for index, layer in enumerate(spec.layers):
-            self._layer(layer, stream, LayerScope(ops, w, step, index, self._tables, x))
+            scope = LayerScope(ops, w, step, index, cache, state, self._tables, x)
+            self._layer(layer, stream, scope)
+            if layer.mixer is not None:
+                cache += layer.mixer.cache is not None
+                state += len(layer.mixer.states)
         return stream.normed("norm")
 
     def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
-        parallel, names = layer.norms.parallel, layer.norms.named
-        x = self._read("attn_norm", names, stream, scope)
-        mixed = self._written("attn_post_norm", names, layer.mixer.record(x, scope), scope)
-        if not parallel:
-            stream.add(mixed)
-        if not parallel or "mlp_norm" in names:
-            x = self._read("mlp_norm", names, stream, scope)
-        scope = replace(scope, stream=stream.read())
-        fed = self._written("mlp_post_norm", names, layer.feed_forward.record(x, scope), scope)
-        stream.add(scope.ops.add(mixed, fed) if parallel else fed)
+        if layer.norms.parallel:
+            self._parallel(layer, stream, scope)
+        else:
+            self._mix(layer, stream, scope)
+            self._feed(layer, stream, scope)
         if layer.extra is not None:
             stream.add(layer.extra.record(stream.read(), scope))
         if layer.scalar is not None:
             stream.scale(f"layers.{scope.layer}.scalar")
+
+    def _mix(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        if layer.mixer is None:
+            return
+        names = layer.norms.named
+        x = self._read("attn_norm", names, stream, scope)
+        stream.add(self._written("attn_post_norm", names, layer.mixer.record(x, scope), scope))
+
+    def _feed(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        if layer.feed_forward is None:
+            return
+        names = layer.norms.named
+        x = self._read("mlp_norm", names, stream, scope)
+        fed = layer.feed_forward.record(x, replace(scope, stream=stream.read()))
+        stream.add(self._written("mlp_post_norm", names, fed, scope))
+
+    def _parallel(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
+        """Both blocks read the stream as it was before the layer."""
+        (mixer, feed_forward), names = layer.both, layer.norms.named
+        x = self._read("attn_norm", names, stream, scope)
+        mixed = self._written("attn_post_norm", names, mixer.record(x, scope), scope)
+        if "mlp_norm" in names:
+            x = self._read("mlp_norm", names, stream, scope)
+        fed = feed_forward.record(x, replace(scope, stream=stream.read()))
+        fed = self._written("mlp_post_norm", names, fed, scope)
+        stream.add(scope.ops.add(mixed, fed))
 
     def _read(
         self, name: str, names: Mapping[str, str], stream: ResidualStream, scope: LayerScope
@@ -168,10 +211,10 @@ class Decoder:
         scalar = None if layer.scalar is None else f"{names.theirs}.{layer.scalar}"
         return (
             *norms.get("attn_norm", ()),
-            *layer.mixer.weights(names),
+            *(() if layer.mixer is None else layer.mixer.weights(names)),
             *norms.get("attn_post_norm", ()),
             *norms.get("mlp_norm", ()),
-            *layer.feed_forward.weights(names),
+            *(() if layer.feed_forward is None else layer.feed_forward.weights(names)),
             *norms.get("mlp_post_norm", ()),
             *(() if layer.extra is None else layer.extra.weights(names)),
             *(() if scalar is None else (vector(f"{names.ours}.scalar", scalar, 1),)),
@@ -182,20 +225,25 @@ def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
     """The rotations of the layers by the names of their tables, each once."""
     ropes: list[Rope] = []
     for layer in layers:
-        if layer.mixer.rope is not None and layer.mixer.rope not in ropes:
-            ropes.append(layer.mixer.rope)
+        rope = None if layer.mixer is None else layer.mixer.rope
+        if rope is not None and rope not in ropes:
+            ropes.append(rope)
     return {f"rope.{index}": rope for index, rope in enumerate(ropes)}
 
 
 def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
     """With the names as other checkpoints have them as alternatives."""
-    parts = (
-        replace(part, alternatives=(other + part.name.removeprefix(prefix), *part.alternatives))
-        if part.name.startswith(prefix)
-        else part
-        for part in spec.parts
+    return replace(spec, parts=tuple(_renamed_part(part, prefix, other) for part in spec.parts))
+
+
+def _renamed_part(part: PartSpec, prefix: str, other: str) -> PartSpec:
+    others = tuple(
+        one if isinstance(one, str) else _renamed_part(one, prefix, other)
+        for one in part.alternatives
     )
-    return replace(spec, parts=tuple(parts))
+    if part.name.startswith(prefix):
+        others = (other + part.name.removeprefix(prefix), *others)
+    return replace(part, alternatives=others)
 
 
 def _scaled(ops: Ops, x: Array, factor: float) -> Array:

@@ -161,7 +161,8 @@ def decoder_spec(
     """What all architectures name alike; an RMS norm by default; `options` are `DecoderSpec`'s. The
     context that is claimed is `context`, or that of the longest rotation."""
     positions = read.integer("max_position_embeddings", default_positions)
-    claims = [layer.mixer.rope.context_len for layer in layers if layer.mixer.rope is not None]
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    claims = [mixer.rope.context_len for mixer in mixers if mixer.rope is not None]
     return DecoderSpec(
         vocab_size=read.integer("vocab_size"),
         hidden_size=read.integer("hidden_size"),

@@ -97,7 +97,7 @@ class Encoder:
         norm = self.spec.norm
         x = norm.record(ops, self._embedded(ops, w, step), w, "embed_norm")  # (T, E)
         for index, layer in enumerate(self.spec.layers):
-            scope = LayerScope(ops, w, step, index, self._tables, x)
+            scope = LayerScope(ops, w, step, index, 0, 0, self._tables, x)
             x = self._layer(layer, scope, x)
         return norm.record(ops, x, w, "norm") if self.spec.names.norm else x
 
@@ -119,11 +119,12 @@ class Encoder:
                 norm.record(ops, x, scope.weights, f"layers.{scope.layer}.{name}") if known else x
             )
 
+        mixer, feed_forward = layer.both
         if self.spec.sums_normed:
-            x = normed(ops.add(x, layer.mixer.record(x, scope)), "attn_post_norm")
-            return normed(ops.add(x, layer.feed_forward.record(x, scope)), "mlp_post_norm")
-        x = ops.add(x, layer.mixer.record(normed(x, "attn_norm"), scope))
-        return ops.add(x, layer.feed_forward.record(normed(x, "mlp_norm"), scope))
+            x = normed(ops.add(x, mixer.record(x, scope)), "attn_post_norm")
+            return normed(ops.add(x, feed_forward.record(x, scope)), "mlp_post_norm")
+        x = ops.add(x, mixer.record(normed(x, "attn_norm"), scope))
+        return ops.add(x, feed_forward.record(normed(x, "mlp_norm"), scope))
 
     def _weights(self) -> Iterator[WeightSpec]:
         spec, names, size = self.spec, self.spec.names, self.spec.hidden_size
@@ -139,8 +140,8 @@ class Encoder:
         yield from spec.norm.weights("embed_norm", names.embedding_norm, size)
         for index, layer in enumerate(spec.layers):
             where = LayerNames(f"layers.{index}", f"{names.layers}.{index}", size)
-            yield from layer.mixer.weights(where)
-            yield from layer.feed_forward.weights(where)
+            for block in layer.both:
+                yield from block.weights(where)
             for name, module in layer.norms.named.items():
                 yield from spec.norm.weights(f"{where.ours}.{name}", where.within(module), size)
         if names.norm:

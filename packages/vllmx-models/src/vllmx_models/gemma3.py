@@ -149,7 +149,7 @@ def _dense(header: GGUFHeader, number: int) -> dict[str, Any]:
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
-    local = spec.layers[0].mixer.rope
+    local = spec.mixers[0].rope
     cap = {} if spec.logit_softcap is None else {"final_logit_softcapping": spec.logit_softcap}
     return cap if local is None else {"rope.freq_base_swa": local.theta, **cap}
 

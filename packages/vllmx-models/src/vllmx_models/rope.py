@@ -32,6 +32,7 @@ _OPTIONS = frozenset(
 _OTHER_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"))
 MAX_CONTEXT = 1 << 31
 _CHUNK = 4096
+_STILL = "still"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -63,6 +64,8 @@ class Rope:
     def frequencies(self, max_model_len: int) -> tuple[F32, float]:
         """Inverse frequencies (rotary_dim / 2,) and the attention factor. Raises
         UnsupportedModelError for options that lead to no finite numbers."""
+        if self.kind == _STILL:
+            return np.zeros(self.rotary_dim // 2, np.float32), 1.0
         try:
             with np.errstate(all="ignore"):
                 inverse, factor = SCALINGS[self.kind](self, max_model_len)
@@ -79,7 +82,7 @@ class Rope:
     @property
     def context_len(self) -> int:
         """Tokens that the checkpoint claims, the scaling included."""
-        if self.kind in ("default", "llama3", "longrope", "proportional"):
+        if self.kind in (_STILL, "default", "llama3", "longrope", "proportional"):
             return self.max_positions
         start = _original(self) if self.kind == "yarn" else self.max_positions
         return max(self.max_positions, int(min(start * _factor(self), MAX_CONTEXT)))
@@ -96,6 +99,11 @@ class Rope:
                 f" {shown(value)}"
             )
         return float(value)  # type: ignore[arg-type]
+
+
+def still(rotary_dim: int, max_positions: int) -> Rope:
+    """A table that turns nothing, for attention whose rotated part has no positions."""
+    return Rope(_STILL, 1.0, rotary_dim, max_positions)
 
 
 def _inverse(rope: Rope, theta: float | None = None) -> F32:

@@ -40,7 +40,7 @@ from vllmx_torch.experts import clamped, experts, route
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule, RunModule
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.latent_attention import latent_attention
-from vllmx_torch.recurrent import StateRows, recurrence, short_conv
+from vllmx_torch.recurrent import StateStep, recurrence, short_conv
 from vllmx_torch.segment_attention import segment_attention
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import upload
@@ -67,9 +67,9 @@ class TorchFrame(Frame[Tensor]):
         self.states = states
 
     @cached_property
-    def state_rows(self) -> StateRows:
-        """Rows by their slots, made for the first layer that asks."""
-        return StateRows.of(self.step)
+    def state_step(self) -> StateStep:
+        """Rows and their slots, made for the first layer that asks."""
+        return StateStep.of(self.step)
 
     def tensor(self, ref: WeightRef) -> Tensor:
         """A table, a vector or a constant."""
@@ -171,15 +171,15 @@ def _latent_attention(op: LatentAttention, frame: TorchFrame) -> None:
 @OPS.add(ShortConv)
 def _short_conv(op: ShortConv, frame: TorchFrame) -> None:
     bias, states = None if op.bias is None else frame.tensor(op.bias), frame.states[op.spec.state]
-    w, rows = frame.tensor(op.w), frame.state_rows
-    frame[op.out] = short_conv(frame[op.x], w, bias, op.spec, rows, states)
+    w, step = frame.tensor(op.w), frame.state_step
+    frame[op.out] = short_conv(frame[op.x], w, bias, op.spec, step, states)
 
 
 @OPS.add(Recurrence)
 def _recurrence(op: Recurrence, frame: TorchFrame) -> None:
     b, states = None if op.b is None else frame[op.b], frame.states[op.spec.state]
     frame[op.out] = recurrence(
-        frame[op.qkv], frame[op.a], b, op.spec, op.bound(frame.tensor), frame.state_rows, states
+        frame[op.qkv], frame[op.a], b, op.spec, op.bound(frame.tensor), frame.state_step, states
     )
 
 
@@ -245,7 +245,7 @@ def _experts(op: Experts, frame: TorchFrame) -> None:
         if spec.clamp is not None:
             return clamped(gate_up, spec)
         if not spec.gated:
-            return _ACTIVATIONS[spec.activation](gate_up)
+            return _GATES[spec.activation](gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return _ACTIVATIONS[spec.activation](gate) * up
 

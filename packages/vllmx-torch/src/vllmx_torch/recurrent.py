@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,61 +10,56 @@ from torch import Tensor
 from torch.nn import functional
 from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.short_conv import ShortConvSpec
+from vllmx_core.state_rows import StateRows, conv_windows
 
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
-class StateRows:
-    """Where the rows of a step keep their states, and which of them still have tokens.
+class StateStep:
+    """The rows of a step and where their states are, for all layers."""
 
-    Rows are sorted by length, the longest first, so that those with a token at an offset are the
-    first ones.
-    """
-
-    lengths: list[int]
-    first: Tensor  # (R,) index of each row's first token
-    source: Tensor  # (R,) slot, -1 for a row that begins
-    target: Tensor  # (R,) slot
+    step: TorchStep
+    rows: StateRows
+    source: Tensor  # (R,) slots, the longest row first
+    target: Tensor  # (R,)
+    _windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: TorchStep) -> StateRows:
+    def of(cls, step: TorchStep) -> StateStep:
         """The rows of a step."""
-        plan, lengths = step.plan, np.diff(step.plan.query_start)
-        slots = plan.state_from, plan.state_to
-        assert slots[0] is not None, "a plan for a model with states names their slots"
-        assert slots[1] is not None, "a plan for a model with states names their slots"
-        order = np.argsort(-lengths, kind="stable")
-        packed = np.stack([plan.query_start[:-1], slots[0], slots[1]])[:, order]
-        first, source, target = upload(packed, np.int64, step.tokens.device)
-        return cls(lengths[order].tolist(), first, source, target)
+        rows, device = StateRows.of(step.plan), step.tokens.device
+        source, target = upload(np.stack([rows.source, rows.target]), np.int64, device)
+        return cls(step, rows, source, target)
+
+    def windows(self, kernel: int) -> tuple[Tensor, Tensor]:
+        """See `conv_windows`; made for the first layer that asks."""
+        if kernel not in self._windows:
+            device = self.step.tokens.device
+            read, kept = conv_windows(self.step.plan, self.rows, kernel)
+            self._windows[kernel] = upload(read, np.int64, device), upload(kept, np.int64, device)
+        return self._windows[kernel]
 
     def before(self, states: Tensor) -> Tensor:
-        """(R, ...) out of (slots, ...): a copy, zeros for rows that begin."""
+        """(R, heads, rows, cols) out of (slots, ...): a copy, zeros for rows that begin."""
         found = states[self.source.clamp(min=0)]
-        return torch.where(self.source.view(-1, *[1] * (found.ndim - 1)) < 0, 0.0, found)
-
-    def tokens(self) -> Iterator[tuple[int, Tensor]]:
-        """For each offset in the rows: how many rows have a token there, and which ones (n,)."""
-        rows = len(self.lengths)
-        for offset in range(self.lengths[0]):
-            while self.lengths[rows - 1] <= offset:
-                rows -= 1
-            yield rows, self.first[:rows] + offset
+        return torch.where(self.source[:, None, None, None] < 0, 0.0, found)
 
 
 def short_conv(
-    x: Tensor, w: Tensor, bias: Tensor | None, spec: ShortConvSpec, rows: StateRows, states: Tensor
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    spec: ShortConvSpec,
+    step: StateStep,
+    states: Tensor,
 ) -> Tensor:
     """(T, C) -> (T, C), over and into the states (slots, 1, K - 1, C)."""
-    taps, out = w.view(-1, spec.kernel).T, torch.empty_like(x)  # (K, C)
-    seen = rows.before(states)[:, 0]  # (R, K - 1, C)
-    for count, tokens in rows.tokens():
-        window = torch.cat([seen[:count], x[tokens][:, None]], dim=1)  # (n, K, C)
-        out[tokens] = (window * taps).sum(1)
-        seen[:count] = window[:, 1:]
-    states[rows.target, 0] = seen
+    seen = torch.cat([step.before(states).flatten(0, 2), x])  # (R * (K - 1) + T, C)
+    windows, kept = step.windows(spec.kernel)
+    out = torch.einsum("tkc,ck->tc", seen[windows], w.view(-1, spec.kernel))
+    states[step.target, 0] = seen[kept]
     out = out if bias is None else out + bias
     return out if spec.activation is None else functional.silu(out)
 
@@ -76,7 +70,7 @@ def recurrence(
     b: Tensor | None,
     spec: RecurrenceSpec,
     weights: RecurrenceWeights[Tensor],
-    rows: StateRows,
+    step: StateStep,
     states: Tensor,
 ) -> Tensor:
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
@@ -85,15 +79,16 @@ def recurrence(
     dt = dt.clamp(spec.dt_min, spec.dt_max)
     decay = torch.exp(-weights.a_log.exp()[:, None] * dt)  # (T, H, Dk or 1)
     strength = dt if b is None else b.sigmoid()[:, :, None]  # (T, H, 1)
-    state, out = rows.before(states), torch.empty_like(v)  # (R, H, Dk, Dv), (T, H, Dv)
-    for count, at in rows.tokens():
-        now = state[:count].mul_(decay[at, :, :, None])
+    state, out = step.before(states), torch.empty_like(v)  # (R, H, Dk, Dv), (T, H, Dv)
+    for tokens in step.rows.tokens():
+        at = torch.from_numpy(tokens).to(v.device)
+        now = state[: len(tokens)].mul_(decay[at, :, :, None])
         new = v[at]
         if spec.rule == "delta":
             new = new - torch.einsum("rhkv,rhk->rhv", now, k[at])
         now.add_(k[at, :, :, None] * (strength[at] * new)[:, :, None])
         out[at] = torch.einsum("rhkv,rhk->rhv", now, q[at])
-    states[rows.target] = state
+    states[step.target] = state
     if weights.d is not None:
         out = out + weights.d[:, None] * v
     return out.flatten(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vllmx_core.ops.activation import KINDS, Activation, activation, expect_activation
 from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
+from vllmx_core.ops.gate import opening
 from vllmx_core.ops.gated_act import gated_act
 from vllmx_core.ops.op import Op, expect, expect_features, expect_stack
 from vllmx_core.ops.values import Value, ValueType, WeightRef
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class ExpertsSpec:
     """What an expert computes between its two matrices."""
 
-    activation: Activation = "silu"
+    activation: Activation | Literal["relu2"] = "silu"
+    """relu2, the square of relu, is for experts without a gate."""
     gated: bool = True
     """act(gate) * up; False: act(up), and `gate_up` has the rows of up alone."""
     clamp: float | None = None
@@ -72,7 +74,10 @@ class Experts(Op):
 
     def check(self) -> None:
         spec, width = self.spec, self.x.width
-        expect_activation(spec.activation)
+        if spec.activation == "relu2":
+            expect(not spec.gated, "relu2 is for experts without a gate")
+        else:
+            expect_activation(spec.activation)
         clamped = spec.clamp is None or (spec.gated and spec.activation == "silu")
         expect(clamped, "clamp is for experts that are gated by silu")
         known = spec.alpha > 0 and (spec.clamp is not None or spec.alpha == 1.0)
@@ -106,6 +111,7 @@ class Experts(Op):
         for kind in KINDS:
             yield _case(24, 20, 4, 2, ExpertsSpec(kind, gated=False), biased=True)
             yield _case(24, 20, 4, 2, ExpertsSpec(kind))
+        yield _case(24, 20, 4, 2, ExpertsSpec("relu2", gated=False))
         for clamp, alpha in ((7.0, 1.702), (0.5, 1.0)):
             yield _case(24, 20, 4, 2, ExpertsSpec(clamp=clamp, alpha=alpha), biased=True)
 
@@ -173,8 +179,9 @@ def experts(
 def activated(gate_up: Floats, spec: ExpertsSpec) -> Floats:
     """(T, 2F or F) -> (T, F)."""
     if not spec.gated:
-        return activation(gate_up, spec.activation)
+        return opening(gate_up, spec.activation)
     if spec.clamp is None:
+        assert spec.activation != "relu2"
         return gated_act(gate_up, spec.activation)
     gate, up = np.split(gate_up, 2, axis=-1)
     gate = np.minimum(gate, spec.clamp)

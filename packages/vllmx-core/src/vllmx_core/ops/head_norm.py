@@ -22,7 +22,8 @@ from vllmx_core.ops.values import Value, WeightRef
 
 @dataclass(frozen=True, slots=True)
 class HeadNormSpec:
-    """What is normed, and how. H query heads and K key/value heads of D features."""
+    """What is normed, and how. H query heads and K key/value heads of D features; with K = 0 a row
+    is H runs of any kind."""
 
     num_heads: int  # H
     num_kv_heads: int  # K
@@ -84,6 +85,8 @@ class HeadNorm(Op):
         spec = HeadNormSpec(4, 2, 20, 1e-6, values=True)
         yield _case("values alone", spec, q=False, k=False)
         yield _case("keys and values", spec, q=False)
+        for heads, size in ((6, 12), (2, 96)):
+            yield _case(f"{heads} runs of {size}", HeadNormSpec(heads, 0, size, 0.1), k=False)
 
 
 def _case(name: str, spec: HeadNormSpec, *, q: bool = True, k: bool = True) -> Case:
@@ -94,7 +97,7 @@ def _case(name: str, spec: HeadNormSpec, *, q: bool = True, k: bool = True) -> C
             ops.scale(x, 3.0), spec, w["q"] if q else None, w["k"] if k else None
         ),
         lambda b: b.vector("q", spec.num_heads * spec.head_size).vector(
-            "k", spec.num_kv_heads * spec.head_size
+            "k", max(1, spec.num_kv_heads) * spec.head_size
         ),
     )
 

@@ -37,6 +37,9 @@ class Harness:
     """Names of ops that it does not have yet, or of cases ("embedding: token types") whose options
     it lacks: a model that needs one must be refused by name."""
 
+    missing_cases: Collection[str] = ()
+    """Cases of ops with an option that it does not have yet: it must refuse them by name too."""
+
     kv_dtypes: Collection[str] = KV_DTYPES
     """KV caches that it has; others must be refused by name with ConfigError."""
     kv_share = 0.1

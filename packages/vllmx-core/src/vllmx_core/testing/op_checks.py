@@ -56,6 +56,8 @@ class OpChecks(Harness):
         model, source = case_model(CASES[case])
         used = {op.name for op in record(model, 128).steps.ops}
         missing = used.intersection(self.missing_ops)
+        if case in self.missing_cases:
+            missing.add(case.partition(":")[0])
         if case in self.missing_ops:
             missing.add(case.partition(":")[0])
         if not missing:

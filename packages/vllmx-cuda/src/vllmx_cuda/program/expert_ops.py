@@ -75,7 +75,7 @@ class Spaces:
 
 
 def can_multiply(op: Experts) -> bool:
-    return op.gate_up.count <= MAX_EXPERTS
+    return op.gate_up.count <= MAX_EXPERTS and op.spec.activation in ACTIVATIONS
 
 
 def experts(op: Experts, to: Lowering) -> Enqueue:

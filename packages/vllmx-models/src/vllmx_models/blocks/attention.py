@@ -6,15 +6,22 @@ H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllmx_core.model import Array, AttentionSpec, KVSpec, Ops, SharedKV, Weight
+from vllmx_core.model import Array, AttentionSpec, KVSpec, Ops, SharedKV, StateSpec, Weight
 from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.ops.segment_attention import SegmentSpec
-from vllmx_core.weights import PartSpec, WeightSpec
+from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
-from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part, vector
+from vllmx_models.blocks.layer import (
+    LayerNames,
+    LayerScope,
+    linear,
+    packed_parts,
+    part,
+    vector,
+)
 from vllmx_models.blocks.norms import Norm
 from vllmx_models.rope import Rope
 
@@ -66,6 +73,9 @@ class AttentionMixer:
     """Whether each head has a logit of its own beside those of the tokens."""
     both_ways: bool = False
     """Whether tokens see later ones too: then nothing is kept, and a text is one step."""
+    gated: bool = False
+    """Whether answers are multiplied by the sigmoid of a gate, whose rows (D) stand in the matrix
+    of the queries behind those of each head."""
     names: AttentionNames = AttentionNames()
 
     @property
@@ -75,6 +85,10 @@ class AttentionMixer:
         if self.shared_with is not None:
             return SharedKV(self.shared_with)
         return KVSpec(self.num_kv_heads, self.head_size, self.window)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return ()
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs = names.ours, names.within(self.names.module)
@@ -86,10 +100,21 @@ class AttentionMixer:
         vectors = list(self._norms(ours, theirs))
         if self.sinks:
             vectors.append(vector(f"{ours}.sinks", f"{theirs}.{self.names.sinks}", self.num_heads))
-        return qkv, *vectors, WeightSpec(f"{ours}.o", "linear", o, width, "row")
+        specs = [qkv, *vectors, linear(f"{ours}.o", o, width, "row")]
+        if self.gated:
+            gate = (self._half_of_queries(theirs, behind=True),)
+            specs.insert(0, linear(f"{ours}.gate", gate, names.hidden_size))
+        return tuple(specs)
+
+    def _half_of_queries(self, theirs: str, *, behind: bool) -> PartSpec:
+        """The rows of the queries, or those of the gate behind each head."""
+        whole = part(f"{theirs}.{self.names.q}", self.num_heads * self.head_size, self.qkv_bias)
+        size = self.head_size
+        return replace(whole, runs=RowRuns(size if behind else 0, size, 2 * size))
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops = scope.ops
+        gate = ops.linear(x, scope.weight("gate")) if self.gated else None  # (T, H * D)
         qkv = ops.linear(x, scope.weight("qkv"))  # (T, (H + 2K) * D), queries alone where shared
         q_norm, k_norm = self._norm(scope, "q_norm"), self._norm(scope, "k_norm")
         if self._normed_before:
@@ -101,13 +126,15 @@ class AttentionMixer:
             return ops.linear(x, scope.weight("o"))  # (T, E)
         x = ops.attention(
             qkv,
-            self._options(scope.layer),
+            self._options(scope.cache),
             scope.step,
             rope=scope.rope(self.rope),
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=scope.weight("sinks") if self.sinks else None,
         )  # (T, H * D)
+        if gate is not None:
+            x = ops.gate(x, gate, "sigmoid")
         return ops.linear(x, scope.weight("o"))  # (T, E)
 
     def _options(self, layer: int) -> AttentionSpec:
@@ -197,4 +224,5 @@ class AttentionMixer:
         modules = [(self.names.q, q), (self.names.k, kv), (self.names.v, kv)]
         if self.shared_with is not None:
             del modules[1:]
-        return tuple(part(f"{theirs}.{name}", rows, self.qkv_bias) for name, rows in modules)
+        parts = tuple(part(f"{theirs}.{name}", rows, self.qkv_bias) for name, rows in modules)
+        return (self._half_of_queries(theirs, behind=False), *parts[1:]) if self.gated else parts

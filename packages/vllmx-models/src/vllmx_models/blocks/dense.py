@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from vllmx_core.model import Activation, Array
 from vllmx_core.weights import PartSpec, WeightSpec
@@ -22,6 +23,8 @@ class MLPNames:
     """One matrix with the rows of gate, then those of up."""
     up_gate: str | None = None
     """One matrix with the rows of up, then those of gate."""
+    also: str | None = None
+    """What checkpoints may have in place of `module`; for matrices without a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class DenseMLP:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     intermediate_size: int  # F
-    activation: Activation = "silu"
+    activation: Activation | Literal["relu2"] = "silu"
+    """relu2, the square of relu, is for those without a gate."""
     gated: bool = True
     bias: bool = False
     down_bias: bool | None = None
@@ -37,29 +41,42 @@ class DenseMLP:
     names: MLPNames = MLPNames()
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
-        theirs, rows = names.within(self.names.module), self.intermediate_size
         biased = self.bias if self.down_bias is None else self.down_bias
-        down = (part(f"{theirs}.{self.names.down}", names.hidden_size, biased),)
+        down = (self._part(names, self.names.down, names.hidden_size, biased),)
         first = f"{names.ours}.{'gate_up' if self.gated else 'up'}"
         return (
-            WeightSpec(first, "linear", self._first_parts(theirs), names.hidden_size, "column"),
-            WeightSpec(f"{names.ours}.down", "linear", down, rows, "row"),
+            WeightSpec(first, "linear", self._first_parts(names), names.hidden_size, "column"),
+            WeightSpec(f"{names.ours}.down", "linear", down, self.intermediate_size, "row"),
         )
 
-    def _first_parts(self, theirs: str) -> tuple[PartSpec, ...]:
+    def _first_parts(self, names: LayerNames) -> tuple[PartSpec, ...]:
         rows = self.intermediate_size
-        up = part(f"{theirs}.{self.names.up}", rows, self.bias)
+        up = self._part(names, self.names.up, rows, self.bias)
         if not self.gated:
             return (up,)
         if self.names.gate_up is not None:
-            return packed_parts(f"{theirs}.{self.names.gate_up}", (rows, rows), self.bias)
+            return packed_parts(self._within(names, self.names.gate_up), (rows, rows), self.bias)
         if self.names.up_gate is not None:
-            return packed_parts(f"{theirs}.{self.names.up_gate}", (rows, rows), self.bias)[::-1]
-        return part(f"{theirs}.{self.names.gate}", rows, self.bias), up
+            packed = self._within(names, self.names.up_gate)
+            return packed_parts(packed, (rows, rows), self.bias)[::-1]
+        return self._part(names, self.names.gate, rows, self.bias), up
+
+    def _within(self, names: LayerNames, name: str) -> str:
+        return f"{names.within(self.names.module)}.{name}"
+
+    def _part(self, names: LayerNames, name: str, rows: int, biased: bool) -> PartSpec:
+        found = part(self._within(names, name), rows, biased)
+        if self.names.also is None:
+            return found
+        return replace(found, alternatives=(f"{names.theirs}.{self.names.also}.{name}.weight",))
 
     def record(self, x: Array, scope: LayerScope) -> Array:
         ops = scope.ops
-        if self.gated:
+        if self.activation == "relu2":
+            assert not self.gated, "relu2 is for feed-forwards without a gate"
+            up = ops.linear(x, scope.weight("up"))  # (T, F)
+            hidden = ops.gate(up, up, "relu")
+        elif self.gated:
             gate_up = ops.linear(x, scope.weight("gate_up"))  # (T, 2F)
             hidden = ops.gated_act(gate_up, self.activation)  # (T, F)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllmx_core.model import Array, LatentKV, LatentSpec
+from vllmx_core.model import Array, LatentKV, LatentSpec, StateSpec
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
@@ -40,6 +40,10 @@ class LatentMixer:
     @property
     def cache(self) -> LatentKV:
         return LatentKV(self.rank, self.rope.rotary_dim)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return ()
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs, size = names.ours, f"{names.theirs}.self_attn", names.hidden_size
@@ -97,7 +101,7 @@ class LatentMixer:
             x = ops.rms_norm(x, scope.weight("q_norm"), self.norm_eps)
         q = ops.linear(x, scope.weight("q"))  # (T, H * (Dn + Dr))
         spec = LatentSpec(
-            layer=scope.layer,
+            layer=scope.cache,
             num_heads=self.num_heads,
             rank=self.rank,
             nope_size=self.nope_size,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from vllmx_core.model import Array, CacheSpec, Ops, StepInputs, Weight
+from vllmx_core.model import Array, CacheSpec, Ops, StateSpec, StepInputs, Weight
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.rope import Rope
+
+Shard = Literal["none", "column", "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class LayerScope:
     weights: Mapping[str, Weight]
     step: StepInputs
     layer: int
+    cache: int
+    """Number of the layer's KV cache, where it has one: `ModelShape.caches`."""
+    state: int
+    """Number of the first of its states, where it has some: `ModelShape.states`."""
     tables: Mapping[str, Rope]
     """The model's rotations by the names of their tables among `weights`."""
     embedded: Array
@@ -82,6 +88,11 @@ class Mixer(Block, Protocol):
         ...
 
     @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What it keeps of a sequence, however long that is."""
+        ...
+
+    @property
     def rope(self) -> Rope | None:
         """The rotation whose table it needs."""
         ...
@@ -100,6 +111,13 @@ def packed_parts(module: str, rows: tuple[int, ...], bias: bool) -> tuple[PartSp
         PartSpec(name, count, with_bias, runs=RowRuns(start, count, count))
         for start, count in zip(starts, rows, strict=True)
     )
+
+
+def linear(
+    name: str, parts: tuple[PartSpec, ...], cols: int, shard: Shard = "column"
+) -> WeightSpec:
+    """A matrix."""
+    return WeightSpec(name, "linear", parts, cols, shard)
 
 
 def vector(name: str, source: str, rows: int, offset: float = 0.0) -> WeightSpec:

@@ -5,7 +5,7 @@ X experts, F features inside of each, E hidden size, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from vllmx_core.model import Array
@@ -36,14 +36,15 @@ class ExpertTensors(Protocol):
 class EachExpert:
     """Tensors of their own for every expert: experts.5.gate_proj.weight"""
 
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
+    """None: experts have no gate."""
     up: str = "up_proj"
     down_name: str = "down_proj"
     bias: bool = False
 
     def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
-        names = (f"{module}.experts.{expert}.{name}" for name in (self.gate, self.up))
-        return tuple(part(name, rows, self.bias) for name in names)
+        names = [self.up] if self.gate is None else [self.gate, self.up]
+        return tuple(part(f"{module}.experts.{expert}.{name}", rows, self.bias) for name in names)
 
     def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
         return (part(f"{module}.experts.{expert}.{self.down_name}", rows, self.bias),)
@@ -79,6 +80,29 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class EitherExperts:
+    """Tensors of one form or of another, for checkpoints that differ."""
+
+    usual: ExpertTensors = EachExpert()
+    other: ExpertTensors = StackedExperts()
+
+    def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        return self._both(
+            self.usual.first(module, expert, rows), self.other.first(module, expert, rows)
+        )
+
+    def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        return self._both(
+            self.usual.down(module, expert, rows), self.other.down(module, expert, rows)
+        )
+
+    @staticmethod
+    def _both(usual: tuple[PartSpec, ...], other: tuple[PartSpec, ...]) -> tuple[PartSpec, ...]:
+        pairs = zip(usual, other, strict=True)
+        return tuple(replace(one, alternatives=(second,)) for one, second in pairs)
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """The matrix that gives each expert a score, and how experts are chosen by it."""
 
@@ -88,6 +112,17 @@ class Router:
     bias: bool = False
     choice_bias: str | None = None
     """A vector within the feed-forward's module that takes part in the choice alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExperts:
+    """Experts that read and write fewer features than the stream has."""
+
+    size: int
+    before: str
+    """The module of the matrix to so many features."""
+    after: str
+    """Of the matrix back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +138,7 @@ class MoE:
     """What every token goes through beside its experts."""
     shared_gate: str | None = None
     """The module of a matrix (1, E) whose sigmoid says how much the shared expert counts."""
+    latent: LatentExperts | None = None
     module: str = "mlp"
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
@@ -115,11 +151,17 @@ class MoE:
             specs.append(vector(f"{ours}.choice_bias", bias, self.count))
         numbers = range(self.count)
         first = tuple(one for i in numbers for one in self.tensors.first(theirs, i, rows))
-        down = tuple(one for i in numbers for one in self.tensors.down(theirs, i, hidden))
+        width = hidden if self.latent is None else self.latent.size
+        down = tuple(one for i in numbers for one in self.tensors.down(theirs, i, width))
         specs += (
-            self._stack(f"{ours}.experts.gate_up", first, hidden),
+            self._stack(f"{ours}.experts.gate_up", first, width),
             self._stack(f"{ours}.experts.down", down, rows),
         )
+        if self.latent is not None:
+            before = (part(f"{theirs}.{self.latent.before}", width, False),)
+            after = (part(f"{theirs}.{self.latent.after}", hidden, False),)
+            specs.append(WeightSpec(f"{ours}.experts.before", "linear", before, hidden))
+            specs.append(WeightSpec(f"{ours}.experts.after", "linear", after, width))
         if self.shared is not None:
             specs += self.shared.weights(names)
         if self.shared_gate is not None:
@@ -136,7 +178,10 @@ class MoE:
         bias = None if self.router.choice_bias is None else weight("choice_bias")
         ids, weights = ops.route(scores, self.router.route, bias=bias)  # (T, k)
         stacks = weight("experts.gate_up"), weight("experts.down")
-        out = ops.experts(x, ids, weights, *stacks, self.spec)  # (T, E)
+        read = x if self.latent is None else ops.linear(x, weight("experts.before"))
+        out = ops.experts(read, ids, weights, *stacks, self.spec)
+        if self.latent is not None:
+            out = ops.linear(out, weight("experts.after"))  # (T, E)
         if self.shared is None:
             return out
         shared = self.shared.record(x, scope)  # (T, E)

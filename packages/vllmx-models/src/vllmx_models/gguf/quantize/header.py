@@ -20,6 +20,7 @@ from vllmx_core.specs import ModelSpec
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.dense import DenseMLP
+from vllmx_models.blocks.layer import Mixer
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.decoder import Decoder, DecoderSpec, LayerSpec
 from vllmx_models.gguf.architecture import GGUFArchitecture
@@ -147,8 +148,9 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
 def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
     """Whether layers are alike and their tables equal, however they are described."""
     pairs = list(zip(one.layers, other.layers, strict=True))
-    ropes = {(str(a.mixer.rope), str(b.mixer.rope)): (a.mixer.rope, b.mixer.rope) for a, b in pairs}
-    windows = all(a.mixer.cache == b.mixer.cache for a, b in pairs)
+    mixers = list(zip(one.mixers, other.mixers, strict=True))
+    ropes = {(str(a.rope), str(b.rope)): (a.rope, b.rope) for a, b in mixers}
+    windows = all(a.cache == b.cache for a, b in mixers)
     return (
         windows
         and all(_plain(a) == _plain(b) for a, b in pairs)
@@ -197,16 +199,16 @@ def _decoder(
         "vocab_size": spec.vocab_size,
         **(_experts(feed_forward) if isinstance(feed_forward, MoE) else {}),
     }
-    windows = {_window(layer) for layer in spec.layers}
+    windows = {_window(mixer) for mixer in spec.mixers}
     if windows != {None}:
         values["attention.sliding_window"] = max(window or 0 for window in windows)
-    rotating = [layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None]
+    rotating = [mixer.rope for mixer in spec.mixers if mixer.rope is not None]
     if not rotating:
         raise UnsupportedModelError(
             f"no layer of the model has a rotary embedding, which the GGUF architecture {name!r}"
             " cannot state"
         )
-    whole = [layer.mixer.rope for layer in spec.layers if _window(layer) is None]
+    whole = [mixer.rope for mixer in spec.mixers if _window(mixer) is None]
     rope = next((rope for rope in whole if rope is not None), rotating[0])
     values["context_length"] = rope.max_positions
     values["rope.dimension_count"] = rope.rotary_dim
@@ -216,8 +218,8 @@ def _decoder(
     return {f"{name}.{key}": value for key, value in values.items()}, extra
 
 
-def _window(layer: LayerSpec) -> int | None:
-    return layer.mixer.window if isinstance(layer.mixer, AttentionMixer) else None
+def _window(mixer: Mixer) -> int | None:
+    return mixer.window if isinstance(mixer, AttentionMixer) else None
 
 
 def _experts(moe: MoE) -> dict[str, Any]:

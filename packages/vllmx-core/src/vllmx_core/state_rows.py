@@ -1,0 +1,64 @@
+"""Rows of a step and their states as indices, for backends that work rows side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_core.plan import StepPlan
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a step, the longest first, so that those with a token at some offset are the
+    first ones."""
+
+    lengths: list[int]
+    first: Index  # (R,) index of each row's first token
+    source: Index  # (R,) slot that it reads, -1 where it begins
+    target: Index  # (R,) slot that it leaves
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StateRows:
+        source, target = plan.state_from, plan.state_to
+        assert source is not None, "a plan for a model with states names their slots"
+        assert target is not None, "a plan for a model with states names their slots"
+        lengths = np.diff(plan.query_start)
+        order = np.argsort(-lengths, kind="stable")
+        first, read, left = (
+            array[order].astype(np.int64) for array in (plan.query_start[:-1], source, target)
+        )
+        return cls(lengths[order].tolist(), first, read, left)
+
+    def tokens(self) -> Iterator[Index]:
+        """For each offset in the rows the tokens (n,) of the n rows that have one there."""
+        rows = len(self.lengths)
+        for offset in range(self.lengths[0]):
+            while self.lengths[rows - 1] <= offset:
+                rows -= 1
+            yield self.first[:rows] + offset
+
+
+def conv_windows(plan: StepPlan, state_rows: StateRows, kernel: int) -> tuple[Index, Index]:
+    """What a convolution reads and leaves, as rows of an array of the R * (K - 1) kept taps in the
+    order of `state_rows`, then the T tokens: (T, K) for each token, its own last, and (R, K - 1)
+    for each row, also in that order."""
+    first, lengths, kept = state_rows.first, np.array(state_rows.lengths), kernel - 1
+    rows = np.arange(plan.num_rows)
+    owner = np.repeat(np.argsort(first), np.diff(plan.query_start))  # (T,)
+    ends = np.arange(plan.num_tokens) - first[owner] + 1  # tokens of the row up to this one
+    return (
+        _places(owner, first, ends[:, None] - kernel + np.arange(kernel), kept),
+        _places(rows, first, lengths[:, None] - kept + np.arange(kept), kept),
+    )
+
+
+def _places(rows: Index, first: Index, offsets: Index, kept: int) -> Index:
+    """The row of what stands at these offsets (n, k) of the rows (n,), those below 0 being taps."""
+    tokens = len(first) * kept + first[rows, None] + offsets
+    return np.where(offsets >= 0, tokens, rows[:, None] * kept + kept + offsets)

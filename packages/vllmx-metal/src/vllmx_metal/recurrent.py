@@ -1,0 +1,142 @@
+"""Recurrent layers in MLX's own ops: all rows of a step side by side, token after token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from vllmx_core.model import StateSpec
+from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
+from vllmx_core.ops.short_conv import ShortConvSpec
+from vllmx_core.plan import AnyArray, StepPlan
+from vllmx_core.state_rows import StateRows, conv_windows
+
+
+@dataclass(slots=True)
+class States:
+    """The states of one recurrent layer, as the last step that was built leaves them."""
+
+    data: mx.array  # (slots, heads, rows, cols) float32
+
+    def before(self, source: mx.array) -> mx.array:
+        """(R, heads, rows, cols) in these slots; zeros where a row begins (-1)."""
+        found = mx.take(self.data, mx.maximum(source, 0), axis=0)
+        return mx.where((source < 0)[:, None, None, None], 0.0, found)
+
+
+def allocate_states(specs: Sequence[StateSpec], slots: int) -> tuple[States, ...]:
+    """Zeroed slots of each recurrent layer."""
+    return tuple(States(mx.zeros((slots, one.heads, one.rows, one.cols))) for one in specs)
+
+
+@dataclass(slots=True)
+class StateStep:
+    """The rows of a step and where their states are, for all layers."""
+
+    plan: StepPlan
+    rows: StateRows
+    source: mx.array  # (R,) slots, the longest row first
+    target: mx.array  # (R,)
+    _windows: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StateStep:
+        """The rows of a step."""
+        rows = StateRows.of(plan)
+        return cls(plan, rows, _indices(rows.source), _indices(rows.target))
+
+    def windows(self, kernel: int) -> tuple[mx.array, mx.array]:
+        """See `conv_windows`."""
+        if kernel not in self._windows:
+            read, kept = conv_windows(self.plan, self.rows, kernel)
+            self._windows[kernel] = _indices(read), _indices(kept)
+        return self._windows[kernel]
+
+
+def short_conv(
+    x: mx.array,
+    w: mx.array,
+    bias: mx.array | None,
+    spec: ShortConvSpec,
+    step: StateStep,
+    states: States,
+) -> mx.array:
+    """(T, C) -> (T, C), over and into the states (slots, 1, K - 1, C)."""
+    kept = states.before(step.source).reshape(-1, x.shape[1])  # (R * (K - 1), C)
+    seen = mx.concatenate([kept, x.astype(mx.float32)])
+    windows, left = step.windows(spec.kernel)
+    out = (seen[windows] * w.reshape(-1, spec.kernel).T).sum(axis=1)  # (T, C)
+    states.data[step.target] = seen[left][:, None]
+    out = out if bias is None else out + bias
+    out = out * mx.sigmoid(out) if spec.activation else out
+    return out.astype(x.dtype)
+
+
+def recurrence(
+    qkv: mx.array,
+    a: mx.array,
+    b: mx.array | None,
+    spec: RecurrenceSpec,
+    weights: RecurrenceWeights[mx.array],
+    step: StateStep,
+    states: States,
+) -> mx.array:
+    """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
+    q, k, v = _split(qkv.astype(mx.float32), spec)
+    dt = mx.logaddexp(a.astype(mx.float32) + weights.dt_bias, 0.0)  # softplus
+    dt = mx.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)
+    decay = mx.exp(-mx.exp(weights.a_log)[:, None] * dt)[..., None]  # (T, H, Dk or 1, 1)
+    strength = dt if b is None else mx.sigmoid(b.astype(mx.float32))[..., None]  # (T, H, 1)
+    state = states.before(step.source)  # (R, H, Dk, Dv), the longest row first
+    ended, outs, order = [], [], []
+    for tokens in step.rows.tokens():
+        if len(tokens) < len(state):
+            ended.append(state[len(tokens) :])
+            state = state[: len(tokens)]
+        at = _indices(tokens)
+        state, out = _one_token(state, q[at], k[at], v[at], decay[at], strength[at], spec)
+        outs.append(out)
+        order.append(tokens)
+    states.data[step.target] = mx.concatenate([state, *reversed(ended)])
+    found = mx.concatenate(outs)[_indices(np.argsort(np.concatenate(order)))]  # (T, H, Dv)
+    if weights.d is not None:
+        found = found + weights.d[:, None] * v
+    return found.reshape(len(qkv), -1).astype(qkv.dtype)
+
+
+def _one_token(
+    state: mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    decay: mx.array,
+    strength: mx.array,
+    spec: RecurrenceSpec,
+) -> tuple[mx.array, mx.array]:
+    """One token of each of n rows: states (n, H, Dk, Dv) behind it, and answers (n, H, Dv)."""
+    state = state * decay
+    if spec.rule == "delta":
+        v = v - (k[:, :, None] @ state)[:, :, 0]
+    state = state + k[..., None] * (strength * v)[:, :, None]
+    return state, (q[:, :, None] @ state)[:, :, 0]
+
+
+def _split(qkv: mx.array, spec: RecurrenceSpec) -> tuple[mx.array, mx.array, mx.array]:
+    """q and k (T, H, Dk) of each head, normed and scaled as the rule says, and v (T, H, Dv)."""
+    keys = spec.num_key_heads * spec.key_size
+    q, k, v = mx.split(qkv, [keys, 2 * keys], axis=1)
+    q, k = (part.reshape(-1, spec.num_key_heads, spec.key_size) for part in (q, k))
+    if spec.rule == "delta":
+        q, k = (
+            part * mx.rsqrt(mx.square(part).sum(axis=-1, keepdims=True) + spec.norm_eps)
+            for part in (q, k)
+        )
+    heads, shared = np.arange(spec.num_heads), spec.num_heads // spec.num_key_heads
+    source = _indices(heads % spec.num_key_heads if spec.tiled else heads // shared)
+    return q[:, source] * spec.scale, k[:, source], v.reshape(len(v), spec.num_heads, -1)
+
+
+def _indices(array: AnyArray) -> mx.array:
+    return mx.array(array.astype(np.int32))

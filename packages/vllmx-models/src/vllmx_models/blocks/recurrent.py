@@ -1,0 +1,149 @@
+"""Recurrent mixers: a short convolution and a recurrence in place of attention over a cache.
+
+H heads, Hk key heads of Dk, values of Dv, K taps of the convolution, E hidden size, T tokens. What
+the convolution reads is one matrix q | k | v (of Mamba-2: C | B | x): the weight map puts its rows,
+and the taps, in this order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
+from vllmx_core.ops.head_norm import HeadNormSpec
+from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
+
+from vllmx_models.blocks.layer import LayerNames, LayerScope, linear, part, vector
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """Modules of a gated delta net in the checkpoint. `in_proj_qkvz` and `in_proj_ba`, where they
+    are set, hold for each key head its rows of q, k, v and z, and those of b and a."""
+
+    module: str = "linear_attn"
+    qkv: str = "in_proj_qkv"
+    z: str = "in_proj_z"
+    a: str = "in_proj_a"
+    b: str = "in_proj_b"
+    qkvz: str | None = None
+    ba: str | None = None
+    conv: str = "conv1d"
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaMixer:
+    """Gated DeltaNet: the delta rule with one decay a head, answers normed and gated by silu."""
+
+    num_heads: int  # H
+    num_key_heads: int  # Hk
+    key_size: int  # Dk
+    value_size: int  # Dv
+    kernel: int  # K
+    norm_eps: float
+    tiled: bool = False
+    """Whether head h reads key head h % Hk, as GGUF files have them; else h // (H / Hk)."""
+    names: DeltaNames = DeltaNames()
+
+    @property
+    def cache(self) -> None:
+        return None
+
+    @property
+    def rope(self) -> None:
+        return None
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return (
+            StateSpec(1, self.kernel - 1, self._rule(0).width),
+            StateSpec(self.num_heads, self.key_size, self.value_size),
+        )
+
+    def _rule(self, state: int) -> RecurrenceSpec:
+        return RecurrenceSpec(
+            state, self.num_heads, self.num_key_heads, self.key_size, self.value_size, "delta",
+            scale=self.key_size**-0.5, tiled=self.tiled,
+        )  # fmt: skip
+
+    def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
+        ours, theirs, size = names.ours, f"{names.theirs}.{self.names.module}", names.hidden_size
+        width, channels = self.num_heads * self.value_size, self._rule(0).width
+        out = (part(f"{theirs}.{self.names.out}", size, False),)
+        conv = (PartSpec(f"{theirs}.{self.names.conv}.weight", channels * self.kernel),)
+        return (
+            *(linear(f"{ours}.{name}", parts, size) for name, parts in self._inputs(theirs)),
+            taps(f"{ours}.taps", conv, channels, self.kernel),
+            vector(f"{ours}.a_log", f"{theirs}.A_log", self.num_heads),
+            vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", self.num_heads),
+            repeated(
+                f"{ours}.norm", f"{theirs}.{self.names.norm}.weight", self.value_size,
+                self.num_heads,
+            ),
+            linear(f"{ours}.o", out, width, "row"),
+        )  # fmt: skip
+
+    def _inputs(self, theirs: str) -> tuple[tuple[str, tuple[PartSpec, ...]], ...]:
+        """The matrices that read the stream: by name, their parts."""
+        names, keys, heads = self.names, self.key_size, self.num_heads
+        width, all_keys = heads * self.value_size, self.num_key_heads * keys
+        if names.qkvz is None or names.ba is None:
+            plain = (
+                ("qkv", names.qkv, 2 * all_keys + width),
+                ("z", names.z, width), ("a", names.a, heads), ("b", names.b, heads),
+            )  # fmt: skip
+            return tuple(
+                (name, (part(f"{theirs}.{source}", rows, False),)) for name, source, rows in plain
+            )
+        shared = heads // self.num_key_heads
+        values = shared * self.value_size
+        q, k, v, z = _runs(
+            f"{theirs}.{names.qkvz}", self.num_key_heads, (keys, keys, values, values)
+        )
+        b, a = _runs(f"{theirs}.{names.ba}", self.num_key_heads, (shared, shared))
+        return ("qkv", (q, k, v)), ("z", (z,)), ("a", (a,)), ("b", (b,))
+
+    def record(self, x: Array, scope: LayerScope) -> Array:
+        ops, weight = scope.ops, scope.weight
+        conv = ShortConvSpec(scope.state, self.kernel, "silu")
+        qkv = ops.short_conv(ops.linear(x, weight("qkv")), weight("taps"), conv, scope.step)
+        y = ops.recurrence(
+            qkv,
+            ops.linear(x, weight("a")),
+            ops.linear(x, weight("b")),
+            self._rule(scope.state + 1),
+            scope.step,
+            a_log=weight("a_log"),
+            dt_bias=weight("dt_bias"),
+        )  # (T, H * Dv)
+        y = ops.head_norm(
+            y, runs_norm(self.num_heads, self.value_size, self.norm_eps), weight("norm")
+        )
+        y = ops.gate(y, ops.linear(x, weight("z")), "silu")
+        return ops.linear(y, weight("o"))  # (T, E)
+
+
+def taps(name: str, parts: tuple[PartSpec, ...], channels: int, kernel: int) -> WeightSpec:
+    """The weights of a convolution out of tensors (channels, 1, kernel)."""
+    return WeightSpec(name, "vector", parts, shape=(channels, kernel))
+
+
+def repeated(name: str, source: str, rows: int, count: int) -> WeightSpec:
+    """A norm's weight that all heads share, once for each."""
+    return WeightSpec(name, "vector", (PartSpec(source, rows),) * count)
+
+
+def runs_norm(count: int, size: int, eps: float) -> HeadNormSpec:
+    """The norm of each of `count` runs of features."""
+    return HeadNormSpec(count, 0, size, eps)
+
+
+def _runs(module: str, heads: int, rows: tuple[int, ...]) -> list[PartSpec]:
+    """The parts of a matrix that holds so many rows of each, one head behind the other."""
+    starts = (sum(rows[:index]) for index in range(len(rows)))
+    return [
+        PartSpec(f"{module}.weight", heads * count, runs=RowRuns(start, count, sum(rows)))
+        for start, count in zip(starts, rows, strict=True)
+    ]

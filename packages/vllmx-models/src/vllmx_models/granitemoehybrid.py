@@ -1,0 +1,113 @@
+"""Granite 4 (GraniteMoeHybridForCausalLM): Mamba-2 beside attention without positions, between
+Granite's multipliers; experts, where there are some, beside an MLP that all tokens share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_core.ops.route import RouteSpec
+
+from vllmx_models.blocks.dense import DenseMLP, MLPNames
+from vllmx_models.blocks.layer import FeedForward, Mixer
+from vllmx_models.blocks.mamba import MambaMixer
+from vllmx_models.blocks.moe import MoE, Router, StackedExperts
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder
+from vllmx_models.decoder_config import (
+    attention_mixer,
+    decoder_spec,
+    head_size,
+    layer_ropes,
+    num_layers,
+)
+from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS
+from vllmx_models.hybrid_config import dt_limits, hybrid_layers, layer_kinds
+from vllmx_models.moe_config import EXPERT_KEYS, chosen_experts, experts_spec
+
+KINDS = ("linear_attention", "full_attention", "mamba", "attention")
+"""The last two are the names that published files have."""
+SHARED = MLPNames("shared_mlp", down="output_linear", gate_up="input_linear")
+HONOURED = ("attention_bias", "layer_types", "position_embedding_type", *EXPERT_KEYS, *MULTIPLIERS)
+DEFAULTS: Mapping[str, Any] = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2, "num_local_experts": 8, "shared_intermediate_size": 1024,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+"""What transformers takes where a config.json is silent."""
+
+
+def granitemoehybrid(config: Mapping[str, Any]) -> Decoder:
+    """Attention turns nothing unless `position_embedding_type` is rope."""
+    read = ConfigReader({**DEFAULTS, **config}, "GraniteMoeHybridForCausalLM")
+    read.refuse_quirks(*HONOURED)
+    bias, head, count = read.flag("attention_bias", False), head_size(read), num_layers(read)
+    rotates = read.config.get("position_embedding_type") == "rope"
+    ropes = layer_ropes(read, head, [False], default_positions=DEFAULT_POSITIONS)
+    attention = attention_mixer(
+        read,
+        head,
+        rope=ropes[0] if rotates else None,
+        qkv_bias=bias,
+        o_bias=bias,
+        scale=read.number("attention_multiplier", 1.0),
+    )
+    kinds = layer_kinds(read, KINDS, [KINDS[0]] * count)
+    mixers: dict[str, Mixer] = {"full_attention": attention, "attention": attention}
+    if set(kinds) & {"mamba", "linear_attention"}:
+        mixers["mamba"] = mixers["linear_attention"] = _mamba(read)
+    layers = hybrid_layers(kinds, mixers, [_feed_forward(read)] * count)
+    return Decoder(
+        decoder_spec(
+            read,
+            layers,
+            default_positions=DEFAULT_POSITIONS,
+            embedding_scale=read.number("embedding_multiplier", 1.0),
+            residual_scale=read.number("residual_multiplier", 1.0),
+            logit_scale=1 / read.number("logits_scaling", 1.0),
+        )
+    )
+
+
+def _feed_forward(read: ConfigReader) -> FeedForward:
+    shared = DenseMLP(read.integer("shared_intermediate_size"), read.activation(), names=SHARED)
+    count = read.integer("num_local_experts", low=0, high=1 << 14)
+    if not count:
+        return shared
+    return MoE(
+        count,
+        read.integer("intermediate_size"),
+        Router(RouteSpec(chosen_experts(read, count), renormalise=True), "router.layer"),
+        experts_spec(read),
+        StackedExperts("input_linear.weight", "output_linear.weight"),
+        shared=shared,
+        module="block_sparse_moe",
+    )
+
+
+def _mamba(read: ConfigReader) -> MambaMixer:
+    heads, width = read.integer("mamba_n_heads", high=1 << 16), read.integer("mamba_expand")
+    width *= read.integer("hidden_size")
+    size = width // heads
+    if read.config.get("mamba_d_head") not in (None, "auto"):
+        size = read.integer("mamba_d_head")
+    if size * heads != width:
+        raise read.error("mamba_n_heads", f"times mamba_d_head must be {width}")
+    if read.activation() != "silu":
+        raise read.error("hidden_act", "is not known here for convolutions: silu")
+    groups = read.integer("mamba_n_groups", high=heads)
+    if heads % groups:
+        raise read.error("mamba_n_groups", f"must divide mamba_n_heads = {heads}")
+    low, high = dt_limits(read)
+    return MambaMixer(
+        heads,
+        size,
+        groups,
+        read.integer("mamba_d_state", high=4096),
+        read.integer("mamba_d_conv", low=2, high=64),
+        read.number("rms_norm_eps", 1e-6),
+        conv_bias=read.flag("mamba_conv_bias", True),
+        bias=read.flag("mamba_proj_bias", False),
+        dt_min=low,
+        dt_max=high,
+    )

@@ -1,0 +1,52 @@
+"""What the configs of models with recurrent layers beside attention say alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from vllmx_models.blocks.layer import FeedForward, Mixer
+from vllmx_models.blocks.norms import PRE, LayerNorms
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import LayerSpec
+
+
+def layer_kinds(
+    read: ConfigReader, known: Sequence[str], by_default: Sequence[str], key: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer: what `key` says, else `by_default`, which has one for each layer."""
+    if not read.has(key):
+        return list(by_default)
+    kinds = read.config[key]
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        raise read.error(key, f"must be a list of {' or '.join(known)}")
+    if len(kinds) != len(by_default):
+        raise read.error(key, f"must have an entry for each of the {len(by_default)} layers")
+    return kinds
+
+
+def dt_limits(read: ConfigReader) -> tuple[float, float]:
+    """`time_step_limit` of Mamba-2: the least and the greatest step size."""
+    given = read.config.get("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise read.error("time_step_limit", "must be a list of two numbers")
+    # transformers writes an infinity as an object
+    values = [math.inf if one in ("inf", {"__float__": "Infinity"}) else one for one in given]
+    if any(type(one) not in (int, float) for one in values) or not 0 <= values[0] <= values[1]:
+        raise read.error("time_step_limit", "must be two numbers that rise from 0")
+    return float(values[0]), float(values[1])
+
+
+def hybrid_layers(
+    kinds: Sequence[str],
+    mixers: Mapping[str, Mixer],
+    feed_forwards: Sequence[FeedForward],
+    norms: LayerNorms = PRE,
+) -> tuple[LayerSpec, ...]:
+    """Layers whose mixers are told by their kinds."""
+    return tuple(
+        LayerSpec(mixers[kind], feed_forward, norms)
+        for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
+    )

@@ -1,0 +1,132 @@
+"""Nemotron-H and Nemotron 3 (NemotronHForCausalLM): layers of one block each, Mamba-2, attention
+without positions, an MLP or experts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_core.ops.experts import ExpertsSpec
+
+from vllmx_models.blocks.attention import AttentionNames
+from vllmx_models.blocks.dense import DenseMLP, MLPNames
+from vllmx_models.blocks.mamba import MambaMixer
+from vllmx_models.blocks.moe import EachExpert, LatentExperts, MoE
+from vllmx_models.blocks.norms import LayerNorms, Norm
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder, LayerSpec, ModelNames
+from vllmx_models.decoder_config import attention_mixer, decoder_spec, head_size
+from vllmx_models.deepseek import sigmoid_router
+from vllmx_models.hybrid_config import layer_kinds
+from vllmx_models.moe_config import EXPERT_KEYS, num_experts
+
+logger = logging.getLogger("vllmx.models")
+PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+NAMES = ModelNames(
+    "backbone.embeddings", "backbone.layers", "backbone.norm_f", also=("backbone.", "model.")
+)
+MIXES = LayerNorms("norm", None, None)
+FEEDS = LayerNorms(None, None, "norm")
+ATTENTION = AttentionNames("mixer")
+MLP = MLPNames("mixer")
+SHARED = MLPNames("mixer.shared_experts")
+DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 128, "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5,
+    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
+    "conv_kernel": 4, "time_step_min": 0.001, "intermediate_size": 21504, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+"""What transformers takes where a config.json is silent."""
+
+
+def nemotron_h(config: Mapping[str, Any]) -> Decoder:
+    """Layers of multi-token prediction, which lie behind the others, are passed over."""
+    head = config.get("attention_head_dim", DEFAULTS["head_dim"])  # its name in older files
+    read = ConfigReader({**DEFAULTS, "head_dim": head, **config}, "NemotronHForCausalLM")
+    read.refuse_quirks("layer_types", "mlp_bias", *EXPERT_KEYS)
+    if read.config.get("mlp_hidden_act", "relu2") != "relu2":
+        raise read.error("mlp_hidden_act", "is not known here: relu2")
+    norm = Norm(read.number("layer_norm_epsilon"))
+    blocks: dict[str, LayerSpec] = {}
+    kinds = _kinds(read)
+    for kind in dict.fromkeys(kinds):
+        blocks[kind] = _layer(read, kind)
+    if read.integer("num_nextn_predict_layers", 0, low=0):
+        logger.info("layers of multi-token prediction are passed over")
+    layers = tuple(blocks[kind] for kind in kinds)
+    positions = read.integer("max_position_embeddings")
+    return Decoder(decoder_spec(read, layers, default_positions=positions, norm=norm, names=NAMES))
+
+
+def _kinds(read: ConfigReader) -> list[str]:
+    """Of each layer: a list, or a letter for each in older files."""
+    key = "layers_block_type" if read.has("layers_block_type") else "layer_types"
+    if read.has(key):
+        given = read.config[key]
+        known = (*PATTERN.values(), *OLDER)
+        count = len(given) if isinstance(given, list) else 1
+        return [OLDER.get(kind, kind) for kind in layer_kinds(read, known, [""] * count, key)]
+    pattern = read.config.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or not pattern or set(pattern) - PATTERN.keys():
+        raise read.error("hybrid_override_pattern", f"must be a text of {' '.join(PATTERN)}")
+    return [PATTERN[letter] for letter in pattern]
+
+
+def _layer(read: ConfigReader, kind: str) -> LayerSpec:
+    bias = read.flag("mlp_bias", False)
+    if kind == "linear_attention":
+        return LayerSpec(_mamba(read), None, MIXES)
+    if kind == "full_attention":
+        return LayerSpec(attention_mixer(read, head_size(read), names=ATTENTION), None, MIXES)
+    if kind == "mlp":
+        size = read.integer("intermediate_size")
+        return LayerSpec(None, DenseMLP(size, "relu2", False, bias, names=MLP), FEEDS)
+    return LayerSpec(None, _experts(read, bias), FEEDS)
+
+
+def _mamba(read: ConfigReader) -> MambaMixer:
+    heads = read.integer("mamba_num_heads", high=1 << 16)
+    groups = read.integer("n_groups", high=heads)
+    if heads % groups:
+        raise read.error("n_groups", f"must divide mamba_num_heads = {heads}")
+    if read.activation("mamba_hidden_act") != "silu":
+        raise read.error("mamba_hidden_act", "is not known here for convolutions: silu")
+    return MambaMixer(
+        heads,
+        read.integer("mamba_head_dim", high=4096),
+        groups,
+        read.integer("ssm_state_size", high=4096),
+        read.integer("conv_kernel", low=2, high=64),
+        read.number("layer_norm_epsilon"),
+        conv_bias=read.flag("use_conv_bias", True),
+        bias=read.flag("use_bias", False),
+        dt_min=read.number("time_step_min"),
+        module="mixer",
+    )
+
+
+def _experts(read: ConfigReader, bias: bool) -> MoE:
+    """Without gates, and where the config says so between matrices to fewer features and back."""
+    if bias:
+        raise read.error("mlp_bias", "is not known here for experts: false")
+    count = num_experts(read, ("n_routed_experts",))
+    latent = None
+    if read.has("moe_latent_size"):
+        names = "fc1_latent_proj", "fc2_latent_proj"
+        latent = LatentExperts(read.integer("moe_latent_size"), *names)
+    shared = DenseMLP(
+        read.integer("moe_shared_expert_intermediate_size"), "relu2", gated=False, names=SHARED
+    )
+    return MoE(
+        count,
+        read.integer("moe_intermediate_size"),
+        sigmoid_router(read, count),
+        ExpertsSpec("relu2", gated=False),
+        EachExpert(None),
+        shared=shared,
+        latent=latent,
+        module="mixer",
+    )

@@ -1,0 +1,102 @@
+"""Qwen3-Next, such as 80B-A3B (Qwen3NextForCausalLM): three layers of gated delta nets for each one
+of attention, whose answers are gated too, and experts beside a shared one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllmx_models.blocks.dense import DenseMLP
+from vllmx_models.blocks.layer import FeedForward, Mixer
+from vllmx_models.blocks.moe import MoE
+from vllmx_models.blocks.recurrent import DeltaMixer, DeltaNames
+from vllmx_models.config import ConfigReader
+from vllmx_models.decoder import Decoder
+from vllmx_models.decoder_config import (
+    attention_mixer,
+    decoder_spec,
+    dense_mlp,
+    head_size,
+    layer_ropes,
+    num_layers,
+    rms,
+)
+from vllmx_models.hybrid_config import hybrid_layers, layer_kinds
+from vllmx_models.moe_config import EXPERT_KEYS, layer_numbers
+from vllmx_models.qwen2_moe import SHARED, qwen_moe
+
+KINDS = ("linear_attention", "full_attention")
+HONOURED = ("attention_bias", "layer_types", "partial_rotary_factor", *EXPERT_KEYS)
+DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 32768,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
+"""What transformers takes where a config.json is silent."""
+INTERLEAVED = DeltaNames(qkvz="in_proj_qkvz", ba="in_proj_ba")
+
+
+def qwen3_next(config: Mapping[str, Any]) -> Decoder:
+    """A layer of multi-token prediction, which lies behind the others, is passed over."""
+    read = ConfigReader({**DEFAULTS, **config}, "Qwen3NextForCausalLM")
+    read.refuse_quirks(*HONOURED)
+    count, step = num_layers(read), read.integer("decoder_sparse_step", 1)
+    only = layer_numbers(read, "mlp_only_layers")
+    dense = [number in only or (number + 1) % step != 0 for number in range(count)]
+    feed_forwards: dict[bool, FeedForward] = {}
+    if any(dense):
+        feed_forwards[True] = dense_mlp(read)
+    if not all(dense):
+        feed_forwards[False] = gated_moe(read)
+    return qwen_hybrid(read, [feed_forwards[one] for one in dense], INTERLEAVED)
+
+
+def gated_moe(read: ConfigReader, **options: Any) -> MoE:
+    """Experts beside one that all tokens share, weighed by a sigmoid."""
+    inner = read.integer("shared_expert_intermediate_size")
+    shared = DenseMLP(inner, read.activation(), names=SHARED)
+    return qwen_moe(read, shared=shared, shared_gate="shared_expert_gate", **options)
+
+
+def qwen_hybrid(
+    read: ConfigReader, feed_forwards: list[FeedForward], delta: DeltaNames, **options: Any
+) -> Decoder:
+    """Delta nets and gated attention, with norms that are stored minus one; `options` are
+    `DecoderSpec`'s."""
+    every = read.integer("full_attention_interval")
+    by_default = [KINDS[(layer + 1) % every == 0] for layer in range(len(feed_forwards))]
+    norm, bias, head = rms(read, offset=1.0), read.flag("attention_bias", False), head_size(read)
+    positions = read.integer("max_position_embeddings")
+    attention = attention_mixer(
+        read,
+        head,
+        rope=layer_ropes(read, head, [False], default_positions=positions)[0],
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=norm,
+        gated=True,
+    )
+    mixers: dict[str, Mixer] = dict(zip(KINDS, (delta_mixer(read, delta), attention), strict=True))
+    layers = hybrid_layers(layer_kinds(read, KINDS, by_default), mixers, feed_forwards)
+    return Decoder(decoder_spec(read, layers, default_positions=positions, norm=norm, **options))
+
+
+def delta_mixer(read: ConfigReader, names: DeltaNames) -> DeltaMixer:
+    """The gated delta net of all layers that have one."""
+    heads = read.integer("linear_num_value_heads", high=1 << 16)
+    key_heads = read.integer("linear_num_key_heads", high=1 << 16)
+    if heads % key_heads:
+        raise read.error("linear_num_key_heads", f"must divide linear_num_value_heads = {heads}")
+    if read.activation() != "silu":
+        raise read.error("hidden_act", "is not known here for convolutions: silu")
+    return DeltaMixer(
+        heads,
+        key_heads,
+        read.integer("linear_key_head_dim", high=4096),
+        read.integer("linear_value_head_dim", high=4096),
+        read.integer("linear_conv_kernel_dim", low=2, high=64),
+        read.number("rms_norm_eps", 1e-6),
+        tiled=read.flag("vllmx_tiled_heads", False),
+        names=names,
+    )
