@@ -189,6 +189,23 @@ def test_modules_of_sentence_transformers(save: Save, trunk: Any, pooling: str) 
     assert len(found[0].prompt_token_ids) > len(bare[0].prompt_token_ids)
 
 
+def test_means_of_layers_with_windows_want_all_blocks_at_once(save: Save) -> None:
+    torch.manual_seed(4)
+    config = transformers.MistralConfig(**CONFIG, sliding_window=21)
+    model = transformers.MistralModel(config).eval()
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    folder = save(model, modules=modules)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    texts = [list(range(5, 5 + size)) for size in (120, 90, 128, 3)]
+    options: dict[str, Any] = {"num_kv_blocks": 9, "num_threads": 1, "dtype": "float32"}
+    with LLM(str(folder), backend="cpu", **options) as llm:
+        assert llm.info.max_num_batched_tokens >= 128
+        for ids, output in zip(texts, llm.embed(texts), strict=True):
+            wanted = hidden(model, ids).mean(0)  # without a module that makes its length 1
+            np.testing.assert_allclose(output.outputs.data, wanted, atol=2e-5)
+
+
 def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="'CNN'"):
         LLM(str(save(trunk, modules=[{"path": "1_CNN", "type": "x.CNN"}])), backend="numpy")

@@ -121,7 +121,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         step_tokens = max(step_tokens, max_model_len)
     if config.num_kv_blocks is not None:
         held = longest_sequence(
-            cache_layout(model.shape, grouped=True).windows,
+            cache_layout(model.shape, grouped=not model.shape.whole_prompts).windows,
             config.num_kv_blocks,
             config.block_size,
             step_tokens,
@@ -146,7 +146,8 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        group_caches=True,
+        # A whole prompt needs all of its blocks at once; groups with a window come by in pieces.
+        group_caches=not model.shape.whole_prompts,
         memory_fraction=config.memory_fraction,
         num_threads=config.num_threads,
         enforce_eager=config.enforce_eager,
