@@ -179,6 +179,17 @@ def test_an_own_architecture_by_name(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.05), ("f16", 0.01)])
+def test_sixteen_bits(gpt2: Saved, dtype: str, tolerance: float) -> None:
+    prompt = tokens(6, LENGTH)
+    expected = gpt2.log_softmax(prompt)
+    running = runner(gpt2.folder, dtype=dtype, kv_cache_dtype="auto")
+    with closing(running.loaded):
+        assert running.loaded.info.dtype == running.loaded.info.kv_cache_dtype == dtype
+        found = running.log_softmax(prompt, 16)
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
 def test_positions_end_where_mates_would_change_them(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,

@@ -78,6 +78,19 @@ def test_others_are_borrowed_with_a_line_of_what_it_costs(
     assert choose_model(registry(impl()), checkpoint(OWN), "borrowed", "far").impl == "borrowed"
 
 
+def test_an_own_file_that_refuses_says_who_may() -> None:
+    spec = ModelSpec("own", f"{__name__}:refuses", ("OwnForCausalLM",))
+    plugin = SimpleNamespace(
+        vllmx_models=hookimpl(lambda: (spec,)), vllmx_model_impls=hookimpl(lambda: (impl(),))
+    )
+    found = Registry()
+    found.add(plugin, "one:p")
+    with pytest.raises(UnsupportedModelError, match="heard of it; --model-impl borrowed may run"):
+        choose_model(found, checkpoint(OWN))
+    with pytest.raises(UnsupportedModelError, match=r"heard of it$"):
+        choose_model(found, checkpoint(OWN), "vllmx")
+
+
 @pytest.mark.parametrize(
     ("impls", "wanted", "backend", "why"),
     [

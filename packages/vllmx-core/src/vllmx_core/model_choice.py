@@ -52,7 +52,15 @@ def choose_model(
         _check_task(task, impl)
         return _run_by(_named(registry, impl), checkpoint, backend)
     if impl == OWN or is_served(registry, checkpoint.config):
-        return ChosenModel(build_model(registry, checkpoint, task), backend)
+        try:
+            return ChosenModel(build_model(registry, checkpoint, task), backend)
+        except UnsupportedModelError as error:
+            left = impl == AUTO and task in (AUTO, "generate")
+            plain = checkpoint.path.suffix != ".gguf" and not checkpoint.config.get(
+                "quantization_config"
+            )
+            hint = _perhaps(registry) if left and plain else ""
+            raise UnsupportedModelError(error.message + hint) from error
     _check_task(task, "code of others")
     reasons = []
     for other in registry.all(ModelImplSpec):
@@ -76,6 +84,13 @@ def _check_task(task: str, impl: str) -> None:
             " --task out",
             param="task",
         )
+
+
+def _perhaps(registry: Registry) -> str:
+    """What may run a model that its own file refuses, where the user left the choice."""
+    specs = registry.all(ModelImplSpec)
+    able = [spec.name for spec in specs if spec.unavailable_reason() is None]
+    return f"; --model-impl {' or '.join(able)} may run it, slowly" if able else ""
 
 
 def _named(registry: Registry, impl: str) -> ModelImplSpec:

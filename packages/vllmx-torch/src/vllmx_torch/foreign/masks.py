@@ -49,9 +49,9 @@ def window_of(rule: MaskRule, max_model_len: int) -> int | None:
     window = int(seen.sum())
     edges = {0, 1, last // 2, last, *(window + step for step in (-2, -1, 0, 1, window))}
     for query in sorted(edge for edge in edges if 0 <= edge <= last):
-        keys = torch.arange(max_model_len)
+        keys = torch.arange(min(query + 2, max_model_len))
         wanted = (keys <= query) & (keys > query - window)
-        if not torch.equal(_seen(rule, query, max_model_len), wanted):
+        if not torch.equal(_seen(rule, query, len(keys)), wanted):
             raise UnsupportedModelError(
                 "its attention has a mask that is neither causal nor a window, which vllmx does not"
                 " have"

@@ -68,7 +68,13 @@ class Survey:
 
     def layers(self, max_model_len: int) -> tuple[Layer, ...]:
         """What the layers ask for. Raises UnsupportedModelError for a mask that is not ours."""
-        return tuple(_layer(call, max_model_len) for call in self.calls)
+        masks = {id(call.mask): call.mask for call in self.calls if call.mask is not None}
+        windows = {key: window_of(mask.rule, max_model_len) for key, mask in masks.items()}
+        return tuple(
+            # A mask decides, as it does in transformers' own plain attention.
+            Layer(call.shape, windows.get(id(call.mask), call.shape.window))
+            for call in self.calls
+        )
 
 
 def survey(cls: type[Any], config: Any) -> Survey:
@@ -170,15 +176,10 @@ def _in_order(calls: Sequence[AttentionCall], config: Any) -> tuple[AttentionCal
         raise UnsupportedModelError(
             f"{len(calls)} of its {wanted} layers have attention, the others keep something else"
         )
+    for call in calls:
+        heads, kv_heads = call.shape.num_heads, call.shape.num_kv_heads
+        if heads % kv_heads:
+            raise UnsupportedModelError(
+                f"layer {call.layer} has {heads} heads over {kv_heads} of keys"
+            )
     return tuple(sorted(calls, key=lambda one: one.layer))
-
-
-def _layer(call: AttentionCall, max_model_len: int) -> Layer:
-    shape = call.shape
-    if shape.num_heads % shape.num_kv_heads:
-        raise UnsupportedModelError(
-            f"layer {call.layer} has {shape.num_heads} heads over {shape.num_kv_heads} of keys"
-        )
-    # A mask decides, as it does in transformers' own plain attention.
-    window = shape.window if call.mask is None else window_of(call.mask.rule, max_model_len)
-    return Layer(shape, window)

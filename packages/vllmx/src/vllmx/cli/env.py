@@ -15,7 +15,7 @@ from vllmx_core.specs import BackendSpec
 
 LIBRARIES = (
     "numpy", "tokenizers", "jinja2", "llguidance", "msgspec", "pluggy", "starlette", "hypercorn",
-    "huggingface_hub", "torch", "mlx", "cupy",
+    "huggingface_hub", "torch", "transformers", "mlx", "cupy",
 )  # fmt: skip
 
 
