@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllmx_core.hooks import hookimpl
 from vllmx_core.specs import (
     ModelSourceSpec,
@@ -60,8 +62,11 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("qwen3", "Qwen3ForCausalLM", gguf=True),
         _model("qwen3_5", "Qwen3_5ForConditionalGeneration", gguf=False),
         _model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5", gguf=False),
-        _model("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5", gguf=False),
-        _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf=False),
+        replace(
+            _model("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5", gguf="qwen35moe"),
+            gguf="vllmx_models.qwen3_5:GGUF_MOE",
+        ),
+        _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf="qwen35"),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf=False),
         _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),

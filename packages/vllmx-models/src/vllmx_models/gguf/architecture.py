@@ -73,7 +73,7 @@ def decoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
         raise header.error("attention.value_length", f"must be the key length, {head_size}")
     return {
         "hidden_size": hidden,
-        "intermediate_size": header.integer("feed_forward_length"),
+        "intermediate_size": _inner_size(header),
         "num_hidden_layers": header.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": header.integer("attention.head_count_kv", heads),
@@ -83,6 +83,14 @@ def decoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
         "hidden_act": "silu",
         **rope_config(header, head_size),
     }
+
+
+def _inner_size(header: GGUFHeader) -> int:
+    """Of a dense feed-forward; files of experts alone may say nothing of it."""
+    experts = "expert_feed_forward_length"
+    if not header.has("feed_forward_length") and header.has(experts):
+        return header.integer(experts)
+    return header.integer("feed_forward_length")
 
 
 def _epsilon(header: GGUFHeader) -> dict[str, Any]:
@@ -98,9 +106,7 @@ def experts_config(header: GGUFHeader) -> dict[str, Any]:
     config = {
         "num_experts": header.integer("expert_count"),
         "num_experts_per_tok": header.integer("expert_used_count"),
-        "moe_intermediate_size": header.integer(
-            "expert_feed_forward_length", header.integer("feed_forward_length")
-        ),
+        "moe_intermediate_size": header.integer("expert_feed_forward_length", _inner_size(header)),
     }
     if header.has("expert_shared_feed_forward_length"):
         shared = header.integer("expert_shared_feed_forward_length", low=0)
@@ -139,6 +145,10 @@ class GGUFArchitecture:
     for files that are written."""
     norm_offset: float = 0.0
     """What a file has added to the weights of norms: 1 for Gemma, up to the third."""
+    plain_norms: tuple[str, ...] = ()
+    """Names in the file of norms that it has nothing added to."""
+    decays: tuple[str, ...] = ()
+    """Names in the file of vectors that it has as -exp of the original's."""
 
     def name_of(self, pattern: str, suffix: str) -> str:
         """The original's name of a tensor, with places for the layer and perhaps the expert; empty

@@ -80,8 +80,10 @@ def places_of(files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) 
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """("blk.{}.attn_q", "3", ".weight") of blk.3.attn_q.weight."""
+    """("blk.{}.attn_q", "3", ".weight") of blk.3.attn_q.weight; a few names have no suffix."""
     stem, dot, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        stem, dot, suffix = name, "", ""
     match = _LAYER.fullmatch(stem)
     if match is None:
         return stem, "", dot + suffix

@@ -22,8 +22,8 @@ from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.blocks import TensorType, weight_part
 from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.gguf.norms import is_norm, shifted
-from vllmx_models.gguf.places import Heads, places_of
+from vllmx_models.gguf.norms import is_norm, log_of_negated, shifted
+from vllmx_models.gguf.places import Heads, places_of, split_name
 from vllmx_models.gguf.shards import model_file, open_shards
 
 _DTYPES = {"F32": "float32", "F16": "float16"}
@@ -42,7 +42,7 @@ class GGUFSource:
     def __init__(self, files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) -> None:
         self._files = tuple(files)
         self._places = places_of(self._files, table, heads)
-        self._norm_offset = table.norm_offset
+        self._table = table
 
     def names(self) -> Collection[str]:
         """All tensor names."""
@@ -60,8 +60,12 @@ class GGUFSource:
             )
         stored = place.file.stored(place.info.name).cut(place.begin, place.end)
         part = weight_part(name, place.info.kind, place.shape, stored)
+        pattern = split_name(place.info.name)[0]
+        if pattern in self._table.decays:
+            return log_of_negated(part)
         if len(place.shape) == 1 and is_norm(place.info.name):
-            return shifted(part, -self._norm_offset)
+            plain = pattern in self._table.plain_norms
+            return part if plain else shifted(part, -self._table.norm_offset)
         if place.heads is None:
             return part
         order = deinterleaved(place.shape[0], place.heads)
