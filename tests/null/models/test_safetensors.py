@@ -329,6 +329,15 @@ def test_dtype_of_a_config_without_one(tmp_path: Path, given: Any, found: str) -
     checkpoint.weights.close()
 
 
+def test_what_other_files_say_does_not_come_from_the_config(tmp_path: Path) -> None:
+    ours = {"modules": 5, "score_tokens": "no", "text_settings": []}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | ours))
+    safetensors.numpy.save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.weights.close()
+    assert not ours.keys() & checkpoint.config.keys()
+
+
 def test_folder_without_config(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):

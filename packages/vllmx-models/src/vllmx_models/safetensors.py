@@ -68,6 +68,10 @@ class SafetensorsSource:
         return _CONFIG_DTYPES[floats[0]] if floats else None
 
 
+BESIDE = ("modules", "score_tokens", "text_settings")
+"""Keys that stand for what other files of the folder say: `vllmx_core.text_modules` reads those."""
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a folder, or one file of it.
 
@@ -82,6 +86,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{folder} has no config.json: give the folder of a complete Hugging Face model",
             param="model",
         )
+    for key in BESIDE:
+        config.pop(key, None)
     quantization = find_quantization(folder, config)
     if quantization:
         config["quantization_config"] = quantization
