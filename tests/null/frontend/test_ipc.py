@@ -16,7 +16,7 @@ from vllmx_core.errors import CapacityError, PluginClashError, QueueFullError, V
 from vllmx_core.hooks import hookimpl
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, ModelImplSpec
 from vllmx_engine.wire import ipc
 from vllmx_engine.wire.known_specs import KnownSpecs
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, CoreStats, TokenLogprobs, pack_ids
@@ -178,3 +178,12 @@ def test_errors_keep_their_type() -> None:
 @pytest.mark.parametrize("name", ["annotations", "KeyError", "nothing"])
 def test_an_error_type_that_is_not_ours_becomes_the_base(name: str) -> None:
     assert type(ipc.ErrorRecord(name, "text").rebuild()) is VllmxError
+
+
+def test_who_runs_models_is_known_to_the_process_that_loads_them() -> None:
+    spec = ModelImplSpec("borrowed", "a:B", "far", "a:probe", "slow")
+    registry = Registry()
+    registry.add(SimpleNamespace(vllmx_model_impls=hookimpl(lambda: (spec,))), "one:p")
+    sent = msgspec.msgpack.encode(KnownSpecs.of(registry))
+    rebuilt = msgspec.msgpack.decode(sent, type=KnownSpecs).registry()
+    assert rebuilt.all(ModelImplSpec) == [spec]

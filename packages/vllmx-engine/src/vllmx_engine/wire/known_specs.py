@@ -11,6 +11,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     BackendSpec,
     EncoderSpec,
+    ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
     QuantizationSpec,
@@ -24,6 +25,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
 
     backends: list[tuple[str, BackendSpec]]
     models: list[tuple[str, ModelSpec]]
+    model_impls: list[tuple[str, ModelImplSpec]]
     weight_formats: list[tuple[str, WeightFormatSpec]]
     quantizations: list[tuple[str, QuantizationSpec]]
     quantizers: list[tuple[str, QuantizerSpec]]
@@ -37,6 +39,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             backends=registry.provided(BackendSpec),
             models=registry.provided(ModelSpec),
+            model_impls=registry.provided(ModelImplSpec),
             weight_formats=registry.provided(WeightFormatSpec),
             quantizations=registry.provided(QuantizationSpec),
             quantizers=registry.provided(QuantizerSpec),
