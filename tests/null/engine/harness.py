@@ -200,6 +200,8 @@ class Harness:
         owned = [table.owned(row) for row in rows]
         pool.check(np.concatenate([np.zeros(0, np.int32), *owned]))
         assert table.num_owned(rows) == sum(blocks.size for blocks in owned)
+        if scheduler.states is not None:
+            scheduler.states.check()
         self._check_cache()
         for row in rows:
             self._check_row(row)
@@ -257,6 +259,7 @@ class Harness:
         stats = self.core.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_used_slots == 0
         scheduler = self.core._scheduler
         assert not scheduler.live
         assert not scheduler._followers._leaders

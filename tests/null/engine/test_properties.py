@@ -34,12 +34,15 @@ CONFIGS = st.fixed_dictionaries(
         "scheduling_policy": st.sampled_from(["priority", "fcfs"]),
         "max_num_seqs": st.integers(1, 8),
         "target_step_ms": st.sampled_from([None, 1.0]),
+        "state_snapshot_tokens": st.sampled_from([1, 20, 1000]),
     }
 )
 # of cache groups: one without a window, as most models have it, or up to three of any kind
 WINDOWS: st.SearchStrategy[tuple[int | None, ...]] = st.just((None,)) | st.lists(
     st.none() | st.sampled_from([1, 2, 7, 8, 9, 13, 21, 33]), min_size=1, max_size=3
 ).map(tuple)
+# of states: none, or so many slots beside one for each sequence
+SPARE_SLOTS = st.none() | st.integers(0, 12)
 PARAMS: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -80,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         nan=st.booleans(),
         step_s=st.sampled_from([0.0, 1e-5]),
         windows=WINDOWS,
+        spare_slots=SPARE_SLOTS,
     )
     def start(
         self,
@@ -88,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         nan: bool,
         step_s: float,
         windows: tuple[int | None, ...],
+        spare_slots: int | None,
     ) -> None:
         rules = FakeRules(
             VOCAB_SIZE,
@@ -95,8 +100,11 @@ class EngineMachine(RuleBasedStateMachine):
             eos_rate=30,
             nan_token=NAN if nan else None,
             windows=windows,
+            has_states=spare_slots is not None,
         )
-        self.harness = Harness({**model, "token_s": step_s}, config, rules)
+        slots = config["max_num_seqs"] + (spare_slots or 0)
+        sizes = {**model, "token_s": step_s, "num_state_slots": slots}
+        self.harness = Harness(sizes, config, rules)
 
     @rule(
         beginning=BEGINNINGS,

@@ -35,6 +35,16 @@ def test_exposition_holds_vllms_names() -> None:
     assert values["vllmx:time_to_first_token_seconds_count"] == 1
 
 
+def test_slots_are_shown_of_models_that_have_them() -> None:
+    for stats, names in (
+        (CoreStats(num_state_slots=8, num_used_slots=2, num_snapshots=3), {0.25, 3.0}),
+        (CoreStats(), set[float]()),
+    ):
+        text = Metrics("m", lambda stats=stats: stats, {}).render().decode()  # type: ignore[misc]
+        families = text_string_to_metric_families(text)
+        assert {s.value for f in families if "state_" in f.name for s in f.samples} == names
+
+
 def test_histogram_counts_like_its_definition() -> None:
     values = [random.uniform(0, 100) for _ in range(500)] + list(BETWEEN_TOKENS_S)
     histogram = Histogram(BETWEEN_TOKENS_S)

@@ -57,6 +57,13 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    num_state_slots: int | None = None
+    """Slots for the states of recurrent layers; None: two for each sequence that runs and two more,
+    or what half of the cache's memory holds."""
+    state_snapshot_tokens: int | None = None
+    """A snapshot of the states behind a prompt that saves at least so many tokens may take the
+    place of any other one; one that saves fewer takes a free slot or that of another such. None:
+    the tokens whose keys and values take as much memory as one slot."""
     memory_fraction: float = 0.9
     """Share of the memory that is free when loading begins, of the device or else of the host, for
     weights, buffers and KV cache together. Not a share of all memory, as in vLLM and SGLang: what
@@ -106,6 +113,8 @@ class EngineConfig:
             ("max_num_seqs", 1, 4096),
             ("max_num_batched_tokens", 1, 1 << 20),
             ("num_kv_blocks", 1, 1 << 31),
+            ("num_state_slots", 1, 1 << 31),
+            ("state_snapshot_tokens", 1, 1 << 31),
             ("num_threads", 1, 1024),
             ("max_queue", 1, 1 << 20),
             ("max_logprobs", -1, 1 << 24),

@@ -175,6 +175,7 @@ def _cache_labels(llm: AsyncLLM) -> dict[str, object]:
     return {
         "block_size": info.block_size,
         "num_gpu_blocks": info.num_kv_blocks,
+        "num_state_slots": info.num_state_slots,
         "kv_cache_bytes": info.kv_cache_bytes,
         "cache_dtype": info.kv_cache_dtype,
         "enable_prefix_caching": config.enable_prefix_caching,

@@ -178,11 +178,18 @@ class Metrics(Collector):
     def _gauges(self) -> Iterator[Metric]:
         now = self._stats()
         used = 1 - now.num_free_blocks / now.num_blocks if now.num_blocks else 0.0
-        for name, text, value in (
+        gauges: list[tuple[str, str, float]] = [
             ("num_requests_running", "Sequences in the running batch", now.num_running),
             ("num_requests_waiting", "Sequences that wait", now.num_waiting),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all", used),
-        ):
+        ]
+        if now.num_state_slots:
+            share = now.num_used_slots / now.num_state_slots
+            gauges += [
+                ("state_slot_usage_perc", "Share of state slots of running sequences", share),
+                ("state_snapshots", "Prefixes whose states are kept", now.num_snapshots),
+            ]
+        for name, text, value in gauges:
             family = GaugeMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family

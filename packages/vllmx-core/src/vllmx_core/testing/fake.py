@@ -1,10 +1,11 @@
 """A backend without model math whose sampled ids prove that the schedule was right.
 
 Its KV "cache" is one 64-bit word for each slot, written through `StepPlan.slots` and read back
-through `block_tables` and `context_len`. Each id is a hash of what the row's pages hold (in a cache
-group with a window, those that the row's newest token sees), so a wrong slot, a stale or stolen
-block, one that was freed too early, a bad prefix hit, a lost chunk or a mixed-up row changes the
-output, and `expected_tokens` says what it should have been.
+through `block_tables` and `context_len`; its recurrent states are one word a sequence. Each id is a
+hash of what the row's pages hold (in a cache group with a window, those that the row's newest token
+sees) and of its state, so a wrong slot, a stale or stolen block or state, one that was freed too
+early, a bad prefix hit, a lost chunk or a mixed-up row changes the output, and `expected_tokens`
+says what it should have been.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from vllmx_core.plan import F32, I32, U64, LogprobRows, SamplingRows, StepPlan, 
 from vllmx_core.testing.fake_rules import (
     EOS_SALT,
     POSITION_FACTOR,
+    STATE_GROUP,
     FakeRules,
+    advance,
+    allowed_ids,
+    biases,
     count_digests,
     draw_digests,
     entries,
@@ -105,6 +110,7 @@ class FakeLoadedModel:
         rules: which ids come out.
         num_blocks, block_size: of the KV cache.
         max_num_seqs, max_tokens, max_logit_rows: limits of a step, as in `LoadedInfo`.
+        num_state_slots: where the rules have states; None: two for each sequence and two more.
         step_s, token_s: simulated device time of a step and of each of its tokens.
         fail_steps: numbers of steps (from 0) whose `result` raises FakeError.
         hang_steps, hang_s: numbers of steps whose `result` comes so many seconds late, as if a
@@ -123,6 +129,7 @@ class FakeLoadedModel:
         max_num_seqs: int = 256,
         max_tokens: int = 2048,
         max_logit_rows: int = 2048,
+        num_state_slots: int | None = None,
         step_s: float = 0.0,
         token_s: float = 0.0,
         fail_steps: Collection[int] = (),
@@ -140,6 +147,8 @@ class FakeLoadedModel:
         self._verify_pages, self._strict = verify_pages, strict
         self._pages = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
         self._prefix = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
+        slots = 2 * max_num_seqs + 2 if num_state_slots is None else num_state_slots
+        self._states = np.full(slots if self.rules.has_states else 0, _POISON)  # (slots,)
         self._weights = position_weights(1024)
         self._last_ids: I32 = np.zeros(0, np.int32)
         self._busy_until = 0.0
@@ -157,6 +166,8 @@ class FakeLoadedModel:
             kv_cache_bytes=self._pages.nbytes,
             details={"verify_pages": verify_pages, "strict": strict},
             cache_windows=self.rules.windows,
+            num_state_slots=self._states.size,
+            state_slot_bytes=self._states.itemsize * self.rules.has_states,
         )
         self.in_flight: InFlight[FakeStep] = InFlight(self._info)
 
@@ -195,11 +206,10 @@ class FakeLoadedModel:
             check_plan(plan, self._info, self.rules.vocab_size, self._last_ids.shape[0])
         tokens = self._resolve(plan.tokens)
         self._write(plan, tokens)
+        history = self._read(plan) + self._advance(plan, tokens)
         elapsed_s = self._step_s + plan.num_tokens * self._token_s
         self._busy_until = max(time.perf_counter(), self._busy_until) + elapsed_s
-        step = FakeStep(
-            self, tokens[plan.logit_rows], self._read(plan), elapsed_s, self._busy_until
-        )
+        step = FakeStep(self, tokens[plan.logit_rows], history, elapsed_s, self._busy_until)
         if self.num_steps in self.fail_steps:
             step.failure = FakeError(f"step {self.num_steps} fails as the test ordered")
         if self.num_steps in self.hang_steps:
@@ -233,6 +243,17 @@ class FakeLoadedModel:
             start = np.where(before >= 0, self._prefix[block, before % self._size], np.uint64(0))
             start += terms[first] - sums[first]
             self._prefix.reshape(-1)[slots] = sums + np.repeat(start, lengths)
+
+    def _advance(self, plan: StepPlan, tokens: I32) -> U64:
+        """(L,) the state behind each logit row's token; zeros without states."""
+        source, target = plan.state_from, plan.state_to
+        if source is None or target is None:
+            return np.zeros(plan.num_logit_rows, np.uint64)
+        states = np.where(source < 0, np.uint64(0), self._states[source])  # (R,)
+        fresh = entries(tokens, plan.positions, STATE_GROUP)
+        passed = advance(states, fresh, plan.query_start)
+        self._states[target] = states
+        return passed[plan.logit_rows]
 
     def _read(self, plan: StepPlan) -> U64:
         """(L,) history up to each logit row's token, as the pages hold it."""
@@ -280,7 +301,9 @@ class FakeLoadedModel:
             ids[mix(history ^ np.uint64(EOS_SALT)) % np.uint64(rules.eos_rate) == 0] = rules.eos_id
         if rows.mask_index is not None or rows.edits is not None:
             for i in range(rows.num_rows):
-                ids[i] = restrict(int(ids[i]), rules.vocab_size, _allowed(rows, i), _bias(rows, i))
+                ids[i] = restrict(
+                    int(ids[i]), rules.vocab_size, allowed_ids(rows, i), biases(rows, i)
+                )
         ids = np.where(rows.target >= 0, rows.target, ids)
         if rules.nan_token is not None:
             ids[fed == rules.nan_token] = -1
@@ -326,20 +349,6 @@ class FakeLoadedModel:
         return self._info.block_size
 
 
-def _allowed(rows: SamplingRows, i: int) -> frozenset[int] | None:
-    if rows.mask_index is None or rows.masks is None or rows.mask_index[i] < 0:
-        return None
-    bits = np.unpackbits(rows.masks[rows.mask_index[i]].view(np.uint8), bitorder="little")
-    return frozenset(np.flatnonzero(bits).tolist())
-
-
-def _bias(rows: SamplingRows, i: int) -> list[tuple[int, float]]:
-    if rows.edits is None:
-        return []
-    part = slice(int(rows.edits.start[i]), int(rows.edits.start[i + 1]))
-    return list(zip(rows.edits.ids[part].tolist(), rows.edits.values[part].tolist(), strict=True))
-
-
 class FakeBackend:
     """The backend "fake": loads any model without reading a weight. Rules and simulated times come
     from the model when it is a `FakeModel` (`vllmx_core.testing.fake_checkpoint`)."""
@@ -364,6 +373,7 @@ class FakeBackend:
             max_num_seqs=options.num_seqs,
             max_tokens=options.max_num_batched_tokens,
             max_logit_rows=options.max_num_batched_tokens,
+            num_state_slots=options.num_state_slots,
             **getattr(model, "behaviour", {}),
         )
 

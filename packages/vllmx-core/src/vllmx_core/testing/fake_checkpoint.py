@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.hooks import hookimpl
-from vllmx_core.model import KVSpec, ModelShape, Ops, StepInputs, Weight
+from vllmx_core.model import KVSpec, ModelShape, Ops, StateSpec, StepInputs, Weight
 from vllmx_core.plan import AnyArray
 from vllmx_core.specs import BackendSpec, ModelSourceSpec, ModelSpec, WeightFormatSpec
 from vllmx_core.testing.fake_rules import FakeRules
@@ -38,8 +38,9 @@ class FakeModel:
 
     @property
     def shape(self) -> ModelShape:
+        states = (StateSpec(1, 1, 2),) if self.rules.has_states else ()
         return ModelShape(
-            self.rules.vocab_size, 8, self._max_model_len, (KVSpec(1, 8),), dtype="f32"
+            self.rules.vocab_size, 8, self._max_model_len, (KVSpec(1, 8),), "f32", states
         )
 
     def weights(self) -> tuple[WeightSpec, ...]:

@@ -23,6 +23,8 @@ _TOKEN, POSITION_FACTOR, _WEIGHT, EOS_SALT = (
     0x2545F491,
     0x5851F42D,
 )
+STATE_GROUP = 1 << 20
+"""Sets what goes into a state apart from what any cache group keeps."""
 FORCING_BIAS = 50.0
 """A logit bias of at least this much beats the fake logits."""
 
@@ -41,6 +43,8 @@ class FakeRules:
     """A row that is fed this token "has NaN logits" and answers -1."""
     windows: tuple[int | None, ...] = (None,)
     """Of the cache groups: the history holds each group's last so many tokens; None: all."""
+    has_states: bool = False
+    """The history holds a recurrent state too, a hash of all tokens one after the other."""
 
 
 # --- numpy, for whole steps ---------------------------------------------------------------------
@@ -56,6 +60,17 @@ def entries(tokens: I32, positions: I32, group: int = 0) -> U64:
     """(T,) what a group of the fake KV cache keeps for each token."""
     product = tokens.astype(np.uint64) * np.uint64(_TOKEN) + np.uint64(group)
     return mix(product + positions.astype(np.uint64) * np.uint64(POSITION_FACTOR))
+
+
+def advance(states: U64, fresh: U64, query_start: I32) -> U64:
+    """Moves the state of each row on by its entries in `fresh` (T,), in place; returns (T,) what it
+    was behind each of them."""
+    passed, first, lengths = np.zeros_like(fresh), query_start[:-1], np.diff(query_start)
+    for offset in range(int(lengths.max(initial=0))):
+        rows = np.flatnonzero(lengths > offset)
+        at = first[rows] + offset
+        passed[at] = states[rows] = mix(states[rows] ^ fresh[at])
+    return passed
 
 
 def position_weights(length: int) -> U64:
@@ -100,6 +115,22 @@ def count_digests(rows: SamplingRows, fed: I32) -> U64:
     return digests
 
 
+def allowed_ids(rows: SamplingRows, i: int) -> frozenset[int] | None:
+    """Those that a row may sample; None: all."""
+    if rows.mask_index is None or rows.masks is None or rows.mask_index[i] < 0:
+        return None
+    bits = np.unpackbits(rows.masks[rows.mask_index[i]].view(np.uint8), bitorder="little")
+    return frozenset(np.flatnonzero(bits).tolist())
+
+
+def biases(rows: SamplingRows, i: int) -> list[tuple[int, float]]:
+    """What is added to the logits of a row."""
+    if rows.edits is None:
+        return []
+    part = slice(int(rows.edits.start[i]), int(rows.edits.start[i + 1]))
+    return list(zip(rows.edits.ids[part].tolist(), rows.edits.values[part].tolist(), strict=True))
+
+
 # --- plain Python, one token at a time ----------------------------------------------------------
 def mix_int(value: int) -> int:
     """`mix` of one integer."""
@@ -109,9 +140,21 @@ def mix_int(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def history_hash(tokens: Sequence[int], windows: Sequence[int | None] = (None,)) -> int:
-    """What the pages of a sequence that holds `tokens` add up to, over all cache groups."""
-    total = 0
+def state_hash(tokens: Sequence[int]) -> int:
+    """The recurrent state behind these tokens."""
+    state = 0
+    for position, token in enumerate(tokens):
+        product = token * _TOKEN + STATE_GROUP
+        state = mix_int(state ^ mix_int((product + position * POSITION_FACTOR) & _MASK))
+    return state
+
+
+def history_hash(
+    tokens: Sequence[int], windows: Sequence[int | None] = (None,), *, has_states: bool = False
+) -> int:
+    """What the pages of a sequence that holds `tokens` add up to, over all cache groups, and its
+    state."""
+    total = state_hash(tokens) if has_states else 0
     for group, window in enumerate(windows):
         first = 0 if window is None else max(0, len(tokens) - window)
         for position in range(first, len(tokens)):
@@ -223,7 +266,8 @@ def expected_tokens(
         for word in bad_words_ids:
             if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1]):
                 bias[word[-1]] = -np.inf
-        token = choose(history_hash(tokens, rules.windows), draw, counts, len(tokens), rules)
+        history = history_hash(tokens, rules.windows, has_states=rules.has_states)
+        token = choose(history, draw, counts, len(tokens), rules)
         token = restrict(token, rules.vocab_size, params.allowed_token_ids, list(bias.items()))
         if token < 0:
             break
@@ -236,5 +280,6 @@ def expected_tokens(
 def expected_rank(tokens: Sequence[int], token: int, rules: FakeRules) -> int:
     """Rank of `token` after `tokens`: the fake order of likelihood starts at the greedy id and
     goes on cyclically; the log-probability of rank r is -r / 4."""
-    first = likeliest(history_hash(tokens, rules.windows), 0, 0, len(tokens), rules.vocab_size)
+    history = history_hash(tokens, rules.windows, has_states=rules.has_states)
+    first = likeliest(history, 0, 0, len(tokens), rules.vocab_size)
     return (token - first) % rules.vocab_size + 1

@@ -8,6 +8,7 @@ import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_engine.core.chunk import Batch, Chunk
+from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
 from vllmx_engine.core.sequence import Limits
@@ -35,8 +36,9 @@ class BatchBuilder:
     tables are the table itself.
     """
 
-    def __init__(self, table: RowTable, limits: Limits) -> None:
+    def __init__(self, table: RowTable, limits: Limits, states: RowStates | None = None) -> None:
         self._table = table
+        self._states = states
         self._size = limits.block_size
         self._pools = limits.pools
         self._shift = limits.block_size.bit_length() - 1
@@ -61,6 +63,9 @@ class BatchBuilder:
         select = _selector(rows)
         plan = self._mixed(batch, rows) if batch.chunks else self._decode(rows, select)
         plan.block_tables = self._block_tables(rows, select)
+        if self._states is not None:
+            states = self._states.plan(rows, plan.context_len, number)
+            plan.state_from, plan.state_to = states
         table = self._table
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)

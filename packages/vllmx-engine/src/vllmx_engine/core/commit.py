@@ -98,10 +98,10 @@ class Committer:
         return error_output(sequence.request_id, error)
 
     def _file_blocks(self, step: Step) -> None:
-        """Full blocks of the step's rows go to the prefix cache. They are filed only now: had the
-        step failed, nobody must have found them meanwhile. Those of a row that came to NaN are
-        taken out again when it fails, a moment later. Then rows give back what their windows no
-        longer see."""
+        """Full blocks of the step's rows go to the prefix cache, and snapshots of their states
+        beside them. They are filed only now: had the step failed, nobody must have found them
+        meanwhile. Those of a row that came to NaN are taken out again when it fails, a moment
+        later. Then rows give back what their windows no longer see."""
         full = step.context_len // self._size > self._table.filed[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
@@ -109,6 +109,8 @@ class Committer:
             sequence = self._table.owner[row]
             if sequence is not None:
                 self._scheduler.prefixes.file(sequence, length)
+        if self._scheduler.states is not None:
+            self._scheduler.states.file(step.number, step.rows, step.epochs, step.context_len)
         if self._scheduler.blocks.has_windows:
             self._scheduler.blocks.slide(step.rows[self._table.epoch[step.rows] == step.epochs])
 

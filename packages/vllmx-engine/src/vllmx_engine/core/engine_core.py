@@ -19,6 +19,7 @@ from vllmx_engine.core.commit import Committer, error_output
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.prefix_cache import CacheIdentity
+from vllmx_engine.core.row_states import tokens_of_slot
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Limits, Sequence, check_request
 from vllmx_engine.wire.grammars import Vocabulary
@@ -87,7 +88,8 @@ class EngineCore:
             chunked_prefill=config.enable_chunked_prefill,
             identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
         )
-        self._builder = BatchBuilder(self._scheduler.table, self.limits)
+        scheduler = self._scheduler
+        self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states)
         self._committer = Committer(self._scheduler)
         self._grammars = Grammars(vocab_size)
         self._in_flight: _Launched | None = None
@@ -279,12 +281,16 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """Counters and gauges."""
         scheduler, pool = self._scheduler, self._scheduler.pool
+        states = scheduler.states
         return CoreStats(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             num_free_blocks=pool.num_available,
             num_cached_blocks=pool.num_idle,
             num_blocks=pool.num_blocks,
+            num_state_slots=self.limits.num_state_slots,
+            num_used_slots=states.num_used if states is not None else 0,
+            num_snapshots=states.pool.num_snapshots if states is not None else 0,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             prompt_tokens=self._committer.prompt_tokens,
@@ -337,7 +343,12 @@ def _limits(
         budget = min(config.max_num_batched_tokens, budget)
     return Limits(
         token_budget=budget,
-        max_rows=min(config.max_num_seqs or info.max_num_seqs, budget, info.max_logit_rows),
+        max_rows=min(
+            config.max_num_seqs or info.max_num_seqs,
+            budget,
+            info.max_logit_rows,
+            info.num_state_slots or budget,
+        ),
         max_logit_rows=info.max_logit_rows,
         max_model_len=max_model_len,
         num_blocks=info.num_kv_blocks,
@@ -346,6 +357,8 @@ def _limits(
         windows=info.cache_windows,
         pools=pools,
         whole_prompts=whole_prompts,
+        num_state_slots=info.num_state_slots,
+        snapshot_tokens=config.state_snapshot_tokens or tokens_of_slot(info),
     )
 
 

@@ -25,6 +25,10 @@ class Followers:
         leader = sequence.request.leader
         return leader is not None and sequence.request_id in self._waiting.get(leader, ())
 
+    def wait_for(self, leader: Sequence) -> bool:
+        """Whether any waits for this one's prompt."""
+        return leader.request_id in self._waiting
+
     def may_lead(self, sequence: Sequence) -> None:
         """Others may wait for its prompt from now on, until `release`."""
         self._leaders[sequence.request_id] = sequence

@@ -146,6 +146,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        num_state_slots=config.num_state_slots,
         # A whole prompt needs all of its blocks at once; groups with a window come by in pieces.
         group_caches=not model.shape.whole_prompts,
         memory_fraction=config.memory_fraction,
@@ -226,6 +227,8 @@ def _core_info(
         kv_cache_dtype=info.kv_cache_dtype,
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
+        num_state_slots=info.num_state_slots,
+        state_slot_bytes=info.state_slot_bytes,
         max_num_seqs=limits.max_rows,
         max_num_batched_tokens=limits.token_budget,
         weight_bytes=info.weight_bytes,
@@ -256,7 +259,8 @@ def _sendable(config: Mapping[str, Any]) -> dict[str, Any]:
 def _log(info: CoreInfo) -> None:
     logger.info(
         "model=%s architecture=%s backend=%s device=%r dtype=%s load_s=%.2f weights=%s kv_cache=%s"
-        " kv_tokens=%d kv_dtype=%s max_model_len=%d max_num_seqs=%d peak_rss=%s isq=%s",
+        " kv_tokens=%d kv_dtype=%s state_slots=%d max_model_len=%d max_num_seqs=%d peak_rss=%s"
+        " isq=%s",
         info.model,
         info.architecture,
         info.backend,
@@ -267,6 +271,7 @@ def _log(info: CoreInfo) -> None:
         gibibytes(info.kv_cache_bytes),
         info.num_kv_blocks * info.block_size,
         info.kv_cache_dtype,
+        info.num_state_slots,
         info.max_model_len,
         info.max_num_seqs,
         gibibytes(_peak_memory_bytes()),

@@ -14,7 +14,7 @@ is known by its group and its digest, and each group's block comes and goes alon
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -48,6 +48,8 @@ class PrefixCache:
         windows: tuple[int | None, ...] = (None,),
         key: bytes | None = None,
     ) -> None:
+        self.forgotten: Callable[[bytes], None] | None = None
+        """Told of the digest of each block that is forgotten."""
         self._identity = identity or CacheIdentity()
         self._key = secrets.token_bytes(32) if key is None else key
         self._places: dict[bytes, list[int]] = {}
@@ -122,6 +124,8 @@ class PrefixCache:
     def remove(self, block: int) -> None:
         """Forgets a cached block."""
         digest, parent, _ = self._entries.pop(block)
+        if self.forgotten is not None:
+            self.forgotten(digest)
         places = self._places[digest]
         group = places.index(block)
         places[group] = -1

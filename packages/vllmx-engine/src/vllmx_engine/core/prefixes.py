@@ -13,6 +13,7 @@ from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import PrefixCache
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Found, Sequence
+from vllmx_engine.core.state_slots import SlotPool, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class Hit:
     """It ends with this block of the sequence."""
     blocks: tuple[I32, ...]
     """In each cache group its last blocks: all of them, or those that a window still covers."""
+    snapshot: Snapshot | None = None
+    """Of the states behind it, where the model has recurrent layers."""
+    num_found: int = 0
+    """In such a model, how many blocks the hit would have had with states behind each of them."""
 
     @property
     def all_blocks(self) -> I32:
@@ -35,13 +40,21 @@ class Prefixes:
     row then sees to it that nothing is filed either (`RowTable.never_file`)."""
 
     def __init__(
-        self, table: RowTable, pool: BlockPool, cache: PrefixCache, *, enabled: bool
+        self,
+        table: RowTable,
+        pool: BlockPool,
+        cache: PrefixCache,
+        slots: SlotPool | None = None,
+        *,
+        enabled: bool,
     ) -> None:
+        """`slots`: of a model with recurrent layers."""
         self.enabled = enabled
         self._table = table
         self._size = table.block_size
         self._pool = pool
         self._cache = cache
+        self._slots = slots
         self._full = [group for group, window in enumerate(table.windows) if window is None]
         self._windows = [
             (group, window) for group, window in enumerate(table.windows) if window is not None
@@ -50,16 +63,39 @@ class Prefixes:
 
     def look(self, sequence: Sequence) -> Hit:
         """Its longest cached prefix: that of which groups without a window have all blocks, and
-        those with one the blocks that the next token sees. The last known token is always computed,
-        because its logits are needed; so are tokens that are to be scored."""
+        those with one the blocks that the next token sees, and with recurrent layers there is a
+        snapshot behind it. The last known token is always computed, because its logits are needed;
+        so are tokens that are to be scored."""
         if not self.enabled:
             return self._miss
         length = self._full_prefix(sequence)
-        if self._windows:
-            length = self._window_prefix(sequence, length)
+        length = self._window_prefix(sequence, length)
         if not length:
             return self._miss
-        return self._hit(sequence, length)
+        if self._slots is not None:
+            return self._state_hit(sequence, length)
+        return Hit(length, self._hit_blocks(sequence, length))
+
+    def _state_hit(self, sequence: Sequence, num_found: int) -> Hit:
+        """The longest of the prefixes up to this one that has states behind it. A window that
+        covers the longest may lack blocks of a shorter one."""
+        length = num_found
+        while length:
+            snapshot = self._snapshot(sequence, length)
+            if snapshot is None:
+                length -= 1
+            elif (covered := self._window_prefix(sequence, length)) < length:
+                length = covered
+            else:
+                return Hit(length, self._hit_blocks(sequence, length), snapshot, num_found)
+        return Hit(0, self._miss.blocks, num_found=num_found)
+
+    def _snapshot(self, sequence: Sequence, length: int) -> Snapshot | None:
+        assert self._slots is not None
+        snapshot = self._slots.find(sequence.digests[length - 1])
+        if snapshot is None or snapshot.entry != sequence.entry_of(length - 1, self._size):
+            return None
+        return snapshot
 
     def _full_prefix(self, sequence: Sequence) -> int:
         """Blocks of which groups without a window have all; without such groups, as many as may
@@ -111,6 +147,8 @@ class Prefixes:
     def _window_prefix(self, sequence: Sequence, length: int) -> int:
         """The greatest length up to this one whose end all windows have the blocks for. Where one
         is missing, no prefix that sees it will do: on with the one that ends before it."""
+        if not self._windows:
+            return length
         while length:
             missing = self._missing(sequence, length)
             if missing is None:
@@ -140,12 +178,12 @@ class Prefixes:
         parent = sequence.digests[index - 1] if index else sequence.root
         return self._cache.find(digest, parent, sequence.content_of(index, self._size))
 
-    def _hit(self, sequence: Sequence, length: int) -> Hit:
+    def _hit_blocks(self, sequence: Sequence, length: int) -> tuple[I32, ...]:
         assert sequence.found is not None
         count = len(self._full)
         found = np.array(sequence.found.blocks, np.int32)[: length * count]
         if not self._windows and count == 1:
-            return Hit(length, (found,))
+            return (found,)
         blocks: list[I32] = [self._miss.blocks[0]] * len(self._table.windows)
         for number, group in enumerate(self._full):
             blocks[group] = found[number::count]
@@ -153,7 +191,7 @@ class Prefixes:
             span = range(self._first_seen(window, length), length)
             places = [self._places(sequence, index) for index in span]
             blocks[group] = np.array([at[group] for at in places if at is not None], np.int32)
-        return Hit(length, tuple(blocks))
+        return tuple(blocks)
 
     def _digest(self, sequence: Sequence, index: int, parent: bytes, content: bytes) -> bytes:
         if index == len(sequence.digests):

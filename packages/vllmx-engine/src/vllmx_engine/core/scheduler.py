@@ -20,8 +20,10 @@ from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Prefixes
 from vllmx_engine.core.row_blocks import RowBlocks
+from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.state_slots import SlotPool
 from vllmx_engine.core.waiting import FairShare, WaitingQueue
 
 logger = logging.getLogger("vllmx.scheduler")
@@ -61,8 +63,14 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks, self.cache)
         size = limits.block_size
         self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size, limits.windows)
-        self.prefixes = Prefixes(self.table, self.pool, self.cache, enabled=prefix_caching)
+        slots = SlotPool(limits.num_state_slots) if limits.num_state_slots else None
+        self.prefixes = Prefixes(self.table, self.pool, self.cache, slots, enabled=prefix_caching)
         self.blocks = RowBlocks(limits, self.table, self.pool, self.prefixes)
+        self.states: RowStates | None = None
+        """Of a model with recurrent layers."""
+        if slots is not None:
+            self.states = RowStates(limits, self.table, slots, keep_snapshots=prefix_caching)
+            self.cache.forgotten = slots.forget
         self.live: dict[str, Sequence] = {}
         """All sequences between `add` and `finish`, by request id."""
         self.running: list[Sequence] = []
@@ -210,6 +218,8 @@ class Scheduler:
             size = self.blocks.cover(sequence.row, start, size, len(self.running))
             if not size:
                 continue
+            if self.states is not None:
+                size = self.states.cut(sequence, start, size)
             chunk = self._cut(sequence, start, size)
             chunks.append(chunk)
             tokens_left -= size
@@ -376,12 +386,16 @@ class Scheduler:
         hit = self.prefixes.look(sequence)
         if self.blocks.wanted(sequence, hit) > self._room:
             return False
+        if self.states is not None and not self.states.has_room:
+            return False
         self.queue.admit(sequence)
         sequence.found = None
         self.running.append(sequence)
         insort(self.prefills, sequence, key=self.queue.order)
         self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
         self.table.rank[sequence.row] = self.queue.asked(sequence)
+        if self.states is not None:
+            self.states.admit(sequence, hit, has_followers=self._followers.wait_for(sequence))
         if not sequence.was_preempted:
             sequence.queue_s = time.monotonic() - sequence.arrival_s
             sequence.num_cached_tokens = hit.num_blocks * self.limits.block_size
@@ -403,6 +417,8 @@ class Scheduler:
         self.running.remove(sequence)
         if sequence in self.prefills:
             self.prefills.remove(sequence)
+        if self.states is not None:
+            self.states.leave(sequence, forget=forget)
         self.blocks.leave(sequence, forget=forget)
 
     def reset_prefix_cache(self) -> bool:
@@ -410,4 +426,6 @@ class Scheduler:
         if self.running:
             return False
         self.pool.clear_idle()
+        if self.states is not None:
+            self.states.pool.clear()
         return True

@@ -39,6 +39,10 @@ class Limits:
     """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
     windows: tuple[int | None, ...] = (None,)
     """Of each cache group, as in `LoadedInfo.cache_windows`."""
+    num_state_slots: int = 0
+    """For the states of recurrent layers; 0: the model has none."""
+    snapshot_tokens: int = 1
+    """A snapshot of states that saves at least so many tokens may evict any other one."""
     max_tokens: int = field(init=False)
     """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
 
@@ -154,6 +158,11 @@ class Sequence:
         equally many in each block, so that nothing else can be taken for them."""
         ids = self.tokens[block_size * index : block_size * (index + 1)].tobytes()
         return ids + self.content[index] if index in self.content else ids
+
+    def entry_of(self, index: int, block_size: int) -> Entry:
+        """Of a full block whose digest is known."""
+        parent = self.digests[index - 1] if index else self.root
+        return self.digests[index], parent, self.content_of(index, block_size)
 
     @property
     def all_scored(self) -> bool:

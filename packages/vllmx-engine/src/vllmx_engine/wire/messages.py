@@ -184,6 +184,12 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_blocks: int = 0
     """Of the free ones: hold a prefix that can be hit."""
     num_blocks: int = 0
+    num_state_slots: int = 0
+    """For the states of recurrent layers; 0: the model has none."""
+    num_used_slots: int = 0
+    """Of sequences that run."""
+    num_snapshots: int = 0
+    """States behind prefixes that can be hit."""
     num_preemptions: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -216,6 +222,9 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     block_size: int
     num_kv_blocks: int
+    num_state_slots: int = 0
+    """For the states of recurrent layers, and the memory of one."""
+    state_slot_bytes: int = 0
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: int

@@ -69,6 +69,10 @@ HELP: Mapping[str, str] = {
     "block_size": "Tokens in a page of the KV cache.",
     "num_kv_blocks": "Pages in the KV cache; default: from free memory.",
     "kv_cache_memory_bytes": "Bytes for the KV cache; default: from free memory.",
+    "num_state_slots": "Slots for the states of recurrent layers: one for each sequence that runs,"
+    " others keep the states behind prefixes; default: two for each sequence, if they fit.",
+    "state_snapshot_tokens": "Prompt tokens that a snapshot of such states must save to evict any"
+    " other one; default: as many as take the memory of a slot in the KV cache.",
     "memory_fraction": "Share of the memory that is free at the start (not of all, as in vLLM) for"
     " weights, buffers and KV cache.",
     "num_threads": "Compute threads; default: the cores that are really available.",

@@ -1,0 +1,210 @@
+"""What running sequences own of the pool of state slots, and where they leave snapshots behind.
+
+A row writes one slot. It leaves that slot behind as a snapshot by going on in another one: its next
+step reads the old slot and writes the new one. Snapshots are taken at ends of blocks alone, because
+a prefix is found by whole blocks:
+
+- where a look-up found blocks that have no states behind them, as behind a shared system prompt
+  that is met for the second time, and behind the last whole block of a prompt. Chunks end there.
+- at every end of a block that a row passes else, while it decodes and between chunks. Each such
+  snapshot takes the place of the one before, so that of an ended, aborted or preempted sequence
+  the last one is left, which lies less than a block behind its last token.
+
+Rows come first: where no slot can be had, a row goes on in its own and no snapshot is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllmx_core.backend import LoadedInfo
+from vllmx_core.plan import I32, AnyArray
+
+from vllmx_engine.core.prefixes import Hit
+from vllmx_engine.core.rows import RowTable
+from vllmx_engine.core.sequence import Limits, Sequence
+from vllmx_engine.core.state_slots import SlotPool, Snapshot
+
+_WORTH_A_STEP = 64
+"""A prompt is cut in two steps for a snapshot that saves at least so many tokens."""
+_WITHOUT_PAGES = 1024
+"""Tokens that a snapshot must save to be worth the place of any other, where a token has no pages
+whose memory it could be compared with."""
+
+
+def tokens_of_slot(info: LoadedInfo) -> int:
+    """Tokens whose keys and values take as much memory as one slot."""
+    tokens = info.num_kv_blocks * info.block_size
+    if not info.kv_cache_bytes or not info.state_slot_bytes:
+        return _WITHOUT_PAGES
+    groups = len(info.cache_windows)  # a token is in a block of each
+    return max(1, info.state_slot_bytes * tokens // (info.kv_cache_bytes * groups))
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Where the snapshots of a row lie."""
+
+    due: list[int] = field(default_factory=list)
+    """Positions at which one is due, ascending: chunks end there."""
+    last_kept: int = 0
+    """Of the last one that stays: the one that the row began with, or one that was due."""
+    passing: Snapshot | None = None
+    """The last one, if the next takes its place."""
+
+
+class RowStates:
+    """Takes slots out of the pool for the rows of a table, and gives them back."""
+
+    def __init__(
+        self, limits: Limits, table: RowTable, pool: SlotPool, *, keep_snapshots: bool
+    ) -> None:
+        self.pool = pool
+        self._table = table
+        self._size = limits.block_size
+        self._keep = keep_snapshots
+        self._far = limits.snapshot_tokens
+        self._least = min(limits.snapshot_tokens, _WORTH_A_STEP)
+        rows = limits.max_rows
+        self._from = np.full(rows, -1, np.int32)
+        """Where the states of each row lie; -1 before its first step, when it begins with none."""
+        self._to = np.full(rows, -1, np.int32)
+        """Where its next step leaves them."""
+        self._pending = np.full((2, rows), -1, np.int32)
+        """Slots left behind by the steps under way, of even and of odd numbers: they are filed
+        when the step comes back."""
+        self._marks = [_Marks() for _ in range(rows)]
+
+    @property
+    def num_used(self) -> int:
+        """Slots that rows write."""
+        return int(np.count_nonzero(self._to >= 0))
+
+    # --- rows -------------------------------------------------------------------------------------
+    @property
+    def has_room(self) -> bool:
+        """Whether `admit` can be called: false at most until rows that were admitted before have
+        read the snapshots that they begin with."""
+        return self.pool.num_available > 0
+
+    def admit(self, sequence: Sequence, hit: Hit, *, has_followers: bool) -> None:
+        """Gives a row its slot. It begins with the snapshot of a hit, which it leaves as it is; but
+        where that is the last slot that can be had, it writes into it."""
+        row, snapshot = sequence.row, hit.snapshot
+        if snapshot is not None:
+            snapshot.num_hits += 1
+            self.pool.acquire(snapshot.slot)
+        slot = self.pool.take(any_snapshot=True)
+        if slot < 0:
+            assert snapshot is not None, "admitted without room"
+            self.pool.forget(snapshot.entry[0])
+            slot = snapshot.slot
+        self._to[row] = slot
+        self._from[row] = -1 if snapshot is None else snapshot.slot
+        self._marks[row] = _Marks(last_kept=hit.num_blocks * self._size)
+        if self._keep:
+            self._set_due(sequence, hit, self._size if has_followers else self._least)
+
+    def _set_due(self, sequence: Sequence, hit: Hit, least: int) -> None:
+        last = (len(sequence.tokens) - 1) // self._size  # the last token is always computed
+        start = hit.num_blocks * self._size
+        for position in (hit.num_found * self._size, last * self._size):
+            if position - start >= least:
+                self._marks[sequence.row].due.append(position)
+                start = position
+
+    def leave(self, sequence: Sequence, *, forget: bool) -> None:
+        """Takes a row's slots back before the row itself goes. What its steps under way were to
+        leave behind is never filed. `forget`: no snapshot that it made is to be found."""
+        row = sequence.row
+        for slot in self._used_by(row):
+            self.pool.release(slot)
+        self._from[row] = self._to[row] = self._pending[:, row] = -1
+        if forget:
+            for digest in sequence.digests[sequence.num_cached_tokens // self._size :]:
+                self.pool.forget(digest)
+
+    def _used_by(self, row: int) -> list[int]:
+        """The slots of a row, each as often as it uses it."""
+        source, target = int(self._from[row]), int(self._to[row])
+        slots = [target, -1 if source == target else source, *self._pending[:, row].tolist()]
+        return [slot for slot in slots if slot >= 0]
+
+    # --- a step -----------------------------------------------------------------------------------
+    def cut(self, sequence: Sequence, start: int, size: int) -> int:
+        """How many of so many next tokens a chunk has, to end where a snapshot is due; any chunk
+        but the last one ends with a block, where one can be taken."""
+        if not self._keep:
+            return size
+        end = start + size
+        for position in self._marks[sequence.row].due:
+            if start < position < end:
+                return position - start
+        whole = end // self._size * self._size
+        return whole - start if end < len(sequence.tokens) and whole > start else size
+
+    def plan(self, rows: AnyArray, context_len: I32, number: int) -> tuple[I32, I32]:
+        """`StepPlan.state_from` and `state_to` of step `number`; the rows are then what they are
+        after it."""
+        source: I32 = self._from[rows]
+        target: I32 = self._to[rows]
+        for slot in source[source != target].tolist():
+            if slot >= 0:
+                self.pool.release(slot)  # to a later step, which runs after this one
+        self._from[rows] = target
+        if self._keep:
+            for index in np.flatnonzero((context_len & (self._size - 1)) == 0).tolist():
+                self._leave_behind(int(rows[index]), int(context_len[index]), number)
+        return source, target
+
+    def _leave_behind(self, row: int, end: int, number: int) -> None:
+        """The slot that a row writes in step `number` is to be filed; the row goes on elsewhere."""
+        slot = self.pool.take(any_snapshot=self._is_far(row, end))
+        if slot < 0:
+            return
+        left = int(self._to[row])
+        self.pool.acquire(left)
+        self._pending[number & 1, row] = left
+        self._to[row] = slot
+
+    def _is_far(self, row: int, end: int) -> bool:
+        return end - self._marks[row].last_kept >= self._far
+
+    def file(self, number: int, rows: AnyArray, epochs: AnyArray, context_len: I32) -> None:
+        """Step `number` came back sound, and full blocks of its rows were filed: so are the slots
+        that they left behind in it."""
+        pending = self._pending[number & 1]
+        for index in np.flatnonzero(pending[rows] >= 0).tolist():
+            row, blocks = int(rows[index]), int(context_len[index]) // self._size
+            sequence = self._table.owner[row]
+            if sequence is None or self._table.epoch[row] != epochs[index]:
+                continue
+            slot, pending[row] = int(pending[row]), -1
+            if self._table.filed[row] == blocks:
+                self._file(sequence, slot, blocks)
+            self.pool.release(slot)
+
+    def _file(self, sequence: Sequence, slot: int, blocks: int) -> None:
+        marks, end = self._marks[sequence.row], blocks * self._size
+        snapshot = self.pool.file(
+            slot, sequence.entry_of(blocks - 1, self._size), is_far=self._is_far(sequence.row, end)
+        )
+        passed, marks.passing = marks.passing, snapshot
+        if end in marks.due:
+            marks.last_kept, marks.passing = end, None
+        if passed is not None and not passed.num_hits:
+            self.pool.forget_snapshot(passed)
+
+    def check(self) -> None:
+        """Asserts that each slot is somebody's, as often as rows say, and written by one alone."""
+        rows = [row for row, owner in enumerate(self._table.owner) if owner is not None]
+        self.pool.check([slot for row in rows for slot in self._used_by(row)])
+        written = self._to[rows].tolist()
+        assert -1 not in written, "a row without a slot"
+        assert len(set(written)) == len(written) == self.num_used, "rows write one slot"
+        assert not any(map(self.pool.holds_snapshot, written)), "a snapshot is written"
+        read = [*self._from[rows].tolist(), *self._pending[:, rows].ravel().tolist()]
+        for row, slot in zip(rows, written, strict=True):
+            others = read.count(slot) - (self._from[row] == slot)
+            assert not others, "a slot is written that another row reads, or that is to be filed"
