@@ -78,10 +78,12 @@ async def test_images_are_placed(make_engine: MakeEngine, template: str) -> None
         messages = asked(part(3), TEXT, part(2, 1))
         stream = await llm.submit_chat(messages, GREEDY, kind="final")
         assert bytes(stream.prompt_token_ids) == b"[###]and[##]"
-        first, second = stream.request.images
+        first, second = stream.request.core[0].images
         assert (first.start, second.start) == (1, 9)
-        assert first.image.digest != second.image.digest
-        assert (await stream.last()).prompt == "@and@"
+        assert first.digest != second.digest
+        assert stream.request.prompt == "@and@"
+        with pytest.raises(InvalidRequestError, match="sees no images"):  # the fake model's core
+            await stream.last()
         assert bytes(await llm.encode_chat(messages)) == b"[###]and[##]"
 
 

@@ -35,9 +35,9 @@ def test_marks_in_texts_are_refused(prompt: str) -> None:
 def test_images_are_found_among_ids() -> None:
     images = [image(2), image(1), image(2)]
     placed = place_images([5, 9, 9, 9, 1, 9, 9], 9, images)
-    assert [each.start for each in placed] == [1, 3, 5]
-    assert [each.image for each in placed] == images
-    assert place_images([1, 2], 9, []) == ()
+    assert [start for start, _ in placed] == [1, 3, 5]
+    assert [each for _, each in placed] == images
+    assert place_images([1, 2], 9, []) == []
 
 
 @pytest.mark.parametrize("ids", [[9, 9, 9], [9], [9, 1, 9], []])

@@ -45,6 +45,8 @@ class LoadOptions:
     states for later."""
     memory_fraction: float = 0.9
     num_threads: int | None = None
+    encoder_cache_bytes: int = 256 << 20
+    """For features of images, on the device; at least those of a step are held."""
     enforce_eager: bool = False
     """Run op by op without the recorded step; same bits, for debugging."""
     progress: bool = False
@@ -78,6 +80,8 @@ class LoadedInfo:
     kv_cache_bytes: int
     details: dict[str, Any]
     """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
+    num_feature_rows: int = 0
+    """Tokens of images whose features the store holds; 0: the model sees none."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
     """After which a step here must be taken for hung, where the user does not say."""
     cache_windows: tuple[int | None, ...] = (None,)
@@ -129,6 +133,15 @@ class LoadedModel(Protocol):
 
     def close(self) -> None:
         """Waits for steps in flight, then frees everything. May be called twice."""
+        ...
+
+
+class SeeingModel(LoadedModel, Protocol):
+    """A loaded model with a tower for images (`ModelShape.features`)."""
+
+    def encode(self, plan: StepPlan) -> None:
+        """Enqueues a pass of the tower, whose features later steps read; see
+        `StepPlan.patches`."""
         ...
 
 

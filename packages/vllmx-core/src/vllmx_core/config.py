@@ -92,6 +92,8 @@ class EngineConfig:
     """Of one image as it is sent."""
     max_image_pixels: int = 32 << 20
     """Of one image, checked before it is decoded."""
+    encoder_cache_memory: int = 256 << 20
+    """Bytes on the device for features of images, so that one asked about again costs no tower."""
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts that images may be fetched from; none: requests bring them in data URLs."""
     allowed_local_media_path: str | None = None
@@ -120,6 +122,7 @@ class EngineConfig:
             ("max_logprobs", -1, 1 << 24),
             ("limit_images", 0, 1024),
             ("max_image_bytes", 1, 1 << 30),
+            ("encoder_cache_memory", 0, 1 << 40),
             ("max_image_pixels", 1, 80_000_000),
         ):
             value = getattr(self, name)

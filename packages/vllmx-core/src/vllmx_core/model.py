@@ -19,11 +19,12 @@ from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.recurrence import RecurrenceSpec
 from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.ops.values import Output, StepInputs, Value, WeightRef
-from vllmx_core.plan import AnyArray
+from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
-    "Activation", "Array", "AttentionSpec", "CacheSpec", "KVSpec", "LatentKV", "LatentSpec",
+    "Activation", "Array", "AttentionSpec", "CacheSpec", "Encoder", "FeatureSpec",
+    "ImagePlaces", "KVSpec", "LatentKV", "LatentSpec",
     "Model", "ModelShape", "Ops", "Output", "OwnedKV", "RecurrenceSpec", "SharedKV",
     "ShortConvSpec", "StateSpec", "StepInputs", "Weight",
 ]  # fmt: skip
@@ -106,6 +107,21 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """What a tower makes of an image, for each token that stands for it."""
+
+    parts: int
+    """Rows: the one that replaces the token's embedding, and those added behind layers."""
+    width: int
+    """Numbers of each."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all parts of a token, float32."""
+        return 4 * self.parts * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the engine and the backends must know of a model before it is loaded."""
 
@@ -124,6 +140,8 @@ class ModelShape:
     """What a step gives: logits to sample from, a vector for each text, or scores of it."""
     output_size: int = 0
     """Numbers of a vector or of a text's scores; 0 where tokens are sampled."""
+    features: FeatureSpec | None = None
+    """Of a model that sees images: `Model.encoder` makes them."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
 
@@ -141,6 +159,61 @@ class ModelShape:
     def state_slot_bytes(self) -> int:
         """All states of one sequence."""
         return sum(spec.num_bytes for spec in self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlaces:
+    """Where the patches and the features of one image are, by its grid of patches."""
+
+    rope_positions: I32
+    """(A, N) what the tower's rotations turn each patch by."""
+    table_rows: I32
+    """(N, k) see `PatchRows`."""
+    table_weights: F32
+    """(N, k)"""
+    token_positions: I32 | None
+    """(A, n) positions of the image's tokens behind that of its first one; None: they count on like
+    those of text."""
+    advance: int
+    """By how much the position of the token behind the image is greater than that of its first."""
+
+
+class Encoder(Protocol):
+    """The tower of a model for images. Its weights and constants have names of their own beside the
+    model's; it is recorded like a model."""
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        ...
+
+    @property
+    def patches_per_token(self) -> int:
+        """Neighbouring patches that come to one feature."""
+        ...
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """See `Model.weights`."""
+        ...
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        """See `Model.constants`, for images of up to so many tokens."""
+        ...
+
+    def forward(self, ops: Ops, w: Mapping[str, Weight], step: StepInputs) -> tuple[Array, ...]:
+        """Writes the pass from patches to (L, width) features, one for each part."""
+        ...
+
+    def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
+        """Of an image of (frames, rows, columns) patches. Raises InvalidRequestError for a grid
+        that the tower cannot take."""
+        ...
+
+
+def encoder_of(model: Model) -> Encoder | None:
+    """The tower of a model that has one: its attribute `encoder`."""
+    found: Encoder | None = getattr(model, "encoder", None)
+    return found
 
 
 class Model(Protocol):

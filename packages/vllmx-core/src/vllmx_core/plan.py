@@ -24,6 +24,21 @@ AnyArray = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
+class PatchRows:
+    """What a pass of a tower has beside positions and rows. A `StepPlan` with it has images as rows
+    and patches as tokens: T patches, whose ids nobody reads, and M features."""
+
+    values: F32
+    """(T, D) normalised pixels of each patch."""
+    table_rows: I32
+    """(T, k) rows of the table of positions that each patch mixes; k may be 0."""
+    table_weights: F32
+    """(T, k) how much of each."""
+    keep: I32
+    """(M,) where the features go in the store that `StepPlan.feature_rows` reads."""
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One step, flattened and without padding: decode rows and prefill chunks side by side.
 
@@ -63,6 +78,13 @@ class StepPlan:
     token_types: I32 | None = None
     """(T,) which text of a pair each token belongs to, for models that have a table of them; None:
     all to the first, 0."""
+    rope_positions: I32 | None = None
+    """(A, T) what rotations with axes turn each token by (`AttentionSpec.rope_axes`), one line an
+    axis, each at most the token's position; None: its position on all axes."""
+    feature_rows: I32 | None = None
+    """(T,) row of the store of features that stands for the token, -1: none does. None: all -1."""
+    patches: PatchRows | None = None
+    """Of a pass of the model's tower, see `SeeingModel.encode`; None: a step."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllmx_core.errors import UnsupportedOpError
-from vllmx_core.model import Model
+from vllmx_core.model import Encoder, Model, ModelShape, encoder_of
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.values import StepInputs, WeightRef
@@ -28,17 +28,28 @@ class Recording:
     constants: Mapping[str, AnyArray]
     refs: Mapping[str, WeightRef]
     """Weights and constants by name, as the model saw them."""
+    tower: OpList | None = None
+    """Of a model that sees images; its weights and constants are among the others."""
+
+    @property
+    def all_ops(self) -> tuple[Op, ...]:
+        """Of the step and of the tower."""
+        return self.steps.ops + (() if self.tower is None else self.tower.ops)
 
     @property
     def unused_weights(self) -> set[str]:
         """Names of weights and constants that no op reads."""
-        return self.refs.keys() - {ref.name for op in self.steps.ops for ref in op.weights}
+        return self.refs.keys() - {ref.name for op in self.all_ops for ref in op.weights}
 
 
 def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Recording:
     """Runs `model.forward` once over names, without any array, then `passes`. Raises OpError for
     ops that do not fit what they are given, and for a result that is not what the shape says."""
-    specs, constants = tuple(model.weights()), model.constants(max_model_len)
+    specs, constants = tuple(model.weights()), dict(model.constants(max_model_len))
+    encoder = encoder_of(model)
+    if encoder is not None:
+        specs += encoder.weights()
+        constants |= encoder.constants(max_model_len)
     refs = {
         spec.name: WeightRef(spec.name, spec.kind, spec.rows, spec.cols, spec.count)
         for spec in specs
@@ -53,7 +64,26 @@ def record(model: Model, max_model_len: int, passes: Sequence[Pass] = ()) -> Rec
     steps = ops.finished(result, shape.result_size, shape.output)
     for change in passes:
         steps = change(steps)
-    return Recording(name, steps, specs, constants, refs)
+    tower = None
+    if encoder is not None:
+        tower = _tower(encoder, shape, name, refs, passes)
+    return Recording(name, steps, specs, constants, refs, tower)
+
+
+def _tower(
+    encoder: Encoder,
+    shape: ModelShape,
+    model: str,
+    refs: Mapping[str, WeightRef],
+    passes: Sequence[Pass],
+) -> OpList:
+    assert shape.features is not None, "a model with a tower says what it makes"
+    ops = Ops(f"{model}'s tower")
+    features: object = encoder.forward(ops, refs, StepInputs())
+    tower = ops.finished_tower(features, shape.features.parts, shape.features.width)
+    for change in passes:
+        tower = change(tower)
+    return tower
 
 
 def prepare(
@@ -67,10 +97,14 @@ def prepare(
     before any weight is read, where that does not help."""
     recording = record(model, max_model_len, passes)
     steps = expand_unsupported(recording.steps, supports)
-    for op in steps.ops:
+    tower = recording.tower
+    if tower is not None:
+        tower = expand_unsupported(tower, supports)
+    recording = replace(recording, steps=steps, tower=tower)
+    for op in recording.all_ops:
         if not supports(op):
             raise _refusal(recording.model, op, backend)
-    return replace(recording, steps=steps)
+    return recording
 
 
 def _refusal(model: str, op: Op, backend: str) -> UnsupportedOpError:
@@ -90,7 +124,7 @@ def _backends_with(op: Op, refused: str) -> list[str]:
         if spec.name == refused or spec.unavailable_reason() is not None:
             continue
         supports = getattr(spec.load()(), "supports", None)
-        steps = OpList((op,), op.writes[0])
+        steps = OpList((op,), (*op.writes, *op.reads)[0])
         if supports is not None and not unsupported_ops(steps, supports):
             found.append(spec.name)
     return found

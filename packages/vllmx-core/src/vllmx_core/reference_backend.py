@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, check_latents, plan_cache
@@ -76,8 +77,12 @@ class ReferenceLoadedModel:
         pages: tuple[Pages, ...],
         states: tuple[Floats, ...],
         info: LoadedInfo,
+        tower: OpList | None = None,
+        features: tuple[Floats, ...] = (),
     ) -> None:
         self._steps = steps
+        self._tower = None if tower is None else Interpreter(tower, lambda op: type(op).compute)
+        self._features = features
         self._interpreter = Interpreter(steps, lambda op: type(op).compute)
         self._weights, self._pages, self._states = weights, pages, states
         self._info = info
@@ -112,9 +117,14 @@ class ReferenceLoadedModel:
         """(L, V) of the plan, or its vectors; writes its keys, values and states."""
         plan = replace(plan, tokens=self.resolve(plan.tokens))
         kv_dtype = self._info.kv_cache_dtype
-        frame = NumpyFrame(self._weights, plan, self._pages, kv_dtype, self._states)
+        frame = NumpyFrame(self._weights, plan, self._pages, kv_dtype, self._states, self._features)
         logits: Floats = self._interpreter.run(frame)
         return logits
+
+    def encode(self, plan: StepPlan) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`."""
+        assert self._tower is not None, "the model sees no images"
+        self._tower.run(NumpyFrame(self._weights, plan, (), None, (), self._features))
 
     def resolve(self, tokens: I32) -> I32:
         """Ids in place of references to the step before; id 0 where that one's row was broken."""
@@ -125,6 +135,7 @@ class ReferenceLoadedModel:
     def close(self) -> None:
         self.in_flight.close()
         self._weights, self._pages, self._states = NumpyWeights({}, {}), (), ()
+        self._features = ()
 
 
 class ReferenceBackend:
@@ -151,8 +162,8 @@ class ReferenceBackend:
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         weights = _weights(recording, source, dtype)
         cache = plan_cache(
-            model.shape, options, name, _BLOCK_SIZES, free_bytes(), 0,
-            default_bytes=_DEFAULT_KV_BYTES,
+            model.shape, options, name, _BLOCK_SIZES, free_bytes(),
+            feature_bytes(model.shape, options), default_bytes=_DEFAULT_KV_BYTES,
         )  # fmt: skip
         info = LoadedInfo(
             backend=self.name,
@@ -171,9 +182,13 @@ class ReferenceBackend:
             cache_windows=cache.layout.windows,
             num_state_slots=cache.states.num_slots,
             state_slot_bytes=cache.states.slot_bytes,
+            num_feature_rows=feature_rows(model.shape, options),
         )
         states = _states(model.shape, cache, dtype)
-        return ReferenceLoadedModel(recording.steps, weights, _pages(cache, dtype), states, info)
+        features = tuple(np.zeros(size, dtype) for size in feature_shapes(model.shape, options))
+        return ReferenceLoadedModel(
+            recording.steps, weights, _pages(cache, dtype), states, info, recording.tower, features
+        )
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}

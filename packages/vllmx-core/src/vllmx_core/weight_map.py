@@ -87,6 +87,8 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     wanted = resolved(source, wanted)
     part = source.part(wanted.name)
     if spec.shape is not None:
+        if spec.kind == "linear":
+            return _flattened(part, spec.shape, (wanted.rows, spec.cols))
         return _shaped(part, spec.shape, wanted)
     if wanted.entry is not None:
         axes = 2 if spec.kind == "vector" else 3
@@ -181,6 +183,20 @@ def _shaped(part: WeightPart, shape: tuple[int, ...], wanted: PartSpec) -> Weigh
         return (values if index is None else values[index]).reshape(-1)[begin:end]
 
     return WeightPart(part.name, (wanted.rows,), part.layout, {}, decode)
+
+
+def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]) -> WeightPart:
+    """A tensor of this shape as a matrix, axes of length 1 left out."""
+    if [n for n in part.shape if n > 1] != [n for n in shape if n > 1]:
+        checked(part, shape)
+    if part.decode is None and part.cut is None:
+        raw = part.buffers["weight"]
+        return replace(part, shape=matrix, buffers={"weight": replace(raw, shape=matrix)})
+
+    def decode(_: WeightPart, begin: int, end: int) -> F32:
+        return part.dequantize().reshape(matrix)[begin:end]
+
+    return WeightPart(part.name, matrix, part.layout, {}, decode)
 
 
 def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:

@@ -341,7 +341,8 @@ class WeightSpec:
     shape: tuple[int, ...] | None = None
     """Of each tensor of a "vector" whose values are more than a row, such as the taps of a
     convolution: (rows,) row-major values all the same. Axes of length 1 in the file are ignored;
-    a part with `runs` picks along the first axis, its `rows` being values."""
+    a part with `runs` picks along the first axis, its `rows` being values. Of a "linear" whose one
+    tensor has more axes: (rows, cols), row-major, just so."""
 
     @property
     def rows(self) -> int:

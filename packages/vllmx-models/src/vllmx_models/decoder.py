@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllmx_core.model import Array, Model, ModelShape, Ops, Output, StepInputs, Weight
+from vllmx_core.model import (
+    Array,
+    Encoder,
+    FeatureSpec,
+    Model,
+    ModelShape,
+    Ops,
+    Output,
+    StepInputs,
+    Weight,
+)
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import PartSpec, WeightSpec
 
@@ -67,6 +77,9 @@ class DecoderSpec:
     """Of what a block adds to the stream."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    features: FeatureSpec | None = None
+    """Of images: the first part replaces embeddings, each other one is added behind a layer, the
+    first behind the first."""
     names: ModelNames = ModelNames()
 
     @property
@@ -76,10 +89,11 @@ class DecoderSpec:
 
 
 class Decoder:
-    """A `vllmx_core.model.Model` over a `DecoderSpec`."""
+    """A `vllmx_core.model.Model` over a `DecoderSpec`, with a tower where it sees images."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, encoder: Encoder | None = None) -> None:
         self.spec = spec
+        self.encoder = encoder
         self._tables = rope_tables(spec.layers)
 
     @property
@@ -92,6 +106,7 @@ class Decoder:
             tuple(mixer.cache for mixer in spec.mixers if mixer.cache is not None),
             spec.dtype,
             tuple(state for mixer in spec.mixers for state in mixer.states),
+            features=spec.features,
         )
 
     def answering(self, output: Output, config: Mapping[str, Any]) -> Model:
@@ -142,6 +157,9 @@ class Decoder:
         """(T, E) what the last norm gives."""
         spec = self.spec
         x = _scaled(ops, ops.embedding(step.tokens, w["embed"]), spec.embedding_scale)  # (T, E)
+        num_added = 0
+        if spec.features is not None:
+            x, num_added = ops.place(x, step), spec.features.parts - 1
         stream = ResidualStream(ops, w, spec.norm, x)
         cache = state = 0
         for index, layer in enumerate(spec.layers):
@@ -150,6 +168,8 @@ class Decoder:
             if layer.mixer is not None:
                 cache += layer.mixer.cache is not None
                 state += len(layer.mixer.states)
+            if index < num_added:
+                stream.replace(ops.place(stream.read(), step, index + 1, adds=True))
         return stream.normed("norm")
 
     def _layer(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:

@@ -67,6 +67,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
             gguf="vllmx_models.qwen3_5:GGUF_MOE",
         ),
         _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf="qwen35"),
+        _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf=False),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf=False),
         _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),

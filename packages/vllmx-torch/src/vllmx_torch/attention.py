@@ -82,7 +82,7 @@ def attention(
     if weights.k_norm is not None:
         k = rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
-        table = weights.rope[step.positions]  # (T, rotary_dim)
+        table = step.rotations(weights.rope, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     out = paged_attention(q, k, v, spec, weights.sinks, step, pages, scratch)

@@ -13,6 +13,7 @@ from vllmx_core.backend import (
     LoadOptions,
 )
 from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
@@ -95,6 +96,7 @@ class TorchBackend:
             most["T"],
             most["L"],
         )
+        used += feature_bytes(model.shape, options)
         kv = plan_kv(model.shape, options, cached, device, free, used)
         loader = WeightLoader(source, DTYPES[dtype], device)
         weights: dict[str, TorchWeight | ForeignModule] = {}
@@ -119,13 +121,18 @@ class TorchBackend:
             cache_windows=kv.layout.windows,
             num_state_slots=kv.states.num_slots,
             state_slot_bytes=kv.states.slot_bytes,
+            num_feature_rows=feature_rows(model.shape, options),
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")
         pages, states = allocate(kv, device), allocate_states(model.shape, kv, device)
-        return TorchLoadedModel(
-            recording.steps, weights, pages, states, info, device, sampling_device
+        features = tuple(
+            torch.zeros(size, device=device) for size in feature_shapes(model.shape, options)
         )
+        return TorchLoadedModel(
+            recording.steps, weights, pages, states, info, device, sampling_device,
+            recording.tower, features,
+        )  # fmt: skip
 
 
 def _num_threads(options: LoadOptions) -> int:

@@ -40,7 +40,11 @@ class TorchLoadedModel:
         info: LoadedInfo,
         device: torch.device,
         sampling_device: torch.device,
+        tower: OpList | None = None,
+        features: tuple[Tensor, ...] = (),
     ) -> None:
+        self._tower = None if tower is None else Interpreter(tower, OPS.handler)
+        self._features = features
         self._interpreter = Interpreter(steps, OPS.handler)
         self._weights, self._pages, self._states = weights, pages, states
         self._scratch = Scratch()
@@ -89,10 +93,20 @@ class TorchLoadedModel:
         self._in_flight.remove_oldest()
         return arrays, seconds if handle.spent_s is None else seconds + handle.spent_s()
 
+    @torch.inference_mode()
+    def encode(self, plan: StepPlan) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`."""
+        assert self._tower is not None, "the model sees no images"
+        step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
+        frame = TorchFrame(step, self._weights, (), (), self._scratch)
+        frame.features = self._features
+        self._tower.run(frame)
+
     def _forward(self, plan: StepPlan) -> TorchStepHandle:
         started = self._clock.start()
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
         frame = TorchFrame(step, self._weights, self._pages, self._states, self._scratch)
+        frame.features = self._features
         logits: Tensor = self._interpreter.run(frame)  # (L, V)
         return TorchStepHandle(self, started, logits, step.tokens[step.logit_rows])
 
@@ -114,6 +128,7 @@ class TorchLoadedModel:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._weights, self._pages, self._states, self._scratch = {}, (), (), Scratch()
+        self._features = ()
         self._last_ids = torch.zeros(1, dtype=torch.int64)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -22,9 +22,14 @@ from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.mix import Mix
+from vllmx_core.ops.patches import Patches, patches_in
+from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
@@ -65,6 +70,8 @@ class TorchFrame(Frame[Tensor]):
         super().__init__()
         self.step, self.weights, self.pages, self.scratch = step, weights, pages, scratch
         self.states = states
+        self.features: tuple[Tensor, ...] = ()
+        """(rows, E) of each part of the store of features."""
 
     @cached_property
     def state_step(self) -> StateStep:
@@ -273,6 +280,43 @@ def _float_linear(x: Tensor, w: LinearWeight) -> Tensor:
     step = max(1, _HEAD_VALUES // w.matrix.shape[1])
     logits = torch.cat([x @ rows.float().T for rows in w.matrix.split(step)], dim=-1)
     return logits if w.bias is None else logits + w.bias
+
+
+@OPS.add(Patches)
+def _patches(op: Patches, frame: TorchFrame) -> None:
+    frame[op.out] = upload(patches_in(frame.step.plan).values, np.float32, frame.step.tokens.device)
+
+
+@OPS.add(Mix)
+def _mix(op: Mix, frame: TorchFrame) -> None:
+    rows, table = patches_in(frame.step.plan), frame.tensor(op.w)
+    taps = table[upload(rows.table_rows, np.int64, table.device)].float()  # (T, k, E)
+    weights = upload(rows.table_weights, np.float32, table.device)
+    frame[op.out] = torch.einsum("tke,tk->te", taps, weights)
+
+
+@OPS.add(Merge)
+def _merge(op: Merge, frame: TorchFrame) -> None:
+    joined = frame[op.x].reshape(-1, op.count, op.x.width)
+    frame[op.out] = joined.mean(1) if op.kind == "mean" else joined.reshape(-1, op.out.width)
+
+
+@OPS.add(Keep)
+def _keep(op: Keep, frame: TorchFrame) -> None:
+    x, store = frame[op.x], frame.features[op.part]
+    store[upload(patches_in(frame.step.plan).keep, np.int64, x.device)] = x.float()
+
+
+@OPS.add(Place)
+def _place(op: Place, frame: TorchFrame) -> None:
+    x, rows = frame[op.x], frame.step.plan.feature_rows
+    if rows is None or not (rows >= 0).any():
+        frame[op.out] = x
+        return
+    here = np.flatnonzero(rows >= 0)
+    found = frame.features[op.part][upload(rows[here], np.int64, x.device)]
+    at = upload(here, np.int64, x.device)
+    frame[op.out] = x.index_add(0, at, found) if op.adds else x.index_copy(0, at, found)
 
 
 @OPS.add(Pool)

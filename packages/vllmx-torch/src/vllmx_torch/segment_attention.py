@@ -20,7 +20,7 @@ def segment_attention(
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     q, k, v = qkv.view(-1, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], dim=1)
     if rope is not None:
-        table = rope[step.positions]  # (T, rotary_dim)
+        table = step.rotations(rope, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (heads, T, D)

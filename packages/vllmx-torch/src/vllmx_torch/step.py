@@ -12,6 +12,7 @@ from vllmx_core.query_tiles import QueryTiles
 
 from vllmx_torch.transfer import upload
 
+_NOTHING = np.zeros((0, 0), np.int32)
 TILE_TOKENS = 128
 """Query tokens of one row that are attended together; bounds the scores."""
 BATCH_KEYS = 1 << 16
@@ -53,8 +54,8 @@ class TorchStep:
             for array in (
                 plan.tokens,
                 plan.positions,
-                np.stack(plan.slots),
-                np.stack(plan.block_tables),
+                np.stack(plan.slots) if plan.slots else _NOTHING,
+                np.stack(plan.block_tables) if plan.block_tables else _NOTHING,
                 plan.logit_rows,
                 types,
             )
@@ -63,6 +64,15 @@ class TorchStep:
             referred = last_ids[(-tokens - 1).clamp(min=0)].clamp(min=0)  # (T,)
             tokens = torch.where(tokens < 0, referred, tokens)
         return cls(plan, block_size, tokens, positions, slots, tables, rows, token_types)
+
+    def rotations(self, table: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """(T, rotary_dim): cos, then sin, of each token; see `AttentionSpec.rope_axes`."""
+        turned = self.plan.rope_positions
+        if not axes or turned is None:
+            return table[self.positions]
+        at = upload(turned[list(axes)].T, np.int64, table.device)  # (T, rotary_dim / 2)
+        column = torch.arange(len(axes), device=table.device)
+        return torch.cat([table[at, column], table[at, len(axes) + column]], dim=1)
 
     def batches(self, group: int, window: int | None, causal: bool) -> list[AttentionBatch]:
         """Every query token of the step once, over the pages of a cache group; made for the first

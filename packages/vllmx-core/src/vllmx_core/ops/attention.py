@@ -47,6 +47,9 @@ class AttentionSpec:
     softcap: float | None = None
     causal: bool = True
     """False: a row sees its whole context, and a window reaches as far forward as back."""
+    rope_axes: tuple[int, ...] = ()
+    """Which line of `StepPlan.rope_positions` turns each of the rotary_dim / 2 frequencies; empty:
+    the token's position turns all."""
     shared: bool = False
     """Whether the pages are another layer's, which `ModelShape.caches` names."""
 
@@ -118,6 +121,7 @@ class Attention(Op):
         given = f"rope is {'absent' if self.rope is None else 'given'}"
         both = (self.rope is None) == (spec.rotary_dim == 0)
         expect(both, f"{where}: {given}, rotary_dim is {spec.rotary_dim}")
+        expect_axes(spec.rope_axes, spec.rotary_dim)
         if self.rope is not None:
             expect_weight(self.rope, "constant")
             wide = f"{where}: table {self.rope.name!r} has {self.rope.cols} columns"
@@ -134,6 +138,21 @@ class Attention(Op):
             frame[self.qkv], self.spec, frame.plan, pages.k, pages.v, frame.kv_dtype, weights,
             pages.group,
         )  # fmt: skip
+
+
+def expect_axes(axes: tuple[int, ...], rotary_dim: int) -> None:
+    """A rotation has an axis for each of its frequencies, or none."""
+    expect(not axes or len(axes) * 2 == rotary_dim, f"{len(axes)} axes for {rotary_dim} features")
+
+
+def rotations(table: Floats, plan: StepPlan, axes: tuple[int, ...]) -> Floats:
+    """(T, rotary_dim): cos, then sin, of each token."""
+    if not axes or plan.rope_positions is None:
+        return table[plan.positions]
+    half = len(axes)
+    at = plan.rope_positions[list(axes)].T  # (T, rotary_dim / 2)
+    column = np.arange(half)
+    return np.concatenate([table[at, column], table[at, half + column]], axis=1)
 
 
 def rotate(x: Floats, table: Floats, *, interleaved: bool) -> Floats:
@@ -172,7 +191,7 @@ def attention(
     if weights.k_norm is not None:
         k = rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
-        table = weights.rope[plan.positions]  # (T, rotary_dim)
+        table = rotations(weights.rope, plan, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     page, slots = k_pages.shape[1], plan.slots[group]

@@ -53,10 +53,18 @@ class NumpyFrame(Frame[AnyArray]):
         pages: Sequence[Pages],
         kv_dtype: str | None,
         states: Sequence[Floats] = (),
+        features: Sequence[Floats] = (),
     ) -> None:
         super().__init__()
         self.weights, self.plan, self.pages, self.kv_dtype = weights, plan, pages, kv_dtype
         self.states = states
+        self.features = features
+        """(rows, E) of each part of the store of features."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That the formulas compute in."""
+        return next(iter(self.weights.arrays.values())).dtype
 
     def weight(self, ref: WeightRef) -> Floats:
         """A matrix, a vector or a table."""

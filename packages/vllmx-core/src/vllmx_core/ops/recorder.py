@@ -20,10 +20,15 @@ from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.gated_linear import GatedLinear
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec, LatentWeights
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.merge import Merge, MergeKind
+from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op, OpList, expect
+from vllmx_core.ops.patches import Patches
+from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool, PoolKind
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.rms_norm import RmsNorm
@@ -38,6 +43,7 @@ OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
     Gate, Route, Experts, Head, Pool,
+    Patches, Mix, Merge, Keep, Place,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")
@@ -219,6 +225,25 @@ class Ops:
         ("cls") or the mean of all. For first and mean the step must hold the whole of each row."""
         return self._record(Pool.of, x, step.logit_rows, kind).out
 
+    def patches(self, step: StepInputs, width: int) -> Value:
+        """(T, width) of a tower: the normalised pixels of each patch."""
+        return self._record(Patches.of, step, width).out
+
+    def mix(self, step: StepInputs, w: WeightRef) -> Value:
+        """(T, E) of a tower: for each patch a few weighted rows of the table, interpolated
+        positions above all."""
+        return self._record(Mix.of, step, w).out
+
+    def merge(self, x: Value, count: int, kind: MergeKind = "join") -> Value:
+        """(T, F) -> (L, count * F) of a tower: `count` neighbouring patches become one row, beside
+        each other; with "mean" (L, F), the mean of them."""
+        return self._record(Merge.of, x, count, kind).out
+
+    def place(self, x: Value, step: StepInputs, part: int = 0, *, adds: bool = False) -> Value:
+        """(T, E) -> (T, E): features of images in place of the tokens that stand for them, or added
+        to those."""
+        return self._record(Place.of, x, step, part, adds).out
+
     def put(self, op: O) -> O:
         """Appends an op that was made elsewhere: a plugin's own, that expands into those above."""
         try:
@@ -235,6 +260,17 @@ class Ops:
         if output == "tokens" and result.dtype != "f32":
             raise OpError(f"{self._model}: forward returned no logits, but what was pooled")
         return OpList(tuple(self._ops), result, output)
+
+    def finished_tower(self, features: object, parts: int, width: int) -> OpList:
+        """The recorded tower, which keeps its features. Raises OpError unless `features` is a tuple
+        of `parts` values (L, width)."""
+        if not isinstance(features, tuple) or len(features) != parts:
+            raise OpError(f"{self._model}: the tower returned {features}, not {parts} values")
+        for part, value in enumerate(features):
+            if not isinstance(value, Value) or (value.rows, value.width) != ("L", width):
+                raise OpError(f"{self._model}: the tower returned {value}, not (L, {width})")
+            self._record(Keep.of, value, part)
+        return OpList(tuple(self._ops), features[0], "vectors")
 
     def _record(self, make: Callable[P, O], *args: P.args, **kwargs: P.kwargs) -> O:
         try:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from vllmx_core.ops.attention import AttentionSpec, attend, attention_mask, rotate
+from vllmx_core.ops.attention import (
+    AttentionSpec,
+    attend,
+    attention_mask,
+    expect_axes,
+    rotate,
+    rotations,
+)
 from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
@@ -26,7 +33,7 @@ class SegmentSpec:
 
     The op splits `qkv` (T, (H + 2K) * D) into q | k | v, rotates the first `rotary_dim` of D by
     each token's position, and attends within segments. A segment is a row of the step: a request
-    whose whole prompt is in it. Query head h reads kv head h // (H / K).
+    whose whole prompt is in it, or in a tower an image. Query head h reads kv head h // (H / K).
     """
 
     num_heads: int
@@ -38,6 +45,8 @@ class SegmentSpec:
     """False: pairs (i, i + rotary_dim / 2), as Hugging Face; True: pairs (2i, 2i + 1)."""
     window: int | None = None
     """Tokens less than so many places away are seen, before and behind; None: all."""
+    rope_axes: tuple[int, ...] = ()
+    """As in `AttentionSpec`."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -80,6 +89,7 @@ class SegmentAttention(Op):
         given = f"rope is {'absent' if self.rope is None else 'given'}"
         both = (self.rope is None) == (spec.rotary_dim == 0)
         expect(both, f"{given}, rotary_dim is {spec.rotary_dim}")
+        expect_axes(spec.rope_axes, spec.rotary_dim)
         if self.rope is not None:
             expect_weight(self.rope, "constant")
             wide = f"table {self.rope.name!r} has {self.rope.cols} columns"
@@ -106,7 +116,7 @@ def segment_attention(
     split = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, size)
     q, k, v = np.split(split, [heads, heads + kv_heads], axis=1)
     if rope is not None:
-        table = rope[plan.positions]  # (T, rotary_dim)
+        table = rotations(rope, plan, spec.rope_axes)
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     out = np.empty_like(q)  # (T, H, D)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError
 
@@ -18,8 +19,12 @@ from vllmx_engine.images.placing import place_images, write_images
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import ImageProcessor, find_processor
 from vllmx_engine.images.source import ImageSource, check_source, read_source
+from vllmx_engine.wire.ipc import MAX_FRAME_BYTES
+from vllmx_engine.wire.messages import ImageInput
 
 Stopped = Callable[[], bool]
+_MAX_PATCH_BYTES = MAX_FRAME_BYTES - (32 << 20)
+"""Of a request, which reaches the core in one message."""
 _KINDS = ("image_url", "input_image", "image")
 """Types of parts that are images, in the names of several APIs."""
 
@@ -79,6 +84,13 @@ class Pictures:
             image = decode(data, self._limits, source.where)
             self._prepared.append(self._processor.prepare(image, room, source.where))
             room -= self._prepared[-1].num_tokens
+            size = sum(each.patches.nbytes for each in self._prepared)
+            if size > _MAX_PATCH_BYTES:
+                raise InvalidRequestError(
+                    f"the request's images come to more than {_MAX_PATCH_BYTES} bytes of patches:"
+                    " send fewer or smaller ones",
+                    param=source.where,
+                )
 
     def written(self, prompt: str) -> str:
         """The prompt with places for the images. Raises InvalidRequestError."""
@@ -90,8 +102,12 @@ class Pictures:
         """The request that came of `written`, with the images in it. Raises InvalidRequestError."""
         if not self._sources:
             return request
-        images = place_images(request.prompt_ids, self._token_id, self._prepared)
-        return replace(request, prompt=prompt, images=images)
+        images = [
+            ImageInput(start, one.num_tokens, one.digest, one.grid, one.patches.tobytes())
+            for start, one in place_images(request.prompt_ids, self._token_id, self._prepared)
+        ]
+        core = [msgspec.structs.replace(one, images=images) for one in request.core]
+        return replace(request, prompt=prompt, core=core)
 
 
 class ChatImages:

@@ -25,7 +25,6 @@ from vllmx_engine.client.logprob_limit import (
 )
 from vllmx_engine.core.generation_config import SAMPLING
 from vllmx_engine.grammar.spec import grammar_spec
-from vllmx_engine.images.placing import PlacedImage
 from vllmx_engine.text.stop import StopSet
 from vllmx_engine.text.tokenizer import Tokenizer, TooManyTokensError
 from vllmx_engine.wire.grammars import Grammar, GrammarSpec, Thoughts
@@ -53,7 +52,6 @@ class Request:
     arrival_s: float = field(default_factory=time.monotonic)
     readers: AnswerReaders | None = None
     """Of a conversation, where its answers hold more than content."""
-    images: tuple[PlacedImage, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import numpy as np
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_engine.core.chunk import Batch, Chunk
+from vllmx_engine.core.images import Images
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable, known_tokens
 from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBuilder
@@ -36,9 +37,16 @@ class BatchBuilder:
     tables are the table itself.
     """
 
-    def __init__(self, table: RowTable, limits: Limits, states: RowStates | None = None) -> None:
+    def __init__(
+        self,
+        table: RowTable,
+        limits: Limits,
+        states: RowStates | None = None,
+        images: Images | None = None,
+    ) -> None:
         self._table = table
         self._states = states
+        self._images = images
         self._size = limits.block_size
         self._pools = limits.pools
         self._shift = limits.block_size.bit_length() - 1
@@ -66,6 +74,7 @@ class BatchBuilder:
         if self._states is not None:
             states = self._states.plan(rows, plan.context_len, number)
             plan.state_from, plan.state_to = states
+        self._see(plan, batch, rows)
         table = self._table
         waits_for_ids = table.wait_for_ids(batch.decodes)
         owners, sampling = self._sampling.build(batch, rows, plan)
@@ -92,6 +101,23 @@ class BatchBuilder:
                 row.sequence.grammar.paused_step = number
                 table.pause(row.sequence.row)
         return plan, sampling, step
+
+    def _see(self, plan: StepPlan, batch: Batch, rows: AnyArray) -> None:
+        """What images decide: rows of features, and rotations of those that follow them."""
+        table = self._table
+        if self._images is not None and batch.chunks:
+            starts = plan.query_start[batch.decodes.size : -1].tolist()
+            plan.feature_rows = self._images.feature_rows(batch.chunks, starts, plan.num_tokens)
+        if not table.num_turned:
+            return
+        lengths = np.diff(plan.query_start)
+        turned = plan.positions + np.repeat(table.turn[rows], lengths)  # (T,)
+        plan.rope_positions = np.repeat(turned[None], table.turn_axes, axis=0)
+        for chunk, start in zip(batch.chunks, plan.query_start[batch.decodes.size :], strict=False):
+            images = chunk.sequence.images
+            if images is not None and images.turns is not None:
+                known = images.turns.at(chunk.start, chunk.start + chunk.num_tokens)
+                plan.rope_positions[:, start : start + chunk.num_tokens] = known
 
     def edit(self, step: Step, sampling: SamplingRows) -> None:
         """What was left out of the parameters of a step that `waits_for_ids`, which are known by

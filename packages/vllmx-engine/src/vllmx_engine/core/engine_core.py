@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
-from vllmx_core.model import ModelShape
+from vllmx_core.model import Encoder, ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
 
 from vllmx_engine.core.batch import BatchBuilder, Step
@@ -18,6 +18,7 @@ from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.commit import Committer, error_output
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.grammars import Grammars
+from vllmx_engine.core.images import Images
 from vllmx_engine.core.prefix_cache import CacheIdentity
 from vllmx_engine.core.row_states import tokens_of_slot
 from vllmx_engine.core.scheduler import Scheduler
@@ -61,6 +62,7 @@ class EngineCore:
         max_model_len: longest sequence, prompt and output together.
         vocab_size: ids below it may occur.
         shape: of a model that gives vectors or scores.
+        encoder: the tower of a model that sees images.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class EngineCore:
         max_model_len: int,
         vocab_size: int,
         shape: ModelShape | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self._model = model
         self.activity = CoreActivity()
@@ -80,6 +83,7 @@ class EngineCore:
         self._overlap = config.async_scheduling
         self.limits = _limits(model, config, max_model_len, vocab_size, shape)
         self._cost = _cost(config, self.limits)
+        self._images = Images(model, encoder)
         self._scheduler = Scheduler(
             self.limits,
             self._cost,
@@ -87,9 +91,10 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching and not self.limits.whole_prompts,
             chunked_prefill=config.enable_chunked_prefill,
             identity=CacheIdentity(config.model, _cache_dtype(model.info), self.limits.block_size),
+            images=self._images,
         )
         scheduler = self._scheduler
-        self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states)
+        self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states, self._images)
         self._committer = Committer(self._scheduler)
         self._grammars = Grammars(vocab_size)
         self._in_flight: _Launched | None = None
@@ -140,6 +145,7 @@ class EngineCore:
             return None
         self.activity.doing, self.activity.batch = "launching a step", batch
         try:
+            self._images.encode(batch.chunks)
             plan, rows, step = self._builder.build(batch, self._num_steps)
             if step.waits_for_ids:
                 handle = self._launch_in_halves(plan, rows, step)
@@ -242,7 +248,11 @@ class EngineCore:
                 leader = None
             if leader is None:
                 check_request(request, self.limits)
+            images = self._images.take(request) if leader is None else leader.images
             sequence = Sequence(request, self._num_added, self.limits, leader)
+            if images is not None:
+                sequence.images = images
+                sequence.content = images.content(self.limits.block_size)
             self._num_added += 1
             has_all = request.grammar is None or self._grammars.start(sequence)
             self._scheduler.add(sequence, hold=not has_all)

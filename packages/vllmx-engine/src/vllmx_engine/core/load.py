@@ -22,7 +22,7 @@ from vllmx_core.checkpoint import (
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, shown
 from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
-from vllmx_core.model import Model
+from vllmx_core.model import Model, encoder_of
 from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.registry import architecture_names
 from vllmx_core.text_modules import with_text_modules
@@ -90,10 +90,13 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
             max_model_len=max_model_len,
             vocab_size=model.shape.vocab_size,
             shape=model.shape,
+            encoder=encoder_of(model),
         )
         seconds = time.monotonic() - started
         pooling = pooling_info(checkpoint, model.shape)
         info = _core_info(plan, checkpoint, loaded, core.limits, seconds, pooling)
+        if encoder_of(model) is not None:
+            info = msgspec.structs.replace(info, takes_images=True)
         _log(info)
     except BaseException:
         loaded.close()
@@ -151,6 +154,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
         group_caches=not model.shape.whole_prompts,
         memory_fraction=config.memory_fraction,
         num_threads=config.num_threads,
+        encoder_cache_bytes=config.encoder_cache_memory,
         enforce_eager=config.enforce_eager,
         progress=progress,
     )

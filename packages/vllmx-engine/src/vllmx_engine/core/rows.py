@@ -62,6 +62,11 @@ class RowTable:
         before it hands the row's parameters over, but not before its forward pass begins."""
         self.epoch = np.zeros(num_rows, np.int64)
         """Grows with each release, so that late results do not meet a row's next owner."""
+        self.turn = np.zeros(num_rows, np.int32)
+        """What rotations add to the position of each token that is decoded."""
+        self.turn_axes = 0
+        self.num_turned = 0
+        """Rows whose rotations do not follow positions."""
         self.client = np.zeros(num_rows, np.int32)
         self.rank = np.zeros(num_rows, np.int32)
         """The priority that was asked for; a smaller one is served first."""
@@ -105,6 +110,10 @@ class RowTable:
         self.client[row] = client
         self.waits[row] = sequence.needs_last_token
         self._num_waits += sequence.needs_last_token
+        if sequence.images is not None and sequence.images.turns is not None:
+            self.turn[row] = sequence.images.turns.offset
+            self.turn_axes = sequence.images.turns.known.shape[0]
+            self.num_turned += 1
         request, params = sequence.request, sequence.request.params
         self.floats[:, row] = _floats(params)
         self.top_k[row] = params.top_k
@@ -123,6 +132,9 @@ class RowTable:
         self.num_blocks[row] = self.num_ahead[row] = self.first[:, row] = 0
         self.has_gaps[row] = False
         self._num_waits -= int(self.waits[row])
+        if sequence.images is not None and sequence.images.turns is not None:
+            self.turn[row] = 0
+            self.num_turned -= 1
         while self._high and self.owner[self._high - 1] is None:
             self._high -= 1
         sequence.row = -1

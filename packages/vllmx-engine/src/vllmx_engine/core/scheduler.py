@@ -16,6 +16,7 @@ from vllmx_engine.core.beside import Beside
 from vllmx_engine.core.chunk import Batch, Chunk, load_of
 from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.followers import Followers
+from vllmx_engine.core.images import Images
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Prefixes
@@ -56,7 +57,9 @@ class Scheduler:
         prefix_caching: bool = True,
         chunked_prefill: bool = True,
         identity: CacheIdentity | None = None,
+        images: Images | None = None,
     ) -> None:
+        self._images = images
         self.limits = limits
         self.cost = cost
         self.cache = PrefixCache(identity, limits.windows)
@@ -192,6 +195,7 @@ class Scheduler:
         seconds_left: float | None = None
         urgent: Sequence | None = None
         chunks: list[Chunk] = []
+        images = None if self._images is None else self._images.for_step()
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
             start = int(self.table.computed[sequence.row])
@@ -216,7 +220,7 @@ class Scheduler:
             if chunks and size < min(wanted, self._least_chunk):
                 break
             size = self.blocks.cover(sequence.row, start, size, len(self.running))
-            if not size:
+            if not size or not (images is None or images.admit(sequence, start, size)):
                 continue
             if self.states is not None:
                 size = self.states.cut(sequence, start, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllmx_core.cache_groups import longest_sequence
@@ -15,6 +16,9 @@ from vllmx_engine.core.logit_rules import LogitRules, make_rules
 from vllmx_engine.core.prefix_cache import Entry
 from vllmx_engine.core.thought_budget import ThoughtBudget
 from vllmx_engine.wire.messages import CoreRequest, FinishReason
+
+if TYPE_CHECKING:
+    from vllmx_engine.core.images import SequenceImages
 
 _ID_BYTES = 4
 
@@ -80,6 +84,7 @@ class Sequence:
         "finished",
         "found",
         "grammar",
+        "images",
         "is_plain",
         "limit",
         "num_cached_tokens",
@@ -129,6 +134,8 @@ class Sequence:
         """Digest of what sets its prefixes apart, the parent of its first block."""
         self.content: dict[int, bytes] = {}
         """What decides the content of a block, given by its number, beside its token ids."""
+        self.images: SequenceImages | None = None
+        """Set with `content` before it is scheduled."""
         self.digests: list[bytes] = []
         """Of its full blocks, as far as they were asked for."""
         self.found: Found | None = None

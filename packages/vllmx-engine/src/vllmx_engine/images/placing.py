@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
 
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.images.processor import ImageProcessor
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedImage:
-    """An image whose features stand for the tokens from `start` on."""
-
-    start: int
-    image: PreparedImage
 
 
 def write_images(prompt: str, processor: ImageProcessor, images: Sequence[PreparedImage]) -> str:
@@ -42,22 +33,24 @@ def write_images(prompt: str, processor: ImageProcessor, images: Sequence[Prepar
 
 def place_images(
     ids: Sequence[int], token_id: int, images: Sequence[PreparedImage]
-) -> tuple[PlacedImage, ...]:
-    """Where each image stands among the ids of a prompt of `write_images`.
+) -> list[tuple[int, PreparedImage]]:
+    """The images, each with the place of its first token among the ids of a prompt of
+    `write_images`.
 
     Raises InvalidRequestError where a text of the conversation holds the token of images.
     """
     at = np.flatnonzero(np.asarray(ids, np.int64) == token_id)
-    placed, taken = [], 0
+    placed: list[tuple[int, PreparedImage]] = []
+    taken = 0
     for image in images:
         own = at[taken : taken + image.num_tokens]
         if own.size != image.num_tokens or own[-1] - own[0] != own.size - 1:
             raise _token_in_text()
-        placed.append(PlacedImage(int(own[0]), image))
+        placed.append((int(own[0]), image))
         taken += own.size
     if taken != at.size:
         raise _token_in_text()
-    return tuple(placed)
+    return placed
 
 
 def _token_in_text() -> InvalidRequestError:

@@ -30,6 +30,19 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """An image that stands for tokens of a prompt."""
+
+    start: int
+    num_tokens: int
+    digest: bytes
+    """Of all that its features depend on."""
+    grid: tuple[int, int, int]
+    """(frames, rows, columns) of patches."""
+    patches: bytes
+    """(N, D) float32 in this machine's order."""
+
+
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to continue. `n` and `best_of` are the frontend's business: it sends each choice
     as a request of its own."""
@@ -37,6 +50,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     request_id: str
     prompt: bytes
     """Token ids, see `pack_ids`. A list of 128k of them would hold up the step loop for 10 ms."""
+    images: list[ImageInput] = []
+    """By their places, ascending and apart."""
     params: SamplingParams
     """Without its texts: `stop` is the frontend's, `bad_words_ids` below replaces `bad_words`."""
     stop_ids: list[int] = []

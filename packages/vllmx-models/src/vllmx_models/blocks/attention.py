@@ -56,6 +56,8 @@ class AttentionMixer:
     scale: float | None = None
     """Of the scores; None: 1 / sqrt(D)."""
     softcap: float | None = None
+    rope_axes: tuple[int, ...] = ()
+    """As in `AttentionSpec`."""
     interleaved: bool = False
     """Whether neighbouring dimensions are rotated together, as GLM's and Cohere's are."""
     qkv_bias: bool = False
@@ -149,6 +151,7 @@ class AttentionMixer:
             norm_eps=1e-6 if self.qk_norm is None else self.qk_norm.eps,
             window=self.window,
             softcap=self.softcap,
+            rope_axes=self.rope_axes,
             shared=self.shared_with is not None,
         )
 

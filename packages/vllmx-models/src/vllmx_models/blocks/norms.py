@@ -90,6 +90,10 @@ class ResidualStream:
             self._last, self._sum = self._ops.add(self._last, self._sum), None
         return self._last
 
+    def replace(self, x: Array) -> None:
+        """By what came of reading it."""
+        self._last, self._sum = x, None
+
     def scale(self, name: str) -> None:
         """All of it by the weight `name`."""
         self._last, self._sum = self._ops.scale(self.read(), self._w[name]), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllmx_core.errors import ConfigError
 
-from vllmx.cli.flags_vllm import NO_DRAFT, NO_LORA, ONE_DEVICE, TEXT_ONLY
+from vllmx.cli.flags_vllm import NO_DRAFT, NO_LORA, ONE_DEVICE
 from vllmx.cli.foreign_flags import ignored, means, refused, switch, switches, variable
 
 ONE_CACHE = "keys and values have one type: say --kv-cache-dtype int8 for 8 bits"
@@ -74,6 +74,9 @@ LLAMA = (
     refused("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale", ROPE),
     refused("--lora --lora-scaled", NO_LORA),
     refused("-md --model-draft", NO_DRAFT),
-    refused("--mmproj", TEXT_ONLY),
+    refused(
+        "--mmproj",
+        "images are read with safetensors models alone, whose tower is in the checkpoint",
+    ),
     refused("--embedding --embeddings --reranking --rerank", OTHER_TASK, bare=True),
 )

@@ -10,7 +10,6 @@ PARSER_PLUGIN = "a plugin brings parsers by the hook vllmx_parsers (docs/plugins
 NO_LORA = "vllmx serves no adapters: merge them into the model"
 NO_DRAFT = "vllmx does not speculate: leave it out"
 NO_TEXT = "the text of requests is never logged"
-TEXT_ONLY = "vllmx reads no media, only text"
 GRAPHS = "steps are recorded by the backend itself; --enforce-eager runs op by op"
 
 VLLM = (

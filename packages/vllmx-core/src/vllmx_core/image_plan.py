@@ -1,0 +1,73 @@
+"""Images among the arrays of a step: the pass of a tower, and what rotations turn tokens by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllmx_core.model import Encoder, ImagePlaces
+from vllmx_core.plan import F32, I32, PatchRows, StepPlan
+
+
+def tower_plan(
+    encoder: Encoder, patches: Sequence[F32], places: Sequence[ImagePlaces], keep: I32
+) -> StepPlan:
+    """The pass over some images, (N, D) patches each, whose features go to the rows `keep` of the
+    store."""
+    lengths = np.array([len(rows) for rows in patches], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    count = int(ends[-1])
+    return StepPlan(
+        tokens=np.zeros(count, np.int32),
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        slots=(),
+        query_start=np.concatenate([np.zeros(1, np.int32), ends]),
+        context_len=lengths,
+        block_tables=(),
+        logit_rows=np.arange(0, count, encoder.patches_per_token, dtype=np.int32),
+        rope_positions=np.concatenate([each.rope_positions for each in places], axis=1),
+        patches=PatchRows(
+            np.concatenate(list(patches)),
+            np.concatenate([each.table_rows for each in places]),
+            np.concatenate([each.table_weights for each in places]),
+            keep,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What rotations with axes turn the tokens of one sequence by."""
+
+    known: I32
+    """(A, n) of the first n tokens, up to the end of the last image."""
+    offset: int
+    """What is added to the positions of all tokens behind them; never above 0."""
+
+    def at(self, start: int, end: int) -> I32:
+        """(A, end - start) of a part of the sequence."""
+        size = self.known.shape[1]
+        behind = np.arange(max(start, size), end, dtype=np.int32) + np.int32(self.offset)
+        axes = np.broadcast_to(behind, (self.known.shape[0], behind.size))
+        return np.concatenate([self.known[:, start:end], axes], axis=1)
+
+
+def turns_of(images: Sequence[tuple[int, ImagePlaces]]) -> Turns | None:
+    """Of a prompt with images at these starts, ascending; None where tokens are turned by their
+    positions."""
+    if not images or images[0][1].token_positions is None:
+        return None
+    pieces: list[I32] = []
+    length = position = 0
+    for start, places in images:
+        assert places.token_positions is not None, "one tower turns all images alike"
+        axes, count = places.token_positions.shape
+        text = np.arange(position, position + start - length, dtype=np.int32)
+        pieces.append(np.broadcast_to(text, (axes, text.size)))
+        position += text.size
+        pieces.append(places.token_positions + np.int32(position))
+        position += places.advance
+        length = start + count
+    return Turns(np.concatenate(pieces, axis=1), position - length)

@@ -1,0 +1,33 @@
+"""`keep`: what a tower says of its images goes into the store of features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.patches import patches_in
+from vllmx_core.ops.values import Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep(Op):
+    """Row i of x (L, E) becomes row `PatchRows.keep[i]` of a part of the store, float32. The
+    recorder appends one for each of the features that a tower returns."""
+
+    name: ClassVar[str] = "keep"
+    results: ClassVar[tuple[str, ...]] = ()
+    x: Value
+    part: int
+
+    @classmethod
+    def of(cls, x: Value, part: int) -> Keep:
+        return cls(x, part)
+
+    def check(self) -> None:
+        merged = (self.x.rows, self.x.dtype) == ("L", "model")
+        expect(merged, "features are rows that `merge` gave, and what follows from them")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame.features[self.part][patches_in(frame.plan).keep] = frame[self.x]

@@ -1,0 +1,41 @@
+"""`merge`: neighbouring patches become one row, beside each other or as their mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect, expect_features
+from vllmx_core.ops.values import Value
+
+MergeKind = Literal["join", "mean"]
+KINDS: tuple[MergeKind, ...] = get_args(MergeKind)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merge(Op):
+    """(T, F) -> (L, count * F) or, as the mean, (L, F), for T = count * L: rows count * i to
+    count * (i + 1) - 1 become row i."""
+
+    name: ClassVar[str] = "merge"
+    x: Value
+    count: int
+    kind: MergeKind
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, count: int, kind: MergeKind) -> Merge:
+        expect_features(x=x)
+        expect(kind in KINDS, f"unknown kind {kind!r}: choose {', '.join(KINDS)}")
+        return cls(x, count, kind, Value(x.width * (count if kind == "join" else 1), "L"))
+
+    def check(self) -> None:
+        expect(self.count >= 1, f"{self.count} rows cannot be merged")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        x = frame[self.x]
+        joined = x.reshape(-1, self.count, self.x.width)
+        frame[self.out] = (
+            joined.mean(axis=1) if self.kind == "mean" else joined.reshape(-1, self.out.width)
+        )

@@ -1,0 +1,37 @@
+"""`patches`: the images of a tower's pass, as rows of patches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.values import StepInputs, Value
+from vllmx_core.plan import PatchRows, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches(Op):
+    """(T, D): the normalised pixels of each patch, `StepPlan.patches`. Every tower begins with
+    it."""
+
+    name: ClassVar[str] = "patches"
+    out: Value
+
+    @classmethod
+    def of(cls, step: StepInputs, width: int) -> Patches:
+        expect(isinstance(step, StepInputs), "pass on the step itself")
+        return cls(Value(width))
+
+    def check(self) -> None:
+        expect(self.out.width > 0, f"patches of {self.out.width} numbers")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = patches_in(frame.plan).values.astype(frame.dtype, copy=False)
+
+
+def patches_in(plan: StepPlan) -> PatchRows:
+    """Those of a tower's pass."""
+    assert plan.patches is not None, "a tower is given patches"
+    return plan.patches

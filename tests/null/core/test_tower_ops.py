@@ -1,0 +1,86 @@
+"""The ops of towers: what they compute where no served model shows it, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from vllmx_core.errors import OpError
+from vllmx_core.image_plan import turns_of
+from vllmx_core.model import ImagePlaces
+from vllmx_core.ops.formulas import NumpyFrame, NumpyWeights
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.place import Place
+from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.values import StepInputs, Value
+from vllmx_core.testing.plans import Row, make_plan
+
+STEP = StepInputs()
+
+
+def frame(tokens: int, rows: list[int] | None = None) -> NumpyFrame:
+    plan = make_plan([Row(list(range(tokens)), 0, [0])], 16)
+    plan = replace(plan, feature_rows=None if rows is None else np.array(rows, np.int32))
+    features = (np.arange(12, dtype=np.float32).reshape(4, 3),)
+    return NumpyFrame(NumpyWeights({}, {}), plan, (), None, (), features)
+
+
+def test_merge() -> None:
+    x, found = Value(3), frame(4)
+    found[x] = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for kind, wanted in (("join", found[x].reshape(2, 6)), ("mean", found[x][::2] + 1.5)):
+        op = Merge.of(x, 2, kind)  # type: ignore[arg-type]
+        op.compute(found)
+        assert op.out.rows == "L"
+        np.testing.assert_array_equal(found[op.out], wanted)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_place(adds: bool) -> None:
+    x = Value(3)
+    op = Place.of(x, STEP, 0, adds)
+    for rows in (None, [-1, -1, -1], [3, -1, 0]):
+        found = frame(3, rows)
+        found[x] = np.ones((3, 3), np.float32)
+        op.compute(found)
+        wanted = np.ones((3, 3), np.float32)
+        for token, row in enumerate(rows or ()):
+            if row >= 0:
+                wanted[token] = found.features[0][row] + (1 if adds else 0)
+        np.testing.assert_array_equal(found[op.out], wanted)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ops = Ops("seeing")
+    x = ops.patches(STEP, 4)
+    merged = ops.merge(x, 2)
+    with pytest.raises(OpError, match="pooled"):
+        ops.place(merged, STEP)
+    with pytest.raises(OpError, match="no part -1"):
+        ops.place(x, STEP, -1)
+    with pytest.raises(OpError, match="cannot be merged"):
+        ops.merge(x, 0)
+    for features in (merged, (merged,), (merged, x), (merged, ops.merge(x, 1))):
+        with pytest.raises(OpError, match="the tower returned"):
+            ops.finished_tower(features, 2, 8)
+    tower = ops.finished_tower((merged, merged), 2, 8)
+    assert [op.name for op in tower.ops][-2:] == ["keep", "keep"]
+
+
+def test_turns() -> None:
+    def places(count: int, advance: int) -> ImagePlaces:
+        nothing = np.zeros((0, 0))
+        line = np.arange(count, dtype=np.int32)
+        positions = np.stack([0 * line, line])
+        return ImagePlaces(positions, nothing, nothing, positions, advance)  # type: ignore[arg-type]
+
+    turns = turns_of([(2, places(3, 1)), (6, places(2, 2))])
+    assert turns is not None
+    assert turns.at(0, 10).tolist() == [
+        [0, 1, 2, 2, 2, 3, 4, 4, 6, 7],
+        [0, 1, 2, 3, 4, 3, 4, 5, 6, 7],
+    ]
+    assert turns.at(3, 5).tolist() == [[2, 2], [3, 4]]
+    assert turns.at(9, 11).tolist() == [[7, 8], [7, 8]]
+    assert turns_of([]) is None
