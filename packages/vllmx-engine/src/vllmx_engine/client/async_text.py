@@ -82,7 +82,8 @@ class AsyncText:
     ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
         """The conversation without its images, and those, fetched. Cancelling ends the fetching.
         Raises InvalidRequestError."""
-        conversation, pictures = self._images.take(messages)
+        # On a thread, for a message may have a hundred thousand parts.
+        conversation, pictures = await asyncio.to_thread(self._images.take, messages)
         if pictures.far:
             gone = threading.Event()
             loop = asyncio.get_running_loop()
