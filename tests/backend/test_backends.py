@@ -57,7 +57,6 @@ class TestNumpy(_Suite):
 class TestCpu(_Suite):
     backend = "cpu"
     block_sizes = (16, 32, 64, 128)
-    missing_cases = ("experts: 24 by 20, 2 of 4, relu2, no gate",)
     kv_share = 0.75  # codes are multiplied as bf16
 
 

@@ -20,7 +20,6 @@ def usable() -> list[str]:
 class _Forced(BackendSuite):
     isa = ""
     block_sizes = (32, 128)
-    missing_cases = ("experts: 24 by 20, 2 of 4, relu2, no gate",)
     kv_share = 0.75  # codes are multiplied as bf16
 
     @pytest.fixture(autouse=True)

@@ -362,7 +362,7 @@ def _latent_attention(op: LatentAttention, site: Site) -> list[Call]:
     return [site.call(op, "latent_attention", arguments)]
 
 
-@OPS.add(Experts, when=lambda op: op.spec.activation in ACTIVATIONS)
+@OPS.add(Experts)
 def _experts(op: Experts, site: Site) -> list[Call]:
     spec, matrices = op.spec, site.model.weights.matrices
     arguments = VxExperts(
@@ -376,7 +376,7 @@ def _experts(op: Experts, site: Site) -> list[Call]:
         workspace=site.model.workspace.ctypes.data,
         count=op.gate_up.count,
         chosen=op.ids.width,
-        activation=ACTIVATIONS[spec.activation],
+        activation=GATES[spec.activation],
         clamp=spec.clamp or 0.0,
         alpha=spec.alpha,
     )

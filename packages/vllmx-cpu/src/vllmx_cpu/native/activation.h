@@ -52,8 +52,10 @@ VX_INLINE F32x16 activate(F32x16 x, int32_t kind) {
       // 0.5 (1 + tanh z) = 1 / (1 + exp(-2z)): no cancellation for large negative x
       return x / (splat(1.0f) + exp(inner * splat(-2.0f)));
     }
-    default:
-      return select(x < zero(), zero(), x);  // relu; NaN stays NaN
+    default: {  // relu, and its square; NaN stays NaN
+      const F32x16 v = select(x < zero(), zero(), x);
+      return kind == VX_RELU2 ? v * v : v;
+    }
   }
 }
 

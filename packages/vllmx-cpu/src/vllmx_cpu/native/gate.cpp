@@ -17,7 +17,7 @@ struct VxGate {
 namespace {
 
 // Beside VxActivation.
-enum VxOpening : int32_t { VX_SIGMOID = 4, VX_IDENTITY = 5, VX_TANH = 6, VX_RELU2 = 7 };
+enum VxOpening : int32_t { VX_SIGMOID = 4, VX_IDENTITY = 5, VX_TANH = 6 };
 
 VX_INLINE F32x16 opening(F32x16 g, int32_t kind) {
   switch (kind) {
@@ -27,10 +27,6 @@ VX_INLINE F32x16 opening(F32x16 g, int32_t kind) {
       return g;
     case VX_TANH:
       return tanh(g);
-    case VX_RELU2: {
-      const F32x16 v = select(g < zero(), zero(), g);  // NaN stays NaN
-      return v * v;
-    }
     default:
       return activate(g, kind);
   }

@@ -3,7 +3,7 @@
 #pragma once
 #include "vx.h"
 
-enum VxActivation : int32_t { VX_NONE = -1, VX_SILU = 0, VX_GELU = 1, VX_GELU_TANH = 2, VX_RELU = 3 };
+enum VxActivation : int32_t { VX_NONE = -1, VX_SILU = 0, VX_GELU = 1, VX_GELU_TANH = 2, VX_RELU = 3, VX_RELU2 = 7 };
 
 // Quantised weights, beside the VxDType kinds; block_layout.h. After GGUF's types: (code - zero) * scale
 // with 4 or 8 bits and both for 32, 64 or 128 columns; float8 e4m3.
