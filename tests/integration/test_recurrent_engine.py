@@ -19,7 +19,7 @@ from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, pack_ids
 
-VOCAB, SIZE, HIDDEN = 19, 8, 24
+VOCAB, SIZE, HIDDEN = 19, 16, 24
 MakeModel = Callable[[], tuple[SyntheticModel, ArraySource]]
 
 
@@ -59,7 +59,7 @@ def hybrid_model() -> tuple[SyntheticModel, ArraySource]:
 
 
 MODELS: dict[str, tuple[MakeModel, int]] = {
-    "recurrent": (recurrent_model, 17), "hybrid": (hybrid_model, 30),
+    "recurrent": (recurrent_model, 9), "hybrid": (hybrid_model, 16),
 }  # fmt: skip
 """How each is made, and so few blocks that four sequences do not fit into them."""
 
@@ -125,7 +125,7 @@ class Engine:
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module", params=["numpy"])
+@pytest.fixture(scope="module", params=["numpy", "cpu"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     try:
         spec, _ = load_registry().choose_backend(request.param)
