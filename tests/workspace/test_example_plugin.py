@@ -68,7 +68,7 @@ def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_registry_finds_it_and_its_model_runs_on_every_backend(installed: str) -> None:
     found = json.loads(run("-c", SCRIPT, PYTHONPATH=installed).splitlines()[-1])
     assert found["version"] == "0.1.0"
-    assert found["provides"] == ["model phi", "model flex-olmo"]
+    assert found["provides"] == ["model phi", "model flex-olmo", "model mamba2"]
     expected = found["ids"]["numpy"]
     assert [len(output) for output in expected] == [16, 16]
     assert all(ids == expected for ids in found["ids"].values()), found["ids"]
@@ -79,11 +79,15 @@ def test_its_own_tests_pass(root: Path, installed: str) -> None:
     run("-m", "pytest", tests, "-p", "no:cacheprovider", PYTHONPATH=installed)
 
 
-def test_the_tutorial_shows_the_file_that_is_tested(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("heading", "name"),
+    [("An MoE decoder in one file", "flex_olmo.py"), ("Recurrent layers in one file", "mamba2.py")],
+)
+def test_the_tutorial_shows_the_file_that_is_tested(root: Path, heading: str, name: str) -> None:
     page = (root / "docs" / "plugins.md").read_text()
-    part = page.split("### An MoE decoder in one file")[1].split("\n## ")[0]
+    part = page.split(f"### {heading}\n")[1].split("\n##")[0]
     blocks = [block.split("```")[0] for block in part.split("```python\n")[1:]]
     package = root / "examples" / "vllmx-example-model" / "src" / "vllmx_example_model"
-    source = (package / "flex_olmo.py").read_text()
+    source = (package / name).read_text()
     assert len(blocks) == 2
     assert all(block.strip() in source for block in blocks)

@@ -29,6 +29,7 @@ def test_plugin() -> None:
     assert check_plugin("vllmx_example_model.plugin").provides == (
         "model phi",
         "model flex-olmo",
+        "model mamba2",
     )
 
 

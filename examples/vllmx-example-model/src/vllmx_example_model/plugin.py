@@ -12,4 +12,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
     return (
         ModelSpec("phi", phi, ("PhiForCausalLM",), ("phi",)),
         ModelSpec("flex-olmo", flex_olmo, ("FlexOlmoForCausalLM",), ("flex_olmo",)),
+        ModelSpec(
+            "mamba2", "vllmx_example_model.mamba2:mamba2", ("Mamba2ForCausalLM",), ("mamba2",)
+        ),
     )

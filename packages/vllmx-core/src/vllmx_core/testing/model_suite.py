@@ -149,7 +149,7 @@ class ModelSuite:
         model = self.make_model(dict(self.config))
         source = random_weights(model)
         windows = [kv.window or 9 for kv in model.shape.kv_specs]
-        text = _text(model, min(9, *windows))
+        text = _text(model, min([9, *windows]))
         last = _logits(model, source, text, len(text))[-1]
         for position in range(len(text) - 1):
             changed = [*text]
