@@ -48,7 +48,7 @@ WANTED = {
     "wgmma_wrappers": ("x16.F32.BF16",),
     "gated_act": ("LDG.E.128", "STG.E.128"),
     "gate": ("LDG.E.128", "STG.E.128"),
-    "recurrence": ("LDG.E.128", "SHFL.BFLY"),
+    "recurrence": ("LDG.E.128",),
     "scale_by": ("LDG.E.128", "STG.E.128"),
     "add": ("LDG.E.128", "STG.E.128"),
     "gather_rows": ("LDG.E.128", "STG.E.128"),
