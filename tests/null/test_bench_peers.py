@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from vllmx_core.backend import LoadOptions
+from vllmx_core.checkpoint import build_model, open_checkpoint
+from vllmx_core.reference_backend import ReferenceBackend
+from vllmx_core.registry import load_registry
+from vllmx_core.testing.plans import Row, make_plan
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -26,7 +31,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield load
     for name in set(sys.modules) - known:
-        if name.split(".")[0] in ("cpu_peers", "random_model", "synthetic_vocab"):
+        if name.split(".")[0] in ("cpu_peers", "model_shapes", "random_model", "synthetic_vocab"):
             del sys.modules[name]
 
 
@@ -73,7 +78,7 @@ def test_written_weights_are_those_of_the_seed(bench: Any, tmp_path: Path) -> No
     shape = model.SHAPES["qwen3-tiny"]
     with Progress(disable=True) as progress:
         model.write_model(tmp_path, shape, seed=3, with_gguf=False, progress=progress)
-    tensors = list(model.tensors_of(shape))
+    tensors = list(shape.tensors())
     with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         assert set(file.keys()) == {tensor.name for tensor in tensors}
         sizes = {tensor.name: file.get_slice(tensor.name).get_shape() for tensor in tensors}
@@ -82,6 +87,29 @@ def test_written_weights_are_those_of_the_seed(bench: Any, tmp_path: Path) -> No
     expected = model.random_bf16(last, 3)
     assert (tmp_path / "model.safetensors").read_bytes().endswith(expected.tobytes())
     assert not np.array_equal(expected, model.random_bf16(last, 4))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-tiny", "qwen3.5-moe-tiny"])
+def test_folder_and_gguf_hold_the_same_model(bench: Any, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("gguf")
+    from rich.progress import Progress
+
+    model = bench("random_model")
+    with Progress(disable=True) as progress:
+        model.write_model(tmp_path, model.SHAPES[name], 3, with_gguf=True, progress=progress)
+    folder, file = (_logits(tmp_path / part) for part in ("", "bf16.gguf"))
+    assert np.abs(folder).max() > 0.1
+    np.testing.assert_allclose(file, folder, atol=1e-4)
+
+
+def _logits(path: Path) -> Any:
+    registry = load_registry()
+    checkpoint = open_checkpoint(registry, path)
+    options = LoadOptions(dtype="f32", max_model_len=64, max_num_seqs=1, num_kv_blocks=4)
+    loaded = ReferenceBackend().load(build_model(registry, checkpoint), checkpoint.weights, options)
+    checkpoint.weights.close()
+    rows = [Row([3, 141, 59, 26, 535, 897], 0, [0], "all", 0)]
+    return loaded.logits(make_plan(rows, 16))
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 40), (8, 40), (32, 2000)])
