@@ -6,7 +6,7 @@ import pytest
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.values import Value
 from vllmx_cpu.backend import CpuBackend
-from vllmx_cpu.lower import MAX_EXPERTS
+from vllmx_cpu.lowering.experts import MAX_EXPERTS
 from vllmx_cpu.native import SCRATCH_BYTES, choose_isa, library
 from vllmx_cpu.packing import MatrixShape
 from vllmx_cpu.structs import VxElementwise, VxNorm

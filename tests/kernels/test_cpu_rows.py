@@ -14,9 +14,9 @@ from vllmx_core.ops.gate import KINDS, GateKind, gate, opening
 from vllmx_core.ops.head_norm import HeadNormSpec, head_norm
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_core.plan import F32, AnyArray
-from vllmx_cpu.lower import GATES, VxGate, VxHeadNorm, VxScaleBy
+from vllmx_cpu.lowering.rows import VxGate, VxHeadNorm, VxScaleBy
 from vllmx_cpu.native import Isa
-from vllmx_cpu.structs import ACTIVATIONS, VxElementwise, VxNorm, VxStep
+from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm, VxStep
 
 RunOp = Callable[[Isa, str, ctypes.Structure, VxStep, int], None]
 WIDTHS = [1, 7, 16, 33, 1024]

@@ -45,6 +45,13 @@ class OpTable(Generic[C, R]):
 
         return register
 
+    def include(self, family: OpTable[C, R]) -> None:
+        """Takes the handlers of another table, so that families of ops may stand in files of their
+        own."""
+        assert not self._handlers.keys() & family._handlers.keys(), "two handlers for one op"
+        self._handlers |= family._handlers
+        self._limits |= family._limits
+
     def supports(self, op: Op) -> bool:
         """Whether the backend has the op with the options that it has here."""
         limit = self._limits.get(type(op))

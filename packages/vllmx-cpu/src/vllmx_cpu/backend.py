@@ -19,11 +19,12 @@ from vllmx_core.weights import WeightSource
 from vllmx_cpu import native
 from vllmx_cpu.kv_cache import allocate_pages
 from vllmx_cpu.loaded import CpuLoadedModel, RecordedStep
-from vllmx_cpu.lower import OPS, Lowering, lower_all
+from vllmx_cpu.lowering.site import Lowering
+from vllmx_cpu.lowering.table import OPS, lower_all
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import LoadedWeights, load_weights
 from vllmx_cpu.planning import LoadPlan, plan_load
-from vllmx_cpu.state_ops import allocate_states
+from vllmx_cpu.states import allocate_states
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import make_tape
 

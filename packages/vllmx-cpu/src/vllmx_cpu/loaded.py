@@ -12,7 +12,8 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
 
-from vllmx_cpu.lower import Lowering
+from vllmx_cpu.lowering.site import Lowering
+from vllmx_cpu.lowering.table import lower
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Team
 from vllmx_cpu.sampling import SamplerCall
@@ -231,7 +232,7 @@ class EagerRun:
         for value in op.writes:
             rows = self._step.num_tokens if value.rows == "T" else self._step.num_logit_rows
             self._buffers[value] = np.empty((rows, value.width), np.float32)
-        for call in self._lowering.lower(op, self.address):
+        for call in lower(self._lowering, op, self.address):
             self.call(call)
 
     def call(self, call: Call) -> None:

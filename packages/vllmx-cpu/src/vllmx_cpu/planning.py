@@ -28,7 +28,8 @@ from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cpu.kinds import segments
 from vllmx_cpu.kv_cache import plan_kv
-from vllmx_cpu.lower import OPS, segment_dtype
+from vllmx_cpu.lowering.attention import segment_dtype
+from vllmx_cpu.lowering.table import OPS
 from vllmx_cpu.native import library
 from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
 from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS

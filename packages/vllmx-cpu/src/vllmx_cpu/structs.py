@@ -25,6 +25,8 @@ CODED_KINDS = {kind: 32 + index for index, kind in enumerate(AFFINE_KINDS.values
 WEIGHT_KINDS = VX_DTYPES | BLOCK_KINDS | CODED_KINDS
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 NO_ACTIVATION = -1
+GATES = ACTIVATIONS | {"sigmoid": 4, "identity": 5, "tanh": 6, "relu2": 7}
+"""Kinds of native/gate.cpp."""
 
 
 ROW_KINDS = {"int8": 48, "fp8": 49}

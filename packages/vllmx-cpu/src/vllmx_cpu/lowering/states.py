@@ -1,35 +1,23 @@
-"""What the native ops over the states of recurrent layers are called with."""
+"""Ops over the states of recurrent layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int32, c_size_t, c_void_p
-from typing import TYPE_CHECKING
+from ctypes import Structure, c_float, c_int32, c_void_p
 
 import numpy as np
-from vllmx_core.model import StateSpec
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.plan import F32
-from vllmx_core.state_capacity import StateSlots
 
-from vllmx_cpu.memory import Bytes, allocate
+from vllmx_cpu.lowering.site import Site, Table
+from vllmx_cpu.states import VxStates
 from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION
+from vllmx_cpu.tape import Call
 
-if TYPE_CHECKING:
-    from vllmx_cpu.lower import Site
-
+OPS = Table("cpu")
 _MAX_KERNEL, _MAX_KEYS = 16, 2048
 """`MAX_KERNEL` of native/short_conv.cpp; and wider keys leave a thread's scratch memory no room in
 native/recurrence.cpp."""
-
-
-class VxStates(Structure):
-    """The states of one layer; native/state.h."""
-
-    _fields_ = [("base", c_void_p), ("slot_bytes", c_size_t)]
-    memory: Bytes
-    """What they lie in."""
 
 
 class VxShortConv(Structure):
@@ -55,30 +43,19 @@ class VxRecurrence(Structure):
     ]  # fmt: skip
 
 
-def allocate_states(specs: Sequence[StateSpec], slots: StateSlots) -> tuple[VxStates, ...]:
-    """Slots for the states of each layer; those of one slot lie one behind the other."""
-    memory = allocate(slots.num_bytes)
-    found, start = [], int(memory.ctypes.data)
-    for spec in specs:
-        states = VxStates(start, slots.slot_bytes)
-        states.memory = memory
-        found.append(states)
-        start += spec.num_bytes
-    return tuple(found)
-
-
-def has_taps(op: ShortConv) -> bool:
+def _has_taps(op: ShortConv) -> bool:
     """The kernel keeps the newest tokens in registers."""
     return op.spec.kernel <= _MAX_KERNEL
 
 
-def has_keys(op: Recurrence) -> bool:
+def _has_keys(op: Recurrence) -> bool:
     """Keys of some tokens fit into a thread's scratch memory."""
     return op.spec.key_size <= _MAX_KEYS
 
 
-def short_conv(op: ShortConv, site: Site) -> VxShortConv:
-    """Its arguments. They keep the weights tap by tap, as the kernel reads them."""
+@OPS.add(ShortConv, when=_has_taps)
+def _short_conv(op: ShortConv, site: Site) -> list[Call]:
+    """The arguments keep the weights tap by tap, as the kernel reads them."""
     spec = op.spec
     by_channel = site.model.weights.vectors[op.w.name].reshape(-1, spec.kernel)
     taps = np.ascontiguousarray(by_channel.T)  # (K, C)
@@ -93,13 +70,13 @@ def short_conv(op: ShortConv, site: Site) -> VxShortConv:
         activation=NO_ACTIVATION if spec.activation is None else ACTIVATIONS[spec.activation],
     )
     arguments.taps = taps
-    return arguments
+    return [site.call(op, "short_conv", arguments)]
 
 
-def recurrence(op: Recurrence, site: Site) -> VxRecurrence:
-    """Its arguments."""
+@OPS.add(Recurrence, when=_has_keys)
+def _recurrence(op: Recurrence, site: Site) -> list[Call]:
     spec = op.spec
-    return VxRecurrence(
+    arguments = VxRecurrence(
         qkv=site.address(op.qkv),
         a=site.address(op.a),
         b=None if op.b is None else site.address(op.b),
@@ -120,3 +97,4 @@ def recurrence(op: Recurrence, site: Site) -> VxRecurrence:
         dt_min=spec.dt_min,
         dt_max=spec.dt_max,
     )
+    return [site.call(op, "recurrence", arguments)]

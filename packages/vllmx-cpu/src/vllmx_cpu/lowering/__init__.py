@@ -1,0 +1,1 @@
+"""Ops lowered to native functions, one module for each family."""

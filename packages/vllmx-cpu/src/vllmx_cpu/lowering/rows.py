@@ -1,0 +1,159 @@
+"""Ops that work on each row by itself: norms, activations, gates, sums, and rows picked out."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_void_p
+
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.gate import Gate
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.layer_norm import LayerNorm
+from vllmx_core.ops.pool import Pool
+from vllmx_core.ops.rms_norm import RmsNorm
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
+
+from vllmx_cpu.lowering.site import Site, Table
+from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm
+from vllmx_cpu.tape import Call
+
+OPS = Table("cpu")
+
+
+@OPS.add(RmsNorm)
+def _rms_norm(op: RmsNorm, site: Site) -> list[Call]:
+    arguments = VxNorm(
+        x=site.address(op.x),
+        weight=site.vector(op.w),
+        y=site.address(op.out),
+        width=op.out.width,
+        eps=op.eps,
+    )
+    return [site.call(op, "rms_norm", arguments)]
+
+
+@OPS.add(AddRmsNorm)
+def _add_rms_norm(op: AddRmsNorm, site: Site) -> list[Call]:
+    arguments = VxNorm(
+        x=site.address(op.x), residual=site.address(op.residual), weight=site.vector(op.w),
+        sum=site.address(op.total), y=site.address(op.out), width=op.out.width, eps=op.eps,
+    )  # fmt: skip
+    return [site.call(op, "rms_norm", arguments)]
+
+
+@OPS.add(LayerNorm)
+def _layer_norm(op: LayerNorm, site: Site) -> list[Call]:
+    arguments = VxNorm(
+        x=site.address(op.x), weight=site.vector(op.w), bias=site.vector(op.bias),
+        y=site.address(op.out), width=op.out.width, eps=op.eps,
+    )  # fmt: skip
+    return [site.call(op, "layer_norm", arguments)]
+
+
+@OPS.add(GatedAct)
+def _gated_act(op: GatedAct, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.gate_up),
+        y=site.address(op.out),
+        width=op.out.width,
+        activation=ACTIVATIONS[op.kind],
+    )
+    return [site.call(op, "gated_act", arguments)]
+
+
+@OPS.add(Act)
+def _activation(op: Act, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.x),
+        y=site.address(op.out),
+        width=op.out.width,
+        activation=GATES[op.kind],
+    )
+    return [site.call(op, "activation", arguments)]
+
+
+@OPS.add(Add)
+def _add(op: Add, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.x), other=site.address(op.y), y=site.address(op.out), width=op.out.width
+    )
+    return [site.call(op, "add", arguments)]
+
+
+@OPS.add(Scale)
+def _scale(op: Scale, site: Site) -> list[Call]:
+    arguments = VxElementwise(
+        x=site.address(op.x), y=site.address(op.out), width=op.out.width, factor=op.factor
+    )
+    return [site.call(op, "scale", arguments)]
+
+
+class VxScaleBy(Structure):
+    """Arguments of `scale_by`; native/scale_by.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p), ("w", c_void_p), ("y", c_void_p), ("width", c_int32), ("span", c_int32)
+    ]  # fmt: skip
+
+
+@OPS.add(ScaleBy)
+def _scale_by(op: ScaleBy, site: Site) -> list[Call]:
+    arguments = VxScaleBy(
+        site.address(op.x), site.vector(op.w), site.address(op.out), op.x.width, op.span
+    )
+    return [site.call(op, "scale_by", arguments)]
+
+
+class VxHeadNorm(Structure):
+    """Arguments of `head_norm`; native/head_norm.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("y", c_void_p),
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32), ("across", c_int32),
+        ("centred", c_int32), ("values", c_int32), ("eps", c_float),
+    ]  # fmt: skip
+
+
+@OPS.add(HeadNorm)
+def _head_norm(op: HeadNorm, site: Site) -> list[Call]:
+    spec = op.spec
+    arguments = VxHeadNorm(
+        site.address(op.qkv), site.vector(op.q_norm), site.vector(op.k_norm), site.address(op.out),
+        spec.num_heads, spec.num_kv_heads, spec.head_size, int(spec.across),
+        int(spec.kind == "layer"), int(spec.values), spec.eps,
+    )  # fmt: skip
+    return [site.call(op, "head_norm", arguments)]
+
+
+class VxGate(Structure):
+    """Arguments of `gate`; native/gate.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p), ("g", c_void_p), ("y", c_void_p), ("width", c_int32), ("span", c_int32),
+        ("kind", c_int32),
+    ]  # fmt: skip
+
+
+@OPS.add(Gate)
+def _gate(op: Gate, site: Site) -> list[Call]:
+    arguments = VxGate(
+        site.address(op.x), site.address(op.g), site.address(op.out), op.x.width, op.span,
+        GATES[op.kind],
+    )  # fmt: skip
+    return [site.call(op, "gate", arguments)]
+
+
+class VxPool(Structure):
+    """Arguments of `pool`; native/pool.cpp."""
+
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("width", c_int32), ("kind", c_int32)]
+
+
+@OPS.add(Pool)
+def _pool(op: Pool, site: Site) -> list[Call]:
+    kind = {"last": 0, "mean": 1, "cls": 2}[op.kind]
+    arguments = VxPool(site.address(op.x), site.address(op.out), op.x.width, kind)
+    return [site.call(op, "pool", arguments)]

@@ -1,0 +1,61 @@
+"""What the ops of a loaded model point to, and the calls of native functions made of it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllmx_core.op_table import OpTable
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.values import Value, WeightRef
+
+from vllmx_cpu.kv_cache import LayerPages
+from vllmx_cpu.memory import Bytes
+from vllmx_cpu.native import Isa
+from vllmx_cpu.packing import LoadedWeights
+from vllmx_cpu.states import VxStates
+from vllmx_cpu.tape import Call
+
+Address = Callable[[Value], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What the ops of one loaded model point to."""
+
+    isa: Isa
+    weights: LoadedWeights
+    segments: Mapping[str, Sequence[str]]
+    """Names of the matrices that make up a weight, one below the other."""
+    pages: tuple[LayerPages, ...]
+    states: tuple[VxStates, ...]
+    block_size: int
+    kv_dtype: str
+    panels: Bytes
+    """Packed activations of the largest product; in use only inside one op."""
+    workspace: Bytes
+    """Of attention and experts; in use only inside one op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where one op is lowered: what the model has, and where its values lie."""
+
+    model: Lowering
+    address: Address
+
+    def call(self, op: Op, function: str, arguments: ctypes.Structure) -> Call:
+        """A call of the native function of this name."""
+        pooled = bool(op.reads) and all(value.rows == "L" for value in op.reads)
+        return Call(op.name, self.model.isa.op(function, type(arguments)), arguments, pooled)
+
+    def vector(self, ref: WeightRef | None) -> int | None:
+        """The address of a vector or a constant; None for none."""
+        if ref is None:
+            return None
+        return int(self.model.weights.vectors[ref.name].ctypes.data)
+
+
+Table = OpTable[Site, list[Call]]
+"""Each family of ops has one: more calls than one where a weight has several segments."""

@@ -1,0 +1,29 @@
+"""From ops to what the native team runs: a function and a struct of arguments each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.values import Value
+
+from vllmx_cpu.lowering import attention, experts, products, rows, states
+from vllmx_cpu.lowering.site import Address, Lowering, Site, Table
+from vllmx_cpu.tape import Call
+
+OPS = Table("cpu")
+for family in (products, rows, attention, experts, states):
+    OPS.include(family.OPS)
+
+
+def lower(lowering: Lowering, op: Op, address: Address) -> list[Call]:
+    """The calls of an op whose values lie at `address(value)`; more than one where its weight has
+    several segments."""
+    return OPS(op, Site(lowering, address))
+
+
+def lower_all(
+    lowering: Lowering, ops: Sequence[Op], offsets: Mapping[Value, int], base: int
+) -> list[Call]:
+    """The recorded step over one buffer at address `base`."""
+    return [call for op in ops for call in lower(lowering, op, lambda value: base + offsets[value])]
