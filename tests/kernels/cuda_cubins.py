@@ -6,19 +6,23 @@ architectures and rewrites their part of cuda_budget.json, which the tests compa
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit
+from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit, write_whole
 from vllmx_cuda.compiler.libraries import include_folders
 from vllmx_cuda.compiler.nvrtc import Nvrtc
 from vllmx_cuda.device.arch import ARCHITECTURES, number
@@ -198,8 +202,19 @@ def tool(name: str) -> Path | None:
 def build(arch: str, compiler: Nvrtc, unit: Unit) -> bytes:
     """Compiled once for each content, also between runs."""
     target = Target(arch, compiler.version, tuple(include_folders()))
-    cache = CubinCache(Path(tempfile.gettempdir()) / f"vllmx-cubins-{os.getuid()}")
-    return cache.get_or_compile(Keys(target).key(unit), unit, target, compiler)
+    key = _keys(target).key(unit)
+    return CubinCache(_kept()).get_or_compile(key, unit, target, compiler)
+
+
+@functools.cache
+def _keys(target: Target) -> Keys:
+    """Reads every header once for all units."""
+    return Keys(target)
+
+
+def _kept() -> Path:
+    """Of this user, for cubins and for what was found out about them."""
+    return Path(tempfile.gettempdir()) / f"vllmx-cubins-{os.getuid()}"
 
 
 def faults(
@@ -208,9 +223,9 @@ def faults(
     """What is wrong with a compiled unit: stack or local memory, more registers than its budget
     (None: as many as there are), instructions that it was written for and lacks."""
     wrong = []
-    for entry, usage in measure(
-        build(arch, compiler, unit), disassembled=arch in DISASSEMBLED
-    ).items():
+    entries = [entry for entry, kernel in KERNELS.items() if kernel.source == unit.source.name]
+    wanted = arch in DISASSEMBLED and any(_wanted(entry, unit) for entry in entries)
+    for entry, usage in measure(build(arch, compiler, unit), disassembled=wanted).items():
         name = f"{key(entry, unit)} on {arch}"
         if usage["stack"] or usage["local"]:
             wrong.append(f"{name}: {usage['stack']} bytes of stack, {usage['local']} local")
@@ -233,14 +248,13 @@ def faults(
 def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, Any]]:
     """Entry -> registers, stack, local and shared bytes, and, which takes longest, the memory and
     tensor instructions."""
-    dump, disassembler = tool("cuobjdump"), tool("nvdisasm")
+    dump = tool("cuobjdump")
     assert dump is not None
-    assert disassembler is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _run([str(dump), "-res-usage", file.name])
-        sass = _run([str(disassembler), "-c", file.name]) if disassembled else ""
+    sass = _disassembly(cubin) if disassembled else ""
     found = {}
     for entry, registers, stack, shared, local in _USAGE.findall(usage):
         found[entry] = {
@@ -254,6 +268,23 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
             found[entry[0]]["alone"] = _products_alone(part)
             found[entry[0]]["idle"] = entry[0] in OVERLAPPED and _softmax_waits(part)
     return found
+
+
+def _disassembly(cubin: bytes) -> str:
+    """By nvdisasm, which takes half a second for the smallest cubin: once for each, also between
+    runs."""
+    kept = _kept() / f"{hashlib.sha256(cubin).hexdigest()}.sass"
+    with suppress(OSError):
+        return zlib.decompress(kept.read_bytes()).decode()
+    disassembler = tool("nvdisasm")
+    assert disassembler is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = _run([str(disassembler), "-c", file.name])
+    with suppress(OSError):
+        write_whole(kept, zlib.compress(sass.encode()))
+    return sass
 
 
 def _products_alone(sass: str) -> bool:
