@@ -50,6 +50,7 @@ from .planted import (
     with_tables,
     without,
 )
+from .planted_states import STATES_AND_VECTORS
 
 
 def gone(tables: list[Any]) -> list[Any]:
@@ -215,6 +216,7 @@ MISTAKES: dict[str, tuple[Change, Callable[[Suite], None]]] = {
     "targets ignored": (
         with_columns(target=lambda t: np.full_like(t, -1)), method("test_targets_are_scored")
     ),
+    **STATES_AND_VECTORS,
 }  # fmt: skip
 
 
