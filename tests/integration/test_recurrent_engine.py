@@ -125,7 +125,7 @@ class Engine:
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module", params=["numpy", "cpu"])
+@pytest.fixture(scope="module", params=["numpy", "cpu", "torch", "metal"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     try:
         spec, _ = load_registry().choose_backend(request.param)
@@ -139,6 +139,8 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 def make(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Make]:
     engines: list[Engine] = []
 
+    if backend.name == "torch" and request.param == "hybrid":
+        pytest.skip("slow, and the backends before show it")
     make_model, few_blocks = MODELS[request.param]
 
     def make_engine(*, short_of_blocks: bool = False, **config: Any) -> Engine:
