@@ -50,7 +50,7 @@ def shapes_of_values(seed: int) -> dict[str, F32]:
     return {name: v.reshape(-1, 256).astype(np.float32) for name, v in found.items()}
 
 
-@pytest.mark.parametrize("kind", sorted(QUANTIZERS))
+@pytest.mark.parametrize("kind", sorted(QUANTIZERS.keys() - {"MXFP4"}))
 def test_blocks_are_those_of_numpy(isa: Isa, kind: str) -> None:
     encoder = NativeEncoder(isa)
     for name, values in shapes_of_values(sum(kind.encode())).items():

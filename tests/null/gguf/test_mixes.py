@@ -32,7 +32,10 @@ def test_q3_k_m_and_q2_k():
     assert set(kinds("q2_k", "attn_v", Layers(24, 4, tied=False))) == {"Q4_K"}
 
 
-@pytest.mark.parametrize("mix", [mix for mix in MIXES if mix not in ("f32", "f16", "bf16", "q8_0")])
+SIX_BITS = [mix for mix in MIXES if mix not in ("f32", "f16", "bf16", "q8_0", "mxfp4_moe")]
+
+
+@pytest.mark.parametrize("mix", SIX_BITS)
 def test_head_and_tied_table_have_six_bits(mix):
     assert type_of(mix, "output.weight", (4096, 1024), SMALL) == "Q6_K"
     assert type_of(mix, "token_embd.weight", (4096, 1024), Layers(24, 2, tied=True)) == "Q6_K"
@@ -67,3 +70,32 @@ def test_the_attention_beside_eight_experts_has_more_bits():
     assert set(kinds("q4_k_m", "attn_output", eight)) == {"Q5_K"}
     assert set(kinds("q5_k_m", "attn_output", eight)) == {"Q5_K"}
     assert set(kinds("q4_k_m", "attn_k", Layers(24, 4, tied=False, experts=128))) == {"Q4_K"}
+
+
+def test_stacks_in_four_bits_beside_matrices_in_eight():
+    stack = (4, 64, 1024)
+    assert type_of("mxfp4_moe", "blk.0.ffn_up_exps.weight", stack, SMALL) == "MXFP4"
+    assert type_of("mxfp4_moe", "blk.0.attn_k_b.weight", stack, SMALL) == "MXFP4"
+    assert type_of("mxfp4_moe", "blk.0.ffn_up_shexp.weight", (64, 1024), SMALL) == "Q8_0"
+    assert type_of("mxfp4_moe", "output.weight", (64, 1024), SMALL) == "Q8_0"
+    assert type_of("mxfp4_moe", "blk.0.ffn_up_exps.weight", (4, 64, 72), SMALL) == "F16"
+
+
+def test_layers_without_values_of_their_own_are_not_counted():
+    """Of 24 layers the odd ones take their keys for values."""
+    some = Layers(24, 2, tied=True, values=tuple(range(0, 24, 2)))
+    found = [
+        type_of("q4_k_m", f"blk.{layer}.attn_v.weight", (512, 1024), some) for layer in some.values
+    ]
+    more = [place < 1 or place >= 10 or (place - 1) % 3 == 2 for place in range(12)]
+    assert found == ["Q6_K" if one else "Q4_K" for one in more]
+
+
+def test_per_layer_embeddings_and_indexers():
+    tied = Layers(24, 2, tied=True)
+    assert type_of("q4_k_m", "per_layer_token_embd.weight", (4096, 1024), tied) == "Q6_K"
+    assert type_of("q4_k_m", "per_layer_token_embd.weight", (4096, 1024), SMALL) == "Q4_K"
+    assert type_of("q4_k_m", "per_layer_model_proj.weight", (512, 1024), tied) == "BF16"
+    assert type_of("f16", "per_layer_model_proj.weight", (512, 1024), tied) == "F16"
+    assert set(kinds("q4_k_m", "indexer.proj")) == {"F32"}
+    assert set(kinds("q4_k_m", "attn_q_norm")) == {"F32"}

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from vllmx_core.ops.route import RouteSpec
 
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.moe import MoE, Router
 from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder
+from vllmx_models.decoder import Decoder, DecoderSpec
 from vllmx_models.decoder_config import dense_mlp
 from vllmx_models.gguf.architecture import DECODER_TENSORS, EXPERT_TENSORS, GGUFArchitecture
 from vllmx_models.gguf.hyperparameters import GGUFHeader
@@ -142,11 +143,20 @@ def _chosen(read: ConfigReader, count: int, groups: int, kept: int) -> int:
     return chosen_experts(read, kept * (count // groups))
 
 
+TOP_K = "attention.indexer.top_k"
+INDEXER: Mapping[str, str] = {
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": TOP_K,
+}
+"""What picks the tokens of sparse attention, in config.json and in a file."""
+
+
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """A "deepseek2" with experts by sigmoid is a V3, GLM-4.7-Flash among them, of which the first
-    files do not say so. Newer files have the matrices of each head, and lengths ending in "mla" for
-    what heads were before they are absorbed."""
+    """Newer files have the matrices of each head, and lengths ending in "mla" for what heads were
+    before they are absorbed."""
     header.refuse_quirks(
+        TOP_K,
         "attention.key_length_mla",
         "attention.kv_lora_rank",
         "attention.q_lora_rank",
@@ -175,13 +185,20 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         "vllmx_cut_heads": "blk.0.attn_k_b.weight" in header.tensors,
         **rope_config(header, rotary),
     }
+    if header.has(TOP_K):
+        config |= {ours: header.integer(key) for ours, key in INDEXER.items() if header.has(key)}
+    elif header.architecture != "deepseek2":
+        raise header.error(TOP_K, "is needed: the architecture has sparse attention")
     return config | _gguf_experts(header, layers)
 
 
 def _gguf_experts(header: GGUFHeader, layers: int) -> dict[str, Any]:
+    """A "deepseek2" with experts by sigmoid is a V3, GLM-4.7-Flash among them, of which the first
+    files do not say so."""
     vocabulary = header.tensors["token_embd.weight"].shape[0]
     flash = layers in (47, 48) and vocabulary == 154880
-    gating = header.integer("expert_gating_func", 2 if flash else 1)
+    sigmoid = flash or header.architecture != "deepseek2"
+    gating = header.integer("expert_gating_func", 2 if sigmoid else 1)
     if gating not in (1, 2):
         raise header.error(
             "expert_gating_func", "is not known here; known: 1 (softmax), 2 (sigmoid)"
@@ -189,7 +206,7 @@ def _gguf_experts(header: GGUFHeader, layers: int) -> dict[str, Any]:
     groups = header.integer("expert_group_count", 1)
     grouped = "group_limited_greedy" if groups > 1 else "greedy"
     return {
-        "architectures": ["DeepseekV3ForCausalLM" if gating == 2 else "DeepseekV2ForCausalLM"],
+        "architectures": [_architecture(header, gating)],
         "n_routed_experts": header.integer("expert_count"),
         "num_experts_per_tok": header.integer("expert_used_count"),
         "n_shared_experts": header.integer("expert_shared_count", 0, low=0),
@@ -200,6 +217,43 @@ def _gguf_experts(header: GGUFHeader, layers: int) -> dict[str, Any]:
         "topk_group": header.integer("expert_group_used_count", 1),
         "topk_method": "noaux_tc" if gating == 2 else grouped,
     }
+
+
+def _architecture(header: GGUFHeader, gating: int) -> str:
+    if header.architecture == "glm-dsa":
+        return "GlmMoeDsaForCausalLM"
+    if header.has(TOP_K):
+        return "DeepseekV32ForCausalLM"
+    return "DeepseekV3ForCausalLM" if gating == 2 else "DeepseekV2ForCausalLM"
+
+
+def expert_states(spec: DecoderSpec) -> dict[str, Any]:
+    """The metadata of experts beside shared ones, after layers without any."""
+    numbers = [n for n, layer in enumerate(spec.layers) if isinstance(layer.feed_forward, MoE)]
+    if not numbers:
+        return {}
+    moe = spec.layers[numbers[0]].feed_forward
+    assert isinstance(moe, MoE)
+    route, shared = moe.router.route, moe.shared
+    return {
+        "leading_dense_block_count": numbers[0],
+        "expert_shared_count": 0 if shared is None
+        else shared.intermediate_size // moe.intermediate_size,
+        "expert_weights_scale": float(route.scale),
+        "expert_weights_norm": route.renormalise,
+        "expert_gating_func": 2 if route.score == "sigmoid" else 1,
+        "expert_group_count": route.groups,
+        "expert_group_used_count": route.groups_kept,
+    }  # fmt: skip
+
+
+def indexer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of what picks tokens, and of the layers that pick for themselves."""
+    found: dict[str, Any] = {key: config[ours] for ours, key in INDEXER.items() if ours in config}
+    types = config.get("indexer_types")
+    if found and isinstance(types, list):
+        found["attention.indexer.types"] = np.array([kind == "full" for kind in types])
+    return found
 
 
 _LAYER = "model.layers.{}"
@@ -230,6 +284,12 @@ GGUF = GGUFArchitecture(
         "blk.{}.attn_kv_b": f"{_LAYER}.self_attn.kv_b_proj",
         "blk.{}.attn_k_b": f"{_LAYER}.self_attn.heads.{{}}.k_b_proj",
         "blk.{}.attn_v_b": f"{_LAYER}.self_attn.heads.{{}}.v_b_proj",
+        "blk.{}.indexer.k_norm": f"{_LAYER}.self_attn.indexer.k_norm",
+        "blk.{}.indexer.proj": f"{_LAYER}.self_attn.indexer.weights_proj",
+        "blk.{}.indexer.attn_k": f"{_LAYER}.self_attn.indexer.wk",
+        "blk.{}.indexer.attn_q_b": f"{_LAYER}.self_attn.indexer.wq_b",
     },
     config=_gguf_config,
+    states=expert_states,
+    kept=indexer,
 )

@@ -9,6 +9,12 @@ from typing import Any
 import numpy as np
 from vllmx_core.errors import UnsupportedModelError
 
+from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.dense import DenseMLP
+from vllmx_models.blocks.dense_and_experts import DenseAndExperts
+from vllmx_models.blocks.layer import FeedForward
+from vllmx_models.blocks.per_layer import PerLayerInput
+from vllmx_models.decoder import DecoderSpec
 from vllmx_models.gguf.architecture import (
     HEAD_NORM_TENSORS,
     SANDWICH_TENSORS,
@@ -71,6 +77,48 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
+def _states(spec: DecoderSpec) -> Mapping[str, Any]:
+    """What differs from layer to layer in arrays, where it does differ."""
+    mixers = [layer.mixer for layer in spec.layers]
+    heads = [mixer for mixer in mixers if isinstance(mixer, AttentionMixer)]
+    slides = [mixer.window is not None for mixer in heads]
+    whole, local = heads[slides.index(False)], heads[slides.index(True) if any(slides) else 0]
+    inputs = spec.layers[0].extra
+    cap = spec.logit_softcap
+    size = inputs.size if isinstance(inputs, PerLayerInput) else 0
+    return {
+        "attention.head_count_kv": _one_or_all([mixer.num_kv_heads for mixer in heads]),
+        "attention.key_length": whole.head_size,
+        "attention.value_length": whole.head_size,
+        "attention.key_length_swa": local.head_size,
+        "attention.value_length_swa": local.head_size,
+        "attention.shared_kv_layers": sum(mixer.shared_with is not None for mixer in heads),
+        "attention.sliding_window": local.window or 0,
+        "attention.sliding_window_pattern": np.array(slides),
+        "embedding_length_per_layer_input": size,
+        "feed_forward_length": _one_or_all([_width(layer.feed_forward) for layer in spec.layers]),
+        **({} if cap is None else {"final_logit_softcapping": cap}),
+        **_local_rope(local),
+    }
+
+
+def _local_rope(mixer: AttentionMixer) -> dict[str, Any]:
+    rope = mixer.rope
+    if rope is None:
+        return {}
+    return {"rope.freq_base_swa": float(rope.theta), "rope.dimension_count_swa": rope.rotary_dim}
+
+
+def _width(feed_forward: FeedForward | None) -> int:
+    dense = feed_forward.dense if isinstance(feed_forward, DenseAndExperts) else feed_forward
+    return dense.intermediate_size if isinstance(dense, DenseMLP) else 0
+
+
+def _one_or_all(values: list[int]) -> Any:
+    """An array where they are not all equal."""
+    return values[0] if len(set(values)) == 1 else np.array(values, np.uint32)
+
+
 def _heads(header: GGUFHeader, slides: list[bool]) -> dict[str, Any]:
     """Those of layers with a window and of those without; a layer without values of its own takes
     its keys for them."""
@@ -121,4 +169,4 @@ def _ropes(header: GGUFHeader) -> dict[str, Any]:
     return {"full_attention": whole, "sliding_attention": local}
 
 
-GGUF = GGUFArchitecture("Gemma4ForCausalLM", _TENSORS, config=_config)
+GGUF = GGUFArchitecture("Gemma4ForCausalLM", _TENSORS, config=_config, states=_states)

@@ -18,7 +18,12 @@ from vllmx_models.decoder_config import (
     layer_specs,
     rms,
 )
-from vllmx_models.deepseek import DEEPSEEK_EXPERTS, shared_experts, sigmoid_router
+from vllmx_models.deepseek import (
+    DEEPSEEK_EXPERTS,
+    expert_states,
+    shared_experts,
+    sigmoid_router,
+)
 from vllmx_models.gguf.architecture import (
     DECODER_TENSORS,
     HEAD_NORM_TENSORS,
@@ -97,4 +102,5 @@ GGUF = GGUFArchitecture(
         "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
     },
     config=_gguf_config,
+    states=expert_states,
 )

@@ -50,7 +50,7 @@ class LatentMixer:
         row, rotary = f"{theirs}.kv_a_proj_with_mqa", self.rope.rotary_dim
         latent = (part(row, self.rank + rotary, self.bias),)
         heads, width = self.num_heads, self.num_heads * self.value_size
-        k_b, v_b = zip(*(self._head(theirs, head) for head in range(heads)), strict=True)
+        k_b, v_b = zip(*(self.head_parts(theirs, head) for head in range(heads)), strict=True)
         return (
             *self._query_weights(ours, theirs, size),
             WeightSpec(f"{ours}.latent", "linear", latent, size),
@@ -79,8 +79,8 @@ class LatentMixer:
             WeightSpec(f"{ours}.q", "linear", (up,), self.q_rank, "column"),
         )
 
-    def _head(self, theirs: str, head: int) -> tuple[PartSpec, PartSpec]:
-        """k_b (C, Dn) and v_b (Dv, C) of a head."""
+    def head_parts(self, theirs: str, head: int) -> tuple[PartSpec, PartSpec]:
+        """k_b (C, Dn) and v_b (Dv, C) of a head; `theirs` is the prefix of the layer's mixer."""
         if self.cut_heads:
             return (
                 PartSpec(f"{theirs}.heads.{head}.k_b_proj.weight", self.rank),

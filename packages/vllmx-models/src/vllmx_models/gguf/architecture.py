@@ -143,6 +143,9 @@ class GGUFArchitecture:
     states: Callable[[Any], Mapping[str, Any]] = lambda spec: {}
     """states(spec) of a `DecoderSpec`: metadata that `config` reads beside those of every decoder,
     for files that are written."""
+    kept: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    """kept(config.json): metadata of what a model has and vllmx does not compute, for files that
+    are written."""
     norm_offset: float = 0.0
     """What a file has added to the weights of norms: 1 for Gemma, up to the third."""
     plain_norms: tuple[str, ...] = ()

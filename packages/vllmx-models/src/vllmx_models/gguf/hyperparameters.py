@@ -23,6 +23,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "altup.num_inputs": (),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
+    "attention.indexer.top_k": (),
     "attention.key_length_mla": (),
     "attention.kv_lora_rank": (0,),
     "attention.max_alibi_bias": (0,),

@@ -19,6 +19,8 @@ from vllmx_models.gguf.hyperparameters import GGUFHeader
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (FREQS, LONG, SHORT)
+STILL = np.float32(1e30)
+"""The divisor of a frequency that does not turn."""
 MAX_FACTORS = 4096
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 _LLAMA3_CONTEXTS = tuple(1 << power for power in range(11, 19))

@@ -19,12 +19,13 @@ from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.encoding import Encoded
 from vllmx_core.errors import ConfigError
 from vllmx_core.registry import Registry
-from vllmx_core.weights import RawTensor
+from vllmx_core.weights import RawTensor, WeightPart
 
 from vllmx_models.encoders import encoder_for, float_rows
 from vllmx_models.gguf.norms import is_norm, shifted
-from vllmx_models.gguf.quantize.header import check, target_of
+from vllmx_models.gguf.quantize.header import target_of
 from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
+from vllmx_models.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
 from vllmx_models.gguf.quantize.origins import (
     as_vector,
     is_stack,
@@ -32,6 +33,7 @@ from vllmx_models.gguf.quantize.origins import (
     shape_of,
     stacked_rows,
 )
+from vllmx_models.gguf.quantize.readback import check
 from vllmx_models.gguf.quantize.vocabulary import tokenizer_metadata
 from vllmx_models.gguf.quantize.writer import NewTensor, write_file
 from vllmx_models.shard_names import shard_names
@@ -120,18 +122,21 @@ class _Conversion:
         self._weights = checkpoint.weights
         self._target = target = target_of(registry, checkpoint)
         self._origins = origins_of(target, checkpoint)
-        spec, mixer = target.spec, target.mixer
-        shared = mixer.num_heads // mixer.num_kv_heads
-        layers = Layers(len(spec.layers), shared, spec.tied_embeddings, target.experts)
-        shapes = {
-            name: shape_of(target, name, [self._weights.part(one) for one in found])
-            for name, found in self._origins.items()
-        }
-        shapes |= {name: values.shape for name, values in target.extra.items()}
-        self._tensors = [
-            NewTensor(name, type_of(mix, name, shape, layers), shape)
-            for name, shape in shapes.items()
-        ]
+        spec = target.spec
+        shapes = {}
+        self._kept: set[str] = set()
+        layers = self._layers()
+        kinds: dict[str, str] = {}
+        for name in self._origins:
+            parts = self._parts(name)
+            shapes[name] = shape_of(target, name, parts)
+            kinds[name] = type_of(mix, name, shapes[name], layers)
+            if is_kept(parts, kinds[name]):
+                kinds[name] = MXFP4
+                self._kept.add(name)
+        for name, values in target.extra.items():
+            shapes[name], kinds[name] = values.shape, "F32"
+        self._tensors = [NewTensor(name, kinds[name], shape) for name, shape in shapes.items()]
         check(registry, target, self._tensors, path)
         tokenizer = checkpoint.tokenizer
         if tokenizer is None:
@@ -144,9 +149,22 @@ class _Conversion:
             **target.metadata,
             **{key: value for key, value in tokenizer.items() if key.startswith("tokenizer.")},
         }
-        kinds = {tensor.type for tensor in self._tensors}
-        self._encoders = {kind: encoder_for(registry, kind) for kind in sorted(kinds)}
+        made = {tensor.type for tensor in self._tensors if tensor.name not in self._kept}
+        self._encoders = {kind: encoder_for(registry, kind) for kind in sorted(made)}
         self._types: dict[str, TypeSummary] = {}
+
+    def _parts(self, name: str) -> list[WeightPart]:
+        """What a tensor of the file is made of."""
+        return [origin.open(self._weights) for origin in self._origins[name]]
+
+    def _layers(self) -> Layers:
+        target = self._target
+        heads = target.mixer.num_heads // target.num_kv_heads
+        count = len(target.spec.layers)
+        values = [
+            number for number in range(count) if f"blk.{number}.attn_v.weight" in self._origins
+        ]
+        return Layers(count, heads, target.spec.tied_embeddings, target.experts, tuple(values))
 
     def run(self, threads: int, progress: Progress | None) -> Summary:
         with ThreadPoolExecutor(threads, "quantize") as pool:
@@ -166,9 +184,13 @@ class _Conversion:
     def _jobs(self) -> Iterator[Callable[[], Encoded]]:
         """The pieces of all tensors in their order."""
         for tensor in self._tensors:
-            read = self._reader(tensor)
+            make: Callable[[int, int], Encoded]
+            if tensor.name in self._kept:
+                make = partial(stored_blocks, self._parts(tensor.name))
+            else:
+                make = partial(self._encode, tensor, self._reader(tensor))
             for begin, end in self._ranges(tensor):
-                yield partial(self._encode, tensor, read, begin, end)
+                yield partial(make, begin, end)
 
     def _ranges(self, tensor: NewTensor) -> list[tuple[int, int]]:
         """Rows that a thread takes at once; whole heads where rows of a head change places."""
@@ -200,8 +222,8 @@ class _Conversion:
         group = self._target.table.interleaved.get(pattern)
         if group is None:
             return None
-        mixer = self._target.mixer
-        return mixer.num_heads if group == "heads" else mixer.num_kv_heads
+        target = self._target
+        return target.mixer.num_heads if group == "heads" else target.num_kv_heads
 
     def _reader(self, tensor: NewTensor) -> Callable[[int, int], RawTensor]:
         """Rows of a tensor as they go to the encoder."""
@@ -209,7 +231,7 @@ class _Conversion:
         if extra is not None:
             raw = RawTensor(tensor.name, "f32", extra.shape, extra.reshape(-1).view(np.uint8))
             return raw.rows
-        parts = [self._weights.part(name) for name in self._origins[tensor.name]]
+        parts = self._parts(tensor.name)
         if is_stack(self._target, tensor.name):
             return partial(stacked_rows, parts)
         part = as_vector(parts[0]) if len(tensor.shape) == 1 else parts[0]

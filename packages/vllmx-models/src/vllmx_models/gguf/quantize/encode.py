@@ -18,6 +18,7 @@ VALUES_AT_ONCE = 1 << 17
 """Values of one pass: a search's temporaries stay in the second-level cache."""
 
 QUANTIZERS: Mapping[str, Callable[[F32], Blocks]] = {
+    "MXFP4": legacy.mxfp4,
     "Q8_0": legacy.q8_0,
     "Q4_0": legacy.q4_0,
     "Q4_1": legacy.q4_1,

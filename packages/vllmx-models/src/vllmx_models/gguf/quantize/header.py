@@ -1,17 +1,11 @@
-"""A checkpoint's config as GGUF metadata: the inverse of an architecture's config reader.
-
-What is written is read back before the file is made, and the two models must be equal: a trait
-that the format cannot state is refused rather than lost.
-"""
+"""A checkpoint's config as GGUF metadata: the inverse of an architecture's config reader."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from vllmx_core.checkpoint import Checkpoint, build_model
 from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.plan import F32
@@ -20,24 +14,21 @@ from vllmx_core.specs import ModelSpec
 
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.dense import DenseMLP
-from vllmx_models.blocks.layer import Mixer
+from vllmx_models.blocks.dense_and_experts import DenseAndExperts
+from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.moe import MoE
-from vllmx_models.decoder import Decoder, DecoderSpec, LayerSpec
+from vllmx_models.decoder import Decoder, DecoderSpec
 from vllmx_models.gguf.architecture import GGUFArchitecture
-from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.gguf.quantize.writer import NewTensor
-from vllmx_models.gguf.rope import FREQS, LONG, SHORT, llama3_divisors
-from vllmx_models.rope import Rope
+from vllmx_models.gguf.quantize.traits import decoder_metadata, experts_of
 
 _STORED_AS: Mapping[str, str] = {
+    "DeepseekV3ForCausalLM": "DeepseekV2ForCausalLM",
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Glm4MoeLiteForCausalLM": "DeepseekV2ForCausalLM",
     "MistralForCausalLM": "LlamaForCausalLM",
     "MixtralForCausalLM": "LlamaForCausalLM",
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
-}
-_YARN: Mapping[str, str] = {
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "attention_factor": "yarn_attn_factor",
 }
 _SAMPLING: Mapping[str, str] = {
     "temperature": "temp",
@@ -56,13 +47,18 @@ class Target:
     """Of `general.architecture`."""
     table: GGUFArchitecture
     spec: DecoderSpec
-    mixer: AttentionMixer
-    """Of every layer, but for rotation and window."""
+    mixer: AttentionMixer | LatentMixer
+    """Of the first layer."""
     experts: int
-    """Of each layer."""
+    """Of each layer that has some."""
     metadata: Mapping[str, Any]
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """As the file states it: latents are one head."""
+        return self.mixer.num_kv_heads if isinstance(self.mixer, AttentionMixer) else 1
 
 
 def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
@@ -72,34 +68,29 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     name, table = architecture_table(registry, architecture)
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{architecture} cannot be written to a GGUF file by vllmx yet")
-    mixer, feed_forward = _uniform(model.spec, architecture)
-    metadata, extra = _decoder(model.spec, mixer, feed_forward, name)
-    metadata |= {f"{name}.{key}": value for key, value in table.states(model.spec).items()}
-    experts = feed_forward.count if isinstance(feed_forward, MoE) else 0
+    mixer = _known_blocks(model.spec, architecture)
+    metadata, extra = decoder_metadata(model.spec, mixer, name)
+    stated = {**table.states(model.spec), **table.kept(checkpoint.config)}
+    metadata |= {f"{name}.{key}": value for key, value in stated.items()}
+    found = (experts_of(layer.feed_forward) for layer in model.spec.layers)
+    experts = max((moe.count for moe in found if moe is not None), default=0)
     metadata |= _sampling(checkpoint)
     return Target(name, table, model.spec, mixer, experts, metadata, extra)
 
 
-def _uniform(spec: DecoderSpec, architecture: str) -> tuple[AttentionMixer, DenseMLP | MoE]:
-    """The blocks of each layer; a rotation and a window are those of the first."""
-    first = spec.layers[0]
-    if (
-        isinstance(first.mixer, AttentionMixer)
-        and isinstance(first.feed_forward, DenseMLP | MoE)
-        and all(_plain(layer) == _plain(first) for layer in spec.layers)
-    ):
-        return first.mixer, first.feed_forward
-    raise UnsupportedModelError(
-        f"{architecture} cannot be written to a GGUF file by vllmx yet: its layers differ in more"
-        " than rotation and window, or are not attention with an MLP or experts"
-    )
-
-
-def _plain(layer: LayerSpec) -> LayerSpec:
-    """What a file states for all layers alike."""
-    if not isinstance(layer.mixer, AttentionMixer):
-        return layer
-    return replace(layer, mixer=replace(layer.mixer, rope=None, window=None))
+def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | LatentMixer:
+    """The first layer's mixer. Raises UnsupportedModelError where a layer has another block than
+    those that files state here."""
+    for layer in spec.layers:
+        mixes = isinstance(layer.mixer, AttentionMixer | LatentMixer)
+        if not mixes or not isinstance(layer.feed_forward, DenseMLP | MoE | DenseAndExperts):
+            raise UnsupportedModelError(
+                f"{architecture} cannot be written to a GGUF file by vllmx yet: not all of its"
+                " layers are attention with an MLP or experts"
+            )
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, AttentionMixer | LatentMixer)
+    return mixer
 
 
 def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -118,58 +109,6 @@ def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path: Path) -> None:
-    """Reads the metadata back. Raises UnsupportedModelError when another model comes out."""
-    header = GGUFHeader(
-        path,
-        target.name,
-        target.metadata,
-        {tensor.name: tensor.info for tensor in tensors},
-        target.extra.__getitem__,
-    )
-    config = {
-        "architectures": [target.table.architecture],
-        "vocab_size": target.spec.vocab_size,
-        "tie_word_embeddings": target.spec.tied_embeddings,
-        "torch_dtype": "bfloat16",  # of no matter: each tensor has its own
-        **target.table.config(header),
-    }
-    found = registry.model_for(config).load()(config).spec
-    wanted = replace(target.spec, dtype=found.dtype)
-    for name in (field.name for field in fields(DecoderSpec)):
-        ours, theirs = getattr(wanted, name), getattr(found, name)
-        if ours != theirs and not (name == "layers" and _same_layers(wanted, found)):
-            raise UnsupportedModelError(
-                f"the GGUF architecture {target.name!r} cannot state {name} ="
-                f" {shown(ours)} of this model; a reader would take {shown(theirs)}"
-            )
-
-
-def _same_layers(one: DecoderSpec, other: DecoderSpec) -> bool:
-    """Whether layers are alike and their tables equal, however they are described."""
-    pairs = list(zip(one.layers, other.layers, strict=True))
-    mixers = list(zip(one.mixers, other.mixers, strict=True))
-    ropes = {(str(a.rope), str(b.rope)): (a.rope, b.rope) for a, b in mixers}
-    windows = all(a.cache == b.cache for a, b in mixers)
-    return (
-        windows
-        and all(_plain(a) == _plain(b) for a, b in pairs)
-        and all(
-            a is b is None or (a is not None and b is not None and _same_table(one, a, b))
-            for a, b in ropes.values()
-        )
-    )
-
-
-def _same_table(spec: DecoderSpec, one: Rope, other: Rope) -> bool:
-    first, second = (rope.frequencies(spec.max_model_len) for rope in (one, other))
-    return (
-        len(first[0]) == len(second[0])
-        and np.allclose(first[0], second[0], rtol=1e-5, atol=0)
-        and abs(first[1] - second[1]) < 1e-5
-    )
-
-
 def architecture_table(registry: Registry, architecture: str) -> tuple[str, GGUFArchitecture]:
     """The architecture's name in GGUF files and its form there. Raises UnsupportedModelError."""
     wanted = _STORED_AS.get(architecture, architecture)
@@ -182,79 +121,3 @@ def architecture_table(registry: Registry, architecture: str) -> tuple[str, GGUF
     raise UnsupportedModelError(
         f"{architecture} has no form in GGUF files that vllmx knows; known: {known}"
     )
-
-
-def _decoder(
-    spec: DecoderSpec, mixer: AttentionMixer, feed_forward: DenseMLP | MoE, name: str
-) -> tuple[dict[str, Any], dict[str, F32]]:
-    values: dict[str, Any] = {
-        "block_count": len(spec.layers),
-        "embedding_length": spec.hidden_size,
-        "feed_forward_length": feed_forward.intermediate_size,
-        "attention.head_count": mixer.num_heads,
-        "attention.head_count_kv": mixer.num_kv_heads,
-        "attention.key_length": mixer.head_size,
-        "attention.value_length": mixer.head_size,
-        f"attention.layer_norm{'_rms' * (spec.norm.kind == 'rms')}_epsilon": float(spec.norm.eps),
-        "vocab_size": spec.vocab_size,
-        **(_experts(feed_forward) if isinstance(feed_forward, MoE) else {}),
-    }
-    windows = {_window(mixer) for mixer in spec.mixers}
-    if windows != {None}:
-        values["attention.sliding_window"] = max(window or 0 for window in windows)
-    rotating = [mixer.rope for mixer in spec.mixers if mixer.rope is not None]
-    if not rotating:
-        raise UnsupportedModelError(
-            f"no layer of the model has a rotary embedding, which the GGUF architecture {name!r}"
-            " cannot state"
-        )
-    whole = [mixer.rope for mixer in spec.mixers if _window(mixer) is None]
-    rope = next((rope for rope in whole if rope is not None), rotating[0])
-    values["context_length"] = rope.max_positions
-    values["rope.dimension_count"] = rope.rotary_dim
-    values["rope.freq_base"] = float(rope.theta)
-    scaling, extra = _scaling(rope)
-    values |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
-    return {f"{name}.{key}": value for key, value in values.items()}, extra
-
-
-def _window(mixer: Mixer) -> int | None:
-    return mixer.window if isinstance(mixer, AttentionMixer) else None
-
-
-def _experts(moe: MoE) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "expert_count": moe.count,
-        "expert_used_count": moe.router.route.chosen,
-        "expert_feed_forward_length": moe.intermediate_size,
-    }
-    route = moe.router.route
-    if route.score == "sigmoid":
-        values |= {"expert_gating_func": 2, "expert_weights_norm": route.renormalise}
-    if moe.shared is not None:
-        values["expert_shared_feed_forward_length"] = moe.shared.intermediate_size
-    return values
-
-
-def _scaling(rope: Rope) -> tuple[dict[str, Any], dict[str, F32]]:
-    options = rope.options
-    if rope.kind == "linear":
-        return {"type": "linear", "factor": rope.number("factor")}, {}
-    if rope.kind == "yarn":
-        original = rope.number("original_max_position_embeddings", rope.max_positions)
-        stated = {theirs: rope.number(ours) for ours, theirs in _YARN.items() if ours in options}
-        factor = rope.number("factor")
-        length = {"original_context_length": int(original)}
-        return {"type": "yarn", "factor": factor, **length, **stated}, {}
-    if rope.kind == "llama3":
-        context = int(rope.number("original_max_position_embeddings"))
-        divisors = llama3_divisors(rope.theta, rope.rotary_dim, rope.number("factor"), context)
-        return {}, {FREQS: divisors}
-    if rope.kind == "longrope":
-        factors = {LONG: "long_factor", SHORT: "short_factor"}
-        extra = {name: np.asarray(options[key], np.float32) for name, key in factors.items()}
-        original = rope.number("original_max_position_embeddings", rope.max_positions)
-        return {"type": "longrope", "original_context_length": int(original)}, extra
-    if rope.kind == "default":
-        return {}, {}
-    raise UnsupportedModelError(f"RoPE scaling {rope.kind!r} has no form in GGUF files")

@@ -6,6 +6,7 @@ Each function takes (N, 32) finite float32 values and gives (N, bytes) blocks.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.plan import F32
 
 from vllmx_models.gguf.legacy_blocks import Blocks
@@ -19,6 +20,12 @@ from vllmx_models.gguf.quantize.search import (
     squared_error,
     symmetric,
 )
+
+_E8M0_BIAS = 127
+_MOST_E8M0 = 252
+"""Of exponents under which the greatest level is finite."""
+_E2M1_LEVELS = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
+_E2M1_BOUNDS = (_E2M1_LEVELS[1:] + _E2M1_LEVELS[:-1]) / 2
 
 
 def half_bytes(values: F32) -> Blocks:
@@ -100,3 +107,27 @@ def q8_0(values: F32) -> Blocks:
     scale, found = _symmetric(values, -127, 127, 3)
     signed = (found.astype(np.int16) - 127).astype(np.int8).view(np.uint8)
     return np.concatenate((half_bytes(scale), signed), axis=1)
+
+
+def mxfp4(values: F32) -> Blocks:
+    """The exponent under which the greatest value is between 4 and 8 times the scale, or the next
+    one, whichever costs less: the greatest level is 6."""
+    _, power = np.frexp(np.abs(values).max(axis=1))  # below 2^power, at least half of it
+    first = np.clip(power - 3 + _E8M0_BIAS, 0, _MOST_E8M0 - 1)
+    found = [_e2m1(values, first + more) for more in (0, 1)]
+    errors = [np.square(made.astype(np.float64) - values).sum(axis=1) for _, made in found]
+    second = (errors[1] < errors[0])[:, None]
+    codes4 = np.where(second, found[1][0], found[0][0])
+    exponent = np.where(second[:, 0], first + 1, first).astype(np.uint8)
+    return np.concatenate((exponent[:, None], join_planes(codes4, 16, 4)), axis=1)
+
+
+def _e2m1(values: F32, exponent: npt.NDArray[np.int32]) -> tuple[Blocks, F32]:
+    """The nearest levels under these exponents: codes (N, 32), and what they stand for."""
+    scale = np.ldexp(np.float32(1), exponent - _E8M0_BIAS)[:, None]  # (N, 1)
+    with np.errstate(over="ignore"):
+        scaled = np.abs(values) / scale
+    level = np.searchsorted(_E2M1_BOUNDS, scaled).astype(np.uint8)
+    made = np.copysign(_E2M1_LEVELS[level] * scale, values).astype(np.float32)
+    negative = np.signbit(values) & (level > 0)  # no zero has a sign
+    return level | np.where(negative, 8, 0).astype(np.uint8), made

@@ -31,12 +31,16 @@ MIXES: Mapping[str, Mix] = {
     "q3_k_s": Mix("Q3_K", 11), "q3_k_m": Mix("Q3_K", 12), "q3_k_l": Mix("Q3_K", 13),
     "q4_k_s": Mix("Q4_K", 14), "q4_k_m": Mix("Q4_K", 15),
     "q5_k_s": Mix("Q5_K", 16), "q5_k_m": Mix("Q5_K", 17), "q6_k": Mix("Q6_K", 18),
+    "mxfp4_moe": Mix("Q8_0", 38),
 }  # fmt: skip
 _NARROWER: Mapping[str, str] = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
 }  # fmt: skip
 """For rows that are no multiple of 256."""
 
+_TABLES = ("token_embd", "per_layer_token_embd")
+_EXACT = (".bias", "_norm.weight")
+_EXACT_PARTS = (".ffn_gate_inp", ".indexer.proj")
 _FEW_EXPERTS = 8
 """Mixtral's number: its attention is so small a part that it gets more bits."""
 _FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
@@ -51,14 +55,18 @@ class Layers:
     tied: bool
     experts: int = 0
     """Of a layer."""
+    values: tuple[int, ...] = ()
+    """Numbers of the layers that have values of their own; empty: all."""
 
 
 def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
     """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows do
     not fit its type's blocks gets the next type that they fit, in the end F16."""
-    if len(shape) == 1 or ".ffn_gate_inp" in name or name.endswith(".bias"):
+    if len(shape) == 1 or name.endswith(_EXACT) or any(part in name for part in _EXACT_PARTS):
         return "F32"
     base = MIXES[mix].base
+    if "per_layer_model_proj" in name:
+        return base if base in ("F32", "F16") else "BF16"
     kind = base if base in ("F32", "F16", "BF16") else _ruled(mix, base, name, shape, layers)
     if shape[-1] % TYPES_BY_NAME[kind].values:
         kind = _NARROWER.get(kind, kind)
@@ -67,7 +75,9 @@ def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
 
 def _ruled(mix: str, base: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
     stem = name.removesuffix(".weight")
-    if stem == "output" or (stem == "token_embd" and layers.tied):
+    if mix == "mxfp4_moe":
+        return "MXFP4" if len(shape) == 3 else base
+    if stem == "output" or (stem in _TABLES and layers.tied):
         narrow = shape[-1] % TYPES_BY_NAME[base].values != 0
         return "Q8_0" if base == "Q8_0" or narrow else "Q6_K"
     prefix, _, role = stem.rpartition(".")
@@ -92,14 +102,16 @@ def _values(mix: str, layer: int, layers: Layers) -> str | None:
     if layers.experts == _FEW_EXPERTS:
         return "Q8_0"
     shared = layers.heads_per_kv >= 4
+    place = layers.values.index(layer) if layers.values else layer
+    count = len(layers.values) or layers.count
     kind = {
         "q2_k": "Q4_K" if shared else "Q3_K",
         "q2_k_s": "Q4_K" if shared else None,
-        "q3_k_m": "Q5_K" if layer < 2 else "Q4_K",
+        "q3_k_m": "Q5_K" if place < 2 else "Q4_K",
         "q3_k_l": "Q5_K",
-        "q4_k_s": "Q5_K" if layer < 4 else None,
-        "q4_k_m": "Q6_K" if _more_bits(layer, layers.count) else None,
-        "q5_k_m": "Q6_K" if _more_bits(layer, layers.count) else None,
+        "q4_k_s": "Q5_K" if place < 4 else None,
+        "q4_k_m": "Q6_K" if _more_bits(place, count) else None,
+        "q5_k_m": "Q6_K" if _more_bits(place, count) else None,
     }.get(mix)
     large = layers.count == 80 and layers.heads_per_kv == 8  # Llama 70B: a small matrix there
     if large and (kind or MIXES[mix].base) in ("Q3_K", "Q4_K"):

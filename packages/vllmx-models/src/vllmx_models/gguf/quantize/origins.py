@@ -1,18 +1,45 @@
-"""Which tensors of a checkpoint become a tensor of a GGUF file: one, or a layer's experts."""
+"""Which tensors of a checkpoint become a tensor of a GGUF file: one, or a layer's experts or heads,
+which lie in a checkpoint in many ways."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+import logging
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
-from vllmx_core.weights import DENSE, RawTensor, WeightPart
+from vllmx_core.weight_map import bias_parts, parts_of, resolved
+from vllmx_core.weights import DENSE, PartSpec, RawTensor, WeightPart, WeightSource, WeightSpec
 
+from vllmx_models.blocks.latent import LatentMixer
+from vllmx_models.blocks.moe import MoE
 from vllmx_models.encoders import float_rows
 from vllmx_models.gguf.places import ONE_ROW, split_name
 from vllmx_models.gguf.quantize.header import Target
+
+logger = logging.getLogger("vllmx.models")
+_EXPERTS = {
+    "blk.{}.ffn_gate_exps": "gate",
+    "blk.{}.ffn_up_exps": "up",
+    "blk.{}.ffn_down_exps": "down",
+}
+_HEADS = {"blk.{}.attn_k_b": 0, "blk.{}.attn_v_b": 1}
+_ALL_HEADS = "blk.{}.attn_kv_b"
+"""Both of `_HEADS` in one, as older files have it."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A tensor of the checkpoint, or what is picked of it."""
+
+    name: str
+    """In the checkpoint."""
+    open: Callable[[WeightSource], WeightPart]
 
 
 def shape_of(target: Target, name: str, parts: Sequence[WeightPart]) -> tuple[int, ...]:
@@ -56,46 +83,136 @@ def as_vector(part: WeightPart) -> WeightPart:
     return WeightPart(part.name, values.shape, DENSE, {"weight": raw})
 
 
-def origins_of(target: Target, checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Name in the file -> names in the checkpoint, in the order of the layers: one, or those of a
-    layer's experts."""
-    names: dict[str, tuple[str, ...]] = {}
-    present = set(checkpoint.weights.names())
+def origins_of(target: Target, checkpoint: Checkpoint) -> dict[str, tuple[Origin, ...]]:
+    """Name in the file -> where it comes from, in the order of the layers: one tensor, or those of
+    a layer's experts or heads."""
+    found: dict[str, tuple[Origin, ...]] = {}
+    source = checkpoint.weights
     layers = range(len(target.spec.layers))
     for pattern in target.table.tensors:
-        stem, _, end = pattern.rpartition(".")
-        whole = end in ("weight", "bias")
+        stem, suffixes = _suffixes(pattern)
         for layer in layers if "{}" in pattern else [0]:
-            for suffix in (f".{end}",) if whole else (".weight", ".bias"):
-                found = _found(target, stem if whole else pattern, suffix, layer, present)
-                if found:
-                    name = (stem if whole else pattern).format(layer) + suffix
-                    names[name] = found
-    unused = present.difference(*names.values())
+            for suffix in suffixes:
+                origins = _found(target, stem, suffix, layer, source)
+                if origins:
+                    found[stem.format(layer) + suffix] = origins
+    used = {origin.name for origins in found.values() for origin in origins}
+    _check_unused(target, checkpoint, set(source.names()) - used)
+    for layer in layers:  # in one form or the other
+        if f"{next(iter(_HEADS)).format(layer)}.weight" in found:
+            found.pop(f"{_ALL_HEADS.format(layer)}.weight", None)
     if target.spec.tied_embeddings:
-        names.pop("output.weight", None)
-    strange = sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq"))
+        found.pop("output.weight", None)
+    return dict(sorted(found.items(), key=lambda pair: _order(pair[0])))
+
+
+def _suffixes(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """A name in a table without its suffix, and the suffixes that it may have."""
+    stem, _, end = pattern.rpartition(".")
+    if end in ("weight", "bias"):
+        return stem, (f".{end}",)
+    return pattern, ("",) if end == "scale" else (".weight", ".bias")
+
+
+def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str]) -> None:
+    """Raises UnsupportedModelError for a tensor that the file would lack; those of towers, and of
+    layers of multi-token prediction, are passed over."""
+    names = target.spec.names
+    texts = () if names.also is None else (*names.also, names.head)
+    strange, passed = [], 0
+    for name in sorted(unused):
+        layer, count = _LAYER.search(name), len(target.spec.layers)
+        of_tower = bool(texts) and not name.startswith(texts)
+        if of_tower or (layer is not None and int(layer[1]) >= count):
+            passed += 1
+        elif not name.endswith(".rotary_emb.inv_freq"):
+            strange.append(name)
     if strange:
         raise UnsupportedModelError(
             f"{checkpoint.path} has a tensor {strange[0]!r}, which the GGUF architecture"
             f" {target.name!r} has no name for"
         )
-    return dict(sorted(names.items(), key=lambda pair: _order(pair[0])))
+    if passed:
+        logger.info(
+            "tensors of towers and of layers of multi-token prediction are passed over: %d", passed
+        )
 
 
 def _found(
-    target: Target, pattern: str, suffix: str, layer: int, present: Collection[str]
-) -> tuple[str, ...]:
+    target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
+) -> tuple[Origin, ...]:
     """Those of a tensor's origins that are there: all of them, or none."""
     original = target.table.name_of(pattern, suffix)
     if original.count("{}") < 2:
-        name = original.format(layer)
-        return (name,) if name in present else ()
-    names = [original.format(layer, expert) for expert in range(target.experts)]
-    missing = [name for name in names if name not in present]
-    if missing and len(missing) < len(names):
+        names = _spelled(target, original.format(layer))
+        name = next((name for name in names if name in source.names()), None)
+        return () if name is None else (_whole(name),)
+    origins = _picked(target, pattern, suffix, layer, source)
+    missing = [one.name for one in origins if one.name not in source.names()]
+    if missing and len(missing) < len(origins):
         raise WeightFormatError(f"the checkpoint has no tensor {missing[0]!r}: it is incomplete")
-    return () if missing else tuple(names)
+    return () if missing else tuple(origins)
+
+
+def _whole(name: str) -> Origin:
+    return Origin(name, lambda source: source.part(name))
+
+
+def _spelled(target: Target, name: str) -> list[str]:
+    """A name of the text model alone as checkpoints have it: behind other words where the model is
+    a part of a larger one."""
+    names = target.spec.names
+    if names.also is None or not name.startswith(("model.", "lm_head")):
+        return [name]
+    if name.startswith("lm_head"):
+        return [names.head + name.removeprefix("lm_head"), name]
+    return [prefix + name.removeprefix("model.") for prefix in names.also]
+
+
+def _picked(
+    target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
+) -> list[Origin]:
+    """The matrices, or biases, of a layer's experts or heads, however the checkpoint has them."""
+    block = target.spec.layers[layer]
+    theirs = f"{target.spec.names.layers}.{layer}"
+    if pattern in _HEADS and isinstance(block.mixer, LatentMixer):
+        if suffix == ".bias":
+            return []
+        mixer, which = block.mixer, _HEADS[pattern]
+        cols = (mixer.nope_size, mixer.rank)[which]
+        heads = (
+            mixer.head_parts(f"{theirs}.self_attn", head)[which] for head in range(mixer.num_heads)
+        )
+        return [_pick(part, cols, suffix, source) for part in heads]
+    if pattern not in _EXPERTS or not isinstance(block.feed_forward, MoE):
+        return []
+    moe, role = block.feed_forward, _EXPERTS[pattern]
+    module, hidden = f"{theirs}.{moe.module}", target.spec.hidden_size
+    if role == "down":
+        cols = moe.intermediate_size
+        parts = [moe.tensors.down(module, expert, hidden)[0] for expert in range(moe.count)]
+    else:
+        cols, rows = hidden, moe.intermediate_size
+        firsts = (moe.tensors.first(module, expert, rows) for expert in range(moe.count))
+        parts = [first[role == "up"] for first in firsts]
+    if suffix == ".bias" and any(part.bias is None for part in parts):
+        return []
+    return [_pick(part, cols, suffix, source) for part in parts]
+
+
+def _pick(part: PartSpec, cols: int, suffix: str, source: WeightSource) -> Origin:
+    found = resolved(source, part)
+    spec = WeightSpec(found.name, "linear", (found,), cols)
+    if suffix == ".bias":
+        assert found.bias is not None
+        return Origin(found.bias, partial(_bias, spec))
+    return Origin(found.name, lambda source: parts_of(spec, source)[0])
+
+
+def _bias(spec: WeightSpec, source: WeightSource) -> WeightPart:
+    (part,) = bias_parts(spec, source)
+    assert part is not None
+    return part
 
 
 def _order(name: str) -> tuple[int, str]:
