@@ -16,6 +16,7 @@ from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generation import Generation
 from vllmx_server.responses.as_chat import items_of
 from vllmx_server.responses.output import Output, Told
+from vllmx_server.responses.tools import forms_of
 from vllmx_server.schema.responses import InputItem, ResponsesRequest
 from vllmx_server.state import ServerState
 from vllmx_server.store.database import logger
@@ -23,7 +24,13 @@ from vllmx_server.store.ids import new_id, now
 from vllmx_server.store.responses import StoredResponse
 
 encode = msgspec.json.Encoder().encode
-_PREFIXES = {"function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_PREFIXES = {
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "reasoning": "rs_",
+}
 
 
 class ResponseAnswer:
@@ -43,7 +50,7 @@ class ResponseAnswer:
         self._logprobs: ContentLogprobs | None = None
         if body.has_logprobs:
             self._logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
-        self._output = Output(self._logprobs)
+        self._output = Output(self._logprobs, forms_of(body.tools))
         self._number = 0
         self.stored = StoredResponse(
             response=_fields(body, state.llm.config.name), input=_named(items_of(body))

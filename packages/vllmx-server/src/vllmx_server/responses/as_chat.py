@@ -9,6 +9,7 @@ from typing import Any
 from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.field_names import RESPONSES_FIELDS
+from vllmx_server.responses.tools import functions_of, whole_name
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
     ChatMessage,
@@ -17,10 +18,8 @@ from vllmx_server.schema.chat import (
     ToolCall,
     ToolFunction,
 )
-from vllmx_server.schema.decode import check_shape
 from vllmx_server.schema.responses import InputItem, InputPart, ResponsesRequest, TextOptions
 from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
-from vllmx_server.schema.tools import FunctionSpec
 
 _SAME = (
     "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
@@ -55,7 +54,7 @@ def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompleti
     chat.max_tokens = body.max_output_tokens
     if body.has_logprobs:
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs
-    chat.tools = _tools(body.tools)
+    chat.tools = functions_of(body.tools)
     chat.tool_choice = _tool_choice(body.tool_choice)
     chat.response_format = _format(body.text)
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -68,22 +67,6 @@ def chat_of(body: ResponsesRequest, before: Sequence[InputItem]) -> ChatCompleti
     return chat
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Functions; tools that OpenAI's servers run are left out."""
-    found = []
-    for index, tool in enumerate(tools or ()):
-        if tool.get("type") != "function":
-            continue
-        spec = {
-            name: tool[name]
-            for name in ("name", "description", "parameters", "strict")
-            if tool.get(name) is not None
-        }
-        check_shape(spec, FunctionSpec, f"tools[{index}]")
-        found.append({"type": "function", "function": spec})
-    return found or None
-
-
 def _format(text: TextOptions | None) -> ResponseFormat | None:
     wanted = text.format if text is not None else None
     if wanted is None or wanted.type != "json_schema":
@@ -93,7 +76,7 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -125,21 +108,24 @@ class Messages:
             thought = _text(item.content or item.summary or "", where)
             turn = self._assistant(lambda turn: not turn.content and not turn.tool_calls)
             turn.reasoning_content = (turn.reasoning_content or "") + thought or None
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             self._call(item, where)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._returned(item, where)
         else:
             raise InvalidRequestError(
                 f"{where} has the type {shown(kind)}, which is not served here: this server takes"
-                " message, reasoning, function_call and function_call_output",
+                " message, reasoning, function_call, custom_tool_call and what those return",
                 param=where,
             )
 
     def _call(self, item: InputItem, where: str) -> None:
         if item.name is None or item.call_id is None:
             raise _lacks(where, "name" if item.name is None else "call_id")
-        function = ToolFunction(item.name, item.arguments or "")
+        arguments: str | dict[str, Any] = item.arguments or ""
+        if item.type == "custom_tool_call":
+            arguments = {"input": item.input or ""}
+        function = ToolFunction(whole_name(item.name, item.namespace), arguments)
         turn = self._assistant(lambda turn: True)
         turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(function, id=item.call_id)]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vllmx_server.chat_events import (
@@ -15,6 +16,7 @@ from vllmx_server.chat_events import (
     ReasoningPiece,
 )
 from vllmx_server.content_logprobs import ContentLogprobs
+from vllmx_server.responses.tools import ToolForm, free_form
 from vllmx_server.store.ids import new_id
 
 Told = tuple[str, dict[str, Any]]
@@ -26,13 +28,19 @@ class Output:
 
     Args:
         logprobs: of the text, where they are wanted.
+        forms: tools that are not plain functions, by what the model calls them.
 
     Attributes:
         items: of the output; the last one may still grow.
         end: why it ended.
     """
 
-    def __init__(self, logprobs: ContentLogprobs | None = None) -> None:
+    def __init__(
+        self,
+        logprobs: ContentLogprobs | None = None,
+        forms: Mapping[str, ToolForm] = MappingProxyType({}),
+    ) -> None:
+        self._forms = forms
         self._logprobs = logprobs
         self.items: list[dict[str, Any]] = []
         self.end: AnswerEnd | None = None
@@ -49,19 +57,12 @@ class Output:
             yield from self._more("reasoning", event.text)
         elif isinstance(event, CallBegin):
             yield from self.close("completed")
-            yield from self._begin(
-                {
-                    "id": new_id("fc_"),
-                    "type": "function_call",
-                    "status": "in_progress",
-                    "call_id": event.id,
-                    "name": event.name,
-                    "arguments": "",
-                }
-            )
+            form = self._forms.get(event.name) or ToolForm(event.name)
+            yield from self._begin(_new_call(event.id, form))
         elif isinstance(event, ArgumentsPiece):
             self._pieces.append(event.text)
-            yield "function_call_arguments.delta", {**self._place(), "delta": event.text}
+            if self._open == "function_call":
+                yield "function_call_arguments.delta", {**self._place(), "delta": event.text}
         elif isinstance(event, CallEnd):
             yield from self.close("completed")
         else:
@@ -79,6 +80,10 @@ class Output:
                 "function_call_arguments.done",
                 {**place, "name": item["name"], "arguments": text},
             )
+        elif self._open == "custom_tool_call":
+            item["input"] = text = free_form(text)
+            yield "custom_tool_call_input.delta", {**place, "delta": text}
+            yield "custom_tool_call_input.done", {**place, "input": text}
         else:
             part = item["content"][0]
             part["text"] = text
@@ -120,6 +125,19 @@ class Output:
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _new_call(call_id: str, form: ToolForm) -> dict[str, Any]:
+    namespace = {} if form.namespace is None else {"namespace": form.namespace}
+    return {
+        "id": new_id("ctc_" if form.is_custom else "fc_"),
+        "type": "custom_tool_call" if form.is_custom else "function_call",
+        "status": "in_progress",
+        "call_id": call_id,
+        "name": form.name,
+        **namespace,
+        "input" if form.is_custom else "arguments": "",
+    }
 
 
 def _new_message() -> dict[str, Any]:

@@ -69,7 +69,8 @@ def check_shape(value: Any, kind: Any, name: str) -> None:
 
 def _explain(text: str, root: str = "") -> InvalidRequestError:
     path = _PATH.search(text)
-    field = root + (path[1] if path else "")
+    inner = path[1] if path else ""
+    field = f"{root}.{inner}" if root and inner and inner[0] != "[" else root + inner
     plain = _PATH.sub("", text)
     unknown = _UNKNOWN.search(plain)
     if unknown:

@@ -46,7 +46,10 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    """Of a custom tool's call."""
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     status: str | None = None
@@ -54,7 +57,6 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     phase: str | None = None
     encrypted_content: str | None = None
     caller: Any = None
-    namespace: str | None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
