@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllmx_core.communicator import Communicator
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
@@ -49,6 +50,8 @@ class LoadOptions:
     """For features of images, on the device; at least those of a step are held."""
     enforce_eager: bool = False
     """Run op by op without the recorded step; same bits, for debugging."""
+    communicator: Communicator | None = None
+    """The other ranks, of a model that is one rank's part (`vllmx_core.sharding`)."""
     progress: bool = False
     """Show a progress bar on standard error while weights load."""
 

@@ -14,6 +14,7 @@ from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.communicator import Communicator
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, check_latents, plan_cache
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
@@ -79,8 +80,9 @@ class ReferenceLoadedModel:
         info: LoadedInfo,
         tower: OpList | None = None,
         features: tuple[Floats, ...] = (),
+        ranks: Communicator | None = None,
     ) -> None:
-        self._steps = steps
+        self._steps, self._ranks = steps, ranks
         self._tower = None if tower is None else Interpreter(tower, lambda op: type(op).compute)
         self._features = features
         self._interpreter = Interpreter(steps, lambda op: type(op).compute)
@@ -117,7 +119,9 @@ class ReferenceLoadedModel:
         """(L, V) of the plan, or its vectors; writes its keys, values and states."""
         plan = replace(plan, tokens=self.resolve(plan.tokens))
         kv_dtype = self._info.kv_cache_dtype
-        frame = NumpyFrame(self._weights, plan, self._pages, kv_dtype, self._states, self._features)
+        frame = NumpyFrame(
+            self._weights, plan, self._pages, kv_dtype, self._states, self._features, self._ranks
+        )
         logits: Floats = self._interpreter.run(frame)
         return logits
 
@@ -187,8 +191,9 @@ class ReferenceBackend:
         states = _states(model.shape, cache, dtype)
         features = tuple(np.zeros(size, dtype) for size in feature_shapes(model.shape, options))
         return ReferenceLoadedModel(
-            recording.steps, weights, _pages(cache, dtype), states, info, recording.tower, features
-        )
+            recording.steps, weights, _pages(cache, dtype), states, info, recording.tower, features,
+            options.communicator,
+        )  # fmt: skip
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weight_picks import entry_of, rows_of, transposed, turned
+from vllmx_core.weight_picks import entry_of, rows_of, share_of, transposed, turned
 from vllmx_core.weights import PartSpec, RowRuns, WeightPart, WeightSource, WeightSpec
 
 TieKey = tuple[tuple[PartSpec, ...], float]
@@ -84,6 +84,9 @@ def checked(part: WeightPart, shape: tuple[int, ...]) -> WeightPart:
 
 
 def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPart:
+    if wanted.share is not None:
+        whole = replace(spec, cols=wanted.share.whole_cols)
+        return share_of(_part(whole, _unshared(wanted), source), wanted.share)
     wanted = resolved(source, wanted)
     part = source.part(wanted.name)
     if spec.shape is not None:
@@ -199,8 +202,16 @@ def _flattened(part: WeightPart, shape: tuple[int, ...], matrix: tuple[int, int]
     return WeightPart(part.name, matrix, part.layout, {}, decode)
 
 
+def _unshared(wanted: PartSpec) -> PartSpec:
+    """What all ranks have of the part."""
+    assert wanted.share is not None
+    return replace(wanted, rows=wanted.share.whole_rows, share=None)
+
+
 def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:
     assert wanted.bias is not None
+    if wanted.share is not None:
+        return share_of(_bias(_unshared(wanted), source), replace(wanted.share, cols=None))
     part = source.part(bias_in(source, wanted))
     if wanted.entry is not None:
         part = entry_of(part, wanted.entry)

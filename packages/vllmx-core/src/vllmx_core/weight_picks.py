@@ -17,10 +17,17 @@ import numpy.typing as npt
 from vllmx_core.coded import CodedRows
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.plan import F32
-from vllmx_core.weights import DENSE, QuantLayout, RawTensor, WeightPart, made_part
+from vllmx_core.weights import (
+    DENSE,
+    QuantLayout,
+    RankShare,
+    RawTensor,
+    WeightPart,
+    made_part,
+)
 
 Index = npt.NDArray[np.int64]
-_ROW_WISE = ("dense", "gguf", "int8", "fp4")
+_ROW_WISE = ("dense", "gguf", "int8", "fp4", "mlx")
 _MOST_READ = 4
 """Rows lie so close together that those between them are read too, rather than one after the
 other: gate and up of gpt-oss take turns."""
@@ -126,6 +133,13 @@ def rows_of(part: WeightPart, index: Index) -> WeightPart:
         return _stacked_codes([part.coded_rows(*run) for run in _runs(index[begin:end])])
 
     return _computed(part, shape, decode, coded)
+
+
+def share_of(part: WeightPart, share: RankShare) -> WeightPart:
+    """The rows and columns of one rank."""
+    if share.rows is not None:
+        part = rows_of(part, np.concatenate([np.arange(*run) for run in share.rows]))
+    return part if share.cols is None else part.cols(*share.cols)
 
 
 def cols_of(part: WeightPart, begin: int, end: int) -> WeightPart:

@@ -278,6 +278,19 @@ class RowRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank takes of a part, behind all other picks: the sharding of a model sets it."""
+
+    whole_rows: int
+    whole_cols: int
+    """Of the part and of the weight that all ranks have."""
+    rows: tuple[tuple[int, int], ...] | None = None
+    """(first, end) of each stretch of the part's rows; None: all."""
+    cols: tuple[int, int] | None = None
+    """(first, end) of the weight's columns; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartSpec:
     """A checkpoint tensor, or what is picked of it, that becomes `rows` consecutive rows of a
     logical weight.
@@ -306,6 +319,8 @@ class PartSpec:
     turned: bool = False
     """Whether the weight is the transposed form of the rows that `runs` picks, which are as many as
     the weight has columns. Of a quantised tensor they become float32."""
+    share: RankShare | None = None
+    """Of a model that several ranks share: what is this one's. `rows` counts that."""
 
 
 Role = Literal["", "vocabulary", "experts", "heads", "router"]

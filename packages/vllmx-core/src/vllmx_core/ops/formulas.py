@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllmx_core.communicator import Communicator
 from vllmx_core.interpreter import Frame
 from vllmx_core.ops.values import WeightRef
 from vllmx_core.plan import AnyArray, StepPlan
@@ -54,12 +55,20 @@ class NumpyFrame(Frame[AnyArray]):
         kv_dtype: str | None,
         states: Sequence[Floats] = (),
         features: Sequence[Floats] = (),
+        ranks: Communicator | None = None,
     ) -> None:
         super().__init__()
+        self._ranks = ranks
         self.weights, self.plan, self.pages, self.kv_dtype = weights, plan, pages, kv_dtype
         self.states = states
         self.features = features
         """(rows, E) of each part of the store of features."""
+
+    @property
+    def ranks(self) -> Communicator:
+        """The other ranks of a model that is one of several."""
+        assert self._ranks is not None, "an op between ranks needs a communicator"
+        return self._ranks
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -12,6 +12,8 @@ from vllmx_core.errors import OpError
 from vllmx_core.ops.activation import Act, Activation, ActKind
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention, AttentionSpec, AttentionWeights
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts, ExpertsSpec
@@ -38,12 +40,14 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
 from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
 from vllmx_core.ops.values import LogitRows, Output, StepInputs, TokenIds, Value, WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 OPS: tuple[type[Op], ...] = (
     Embedding, RmsNorm, AddRmsNorm, LayerNorm, HeadNorm, Linear, GatedLinear, Attention,
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
     Gate, Route, Experts, Head, Pool,
     Patches, Mix, Merge, Keep, Place,
+    VocabEmbedding, AllReduce, AllGather,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")

@@ -1,0 +1,31 @@
+"""`all_gather`: what each rank of a model has, side by side on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.values import Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllGather(Op):
+    """x (L, widths[rank]) of all ranks -> (L, sum of the widths), in the order of the ranks.
+    Sharding puts it behind the head, of which each rank has a part of the vocabulary."""
+
+    name: ClassVar[str] = "all_gather"
+    x: Value
+    widths: tuple[int, ...]
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value, widths: tuple[int, ...]) -> AllGather:
+        return cls(x, widths, Value(sum(widths), x.rows, x.dtype))
+
+    def check(self) -> None:
+        expect(self.x.width in self.widths, f"x has {self.x.width} features, not a rank's")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = frame.ranks.all_gather(frame[self.x], self.widths)

@@ -1,0 +1,30 @@
+"""`all_reduce`: the sum of what each rank of a model has, on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.values import Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce(Op):
+    """x (T, E) of all ranks, added in the order of the ranks. Sharding puts it behind what each
+    rank computed of a part of its input features; models do not write it."""
+
+    name: ClassVar[str] = "all_reduce"
+    x: Value
+    out: Value
+
+    @classmethod
+    def of(cls, x: Value) -> AllReduce:
+        return cls(x, Value(x.width, x.rows, x.dtype))
+
+    def check(self) -> None:
+        expect(self.x.dtype != "i32", "ids cannot be added")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame[self.out] = frame.ranks.all_reduce(frame[self.x])

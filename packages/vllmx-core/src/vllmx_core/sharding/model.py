@@ -1,0 +1,149 @@
+"""One rank's part of a model, as a model that any backend loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import KVSpec, Model, ModelShape, encoder_of
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
+from vllmx_core.plan import AnyArray
+from vllmx_core.recording import record
+from vllmx_core.sharding.plan import ShardPlan, plan_shards
+from vllmx_core.sharding.weights import col_unit_of, narrowed
+from vllmx_core.weights import WeightSource, WeightSpec
+
+MOST_RANKS = 64
+
+
+class ShardedModel:
+    """A `vllmx_core.model.Model`. Its map has the rank's rows and columns, its step the rank's
+    heads, and collectives where ranks need each other.
+
+    Attributes:
+        whole: the model that all ranks are.
+    """
+
+    def __init__(self, whole: Model, steps: OpList, plan: ShardPlan, rank: int) -> None:
+        self.whole = whole
+        self.encoder = encoder_of(whole)
+        self._steps, self._plan, self._rank = steps, plan, rank
+
+    @property
+    def shape(self) -> ModelShape:
+        shape, heads = self.whole.shape, self._plan.kv_heads
+        caches = (
+            replace(spec, num_kv_heads=len(heads[layer]))
+            if isinstance(spec, KVSpec) and layer in heads
+            else spec
+            for layer, spec in enumerate(shape.caches)
+        )
+        return replace(shape, caches=tuple(caches))
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        cuts = self._plan.weights
+        return tuple(
+            narrowed(spec, cuts[spec.name], biased=self._rank == 0) if spec.name in cuts else spec
+            for spec in self.whole.weights()
+        )
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        return self.whole.constants(max_model_len)
+
+    def forward(self, ops: Ops, w: Mapping[str, WeightRef], step: StepInputs) -> Value:
+        """Replays the whole model's step, narrowed."""
+        known: dict[Value, Value] = {}
+        for op in self._steps.ops:
+            for one in self._narrowed(op, w, known):
+                ops.put(one)
+        return known[self._steps.logits]
+
+    def _narrowed(
+        self, op: Op, w: Mapping[str, WeightRef], known: dict[Value, Value]
+    ) -> Iterator[Op]:
+        """The op on this rank, and the collective behind it; `known` has the rank's values by those
+        of the whole."""
+        plan, (result, *_) = self._plan, op.writes
+        local = self._local(op, w, known)
+        yield local
+        if op in plan.reduced:
+            reduce = AllReduce.of(local.writes[0])
+            known[result] = reduce.out
+            yield reduce
+        elif op in plan.vocabulary:
+            gather = AllGather.of(
+                local.writes[0], tuple(end - begin for begin, end in plan.vocabulary[op])
+            )
+            known[result] = gather.out
+            yield gather
+
+    def _local(self, op: Op, w: Mapping[str, WeightRef], known: dict[Value, Value]) -> Op:
+        plan = self._plan
+        if op in plan.vocabulary and op in plan.reduced:
+            (ref,) = op.weights
+            embedding = VocabEmbedding.of(w[ref.name], plan.vocabulary[op][self._rank][0])
+            known[op.writes[0]] = embedding.out
+            return embedding
+        for value in op.writes:
+            width = plan.values[value].width if value in plan.values else value.width
+            if op in plan.vocabulary:
+                begin, end = plan.vocabulary[op][self._rank]
+                width = end - begin
+            known[value] = replace(value, width=width)
+        changes: dict[str, Any] = dict(plan.options.get(op, {}))
+        for name in op.__dataclass_fields__:  # type: ignore[attr-defined]  # ops are dataclasses
+            field = getattr(op, name)
+            if isinstance(field, Value):
+                changes[name] = known[field]
+            elif isinstance(field, WeightRef):
+                changes[name] = w[field.name]
+        return replace(op, **changes)  # type: ignore[type-var]
+
+
+def sharded(
+    model: Model, source: WeightSource, max_model_len: int, rank: int, ranks: int
+) -> ShardedModel:
+    """The part of rank `rank` of `ranks`. Of the weights nothing is read but what tells their
+    layouts.
+
+    Raises ConfigError for sizes that cannot be divided among so many ranks, with numbers that they
+    can be; OpError as recording does, and where an op needs a value whole that ranks have parts of.
+    """
+    recording = record(model, max_model_len)
+    specs = {spec.name: spec for spec in recording.specs}
+    units: dict[str, int] = {}
+
+    def col_unit(spec: WeightSpec) -> int:
+        if spec.name not in units:
+            units[spec.name] = col_unit_of(spec, source)
+        return units[spec.name]
+
+    def plan(rank: int, ranks: int) -> ShardPlan:
+        return plan_shards(recording.steps, specs, col_unit, rank, ranks)
+
+    try:
+        return ShardedModel(model, recording.steps, plan(rank, ranks), rank)
+    except ConfigError as error:
+        fitting = [str(count) for count in range(1, MOST_RANKS + 1) if _fits(plan, count)]
+        raise ConfigError(
+            f"the model cannot be divided among {ranks} ranks ({error.message}): choose"
+            f" --tensor-parallel-size {' or '.join(fitting)}",
+            param="tensor_parallel_size",
+        ) from None
+
+
+def _fits(plan: Callable[[int, int], ShardPlan], count: int) -> bool:
+    if count == 1:
+        return True
+    try:
+        plan(0, count)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,182 @@
+"""Goes through a recorded step and decides what one rank has of each value and weight.
+
+The step is read from its end. An op whose weight is cut along its input features, or whose rows are
+the vocabulary, begins: it says which share of its operand it reads, and a collective behind it
+makes the result whole. Whoever computes that operand then needs shares of its own operands and
+weights, and so on up to a matrix whose output features are cut, which reads a whole value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from vllmx_core.errors import OpError
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.experts import Experts
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.sharding.cuts import Piece, Share, Units, divided
+from vllmx_core.sharding.rules import RULES, Options
+from vllmx_core.weights import WeightSpec
+
+VOCABULARY_UNIT = 64
+"""Rows of the vocabulary that stay together where there are many."""
+ColUnit = Callable[[WeightSpec], int]
+"""At multiples of how many input features a weight may be cut."""
+
+
+@dataclass(slots=True)
+class WeightCut:
+    """What a rank has of a weight."""
+
+    rows: Share | None = None
+    cols: Piece | None = None
+
+
+@dataclass(slots=True)
+class ShardPlan:
+    """What one rank has of a step."""
+
+    values: dict[Value, Share] = field(default_factory=dict)
+    """Of those that no rank has whole."""
+    weights: dict[str, WeightCut] = field(default_factory=dict)
+    kv_heads: dict[int, range] = field(default_factory=dict)
+    """By attention layer."""
+    options: dict[Op, Options] = field(default_factory=dict)
+    reduced: set[Op] = field(default_factory=set)
+    """Ops whose results are to be added over all ranks."""
+    vocabulary: dict[Op, tuple[Piece, ...]] = field(default_factory=dict)
+    """Heads and embeddings, with the ids of each rank."""
+
+
+def plan_shards(
+    steps: OpList, specs: Mapping[str, WeightSpec], col_unit: ColUnit, rank: int, ranks: int
+) -> ShardPlan:
+    """Raises ConfigError for sizes that cannot be divided among `ranks`, OpError where an op needs
+    a value whole that another one has cut."""
+    return _Cutter(steps, specs, col_unit, rank, ranks).run()
+
+
+class _Cutter:
+    """The pass over one step; see `vllmx_core.sharding.rules.Cutter`."""
+
+    def __init__(
+        self,
+        steps: OpList,
+        specs: Mapping[str, WeightSpec],
+        col_unit: ColUnit,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.ranks = ranks
+        self._rank, self._specs, self._col_unit = rank, specs, col_unit
+        self._ops = steps.ops
+        self._made_by = {value: op for op in steps.ops for value in op.writes}
+        self._units: dict[Value, Units | None] = {}
+        self._whole: dict[Value, Op] = {}
+        """Values that some op needs whole, and the op."""
+        self._uncut: dict[str, Op] = {}
+        """Weights just so."""
+        self._taken: set[tuple[Op, Value | str]] = set()
+        """Of which values and weights an op takes a part."""
+        self._plan = ShardPlan()
+
+    def run(self) -> ShardPlan:
+        for op in reversed(self._ops):
+            share = next((self._plan.values[v] for v in op.writes if v in self._plan.values), None)
+            if share is None:
+                self._begin(op)
+            else:
+                options = RULES[type(op)].take(op, share, self)
+                if options:
+                    self._plan.options[op] = options
+            self._check(op)
+        self._check_weights()
+        return self._plan
+
+    # --- what the rules call ----------------------------------------------------------------------
+    def units(self, value: Value) -> Units | None:
+        if value not in self._units:
+            made_by = self._made_by[value]
+            rule = RULES.get(type(made_by))
+            self._units[value] = None if rule is None else rule.units(made_by, self)
+        return self._units[value]
+
+    def shard(self, ref: WeightRef) -> str:
+        return self._specs[ref.name].shard
+
+    def value(self, op: Op, value: Value, share: Share) -> None:
+        assert value.width == share.whole, (op, value.width, share)
+        known = self._plan.values.setdefault(value, share)
+        if known != share:
+            raise OpError(f"{op} reads other features of a value than another op, which is cut")
+        self._taken.add((op, value))
+
+    def rows(self, op: Op, ref: WeightRef, share: Share) -> None:
+        self._cut(op, ref, WeightCut(rows=share))
+
+    def cache(self, op: Op, layer: int, heads: range) -> None:
+        if self._plan.kv_heads.setdefault(layer, heads) != heads:
+            raise OpError(f"{op} reads other kv heads than another op of its layer")
+
+    # --- where cuts begin -------------------------------------------------------------------------
+    def _begin(self, op: Op) -> None:
+        match op:
+            case Linear() if self.shard(op.w) == "row":
+                units = self.units(op.x)
+                if units is not None:
+                    piece = self._divide_cols(op, op.w, units)
+                    self.value(op, op.x, Share(op.x.width, (piece,)))
+                    self._plan.reduced.add(op)
+            case Experts() if self.shard(op.down) == "expert":
+                piece = self._divide_cols(op, op.down, Units())
+                share = Share(op.inner, (piece,))
+                self.rows(op, op.gate_up, share.repeated(2) if op.spec.gated else share)
+                self._plan.reduced.add(op)
+            case Head() if self.shard(op.w) == "vocab":
+                self._divide_vocabulary(op)
+            case Embedding() if self.shard(op.w) == "vocab" and op.ids.source == "tokens":
+                self._divide_vocabulary(op)
+                self._plan.reduced.add(op)
+
+    def _divide_cols(self, op: Op, ref: WeightRef, units: Units) -> Piece:
+        own = Units(self._col_unit(self._specs[ref.name]))
+        parts = divided(ref.cols, units.joined(own), self.ranks, f"weight {ref.name!r}")
+        piece = parts[self._rank]
+        self._cut(op, ref, WeightCut(cols=piece))
+        return piece
+
+    def _divide_vocabulary(self, op: Head | Embedding) -> None:
+        count = op.w.rows
+        unit = VOCABULARY_UNIT if count >= 2 * VOCABULARY_UNIT * self.ranks else 1
+        parts = divided(count, Units(unit), self.ranks, f"weight {op.w.name!r}")
+        self._plan.vocabulary[op] = parts
+        self.rows(op, op.w, Share(count, (parts[self._rank],)))
+
+    def _cut(self, op: Op, ref: WeightRef, cut: WeightCut) -> None:
+        if self._plan.weights.setdefault(ref.name, cut) != cut:
+            raise OpError(f"{op} takes another part of its weight than another op")
+        self._taken.add((op, ref.name))
+
+    # --- what must be whole -----------------------------------------------------------------------
+    def _check(self, op: Op) -> None:
+        """An op has said by now what it reads a share of; all else it reads whole. Readers come
+        before the op that makes a value, so both are known when that one's turn comes."""
+        for value in op.reads:
+            if (op, value) not in self._taken:
+                self._whole.setdefault(value, op)
+        for value in op.writes:
+            if value in self._plan.values and value in self._whole:
+                reader = self._whole[value]
+                raise OpError(f"{reader} needs the result of {op} whole, of which ranks have parts")
+        for ref in op.weights:
+            if (op, ref.name) not in self._taken:
+                self._uncut.setdefault(ref.name, op)
+
+    def _check_weights(self) -> None:
+        for name, op in self._uncut.items():
+            if name in self._plan.weights:
+                raise OpError(f"{op} needs weight {name!r} whole, which another op has cut")

@@ -1,0 +1,202 @@
+"""What each op makes of a cut: where its result may be cut, and what it needs then of its operands
+and weights. Ops that are not here compute whole values, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from vllmx_core.errors import ConfigError
+from vllmx_core.ops.activation import Act
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.gate import Gate
+from vllmx_core.ops.gated_act import GatedAct
+from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.scale import Scale
+from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.sharding.cuts import Share, Units
+
+
+class Cutter(Protocol):
+    """What the rules ask and tell while a step is gone through."""
+
+    ranks: int
+
+    def units(self, value: Value) -> Units | None:
+        """Where a value may be cut; None: it must be whole."""
+        ...
+
+    def shard(self, ref: WeightRef) -> str:
+        """What the weight map says."""
+        ...
+
+    def value(self, op: Op, value: Value, share: Share) -> None:
+        """`op` reads this rank's share of the value."""
+        ...
+
+    def rows(self, op: Op, ref: WeightRef, share: Share) -> None:
+        """`op` uses this rank's rows of the weight."""
+        ...
+
+    def cache(self, op: Op, layer: int, heads: range) -> None:
+        """Attention of this layer keeps these kv heads."""
+        ...
+
+
+Options = dict[str, Any]
+"""The options of an op that differ on a rank."""
+
+
+class Rule:
+    """Of one type of op, whose result a rank may have a share of.
+
+    Args:
+        units: where the result may be cut, None: nowhere.
+        take: tells the cutter what the op reads for a share of its result, and gives the options
+            that it has on this rank.
+    """
+
+    def __init__(
+        self,
+        units: Callable[[Any, Cutter], Units | None],
+        take: Callable[[Any, Share, Cutter], Options],
+    ) -> None:
+        self.units, self.take = units, take
+
+
+def _linear_units(op: Linear, cutter: Cutter) -> Units | None:
+    return Units() if cutter.shard(op.w) == "column" else None
+
+
+def _linear(op: Linear, share: Share, cutter: Cutter) -> Options:
+    cutter.rows(op, op.w, share)
+    return {}
+
+
+def _pair_units(op: GatedAct, cutter: Cutter) -> Units | None:
+    """Gate and up are cut alike, wherever it is."""
+    return Units() if cutter.units(op.gate_up) == Units() else None
+
+
+def _pair(op: GatedAct, share: Share, cutter: Cutter) -> Options:
+    cutter.value(op, op.gate_up, share.repeated(2))
+    return {}
+
+
+def _each_units(op: Act | Scale, cutter: Cutter) -> Units | None:
+    return cutter.units(op.x)
+
+
+def _each(op: Act | Scale, share: Share, cutter: Cutter) -> Options:
+    cutter.value(op, op.x, share)
+    return {}
+
+
+def _joined(one: Units | None, other: Units | None) -> Units | None:
+    return None if one is None or other is None else one.joined(other)
+
+
+def _add_units(op: Add, cutter: Cutter) -> Units | None:
+    return _joined(cutter.units(op.x), cutter.units(op.y))
+
+
+def _add(op: Add, share: Share, cutter: Cutter) -> Options:
+    cutter.value(op, op.x, share)
+    cutter.value(op, op.y, share)
+    return {}
+
+
+def _gate_units(op: Gate, cutter: Cutter) -> Units | None:
+    gates = cutter.units(op.g)
+    if gates is None:
+        return None
+    return _joined(cutter.units(op.x), Units(gates.unit * op.span, gates.sections))
+
+
+def _gate(op: Gate, share: Share, cutter: Cutter) -> Options:
+    cutter.value(op, op.x, share)
+    cutter.value(op, op.g, share.grouped(op.span))
+    return {}
+
+
+def _scale_by_units(op: ScaleBy, cutter: Cutter) -> Units | None:
+    span = 1 if op.w.rows == 1 else op.span
+    return _joined(cutter.units(op.x), Units(span))
+
+
+def _scale_by(op: ScaleBy, share: Share, cutter: Cutter) -> Options:
+    cutter.value(op, op.x, share)
+    if op.w.rows > 1:
+        cutter.rows(op, op.w, share.grouped(op.span))
+    return {}
+
+
+def _head_norm_units(op: HeadNorm, cutter: Cutter) -> Units | None:
+    """One norm across all heads needs all of them."""
+    if op.spec.across and (op.q_norm or op.k_norm):
+        return None
+    return _joined(cutter.units(op.qkv), Units(op.spec.head_size))
+
+
+def _head_norm(op: HeadNorm, share: Share, cutter: Cutter) -> Options:
+    spec, size = op.spec, op.spec.head_size
+    cutter.value(op, op.qkv, share)
+    ends = (spec.num_heads * size, (spec.num_heads + spec.num_kv_heads) * size)
+    q, k = share.between(0, ends[0]), share.between(*ends)
+    if op.q_norm is not None:
+        cutter.rows(op, op.q_norm, q)
+    if op.k_norm is not None:
+        cutter.rows(op, op.k_norm, k)
+    return {"spec": replace(spec, num_heads=q.width // size, num_kv_heads=k.width // size)}
+
+
+def _attention_units(op: Attention, cutter: Cutter) -> Units | None:
+    """Kv heads with all of their query heads; where ranks are more, each kv head lies on several,
+    which have some of its query heads each."""
+    spec, ranks = op.spec, cutter.ranks
+    fed = cutter.units(op.qkv)
+    if fed is None or spec.head_size % fed.unit or fed.sections > 1:
+        return None
+    heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_size
+    if kv_heads >= ranks:
+        return Units(heads // kv_heads * size)
+    if ranks % kv_heads:
+        raise ConfigError(
+            f"layer {spec.layer}: {kv_heads} kv heads cannot be given to {ranks} ranks alike",
+            param="tensor_parallel_size",
+        )
+    return Units(size, kv_heads)
+
+
+def _attention(op: Attention, share: Share, cutter: Cutter) -> Options:
+    spec, size = op.spec, op.spec.head_size
+    ((begin, end),) = share.pieces
+    first, last, group = begin // size, end // size, spec.num_heads // spec.num_kv_heads
+    kept = range(first // group, -(-last // group))
+    pieces = [(begin, end)]
+    if not spec.shared:
+        starts = (spec.num_heads, spec.num_heads + spec.num_kv_heads)
+        pieces += [((at + kept.start) * size, (at + kept.stop) * size) for at in starts]
+    cutter.value(op, op.qkv, Share(op.qkv.width, tuple(pieces)))
+    cutter.cache(op, spec.layer, kept)
+    if op.sinks is not None:
+        cutter.rows(op, op.sinks, share.grouped(size))
+    return {"spec": replace(spec, num_heads=last - first, num_kv_heads=len(kept))}
+
+
+RULES: dict[type[Op], Rule] = {
+    Linear: Rule(_linear_units, _linear),
+    GatedAct: Rule(_pair_units, _pair),
+    Act: Rule(_each_units, _each),
+    Scale: Rule(_each_units, _each),
+    Add: Rule(_add_units, _add),
+    Gate: Rule(_gate_units, _gate),
+    ScaleBy: Rule(_scale_by_units, _scale_by),
+    HeadNorm: Rule(_head_norm_units, _head_norm),
+    Attention: Rule(_attention_units, _attention),
+}

@@ -1,0 +1,139 @@
+"""Several ranks of a model compute what one computes, on the numpy backend in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadOptions
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import KVSpec, Model
+from vllmx_core.plan import F32
+from vllmx_core.recording import record
+from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
+from vllmx_core.registry import load_registry
+from vllmx_core.sharding.model import sharded
+from vllmx_core.testing.model_suite import random_weights
+from vllmx_core.testing.plans import Row, make_plan
+from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
+from vllmx_core.weights import WeightSource
+
+from .test_architectures import EXPERTS, SMALL
+
+REGISTRY = load_registry()
+TEXT = [7, 3, 60, 0, 33, 12, 12, 5, 41, 59, 2, 18, 30, 44]
+LLAMA = SMALL | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 8,
+    "hidden_size": 64, "num_hidden_layers": 2,
+}  # fmt: skip
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "8 kv heads": LLAMA | {"num_key_value_heads": 8},
+    "2 kv heads, tied": LLAMA | {"tie_word_embeddings": True},
+    "1 kv head": LLAMA | {"num_key_value_heads": 1},
+    "biases everywhere": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "biases of qkv": QWEN2,
+    "norms of heads": LLAMA
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 20},
+    "experts with biases and sinks": LLAMA | {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 5,
+        "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
+    },
+    "a shared expert": LLAMA | EXPERTS | {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 28, "mlp_only_layers": [1],
+    },
+    "a norm across heads": LLAMA
+    | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "fused matrices": LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+}  # fmt: skip
+
+
+def options(**more: Any) -> LoadOptions:
+    return LoadOptions(
+        dtype="f64", kv_cache_dtype="f64", max_model_len=64, num_kv_blocks=8, max_num_seqs=2, **more
+    )
+
+
+def of(config: dict[str, Any]) -> tuple[Model, WeightSource]:
+    model: Model = REGISTRY.model_for(config).load()(config)
+    return model, random_weights(model)
+
+
+def ranks_of(model: Model, source: WeightSource, count: int) -> RankThreads[ReferenceLoadedModel]:
+    def load(end: ThreadCommunicator) -> ReferenceLoadedModel:
+        mine = sharded(model, source, 64, end.rank, count)
+        return ReferenceBackend().load(mine, source, options(communicator=end))
+
+    return RankThreads(count, load)
+
+
+def chunks(loaded: ReferenceLoadedModel) -> F32:
+    """(T, V) logits of the text in two steps."""
+    plans = [make_plan([Row(TEXT[:9], 0, [3], "all")], 16)]
+    plans.append(make_plan([Row(TEXT[9:], 9, [3], "all")], 16))
+    return np.concatenate([loaded.logits(plan) for plan in plans])
+
+
+def check(model: Model, source: WeightSource, count: int) -> RankThreads[ReferenceLoadedModel]:
+    """Each rank has the logits of one process that has all."""
+    expected = chunks(ReferenceBackend().load(model, source, options()))
+    ranks = ranks_of(model, source, count)
+    for found in ranks.each(chunks):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    ranks.close()
+    return ranks
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_together_equal_one(name: str, count: int) -> None:
+    model, source = of(CONFIGS[name])
+    kv_heads = CONFIGS[name]["num_key_value_heads"]
+    if kv_heads < count and count % kv_heads and "across" not in name:
+        with pytest.raises(ConfigError, match=r"kv heads cannot .* choose .* 1 or 2 or 4"):
+            sharded(model, source, 64, 0, count)
+        return
+    check(model, source, count)
+
+
+def test_a_rank_holds_and_reads_its_part_alone() -> None:
+    model, source = of(CONFIGS["8 kv heads"])
+    whole = ReferenceBackend().load(model, source, options()).info
+    ranks = ranks_of(model, source, 2)
+    held = [one.info.weight_bytes for one in ranks.ranks]
+    tables = sum(2 * table.nbytes for table in model.constants(64).values())
+    norms = 8 * 64 * 5
+    assert sum(held) == whole.weight_bytes + tables + norms
+    assert {one.info.kv_cache_bytes for one in ranks.ranks} == {whole.kv_cache_bytes // 2}
+    ranks.close()
+
+
+def test_two_sums_a_layer_and_one_for_the_embedding() -> None:
+    ranks = check(*of(CONFIGS["biases everywhere"]), 2)
+    assert ranks.calls[:6] == [*[("all_reduce", (9, 64))] * 5, ("all_gather", (9, 30))]
+
+
+def test_uneven_heads() -> None:
+    model, source = of(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8})
+    check(model, source, 2)
+    caches = [
+        spec.num_kv_heads
+        for rank in range(2)
+        for spec in sharded(model, source, 64, rank, 2).shape.caches
+        if isinstance(spec, KVSpec)
+    ]
+    assert caches == [1, 1, 2, 2]
+
+
+def test_recurrent_layers_are_whole_on_each_rank() -> None:
+    config = SMALL | {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_ff_dim": 72,
+        "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"],
+        "norm_eps": 1e-5, "conv_L_cache": 3,
+    }  # fmt: skip
+    model, source = of(config)
+    names = [op.name for op in record(sharded(model, source, 64, 0, 2), 64).steps.ops]
+    assert "short_conv" in names
+    assert names.count("all_reduce") == 1 + 3 + 1  # the embedding, three MLPs, one attention

@@ -1,0 +1,96 @@
+"""Quantised checkpoints cut among ranks: every format, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadOptions
+from vllmx_core.checkpoint import Checkpoint, open_checkpoint, quantise_in_situ
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import Model
+from vllmx_core.plan import F32
+from vllmx_core.reference_backend import ReferenceBackend, ReferenceLoadedModel
+from vllmx_core.sharding.model import sharded
+from vllmx_core.testing.plans import Row, make_plan
+from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
+from vllmx_core.weight_map import parts_of
+from vllmx_demo.source import MODEL_FOLDER
+
+from .quantised_models import CASES, REGISTRY, write_pair
+
+TEXT = [5, 900, 17, 3000, 42, 8]
+LIMITS = {"dtype": "f32", "max_model_len": 16, "max_num_seqs": 1, "num_kv_blocks": 1}
+FORMATS = (
+    "gptq 4 bit act-order", "awq", "w8a8", "compressed-tensors fp8", "fp8 blocks", "mlx 4 bit",
+)  # fmt: skip
+"""One of each way in which rows and columns lie."""
+TOO_WIDE = {"fp8 blocks": 96}
+"""Blocks of so many columns do not go into two heads of 64."""
+
+
+def logits(loaded: ReferenceLoadedModel) -> F32:
+    found: F32 = loaded.logits(make_plan([Row(TEXT, 0, [0], "all")], 16))
+    return found
+
+
+def check(checkpoint: Checkpoint, ranks: int) -> None:
+    """All ranks together compute what one does, and multiply the same layouts."""
+    model: Model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
+    source = checkpoint.weights
+    expected = logits(ReferenceBackend().load(model, source, LoadOptions(**LIMITS)))  # type: ignore[arg-type]
+
+    def load(end: ThreadCommunicator) -> ReferenceLoadedModel:
+        mine = sharded(model, source, 16, end.rank, ranks)
+        limits = LoadOptions(**LIMITS, communicator=end)  # type: ignore[arg-type]
+        return ReferenceBackend().load(mine, source, limits)
+
+    threads = RankThreads(ranks, load)
+    for found in threads.each(logits):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    threads.close()
+
+
+def layouts(checkpoint: Checkpoint) -> set[str]:
+    """What a rank's matrices of one layer are stored as."""
+    model: Model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
+    specs = [s for s in sharded(model, checkpoint.weights, 16, 1, 2).weights() if s.cols]
+    return {
+        part.layout.kind
+        for spec in specs
+        if spec.name.startswith("layers.3.")
+        for part in parts_of(spec, checkpoint.weights)
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_safetensors(name: str, tmp_path: Path) -> None:
+    folder, _ = write_pair(tmp_path, CASES[name])
+    checkpoint = open_checkpoint(REGISTRY, folder)
+    if name in TOO_WIDE:
+        with pytest.raises(ConfigError, match=r"units of 384 .* choose --tensor-parallel-size 1$"):
+            check(checkpoint, 2)
+    else:
+        check(checkpoint, 2)
+        assert name.startswith(("modelopt", "compressed")) or "dense" not in layouts(checkpoint)
+    checkpoint.weights.close()
+
+
+@pytest.mark.parametrize("isq", ["q8_0", "q4_0", "int8"])
+def test_formats_made_while_loading(isq: str) -> None:
+    opened = open_checkpoint(REGISTRY, MODEL_FOLDER)
+    model: Model = REGISTRY.model_for(opened.config).load()(opened.config)
+    checkpoint = quantise_in_situ(REGISTRY, opened, model, isq)
+    check(checkpoint, 2)
+    assert layouts(checkpoint) == {"int8" if isq == "int8" else "gguf"}
+    opened.weights.close()
+
+
+def test_blocks_that_are_wider_than_a_rank() -> None:
+    opened = open_checkpoint(REGISTRY, MODEL_FOLDER)
+    model: Model = REGISTRY.model_for(opened.config).load()(opened.config)
+    checkpoint = quantise_in_situ(REGISTRY, opened, model, "q4_k")
+    with pytest.raises(ConfigError, match=r"layers.5.o.*256 features in units of 256 .* 1 ranks"):
+        sharded(model, checkpoint.weights, 16, 0, 2)
+    opened.weights.close()
