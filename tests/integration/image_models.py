@@ -89,5 +89,10 @@ def logits(model: Any, ids: list[int], images: list[Any]) -> np.ndarray:
         given["pixel_values"] = torch.from_numpy(np.concatenate([one for one, _ in images]))
         given["image_grid_thw"] = torch.tensor([grid for _, grid in images])
     model.model.rope_deltas = None
-    found: np.ndarray = model(**given).logits[0].numpy()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where a machine is busy
+    try:
+        found: np.ndarray = model(**given).logits[0].numpy()
+    finally:
+        torch.set_num_threads(threads)
     return found

@@ -27,7 +27,7 @@ from ..null.images.pictures import (  # noqa: TID252 - no package to name
 from .image_models import END, PAD, PROCESSOR, START, image, logits, qwen3_vl, save
 
 ANSWER = 6
-BLOCK = 8
+BLOCK = 16
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +95,23 @@ class Passes:
 def config(folder: Path, **options: Any) -> EngineConfig:
     return EngineConfig(
         model=str(folder), dtype="float32", kv_cache_dtype="f32", block_size=BLOCK,
-        max_model_len=128, num_kv_blocks=64, **options,
+        max_model_len=128, num_kv_blocks=64, num_threads=1, **options,
     )  # fmt: skip
 
 
 CASES = {
-    "two images, one at a block's end": ([image(4, 6, 0), image(8, 2, 1)], 7),
+    "two images, one at a block's end": ([image(4, 6, 0), image(8, 2, 1)], 15),
     "an image over blocks": ([image(8, 8, 2)], 3),
     "equal images": ([image(2, 4, 3), image(2, 4, 3)], 4),
 }
 
 
-@pytest.mark.parametrize("budget", [64, 5])
-def test_answers(oracle: Any, folder: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend", "budget"), [("torch", 64), ("cpu", 64), ("cpu", 5)])
+def test_answers(
+    oracle: Any, folder: Path, backend: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "target_step_ms": None}
-    engine = InlineEngine(config(folder, backend="torch", **options))
+    engine = InlineEngine(config(folder, backend=backend, **options))
     try:
         passes = Passes(engine, monkeypatch)
         made, answers = [], []
@@ -135,7 +137,7 @@ def test_other_images_of_equal_size_are_no_hit(oracle: Any, folder: Path) -> Non
     try:
         for seed in (5, 6):
             images = [image(4, 8, seed)]
-            ids, starts = prompt(images, 11)
+            ids, starts = prompt(images, 19)
             output = run(engine, request(engine, ids, starts, images))[0]
             assert output.num_cached_tokens == (0 if seed == 5 else BLOCK)  # the text before it
             assert output.outputs[0].token_ids == wanted(oracle, ids, images)
@@ -143,11 +145,12 @@ def test_other_images_of_equal_size_are_no_hit(oracle: Any, folder: Path) -> Non
         engine.close()
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_features_are_made_again_once_others_needed_their_rows(
-    oracle: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    oracle: Any, folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"encoder_cache_memory": 0, "enable_prefix_caching": False}
-    engine = InlineEngine(config(folder, backend="torch", **options))
+    engine = InlineEngine(config(folder, backend=backend, **options))
     try:
         passes = Passes(engine, monkeypatch)
         assert engine._core._model.info.num_feature_rows == 128
@@ -190,7 +193,8 @@ def test_images_that_do_not_fit_their_prompt(folder: Path, wrong: str) -> None:
         engine.close()
 
 
-def test_a_chat_with_images(oracle: Any, folder: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_chat_with_images(oracle: Any, folder: Path, backend: str) -> None:
     """From a data URL to the answer: decoded, prepared, placed, seen."""
     pictures = [picture(40, 24, seed=1), picture(17, 33, seed=2)]
     parts: list[Any] = [{"type": "text", "text": "w5 w6"}]
@@ -200,7 +204,7 @@ def test_a_chat_with_images(oracle: Any, folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     given: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "f32", "num_kv_blocks": 32}
     wrong = [{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}]}]
-    with LLM(str(folder), backend="torch", max_model_len=200, **given) as llm:
+    with LLM(str(folder), backend=backend, max_model_len=200, **given) as llm:
         output = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)[0]
         with pytest.raises(InvalidRequestError, match="marks"):
             llm.chat(wrong, params, use_tqdm=False)

@@ -32,10 +32,11 @@ def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(oracle, tmp_path_factory.mktemp("qwen3_vl"))
 
 
-def load(folder: Path, backend: str) -> tuple[Any, Any]:
+def load(folder: Path, backend: str, **changes: Any) -> tuple[Any, Any]:
     checkpoint = open_checkpoint(REGISTRY, folder)
     model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
-    options = LoadOptions(dtype="f32", kv_cache_dtype="f32", max_model_len=128, num_kv_blocks=16)
+    given = {"dtype": "f32", "kv_cache_dtype": "f32", "max_model_len": 128, "num_kv_blocks": 16}
+    options = LoadOptions(**{**given, **changes})
     spec = REGISTRY.find(BackendSpec, backend)
     assert spec is not None
     return model, spec.load()().load(model, checkpoint.weights, options)
@@ -83,9 +84,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["numpy", "torch"])
-def test_logits(oracle: Any, folder: Path, backend: str) -> None:
-    model, loaded = load(folder, backend)
+@pytest.mark.parametrize(
+    ("backend", "eager"), [("numpy", False), ("torch", False), ("cpu", False), ("cpu", True)]
+)
+def test_logits(oracle: Any, folder: Path, backend: str, eager: bool) -> None:
+    model, loaded = load(folder, backend, enforce_eager=eager)
     try:
         for name, (images, chunks) in CASES.items():
             ids = [*prompt(images)[0], 11, 12]

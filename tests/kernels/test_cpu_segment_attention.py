@@ -3,13 +3,14 @@ not depend on the rows beside."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.ops.segment_attention import SegmentSpec
-from vllmx_core.plan import F32
+from vllmx_core.plan import F32, StepPlan
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.testing.harness import all_logprobs, log_softmax
 from vllmx_core.testing.plans import Row, make_plan
@@ -24,6 +25,7 @@ SPECS = {
     "grouped, rotated": SegmentSpec(4, 2, 64, 0.125, 32),
     "a window": SegmentSpec(2, 2, 32, 0.2, 32, interleaved=True, window=40),
     "head size 20": SegmentSpec(3, 3, 20, 0.25),
+    "head size 72, two axes": SegmentSpec(2, 2, 72, 0.12, 72, rope_axes=(0,) * 18 + (1,) * 18),
 }
 LIMITS = {"f32": 2e-5, "f16": 2e-2, "bf16": 2e-1}
 
@@ -58,6 +60,12 @@ def rows(lengths: tuple[int, ...]) -> list[Row]:
     return [Row(of[length][0], 0, of[length][1], "all") for length in lengths]
 
 
+def plan(lengths: tuple[int, ...]) -> StepPlan:
+    """Tokens turned by row and column of a square, where a rotation has axes."""
+    made = make_plan(rows(lengths), 16)
+    return replace(made, rope_positions=np.stack([made.positions // 18, made.positions % 18]))
+
+
 def options(dtype: str) -> LoadOptions:
     return LoadOptions(
         dtype=dtype, max_model_len=LONGEST, max_num_seqs=8, max_num_batched_tokens=sum(LENGTHS),
@@ -71,16 +79,16 @@ def options(dtype: str) -> LoadOptions:
 def test_rows_are_as_the_formula_says_and_alone_as_together(name: str, dtype: str) -> None:
     made, source = model(SPECS[name])
     oracle = ReferenceBackend().load(made, source, options("f64"))
-    expected = log_softmax(oracle.logits(make_plan(rows(LENGTHS), 16)))
+    expected = log_softmax(oracle.logits(plan(LENGTHS)))
     loaded = CpuBackend().load(made, source, options(dtype))
     try:
-        found = all_logprobs(loaded, make_plan(rows(LENGTHS), 16), VOCAB)
+        found = all_logprobs(loaded, plan(LENGTHS), VOCAB)
         np.testing.assert_allclose(found, expected, rtol=0, atol=LIMITS[dtype])
         parts = np.split(found, np.cumsum(LENGTHS)[:-1])
         for length, together in zip(LENGTHS, parts, strict=True):
-            alone: F32 = all_logprobs(loaded, make_plan(rows((length,)), 16), VOCAB)
+            alone: F32 = all_logprobs(loaded, plan((length,)), VOCAB)
             np.testing.assert_array_equal(alone, together)
-        backwards = all_logprobs(loaded, make_plan(rows(LENGTHS[::-1]), 16), VOCAB)
+        backwards = all_logprobs(loaded, plan(LENGTHS[::-1]), VOCAB)
         np.testing.assert_array_equal(backwards, np.concatenate(parts[::-1]))
     finally:
         loaded.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.features import feature_rows, feature_shapes
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
 from vllmx_core.memory import format_bytes, free_bytes
@@ -17,6 +19,7 @@ from vllmx_core.ops.op import Op
 from vllmx_core.weights import WeightSource
 
 from vllmx_cpu import native
+from vllmx_cpu.images import VxImages, allocate_features, allocate_turned
 from vllmx_cpu.kv_cache import allocate_pages
 from vllmx_cpu.loaded import CpuLoadedModel, RecordedStep
 from vllmx_cpu.lowering.site import Lowering
@@ -27,6 +30,7 @@ from vllmx_cpu.planning import LoadPlan, plan_load
 from vllmx_cpu.states import allocate_states
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import make_tape
+from vllmx_cpu.tower import CpuTower
 
 logger = logging.getLogger("vllmx.cpu")
 
@@ -70,22 +74,29 @@ class CpuBackend:
         lowering = Lowering(
             isa, weights, plan.segments, allocate_pages(plan.kv),
             allocate_states(model.shape.states, plan.kv.states), plan.kv.block_size, plan.kv.dtype,
-            allocate(plan.panel_bytes), allocate(plan.workspace_bytes),
+            allocate(plan.room.panel_bytes), allocate(plan.room.workspace_bytes), VxImages(),
+            allocate_turned(plan.fused.ops, plan.max_rows["T"]),
+            allocate_features(feature_shapes(model.shape, options)),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
         info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})
+        info = replace(info, num_feature_rows=feature_rows(model.shape, options))
         logger.info("loaded on %s with %s, %d threads", info.device, isa.name, threads)
         vocab_size = model.shape.vocab_size
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
         workspace = allocate(sampler_bytes)
+        tower = None if plan.tower is None else CpuTower(lowering, plan.tower)
         team = native.Team(threads)  # last: from here on there are threads to be ended
-        return CpuLoadedModel(info, team, lowering, vocab_size, workspace, recorded, plan.recorded)
+        return CpuLoadedModel(
+            info, team, lowering, vocab_size, workspace, recorded, plan.recorded, tower
+        )
 
 
 def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:
-    arena = allocate(plan.arena.num_bytes)
-    calls = lower_all(lowering, plan.fused.ops, plan.arena.offsets, arena.ctypes.data)
-    return RecordedStep(make_tape(calls), arena, plan.arena.offsets[plan.fused.logits])
+    offsets = plan.room.arena.offsets
+    arena = allocate(plan.room.arena.num_bytes)
+    calls = lower_all(lowering, plan.fused.ops, offsets, arena.ctypes.data)
+    return RecordedStep(make_tape(calls), arena, offsets[plan.fused.logits])
 
 
 def _info(
@@ -107,7 +118,7 @@ def _info(
         weight_bytes=weights.num_bytes,
         kv_cache_bytes=plan.kv.num_bytes,
         details=details
-        | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.activation_bytes)},
+        | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.room.num_bytes)},
         step_timeout_s=HOST_STEP_TIMEOUT_S,
         cache_windows=plan.kv.layout.windows,
         num_state_slots=plan.kv.states.num_slots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
 
+from vllmx_cpu.images import VxSee, see
+from vllmx_cpu.lowering.images import turns
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower
 from vllmx_cpu.memory import Bytes
@@ -19,6 +22,7 @@ from vllmx_cpu.native import Team
 from vllmx_cpu.sampling import SamplerCall
 from vllmx_cpu.structs import VxElementwise, VxJob, VxRecord, VxSampler, VxStep
 from vllmx_cpu.tape import Call, Tape, make_tape
+from vllmx_cpu.tower import CpuTower
 from vllmx_cpu.vectors import VectorsCall
 
 
@@ -43,8 +47,12 @@ class CpuLoadedModel:
         sampler_workspace: Bytes,
         recorded: RecordedStep | None,
         steps: OpList,
+        tower: CpuTower | None = None,
     ) -> None:
         self._info = info
+        self._tower = tower
+        self._last_pass: CpuStep | None = None
+        """Of the tower; it may still run."""
         self._team = team
         self._lowering = lowering
         self._vocab_size = vocab_size
@@ -71,11 +79,26 @@ class CpuLoadedModel:
             self._run_eagerly(step)
             self._end_eagerly(step, ending)
         else:
-            self._submit(step.job, self._recorded.tape.records, self._bound(ending))
+            records, opening = self._recorded.tape.records, self._opening(step)
+            self._submit(step.job, records, self._bound(ending), first=opening)
         step.ending = ending
         self._in_flight.add(step)
         self._last = step
         return step
+
+    def encode(self, plan: StepPlan) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`: a native job. At most one is in flight."""
+        assert self._tower is not None, "the model sees no images"
+        if self._last_pass is not None:
+            self._team.wait(self._last_pass.job)
+            self._last_pass = None
+        self._tower.make_room(plan)
+        step = CpuStep(self, plan, None)
+        if self._recorded is None:
+            EagerRun(self._tower.lowering, self._team, step).run(self._tower.ops)
+        else:
+            self._submit(step.job, self._tower.tape.records, first=self._opening(step))
+            self._last_pass = step
 
     def forward(self, plan: StepPlan) -> CpuStep:
         """See `vllmx_core.backend.LoadedModel.forward`: a native job for each half."""
@@ -84,7 +107,7 @@ class CpuLoadedModel:
         if self._recorded is None:
             self._run_eagerly(step)
         else:
-            self._submit(step.job, self._recorded.tape.records)
+            self._submit(step.job, self._recorded.tape.records, first=self._opening(step))
         self._in_flight.add_unsampled(step, plan)
         return step
 
@@ -122,27 +145,41 @@ class CpuLoadedModel:
         self._bind(ending, self._recorded.arena.ctypes.data + self._recorded.logits_offset)
         return VxRecord(self._end, ending.address, not self._steps.samples)
 
+    def _opening(self, step: CpuStep) -> list[VxRecord]:
+        """What comes before the tape."""
+        return [call.record for call in opening(self._lowering, step)]
+
     def _submit(
-        self, job: VxJob, forward: ctypes.Array[VxRecord] | tuple[()], *more: VxRecord
+        self,
+        job: VxJob,
+        forward: ctypes.Array[VxRecord] | tuple[()],
+        *more: VxRecord,
+        first: Sequence[VxRecord] = (),
     ) -> None:
-        records = (VxRecord * (len(forward) + len(more)))()
+        records = (VxRecord * (len(first) + len(forward) + len(more)))()
+        records[: len(first)] = list(first)
         if forward:
-            ctypes.memmove(records, forward, ctypes.sizeof(forward))
-        records[len(forward) :] = list(more)
+            place = ctypes.addressof(records) + len(first) * ctypes.sizeof(VxRecord)
+            ctypes.memmove(place, forward, ctypes.sizeof(forward))
+        records[len(first) + len(forward) :] = list(more)
         job.records = records  # which keeps them
         job.num_records = len(records)
         self._team.submit(job)
 
     def _run_eagerly(self, step: CpuStep) -> None:
         step.eager = EagerRun(self._lowering, self._team, step)
-        for op in self._steps.ops:
-            step.eager.op(op)
+        step.eager.run(self._steps)
 
     def _end_eagerly(self, step: CpuStep, ending: SamplerCall | VectorsCall) -> None:
         assert step.eager is not None, "the forward pass has run"
         self._bind(ending, step.eager.address(self._steps.logits))
         step.eager.call(Call("end", self._end, ending.struct, not self._steps.samples))
         step.eager = None
+
+    def seen(self, plan: StepPlan) -> VxSee | None:
+        """The plan's arrays for images, where ops read them."""
+        reads = self._tower is not None or self._lowering.turned
+        return see(plan, self._lowering.images) if reads else None
 
     def finish(self, step: CpuStep) -> None:
         """Waits for the oldest step in flight."""
@@ -157,8 +194,18 @@ class CpuLoadedModel:
     def close(self) -> None:
         self._team.close()  # runs what is queued, then joins the threads
         self._in_flight.close()
-        self._last = None
-        self._recorded = None
+        self._last = self._last_pass = None
+        self._recorded = self._tower = None
+
+
+_NOTHING: I32 = np.zeros((1, 0), np.int32)
+
+
+def opening(lowering: Lowering, step: CpuStep) -> list[Call]:
+    """What comes before a tape: the arrays of a step for images, where the model sees."""
+    if step.seen is None:
+        return []
+    return [Call("see", lowering.isa.op("see", VxSee), step.seen)]
 
 
 class CpuStep:
@@ -166,17 +213,19 @@ class CpuStep:
 
     def __init__(self, owner: CpuLoadedModel, plan: StepPlan, previous: CpuStep | None) -> None:
         self._owner = owner
+        self.seen = owner.seen(plan)
         self._arrays: dict[str, I32] = {
             name: np.array(getattr(plan, name), np.int32, order="C")
             for name in ("tokens", "positions", "query_start", "context_len", "logit_rows")
         }
         # One group after the other; a copy even where there is only one.
-        self._arrays["slots"] = np.concatenate(plan.slots)  # (G * T,)
-        self._arrays["block_tables"] = np.concatenate(plan.block_tables)  # (G * R, B)
+        self._arrays["slots"] = np.concatenate(plan.slots or (_NOTHING[0],))  # (G * T,)
+        tables = np.concatenate(plan.block_tables or (_NOTHING,))  # (G * R, B)
+        self._arrays["block_tables"] = tables
         for name in ("token_types", "state_from", "state_to"):
             if (given := getattr(plan, name)) is not None:
                 self._arrays[name] = np.array(given, np.int32, order="C")
-        width = self._arrays["block_tables"].shape[1]
+        width = tables.shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         shape = {"T": plan.num_tokens, "R": plan.num_rows, "L": plan.num_logit_rows}
         self.ending: SamplerCall | VectorsCall | None = None
@@ -226,6 +275,13 @@ class EagerRun:
     def address(self, value: Value) -> int:
         """Where a value lies."""
         return int(self._buffers[value].ctypes.data)
+
+    def run(self, steps: OpList) -> None:
+        """The whole pass."""
+        for call in (*opening(self._lowering, self._step), *turns(self._lowering)):
+            self.call(call)
+        for op in steps.ops:
+            self.op(op)
 
     def op(self, op: Op) -> None:
         """All calls of one op."""

@@ -148,10 +148,10 @@ class VxSegmentAttention(Structure):
     """Arguments of `segment_attention`; native/segment_attention.h."""
 
     _fields_ = [
-        ("qkv", c_void_p), ("out", c_void_p), ("rope", c_void_p), ("workspace", c_void_p),
-        ("workspace_bytes", c_size_t), ("num_heads", c_int32), ("num_kv_heads", c_int32),
-        ("head_size", c_int32), ("rotary_dim", c_int32), ("interleaved", c_int32),
-        ("dtype", c_int32), ("window", c_int32), ("scale", c_float),
+        ("qkv", c_void_p), ("out", c_void_p), ("rope", c_void_p), ("rope_rows", c_void_p),
+        ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("num_heads", c_int32),
+        ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_dim", c_int32),
+        ("interleaved", c_int32), ("dtype", c_int32), ("window", c_int32), ("scale", c_float),
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.segment_attention import SegmentAttention
 
+from vllmx_cpu.lowering.images import rotation
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.structs import (
     KV_DTYPES,
@@ -25,6 +26,7 @@ MAX_LATENT_ROW, MAX_HEADS = 1024, 1024
 def _attention(op: Attention, site: Site) -> list[Call]:
     spec, model = op.spec, site.model
     pages = model.pages[spec.layer]
+    rope, rope_rows = rotation(op.rope, spec.rope_axes, site)
     arguments = VxAttention(
         qkv=site.address(op.qkv),
         out=site.address(op.out),
@@ -41,7 +43,8 @@ def _attention(op: Attention, site: Site) -> list[Call]:
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         norm_eps=spec.norm_eps,
-        rope=site.vector(op.rope),
+        rope=rope,
+        rope_rows=rope_rows,
         q_norm=site.vector(op.q_norm),
         k_norm=site.vector(op.k_norm),
         sinks=site.vector(op.sinks),
@@ -104,10 +107,12 @@ def _has_pairs(op: SegmentAttention) -> bool:
 @OPS.add(SegmentAttention, when=_has_pairs)
 def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
     spec, model = op.spec, site.model
+    rope, rope_rows = rotation(op.rope, spec.rope_axes, site)
     arguments = VxSegmentAttention(
         qkv=site.address(op.qkv),
         out=site.address(op.out),
-        rope=site.vector(op.rope),
+        rope=rope,
+        rope_rows=rope_rows,
         workspace=model.workspace.ctypes.data,
         workspace_bytes=model.workspace.nbytes,
         num_heads=spec.num_heads,

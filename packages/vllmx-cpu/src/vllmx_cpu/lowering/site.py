@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.plan import F32
 
+from vllmx_cpu.images import Rotation, Turned, VxImages
 from vllmx_cpu.kv_cache import LayerPages
 from vllmx_cpu.memory import Bytes
 from vllmx_cpu.native import Isa
@@ -36,6 +38,15 @@ class Lowering:
     """Packed activations of the largest product; in use only inside one op."""
     workspace: Bytes
     """Of attention and experts; in use only inside one op."""
+    images: VxImages
+    """Of the step that runs, for models that see."""
+    turned: Mapping[Rotation, Turned]
+    features: tuple[F32, ...]
+    """(rows, E) of each part of the store."""
+
+    def vector(self, ref: WeightRef) -> int:
+        """The address of a vector or a constant."""
+        return int(self.weights.vectors[ref.name].ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class Site:
         """The address of a vector or a constant; None for none."""
         if ref is None:
             return None
-        return int(self.model.weights.vectors[ref.name].ctypes.data)
+        return self.model.vector(ref)
 
 
 Table = OpTable[Site, list[Call]]

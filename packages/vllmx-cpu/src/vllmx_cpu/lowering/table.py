@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value
 
-from vllmx_cpu.lowering import attention, experts, products, rows, states
+from vllmx_cpu.lowering import attention, experts, images, products, rows, states
 from vllmx_cpu.lowering.site import Address, Lowering, Site, Table
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
-for family in (products, rows, attention, experts, states):
+for family in (products, rows, attention, experts, states, images):
     OPS.include(family.OPS)
 
 
@@ -26,4 +26,7 @@ def lower_all(
     lowering: Lowering, ops: Sequence[Op], offsets: Mapping[Value, int], base: int
 ) -> list[Call]:
     """The recorded step over one buffer at address `base`."""
-    return [call for op in ops for call in lower(lowering, op, lambda value: base + offsets[value])]
+    calls = images.turns(lowering)
+    for op in ops:
+        calls += lower(lowering, op, lambda value: base + offsets[value])
+    return calls

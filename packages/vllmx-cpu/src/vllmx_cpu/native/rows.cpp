@@ -3,6 +3,7 @@
 //
 // Threads draw groups of rows from the shared counter; a row is computed by one thread in one order.
 #include "activation.h"
+#include "images.h"
 #include "row_loops.h"
 #include "simd.h"
 #include "unpack_blocks.h"
@@ -75,6 +76,33 @@ void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
   });
 }
 VX_OP(embedding, VxEmbedding)
+
+struct VxMix {
+  VxWeight w;              // (entries, E)
+  const VxImages* images;
+  float* y;                // (T, E)
+};
+
+// Each patch's weighted sum of a few rows of the table, in their order.
+void mix(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxMix& a = *(const VxMix*)args;
+  const VxImages& images = *a.images;
+  float* line = (float*)ctx->scratch;
+  const int32_t width = a.w.cols;
+  for_rows(step, ctx, [=, &a, &images](int32_t row) {
+    float* y = a.y + (size_t)row * width;
+    for_lanes(width, [=](int32_t i, int n) { store_some(y + i, zero(), n); });
+    for (int32_t k = 0; k < images.taps; ++k) {
+      const size_t at = (size_t)row * images.taps + k;
+      unpack_row(&a.w, images.table_rows[at], line);
+      const F32x16 share = splat(images.table_weights[at]);
+      for_lanes(width, [=](int32_t i, int n) {
+        store_some(y + i, fma(load_some(line + i, n), share, load_some(y + i, n)), n);
+      });
+    }
+  });
+}
+VX_OP(mix, VxMix)
 
 void rms_norm(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxNorm* a = (const VxNorm*)args;

@@ -63,7 +63,7 @@ void segment_attention(const void* args, const VxStep* given, VxCtx* ctx) {
   a.qkv = s.qkv, a.out = s.out, a.out_dtype = VX_F32;
   a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_size = s.head_size;
   a.rope = s.rope, a.rotary_dim = s.rotary_dim, a.interleaved = s.interleaved;
-  a.rope_rows = step.positions;
+  a.rope_rows = s.rope_rows ? s.rope_rows : step.positions;
   a.block_size = SegmentRoom::PAGE, a.kv_dtype = s.dtype;
   a.window = s.window, a.scale = s.scale;
   a.k_pages = base + room.keys, a.v_pages = base + room.values;

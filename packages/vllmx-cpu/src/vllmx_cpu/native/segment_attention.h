@@ -12,6 +12,7 @@ struct VxSegmentAttention {
   const float* qkv;        // (T, (H + 2K) * D)
   float* out;              // (T, H * D)
   const float* rope;       // (positions, rotary_dim) cos | sin, or null
+  const int32_t* rope_rows; // (T) rows of `rope`, or null: the positions
   void* workspace;         // vx_segment_workspace_bytes
   size_t workspace_bytes;
   int32_t num_heads, num_kv_heads, head_size, rotary_dim, interleaved;

@@ -1,0 +1,120 @@
+"""Ops of towers, the store of features, and rotations with axes."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_int32, c_void_p
+
+from vllmx_core.ops.keep import Keep
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.mix import Mix
+from vllmx_core.ops.patches import Patches
+from vllmx_core.ops.place import Place
+from vllmx_core.ops.values import WeightRef
+
+from vllmx_cpu.lowering.site import Lowering, Site, Table
+from vllmx_cpu.native import SCRATCH_BYTES
+from vllmx_cpu.structs import VxElementwise, VxWeight
+from vllmx_cpu.tape import Call
+
+OPS = Table("cpu")
+
+
+class VxTurn(Structure):
+    """Arguments of `turn`; native/images.cpp."""
+
+    _fields_ = [
+        ("images", c_void_p), ("table", c_void_p), ("axes", c_void_p), ("y", c_void_p),
+        ("half", c_int32),
+    ]  # fmt: skip
+
+
+class VxPatches(Structure):
+    """Arguments of `patches`; native/images.cpp."""
+
+    _fields_ = [("images", c_void_p), ("y", c_void_p), ("width", c_int32)]
+
+
+class VxMix(Structure):
+    """Arguments of `mix`; native/rows.cpp."""
+
+    _fields_ = [("w", VxWeight), ("images", c_void_p), ("y", c_void_p)]
+
+
+class VxMerge(Structure):
+    """Arguments of `merge`; native/images.cpp."""
+
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("width", c_int32), ("count", c_int32)]
+
+
+class VxFeatures(Structure):
+    """Arguments of `keep` and `place`; native/images.cpp."""
+
+    _fields_ = [
+        ("images", c_void_p), ("x", c_void_p), ("y", c_void_p), ("store", c_void_p),
+        ("width", c_int32), ("adds", c_int32),
+    ]  # fmt: skip
+
+
+def turns(model: Lowering) -> list[Call]:
+    """The calls in front of a tape: what rotations with axes turn its tokens by."""
+    calls = []
+    for turned in model.turned.values():
+        arguments = VxTurn(
+            ctypes.addressof(model.images), model.vector(turned.table),
+            turned.axes.ctypes.data, turned.values.ctypes.data, turned.axes.size,
+        )  # fmt: skip
+        calls.append(Call("turn", model.isa.op("turn", VxTurn), arguments))
+    return calls
+
+
+def rotation(
+    rope: WeightRef | None, axes: tuple[int, ...], site: Site
+) -> tuple[int | None, int | None]:
+    """The table that attention reads, and the row of it for each token: None for the positions."""
+    if rope is None or not axes:
+        return site.vector(rope), None
+    turned = site.model.turned[rope.name, axes]
+    return turned.values.ctypes.data, turned.rows.ctypes.data
+
+
+@OPS.add(Patches)
+def _patches(op: Patches, site: Site) -> list[Call]:
+    arguments = VxPatches(_images(site), site.address(op.out), op.out.width)
+    return [site.call(op, "patches", arguments)]
+
+
+@OPS.add(Mix, when=lambda op: op.out.width * 4 <= SCRATCH_BYTES)
+def _mix(op: Mix, site: Site) -> list[Call]:
+    matrix = site.model.weights.matrices[op.w.name]
+    arguments = VxMix(matrix.struct(), _images(site), site.address(op.out))
+    return [site.call(op, "mix", arguments)]
+
+
+@OPS.add(Merge)
+def _merge(op: Merge, site: Site) -> list[Call]:
+    x, y = site.address(op.x), site.address(op.out)
+    if op.kind == "join":  # rows beside each other lie in memory as they do below each other
+        copy = VxElementwise(x=x, y=y, width=op.x.width, factor=1.0)
+        return [site.call(op, "scale", copy)]
+    return [site.call(op, "merge", VxMerge(x, y, op.x.width, op.count))]
+
+
+@OPS.add(Keep)
+def _keep(op: Keep, site: Site) -> list[Call]:
+    store = site.model.features[op.part].ctypes.data
+    arguments = VxFeatures(_images(site), site.address(op.x), None, store, op.x.width, 0)
+    return [site.call(op, "keep", arguments)]
+
+
+@OPS.add(Place)
+def _place(op: Place, site: Site) -> list[Call]:
+    store = site.model.features[op.part].ctypes.data
+    arguments = VxFeatures(
+        _images(site), site.address(op.x), site.address(op.out), store, op.x.width, int(op.adds)
+    )
+    return [site.call(op, "place", arguments)]
+
+
+def _images(site: Site) -> int:
+    return ctypes.addressof(site.model.images)

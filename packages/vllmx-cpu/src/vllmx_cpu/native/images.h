@@ -1,0 +1,16 @@
+// What a step or a pass of a tower has beside VxStep, where a model sees images.
+//
+// Each submission begins with the op `see`, which puts the pointers of this step where the recorded ops look for
+// them: vllmx_core.plan.StepPlan's feature_rows and rope_positions, and PatchRows.
+#pragma once
+#include "vx.h"
+
+struct VxImages {
+  const int32_t* feature_rows;    // (T) row of the store, -1: none; null: all -1
+  const int32_t* rope_positions;  // (A, T), or null: the positions on all axes
+  const float* patches;           // (T, D)
+  const int32_t* table_rows;      // (T, taps)
+  const float* table_weights;     // (T, taps)
+  const int32_t* keep;            // (L) rows of the store
+  int32_t taps;
+};

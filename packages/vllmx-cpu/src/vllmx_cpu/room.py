@@ -1,0 +1,123 @@
+"""How much memory a pass over recorded ops needs beside weights and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllmx_core.arena import ArenaPlan, plan_arena
+from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.experts import Experts
+from vllmx_core.ops.gated_linear import GatedLinear
+from vllmx_core.ops.head import Head
+from vllmx_core.ops.latent_attention import LatentAttention
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import OpList
+from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.values import Rows
+
+from vllmx_cpu.lowering.attention import segment_dtype
+from vllmx_cpu.native import library
+from vllmx_cpu.packing import MatrixShape
+from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The largest pass."""
+
+    max_rows: Mapping[Rows, int]
+    """T and L."""
+    num_rows: int
+    """Sequences, or images of a tower."""
+    longest: int
+    """Tokens of one of them that others attend to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What it takes."""
+
+    arena: ArenaPlan
+    panel_bytes: int
+    workspace_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arena.num_bytes + self.panel_bytes + self.workspace_bytes
+
+
+def plan_room(
+    steps: OpList,
+    extent: Extent,
+    shapes: Mapping[str, MatrixShape],
+    num_threads: int,
+    kv_dtype: str,
+) -> Room:
+    """Sizes everything that the ops work in."""
+    arena = plan_arena(
+        steps.ops, lambda value: value.width * extent.max_rows[value.rows] * 4, [steps.logits]
+    )
+    return Room(
+        arena,
+        _panel_bytes(steps, extent.max_rows, shapes),
+        _workspace_bytes(steps, extent, num_threads, kv_dtype),
+    )
+
+
+def _panel_bytes(
+    steps: OpList, max_rows: Mapping[Rows, int], shapes: Mapping[str, MatrixShape]
+) -> int:
+    """Four bytes a column and fewer, in whole units; experts have many rows and a closer bound."""
+    largest = 0
+    for op in steps.ops:
+        if isinstance(op, Linear | GatedLinear | Head):
+            largest = max(largest, max_rows[op.out.rows] * (op.x.width // 256 + 1) * 1024)
+        elif isinstance(op, Experts):
+            rows = max_rows["T"] * op.ids.width
+            of_stacks = (
+                library().vx_panels_bytes(WEIGHT_KINDS[shape.kind], shape.cols, rows)
+                for shape in (shapes[op.gate_up.name], shapes[op.down.name])
+            )
+            largest = max(largest, *of_stacks)
+        elif isinstance(op, LatentAttention):
+            rows = library().vx_latent_rows(op.spec.num_heads, max_rows["T"])
+            of_heads = (
+                library().vx_panels_bytes(WEIGHT_KINDS[shape.kind], shape.cols, rows)
+                for shape in (shapes[op.k_b.name], shapes[op.v_b.name])
+            )
+            largest = max(largest, *of_heads)
+    return largest
+
+
+def _workspace_bytes(steps: OpList, extent: Extent, num_threads: int, kv_dtype: str) -> int:
+    largest, max_tokens = 0, extent.max_rows["T"]
+    for op in steps.ops:
+        if isinstance(op, Attention):
+            spec = op.spec
+            needed = library().vx_attention_workspace_bytes(
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_size,
+                extent.longest,
+                num_threads,
+            )
+        elif isinstance(op, LatentAttention):
+            latent = op.spec
+            needed = library().vx_latent_workspace_bytes(
+                latent.num_heads, latent.rank, latent.nope_size, latent.value_size,
+                extent.longest, num_threads,
+            )  # fmt: skip
+        elif isinstance(op, SegmentAttention):
+            needed = library().vx_segment_workspace_bytes(
+                op.spec.num_kv_heads, op.spec.head_size, max_tokens, extent.num_rows,
+                extent.longest, KV_DTYPES[segment_dtype(kv_dtype)],
+            )  # fmt: skip
+        elif isinstance(op, Experts):
+            needed = library().vx_experts_workspace_bytes(
+                max_tokens, op.ids.width, op.inner, op.x.width, op.gate_up.count, num_threads
+            )
+        else:
+            continue
+        largest = max(largest, int(needed))
+    return largest

@@ -1,0 +1,60 @@
+"""The tower of a loaded model: passes over images, with as much memory as the largest one needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllmx_core.plan import StepPlan
+
+from vllmx_cpu.images import allocate_turned
+from vllmx_cpu.lowering.site import Lowering
+from vllmx_cpu.lowering.table import lower_all
+from vllmx_cpu.memory import Bytes, allocate
+from vllmx_cpu.planning import TowerPlan
+from vllmx_cpu.tape import Tape, make_tape
+
+
+class CpuTower:
+    """Its tape over buffers of its own, which are made anew for a pass larger than those before:
+    pages that no pass has touched take no memory, so they may be twice as large as it.
+
+    Args:
+        lowering: of the model; weights and the store of features are common to both
+    """
+
+    def __init__(self, lowering: Lowering, plan: TowerPlan) -> None:
+        self.lowering, self.ops = lowering, plan.ops
+        self._plan = plan
+        self._num_patches = self._num_images = 0
+        self._arena: Bytes | None = None
+        self._tape: Tape | None = None
+
+    def make_room(self, plan: StepPlan) -> None:
+        """For a pass. None may be in flight. Raises CapacityError."""
+        patches, images = plan.num_tokens, plan.num_rows
+        if patches <= self._num_patches and images <= self._num_images:
+            return
+        patches = max(_power_of_two(patches), self._num_patches)
+        images = max(_power_of_two(images), self._num_images)
+        room = self._plan.room(patches, images)
+        self._num_patches = self._num_images = 0
+        self._tape = self._arena = None
+        self.lowering = replace(
+            self.lowering, panels=allocate(room.panel_bytes),
+            workspace=allocate(room.workspace_bytes),
+            turned=allocate_turned(self.ops.ops, patches),
+        )  # fmt: skip
+        self._arena = allocate(room.arena.num_bytes)
+        base = int(self._arena.ctypes.data)
+        self._tape = make_tape(lower_all(self.lowering, self.ops.ops, room.arena.offsets, base))
+        self._num_patches, self._num_images = patches, images
+
+    @property
+    def tape(self) -> Tape:
+        """Of the largest pass so far."""
+        assert self._tape is not None, "make_room came first"
+        return self._tape
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
