@@ -11,7 +11,7 @@ from vllmx_core.ops.route import RouteSpec
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.mamba import MambaMixer
-from vllmx_models.blocks.moe import MoE, Router, StackedExperts
+from vllmx_models.blocks.moe import EachExpert, MoE, Router, StackedExperts
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import (
@@ -21,13 +21,28 @@ from vllmx_models.decoder_config import (
     layer_ropes,
     num_layers,
 )
-from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS
+from vllmx_models.gguf.architecture import (
+    DECODER_TENSORS,
+    INTERLEAVED,
+    GGUFArchitecture,
+    experts_config,
+)
+from vllmx_models.gguf.hybrids import (
+    KV_HEADS,
+    alike,
+    has_tensor,
+    mamba_tensors,
+    of_each_layer,
+)
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS, granite_config
 from vllmx_models.hybrid_config import dt_limits, hybrid_layers, layer_kinds
-from vllmx_models.moe_config import EXPERT_KEYS, chosen_experts, experts_spec
+from vllmx_models.moe_config import EXPERT_KEYS, SPLIT, chosen_experts, experts_spec
 
 KINDS = ("linear_attention", "full_attention", "mamba", "attention")
 """The last two are the names that published files have."""
 SHARED = MLPNames("shared_mlp", down="output_linear", gate_up="input_linear")
+APART = MLPNames("shared_mlp", down="output_linear")
 HONOURED = ("attention_bias", "layer_types", "position_embedding_type", *EXPERT_KEYS, *MULTIPLIERS)
 DEFAULTS: Mapping[str, Any] = {
     "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
@@ -70,7 +85,9 @@ def granitemoehybrid(config: Mapping[str, Any]) -> Decoder:
 
 
 def _feed_forward(read: ConfigReader) -> FeedForward:
-    shared = DenseMLP(read.integer("shared_intermediate_size"), read.activation(), names=SHARED)
+    split = read.flag(SPLIT, False)
+    inner, names = read.integer("shared_intermediate_size"), APART if split else SHARED
+    shared = DenseMLP(inner, read.activation(), names=names)
     count = read.integer("num_local_experts", low=0, high=1 << 14)
     if not count:
         return shared
@@ -79,7 +96,7 @@ def _feed_forward(read: ConfigReader) -> FeedForward:
         read.integer("intermediate_size"),
         Router(RouteSpec(chosen_experts(read, count), renormalise=True), "router.layer"),
         experts_spec(read),
-        StackedExperts("input_linear.weight", "output_linear.weight"),
+        EachExpert() if split else StackedExperts("input_linear.weight", "output_linear.weight"),
         shared=shared,
         module="block_sparse_moe",
     )
@@ -111,3 +128,61 @@ def _mamba(read: ConfigReader) -> MambaMixer:
         dt_min=low,
         dt_max=high,
     )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """A layer without key/value heads is Mamba-2; gates lie apart."""
+    config = granite_config(alike(header, KV_HEADS), "expert_count")
+    heads, inner = header.integer("ssm.time_step_rank"), header.integer("ssm.inner_size")
+    dense, shared = config["intermediate_size"], "expert_shared_feed_forward_length"
+    experts = {"num_local_experts": 0, "shared_intermediate_size": dense}
+    if header.integer("expert_count", 0, low=0):
+        found = experts_config(header)
+        experts = {
+            "num_local_experts": found["num_experts"],
+            "num_experts_per_tok": found["num_experts_per_tok"],
+            "intermediate_size": found["moe_intermediate_size"],
+            "shared_intermediate_size": header.integer(shared),
+        }
+    return {
+        **config,
+        **experts,
+        SPLIT: True,
+        "layer_types": [KINDS[2 + (kv > 0)] for kv in of_each_layer(header, KV_HEADS)],
+        "position_embedding_type": "rope"
+        if header.flag("rope.scaling.finetuned", False)
+        else "nope",
+        "attention_bias": has_tensor(header, "attn_q.bias"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // config["hidden_size"],
+        "mamba_n_groups": header.integer("ssm.group_count"),
+        "mamba_d_state": header.integer("ssm.state_size"),
+        "mamba_d_conv": header.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": has_tensor(header, "ssm_conv1d.bias"),
+        "mamba_proj_bias": has_tensor(header, "ssm_in.bias"),
+    }
+
+
+_LAYER = "model.layers.{}"
+_EXPERTS, _SHARED = f"{_LAYER}.block_sparse_moe", f"{_LAYER}.shared_mlp"
+GGUF = GGUFArchitecture(
+    "GraniteMoeHybridForCausalLM",
+    {
+        **DECODER_TENSORS,
+        **mamba_tensors(f"{_LAYER}.mamba"),
+        "blk.{}.ffn_gate": f"{_SHARED}.gate_proj",
+        "blk.{}.ffn_up": f"{_SHARED}.up_proj",
+        "blk.{}.ffn_down": f"{_SHARED}.output_linear",
+        "blk.{}.ffn_gate_shexp": f"{_SHARED}.gate_proj",
+        "blk.{}.ffn_up_shexp": f"{_SHARED}.up_proj",
+        "blk.{}.ffn_down_shexp": f"{_SHARED}.output_linear",
+        "blk.{}.ffn_gate_inp": f"{_EXPERTS}.router.layer",
+        "blk.{}.ffn_gate_exps": f"{_EXPERTS}.experts.{{}}.gate_proj",
+        "blk.{}.ffn_up_exps": f"{_EXPERTS}.experts.{{}}.up_proj",
+        "blk.{}.ffn_down_exps": f"{_EXPERTS}.experts.{{}}.down_proj",
+    },
+    interleaved=INTERLEAVED,
+    config=_gguf_config,
+    decays=("blk.{}.ssm_a",),
+)

@@ -23,6 +23,9 @@ from vllmx_models.decoder_config import (
     layer_ropes,
     num_layers,
 )
+from vllmx_models.gguf.architecture import GGUFArchitecture, decoder_config, experts_config
+from vllmx_models.gguf.hybrids import KV_HEADS, alike, has_tensor, of_each_layer
+from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.hybrid_config import hybrid_layers, layer_kinds
 from vllmx_models.moe_config import EXPERT_KEYS, chosen_experts, layer_numbers, num_experts
 
@@ -111,3 +114,66 @@ def _experts(read: ConfigReader) -> MoE:
         tensors=EachExpert("w1", "w3", "w2"),
         module="feed_forward",
     )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """A layer without key/value heads is a convolution."""
+    config = decoder_config(alike(header, KV_HEADS), "expert_count")
+    kinds = [KINDS[heads > 0] for heads in of_each_layer(header, KV_HEADS)]
+    found = {
+        **config,
+        "layer_types": kinds,
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": header.integer("shortconv.l_cache"),
+        "conv_bias": has_tensor(header, "shortconv.conv.bias"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    return found | _gguf_experts(header) if header.has("expert_count") else found
+
+
+def _gguf_experts(header: GGUFHeader) -> dict[str, Any]:
+    if header.integer("expert_gating_func", 2) != 2:
+        raise header.error("expert_gating_func", "must be 2, sigmoid")
+    return {
+        **experts_config(header),
+        "num_dense_layers": header.integer("leading_dense_block_count", 0, low=0),
+        "use_expert_bias": has_tensor(header, "exp_probs_b.bias"),
+        "norm_topk_prob": header.flag("expert_weights_norm", True),
+        "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
+    }
+
+
+_LAYER = "model.layers.{}"
+_TENSORS: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm",  # its name in newer files
+    "output": "lm_head",
+    "blk.{}.attn_norm": f"{_LAYER}.operator_norm",
+    "blk.{}.attn_q": f"{_LAYER}.self_attn.q_proj",
+    "blk.{}.attn_k": f"{_LAYER}.self_attn.k_proj",
+    "blk.{}.attn_v": f"{_LAYER}.self_attn.v_proj",
+    "blk.{}.attn_output": f"{_LAYER}.self_attn.out_proj",
+    "blk.{}.attn_q_norm": f"{_LAYER}.self_attn.q_layernorm",
+    "blk.{}.attn_k_norm": f"{_LAYER}.self_attn.k_layernorm",
+    "blk.{}.shortconv.conv": f"{_LAYER}.conv.conv",
+    "blk.{}.shortconv.in_proj": f"{_LAYER}.conv.in_proj",
+    "blk.{}.shortconv.out_proj": f"{_LAYER}.conv.out_proj",
+    "blk.{}.ffn_norm": f"{_LAYER}.ffn_norm",
+    "blk.{}.ffn_gate": f"{_LAYER}.feed_forward.w1",
+    "blk.{}.ffn_up": f"{_LAYER}.feed_forward.w3",
+    "blk.{}.ffn_down": f"{_LAYER}.feed_forward.w2",
+}
+GGUF = GGUFArchitecture("Lfm2ForCausalLM", _TENSORS, config=_gguf_config)
+GGUF_MOE = GGUFArchitecture(
+    "Lfm2MoeForCausalLM",
+    {
+        **_TENSORS,
+        "blk.{}.ffn_gate_inp": f"{_LAYER}.feed_forward.gate",
+        "blk.{}.ffn_gate_exps": f"{_LAYER}.feed_forward.experts.{{}}.w1",
+        "blk.{}.ffn_up_exps": f"{_LAYER}.feed_forward.experts.{{}}.w3",
+        "blk.{}.ffn_down_exps": f"{_LAYER}.feed_forward.experts.{{}}.w2",
+        "blk.{}.exp_probs_b.bias": f"{_LAYER}.feed_forward.expert_bias",
+    },
+    config=_gguf_config,
+)

@@ -17,7 +17,23 @@ from vllmx_models.blocks.norms import LayerNorms, Norm
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, LayerSpec, ModelNames
 from vllmx_models.decoder_config import attention_mixer, decoder_spec, head_size
-from vllmx_models.deepseek import sigmoid_router
+from vllmx_models.deepseek import CHOICE_BIAS, sigmoid_router
+from vllmx_models.gguf.architecture import (
+    INTERLEAVED,
+    GGUFArchitecture,
+    decoder_config,
+    experts_config,
+)
+from vllmx_models.gguf.hybrids import (
+    INNER,
+    KV_HEADS,
+    NEXT_TOKENS,
+    alike,
+    has_tensor,
+    mamba_tensors,
+    of_each_layer,
+)
+from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.hybrid_config import layer_kinds
 from vllmx_models.moe_config import EXPERT_KEYS, num_experts
 
@@ -130,3 +146,87 @@ def _experts(read: ConfigReader, bias: bool) -> MoE:
         latent=latent,
         module="mixer",
     )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    """A layer has key/value heads, or a feed-forward, or is Mamba-2; behind the others lie layers
+    of multi-token prediction."""
+    config = decoder_config(alike(header, KV_HEADS, INNER), "expert_count", "nextn_predict_layers")
+    moe, extra = header.has("expert_count"), header.integer("nextn_predict_layers", 0, low=0)
+    feeds = "moe" if moe else "mlp"
+    kinds = [
+        "full_attention" if heads else feeds if inner else "linear_attention"
+        for heads, inner in zip(
+            of_each_layer(header, KV_HEADS), of_each_layer(header, INNER), strict=True
+        )
+    ]
+    heads = header.integer("ssm.time_step_rank")
+    return {
+        **config,
+        **(_gguf_experts(header) if moe else {}),
+        "num_hidden_layers": len(kinds) - extra,
+        "layers_block_type": kinds[: len(kinds) - extra],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": heads,
+        "mamba_head_dim": header.integer("ssm.inner_size") // heads,
+        "n_groups": header.integer("ssm.group_count"),
+        "ssm_state_size": header.integer("ssm.state_size"),
+        "conv_kernel": header.integer("ssm.conv_kernel"),
+        "use_conv_bias": has_tensor(header, "ssm_conv1d.bias"),
+        "use_bias": has_tensor(header, "ssm_in.bias"),
+        "mlp_bias": has_tensor(header, "ffn_up.bias"),
+    }
+
+
+def _gguf_experts(header: GGUFHeader) -> dict[str, Any]:
+    if header.integer("expert_gating_func", 2) != 2:
+        raise header.error("expert_gating_func", "must be 2, sigmoid")
+    found = experts_config(alike(header, INNER))
+    return {
+        "n_routed_experts": found["num_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": found["shared_expert_intermediate_size"],
+        "moe_latent_size": header.integer("moe_latent_size")
+        if header.has("moe_latent_size")
+        else None,
+        "norm_topk_prob": header.flag("expert_weights_norm", True),
+        "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
+        "n_group": header.integer("expert_group_count", 1),
+        "topk_group": header.integer("expert_group_used_count", 1),
+    }
+
+
+_LAYER = "backbone.layers.{}"
+_MIXER = f"{_LAYER}.mixer"
+GGUF = GGUFArchitecture(
+    "NemotronHForCausalLM",
+    {
+        **mamba_tensors(_MIXER),
+        **NEXT_TOKENS,
+        "token_embd": "backbone.embeddings",
+        "output_norm": "backbone.norm_f",
+        "output": "lm_head",
+        "blk.{}.attn_norm": f"{_LAYER}.norm",
+        "blk.{}.post_attention_norm": f"{_LAYER}.nextn.norm",
+        "blk.{}.attn_q": f"{_MIXER}.q_proj",
+        "blk.{}.attn_k": f"{_MIXER}.k_proj",
+        "blk.{}.attn_v": f"{_MIXER}.v_proj",
+        "blk.{}.attn_output": f"{_MIXER}.o_proj",
+        "blk.{}.ffn_up": f"{_MIXER}.up_proj",
+        "blk.{}.ffn_down": f"{_MIXER}.down_proj",
+        "blk.{}.ffn_gate_inp": f"{_MIXER}.gate",
+        "blk.{}.exp_probs_b.bias": f"{_MIXER}.{CHOICE_BIAS}",
+        "blk.{}.ffn_up_exps": f"{_MIXER}.experts.{{}}.up_proj",
+        "blk.{}.ffn_down_exps": f"{_MIXER}.experts.{{}}.down_proj",
+        "blk.{}.ffn_up_shexp": f"{_MIXER}.shared_experts.up_proj",
+        "blk.{}.ffn_down_shexp": f"{_MIXER}.shared_experts.down_proj",
+        "blk.{}.ffn_latent_down": f"{_MIXER}.fc1_latent_proj",
+        "blk.{}.ffn_latent_up": f"{_MIXER}.fc2_latent_proj",
+    },
+    interleaved=INTERLEAVED,
+    config=_gguf_config,
+    decays=("blk.{}.ssm_a",),
+)
+"""Files of models with experts have an architecture of their own, of the same names."""

@@ -14,16 +14,19 @@ from vllmx_models.blocks.recurrent import DeltaNames
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, ModelNames
 from vllmx_models.decoder_config import dense_mlp, num_layers
-from vllmx_models.gguf.architecture import (
-    DECODER_TENSORS,
-    EXPERT_TENSORS,
-    HEAD_NORM_TENSORS,
-    GGUFArchitecture,
-    decoder_config,
-    experts_config,
-)
+from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.qwen3_next import DEFAULTS, HONOURED, gated_moe, qwen_hybrid
+from vllmx_models.qwen3_next import (
+    CONVERTED,
+    DEFAULTS,
+    DELTA_TENSORS,
+    HONOURED,
+    LINEAR,
+    SHARED_EXPERT_TENSORS,
+    delta_config,
+    gated_moe,
+    qwen_hybrid,
+)
 from vllmx_models.text_config import has_text_config, text_config
 
 logger = logging.getLogger("vllmx.models")
@@ -73,57 +76,15 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     """Heads lie so that head h reads key head h % Hk."""
-    config = decoder_config(header, "expert_count", "rope.dimension_sections")
-    heads, size = header.integer("ssm.time_step_rank"), config["head_dim"]
-    experts = experts_config(header) if header.has("expert_count") else {}
-    return {
-        **config,
-        **experts,
-        "partial_rotary_factor": header.integer("rope.dimension_count", size) / size,
-        "full_attention_interval": header.integer("full_attention_interval", 4),
-        "linear_num_value_heads": heads,
-        "linear_num_key_heads": header.integer("ssm.group_count"),
-        "linear_key_head_dim": header.integer("ssm.state_size"),
-        "linear_value_head_dim": header.integer("ssm.inner_size") // heads,
-        "linear_conv_kernel_dim": header.integer("ssm.conv_kernel"),
-        "vllmx_tiled_heads": True,
-    }
+    return delta_config(header, "rope.dimension_sections") | {"vllmx_tiled_heads": True}
 
 
-_LINEAR = "model.layers.{}.linear_attn"
-_SHARED = "model.layers.{}.mlp.shared_expert"
 _TENSORS = {
-    **{name: ours for name, ours in DECODER_TENSORS.items() if name != "blk.{}.ffn_norm"},
-    **HEAD_NORM_TENSORS,
-    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.attn_qkv": f"{_LINEAR}.in_proj_qkv",
-    "blk.{}.attn_gate": f"{_LINEAR}.in_proj_z",
-    "blk.{}.ssm_alpha": f"{_LINEAR}.in_proj_a",
-    "blk.{}.ssm_beta": f"{_LINEAR}.in_proj_b",
-    "blk.{}.ssm_conv1d": f"{_LINEAR}.conv1d",
-    "blk.{}.ssm_a": f"{_LINEAR}.A_log",
-    "blk.{}.ssm_dt.bias": f"{_LINEAR}.dt_bias",
-    "blk.{}.ssm_norm": f"{_LINEAR}.norm",
-    "blk.{}.ssm_out": f"{_LINEAR}.out_proj",
+    **DELTA_TENSORS,
+    "blk.{}.ssm_alpha": f"{LINEAR}.in_proj_a",
+    "blk.{}.ssm_beta": f"{LINEAR}.in_proj_b",
 }
-GGUF = GGUFArchitecture(
-    "Qwen3_5ForCausalLM",
-    _TENSORS,
-    config=_gguf_config,
-    norm_offset=1.0,
-    plain_norms=("blk.{}.ssm_norm",),
-    decays=("blk.{}.ssm_a",),
-)
+GGUF = GGUFArchitecture("Qwen3_5ForCausalLM", _TENSORS, config=_gguf_config, **CONVERTED)
 GGUF_MOE = replace(
-    GGUF,
-    architecture="Qwen3_5MoeForCausalLM",
-    tensors={
-        **_TENSORS,
-        **EXPERT_TENSORS,
-        "blk.{}.ffn_gate_inp_shexp": f"{_SHARED}_gate",
-        "blk.{}.ffn_gate_shexp": f"{_SHARED}.gate_proj",
-        "blk.{}.ffn_up_shexp": f"{_SHARED}.up_proj",
-        "blk.{}.ffn_down_shexp": f"{_SHARED}.down_proj",
-    },
-    config=_gguf_config,
+    GGUF, architecture="Qwen3_5MoeForCausalLM", tensors={**_TENSORS, **SHARED_EXPERT_TENSORS}
 )

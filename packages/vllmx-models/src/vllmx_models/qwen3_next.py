@@ -21,6 +21,16 @@ from vllmx_models.decoder_config import (
     num_layers,
     rms,
 )
+from vllmx_models.gguf.architecture import (
+    DECODER_TENSORS,
+    EXPERT_TENSORS,
+    HEAD_NORM_TENSORS,
+    GGUFArchitecture,
+    decoder_config,
+    experts_config,
+)
+from vllmx_models.gguf.hybrids import NEXT_TOKENS
+from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.hybrid_config import hybrid_layers, layer_kinds
 from vllmx_models.moe_config import EXPERT_KEYS, layer_numbers
 from vllmx_models.qwen2_moe import SHARED, qwen_moe
@@ -100,3 +110,62 @@ def delta_mixer(read: ConfigReader, names: DeltaNames) -> DeltaMixer:
         tiled=read.flag("vllmx_tiled_heads", False),
         names=names,
     )
+
+
+def delta_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
+    """The keys of config.json; layers of multi-token prediction are counted among the others."""
+    config = decoder_config(header, "expert_count", "nextn_predict_layers", *honoured)
+    heads, size = header.integer("ssm.time_step_rank"), config["head_dim"]
+    experts = experts_config(header) if header.has("expert_count") else {}
+    extra = header.integer("nextn_predict_layers", 0, low=0)
+    return {
+        **config,
+        **experts,
+        "num_hidden_layers": header.integer("block_count") - extra,
+        "partial_rotary_factor": header.integer("rope.dimension_count", size) / size,
+        "full_attention_interval": header.integer("full_attention_interval", 4),
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": header.integer("ssm.group_count"),
+        "linear_key_head_dim": header.integer("ssm.state_size"),
+        "linear_value_head_dim": header.integer("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": header.integer("ssm.conv_kernel"),
+    }
+
+
+LINEAR = "model.layers.{}.linear_attn"
+_SHARED = "model.layers.{}.mlp.shared_expert"
+DELTA_TENSORS: Mapping[str, str] = {
+    **{name: ours for name, ours in DECODER_TENSORS.items() if name != "blk.{}.ffn_norm"},
+    **HEAD_NORM_TENSORS,
+    **NEXT_TOKENS,
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.attn_qkv": f"{LINEAR}.in_proj_qkv",
+    "blk.{}.attn_gate": f"{LINEAR}.in_proj_z",
+    "blk.{}.ssm_conv1d": f"{LINEAR}.conv1d",
+    "blk.{}.ssm_a": f"{LINEAR}.A_log",
+    "blk.{}.ssm_dt.bias": f"{LINEAR}.dt_bias",
+    "blk.{}.ssm_norm": f"{LINEAR}.norm",
+    "blk.{}.ssm_out": f"{LINEAR}.out_proj",
+}
+SHARED_EXPERT_TENSORS: Mapping[str, str] = {
+    **EXPERT_TENSORS,
+    "blk.{}.ffn_gate_inp_shexp": f"{_SHARED}_gate",
+    "blk.{}.ffn_gate_shexp": f"{_SHARED}.gate_proj",
+    "blk.{}.ffn_up_shexp": f"{_SHARED}.up_proj",
+    "blk.{}.ffn_down_shexp": f"{_SHARED}.down_proj",
+}
+CONVERTED: Mapping[str, Any] = {
+    "norm_offset": 1.0, "plain_norms": ("blk.{}.ssm_norm",), "decays": ("blk.{}.ssm_a",),
+}  # fmt: skip
+"""What files have otherwise than the originals."""
+GGUF = GGUFArchitecture(
+    "Qwen3NextForCausalLM",
+    {
+        **DELTA_TENSORS,
+        **SHARED_EXPERT_TENSORS,
+        "blk.{}.ssm_in": f"{LINEAR}.in_proj_qkvz",  # of older files, in place of two
+        "blk.{}.ssm_ba": f"{LINEAR}.in_proj_ba",
+    },
+    config=delta_config,
+    **CONVERTED,
+)

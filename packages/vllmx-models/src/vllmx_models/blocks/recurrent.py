@@ -7,19 +7,27 @@ and the taps, in this order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
 from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
-from vllmx_models.blocks.layer import LayerNames, LayerScope, linear, part, vector
+from vllmx_models.blocks.layer import (
+    LayerNames,
+    LayerScope,
+    linear,
+    packed_parts,
+    part,
+    vector,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNames:
     """Modules of a gated delta net in the checkpoint. `in_proj_qkvz` and `in_proj_ba`, where they
-    are set, hold for each key head its rows of q, k, v and z, and those of b and a."""
+    are set, hold for each key head its rows of q, k, v and z, and those of b and a; the former may
+    be absent, where q, k and v lie one below the other and z apart."""
 
     module: str = "linear_attn"
     qkv: str = "in_proj_qkv"
@@ -99,8 +107,13 @@ class DeltaMixer:
             )
         shared = heads // self.num_key_heads
         values = shared * self.value_size
-        q, k, v, z = _runs(
-            f"{theirs}.{names.qkvz}", self.num_key_heads, (keys, keys, values, values)
+        together = _runs(f"{theirs}.{names.qkvz}", self.num_key_heads, (keys, keys, values, values))
+        apart = (
+            *packed_parts(f"{theirs}.{names.qkv}", (all_keys, all_keys, width), False),
+            part(f"{theirs}.{names.z}", width, False),
+        )
+        q, k, v, z = (
+            replace(one, alternatives=(other,)) for one, other in zip(together, apart, strict=True)
         )
         b, a = _runs(f"{theirs}.{names.ba}", self.num_key_heads, (shared, shared))
         return ("qkv", (q, k, v)), ("z", (z,)), ("a", (a,)), ("b", (b,))

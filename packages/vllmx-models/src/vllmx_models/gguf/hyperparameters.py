@@ -99,13 +99,13 @@ class GGUFHeader:
             raise self.error(key, "must be true or false")
         return value
 
-    def integers(self, key: str, length: int) -> list[int]:
-        """An array with an integer above 0 for each layer, or one for all."""
+    def integers(self, key: str, length: int, *, low: int = 1) -> list[int]:
+        """An array with an integer for each layer, none below `low`, or one for all."""
         value = self._value(key, _ABSENT)
         if not isinstance(value, np.ndarray):
-            return [self.integer(key)] * length
-        if value.dtype.kind not in "iu" or len(value) != length or (value < 1).any():
-            raise self.error(key, f"must be {length} integers above 0")
+            return [self.integer(key, low=low)] * length
+        if value.dtype.kind not in "iu" or len(value) != length or (value < low).any():
+            raise self.error(key, f"must be {length} integers of at least {low}")
         return [int(one) for one in value]
 
     def flags(self, key: str, length: int) -> list[bool]:

@@ -6,6 +6,7 @@ experts always are: (X, rows, columns), which is cut into the weights of each.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = {
 """The same of experts: in each of them, the rows of one and then of the other."""
 ONE_ROW = ("blk.{}.ffn_gate_inp_shexp",)
 """Matrices of one row, which files have as vectors."""
+_VECTORS = ("blk.{}.ssm_a", "blk.{}.ssm_d", "blk.{}.ssm_norm")
+"""Vectors, which files may have as matrices."""
 MOST_EXPERTS = 1 << 14
 
 
@@ -111,6 +114,8 @@ def _weights(
     for piece, place in zip(pieces, _cut(whole, list(pieces.values())), strict=True):
         name = _known(file, info, table, piece, suffix).format(layer)
         shape = (1, *place.shape) if piece in ONE_ROW and len(place.shape) == 1 else place.shape
+        if piece in _VECTORS:
+            shape = (math.prod(shape),)
         group = table.interleaved.get(piece)
         count = None if group is None else heads.count(group)
         if count is not None and (shape[0] % (2 * count) or not _has_rows(info)):
