@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from vllmx_engine.images.processor import levels_of
 
 PAD, START, END = 90, 91, 92
 """Tokens of the tiny vocabulary: an image's, and those around it."""
@@ -73,11 +74,19 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
+LEVELS = levels_of(PROCESSOR)
+
+
 def image(rows: int, columns: int, seed: int) -> tuple[np.ndarray, tuple[int, int, int]]:
     """Patches and grid of an image that is made up."""
     random = np.random.default_rng(seed)
-    size = (rows * columns, 3 * 2 * 4 * 4)
-    return random.normal(size=size).astype(np.float32), (1, rows, columns)
+    greys = random.integers(0, 256, (rows * columns, 3 * 2 * 4 * 4))
+    return LEVELS[0][greys], (1, rows, columns)
+
+
+def grey(patches: np.ndarray) -> np.ndarray:
+    """The levels that such patches stand for."""
+    return np.searchsorted(LEVELS[0], patches).astype(np.uint8)
 
 
 @torch.inference_mode()

@@ -13,18 +13,18 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.sampling import SamplingParams
+from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.client.request import Request
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.llm import LLM
-from vllmx_engine.wire.messages import ImageInput
 
 from ..null.images.pictures import (  # noqa: TID252 - no package to name
     data_url,
     picture,
     stored,
 )
-from .image_models import END, PAD, PROCESSOR, START, image, logits, qwen3_vl, save
+from .image_models import END, LEVELS, PAD, PROCESSOR, START, grey, image, logits, qwen3_vl, save
 
 ANSWER = 6
 BLOCK = 16
@@ -60,11 +60,8 @@ def wanted(oracle: Any, ids: list[int], images: list[Any]) -> list[int]:
 def request(engine: InlineEngine, ids: list[int], starts: list[int], images: list[Any]) -> Request:
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     made = engine.builder.build(ids, params)
-    prepared = [PreparedImage.of(rows, grid, len(rows) // 4) for rows, grid in images]
-    inputs = [
-        ImageInput(start, one.num_tokens, one.digest, one.grid, one.patches.tobytes())
-        for start, one in zip(starts, prepared, strict=True)
-    ]
+    prepared = [PreparedImage.of(grey(rows), LEVELS, grid, len(rows) // 4) for rows, grid in images]
+    inputs = [image_input(start, one) for start, one in zip(starts, prepared, strict=True)]
     core = [msgspec.structs.replace(one, images=inputs) for one in made.core]
     return replace(made, core=core)
 
@@ -106,7 +103,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("backend", "budget"), [("torch", 64), ("cpu", 64), ("cpu", 5)])
+@pytest.mark.parametrize(
+    ("backend", "budget"), [("torch", 64), ("cpu", 64), ("cpu", 5), ("metal", 64)]
+)
 def test_answers(
     oracle: Any, folder: Path, backend: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +170,7 @@ def test_features_are_made_again_once_others_needed_their_rows(
         engine.close()
 
 
-@pytest.mark.parametrize("wrong", ["start", "count", "grid", "bytes", "order"])
+@pytest.mark.parametrize("wrong", ["start", "count", "grid", "bytes", "levels", "order"])
 def test_images_that_do_not_fit_their_prompt(folder: Path, wrong: str) -> None:
     engine = InlineEngine(config(folder, backend="numpy"))
     try:
@@ -181,7 +180,8 @@ def test_images_that_do_not_fit_their_prompt(folder: Path, wrong: str) -> None:
         first, second = made.core[0].images
         change: dict[str, Any] = {
             "start": {"start": 200}, "count": {"num_tokens": 2}, "grid": {"grid": (1, 2, 3)},
-            "bytes": {"patches": first.patches[:-4]}, "order": {"start": 50},
+            "bytes": {"patches": first.patches[:-4]}, "levels": {"levels": b""},
+            "order": {"start": 50},
         }[wrong]  # fmt: skip
         broken = [msgspec.structs.replace(first, **change), second]
         core = [msgspec.structs.replace(one, images=broken) for one in made.core]

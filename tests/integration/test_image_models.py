@@ -85,7 +85,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("backend", "eager"), [("numpy", False), ("torch", False), ("cpu", False), ("cpu", True)]
+    ("backend", "eager"),
+    [("numpy", False), ("torch", False), ("cpu", False), ("cpu", True), ("metal", False)],
 )
 def test_logits(oracle: Any, folder: Path, backend: str, eager: bool) -> None:
     model, loaded = load(folder, backend, enforce_eager=eager)

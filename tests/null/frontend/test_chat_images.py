@@ -45,8 +45,8 @@ class Squares:
         height, width, _ = image.shape
         if width > room:
             raise ContextLengthError(f"{where}: {width} > {room}")
-        patches = image.astype(np.float32).reshape(height, -1)
-        return PreparedImage.of(patches, (1, height, 1), width)
+        patches, levels = image.reshape(height, -1), np.zeros((3, 256), np.float32)
+        return PreparedImage.of(patches, levels, (1, height, 1), width)
 
 
 def images(limits: ImageLimits = ImageLimits(), room: int = 500) -> ChatImages:  # noqa: B008

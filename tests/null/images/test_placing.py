@@ -11,7 +11,9 @@ from vllmx_engine.images.processor import GemmaImages, QwenImages
 
 
 def image(num_tokens: int) -> PreparedImage:
-    return PreparedImage.of(np.zeros((1, 1), np.float32), (1, 1, 1), num_tokens)
+    return PreparedImage.of(
+        np.zeros((1, 3), np.uint8), np.zeros((3, 256), np.float32), (1, 1, 1), num_tokens
+    )
 
 
 def test_marks_become_places() -> None:

@@ -50,7 +50,7 @@ def attention(
     if weights.k_norm is not None:
         k = mx.fast.rms_norm(k, weights.k_norm, spec.norm_eps)
     if weights.rope is not None:
-        cos, sin = step.rotation(weights.rope)
+        cos, sin = step.rotation(weights.rope, spec.rope_axes)
         q = rotate(q, cos, sin, interleaved=spec.interleaved)
         k = k if spec.shared else rotate(k, cos, sin, interleaved=spec.interleaved)
     q = q.astype(qkv.dtype)

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterable
 from importlib.metadata import version
 
+import mlx.core as mx
 from vllmx_core.backend import LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
+from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.kv_quant import KV_DTYPES, kv_dtype
 from vllmx_core.memory import format_bytes
@@ -76,6 +78,7 @@ class MetalBackend:
         step_bytes = _activation_bytes(
             model.shape, specs, options.max_model_len, most["T"], most["L"]
         )
+        step_bytes += feature_bytes(model.shape, options)
         kv, seqs = plan_kv(model.shape, options, cached, device, weights_size + step_bytes)
         kernels = choose_kernels(DTYPES[dtype])
         loader = WeightLoader(source, DTYPES[dtype])
@@ -100,14 +103,17 @@ class MetalBackend:
             cache_windows=kv.layout.windows,
             num_state_slots=kv.states.num_slots,
             state_slot_bytes=kv.states.slot_bytes,
+            num_feature_rows=feature_rows(model.shape, options),
         )
         logger.info("loaded on %s with MLX %s", info.device, info.details["mlx"])
         pages, states = allocate(kv), allocate_states(model.shape.states, kv.states.num_slots)
         held = info.weight_bytes + info.kv_cache_bytes + kv.states.num_bytes
         keep_resident(device, held, step_bytes)
+        features = [mx.zeros(size) for size in feature_shapes(model.shape, options)]
         return MetalLoadedModel(
-            recording.steps, weights, pages, states, DTYPES[dtype], info, owner, device, kernels
-        )
+            recording.steps, weights, pages, states, DTYPES[dtype], info, owner, device, kernels,
+            recording.tower, features,
+        )  # fmt: skip
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

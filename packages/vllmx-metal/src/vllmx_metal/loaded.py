@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,7 +43,12 @@ class MetalLoadedModel:
         owner: Owner,
         device: Device,
         kernels: PagedKernels,
+        tower: OpList | None = None,
+        features: Sequence[mx.array] = (),
     ) -> None:
+        self._tower = None if tower is None else Interpreter(tower, OPS.handler)
+        self._features = list(features)  # the owner's
+        self._failure: BaseException | None = None  # of the tower, for the next step; the owner's
         self._interpreter, self._samples = Interpreter(steps, OPS.handler), steps.samples
         self._weights, self._pages, self._dtype = weights, pages, dtype
         self._states = states
@@ -75,6 +80,12 @@ class MetalLoadedModel:
         self._owner.submit(lambda: self._run_forward(handle, plan))
         return handle
 
+    def encode(self, plan: StepPlan) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`. What it raises, the next step raises."""
+        assert self._tower is not None, "the model sees no images"
+        plan = detached(plan)
+        self._owner.submit(lambda: self._run_tower(plan))
+
     def _begin(self, plan: StepPlan) -> MetalStepHandle:
         self._in_flight.check_room(plan)
         lowest = int(plan.tokens.min())  # MLX checks no index: a wrong one would read anything
@@ -103,6 +114,20 @@ class MetalLoadedModel:
             self._submit(handle, handle.arrays)
         except BaseException as error:  # whatever it is, the thread that waits gets it
             handle.done.set_exception(error)
+
+    def _run_tower(self, plan: StepPlan) -> None:
+        """The store is written in place, so nothing that reads it may still run."""
+        assert self._tower is not None, "the model sees no images"
+        try:
+            self._finish_running()
+            last_ids = mx.zeros(1, mx.int32)
+            step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
+            frame = MetalFrame(step, self._weights, (), (), self._dtype)
+            frame.features = self._features
+            self._tower.run(frame)
+            mx.async_eval(self._features)
+        except BaseException as error:  # whatever it is, the thread that waits gets it
+            self._failure = error
 
     def _run_forward(self, handle: MetalStepHandle, plan: StepPlan) -> None:
         """`_run` as far as the logits."""
@@ -133,9 +158,13 @@ class MetalLoadedModel:
 
     def _logits(self, plan: StepPlan) -> tuple[mx.array, mx.array]:
         """(L, V) logits and the (L,) tokens that they come after."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
         frame = MetalFrame(step, self._weights, self._pages, self._states, self._dtype)
+        frame.features = self._features
         logits: mx.array = self._interpreter.run(frame)
         return logits, step.tokens[step.logit_rows]
 
@@ -166,6 +195,7 @@ class MetalLoadedModel:
     def _free(self) -> None:
         self._finish_running()
         self._weights, self._pages, self._states, self._last_ids = {}, (), (), None
+        self._features = []
         release(self._device)
 
     # In the engine's thread

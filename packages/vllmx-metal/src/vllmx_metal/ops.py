@@ -22,9 +22,14 @@ from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm, HeadNormSpec
+from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.mix import Mix
+from vllmx_core.ops.patches import Patches, patches_in
+from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
@@ -99,6 +104,8 @@ class MetalFrame(Frame[mx.array]):
         super().__init__()
         self.step, self.weights, self.pages, self.dtype = step, weights, pages, dtype
         self.states = states
+        self.features: list[mx.array] = []
+        """(rows, E) of each part of the store of features; `keep` replaces them."""
 
     @cached_property
     def state_step(self) -> StateStep:
@@ -307,6 +314,45 @@ def _head(op: Head, frame: MetalFrame) -> None:
     rows, cap = frame[op.x][frame.step.logit_rows], op.softcap
     logits = frame.matrix(op.w).multiply(rows).astype(mx.float32)  # (L, V)
     frame[op.out] = logits if cap is None else cap * mx.tanh(logits / cap)
+
+
+@OPS.add(Patches)
+def _patches(op: Patches, frame: MetalFrame) -> None:
+    frame[op.out] = mx.array(patches_in(frame.step.plan).values)
+
+
+@OPS.add(Mix)
+def _mix(op: Mix, frame: MetalFrame) -> None:
+    rows, table = patches_in(frame.step.plan), frame.table(op.w)
+    total = mx.zeros((len(rows.table_rows), op.out.width))
+    for tap in range(rows.table_rows.shape[1]):
+        ids = mx.array(np.ascontiguousarray(rows.table_rows[:, tap]))
+        shares = mx.array(np.ascontiguousarray(rows.table_weights[:, tap, None]))
+        total = total + table.rows(ids).astype(mx.float32) * shares
+    frame[op.out] = total
+
+
+@OPS.add(Merge)
+def _merge(op: Merge, frame: MetalFrame) -> None:
+    joined = frame[op.x].reshape(-1, op.count, op.x.width)
+    frame[op.out] = joined.mean(axis=1) if op.kind == "mean" else joined.flatten(1)
+
+
+@OPS.add(Keep)
+def _keep(op: Keep, frame: MetalFrame) -> None:
+    store = frame.features[op.part]
+    store[mx.array(patches_in(frame.step.plan).keep)] = frame[op.x].astype(mx.float32)
+
+
+@OPS.add(Place)
+def _place(op: Place, frame: MetalFrame) -> None:
+    x, rows = frame[op.x], frame.step.plan.feature_rows
+    if rows is None or not (rows >= 0).any():
+        frame[op.out] = x
+        return
+    found = frame.features[op.part][mx.array(np.maximum(rows, 0))]  # (T, E)
+    here = mx.array(rows >= 0)[:, None]
+    frame[op.out] = mx.where(here, x + found if op.adds else found, x)
 
 
 @OPS.add(Pool)

@@ -20,7 +20,7 @@ def segment_attention(
     split = qkv.reshape(-1, heads + 2 * kv_heads, size)
     q, k, v = mx.split(split, [heads, heads + kv_heads], axis=1)
     if rope is not None:
-        cos, sin = step.rotation(rope)
+        cos, sin = step.rotation(rope, spec.rope_axes)
         q = rotate(q, cos, sin, interleaved=spec.interleaved)
         k = rotate(k, cos, sin, interleaved=spec.interleaved)
     by_head = [x.swapaxes(0, 1)[None] for x in (q, k, v)]  # (1, heads, T, D)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from vllmx_core.ops.attention import AttentionSpec
-from vllmx_core.plan import I32, StepPlan
+from vllmx_core.plan import I32, PatchRows, StepPlan
 from vllmx_core.query_tiles import QueryTiles
 
 from vllmx_metal.kernel_choice import PagedKernels
@@ -68,7 +69,9 @@ class MetalStep:
     _batches: dict[tuple[int, int | None, bool, PagedKernels], Batches] = field(
         default_factory=dict
     )
-    _rotations: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
+    _rotations: dict[tuple[int, tuple[int, ...]], tuple[mx.array, mx.array]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def build(
@@ -87,13 +90,23 @@ class MetalStep:
             mx.array(types),
         )  # fmt: skip
 
-    def rotation(self, table: mx.array) -> tuple[mx.array, mx.array]:
-        """Cosines and sines (T, 1, rotary_dim / 2) of the table's rows for the step's tokens; made
-        for the first layer."""
-        if id(table) not in self._rotations:
-            cos, sin = mx.split(table[self.positions][:, None], 2, axis=-1)
-            self._rotations[id(table)] = cos, sin
-        return self._rotations[id(table)]
+    def rotation(self, table: mx.array, axes: tuple[int, ...] = ()) -> tuple[mx.array, mx.array]:
+        """Cosines and sines (T, 1, rotary_dim / 2) of the step's tokens, by the axes of
+        `AttentionSpec.rope_axes`; made for the first layer."""
+        key = id(table), axes
+        if key not in self._rotations:
+            cos, sin = mx.split(self._turned(table, axes)[:, None], 2, axis=-1)
+            self._rotations[key] = cos, sin
+        return self._rotations[key]
+
+    def _turned(self, table: mx.array, axes: tuple[int, ...]) -> mx.array:
+        """(T, rotary_dim)"""
+        turned = self.plan.rope_positions
+        if not axes or turned is None:
+            return table[self.positions]
+        at = mx.array(np.ascontiguousarray(turned[list(axes)].T))  # (T, rotary_dim / 2)
+        column = mx.arange(len(axes))
+        return mx.concatenate([table[at, column], table[at, len(axes) + column]], axis=1)
 
     def batches(self, spec: AttentionSpec, group: int, *, gathered: bool = False) -> Batches:
         """Every query token of the step once, over the pages of a cache group; made for the first
@@ -168,15 +181,13 @@ def _shortest(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> mx.array
 
 def detached(plan: StepPlan) -> StepPlan:
     """A copy that the engine's next step does not overwrite."""
+    return StepPlan(**{part.name: _copied(getattr(plan, part.name)) for part in fields(plan)})
 
-    def copy(array: I32) -> I32:
-        return np.array(array, np.int32, order="C")
 
-    return StepPlan(
-        copy(plan.tokens), copy(plan.positions), tuple(map(copy, plan.slots)),
-        copy(plan.query_start), copy(plan.context_len), tuple(map(copy, plan.block_tables)),
-        copy(plan.logit_rows),
-        token_types=None if plan.token_types is None else copy(plan.token_types),
-        state_from=None if plan.state_from is None else copy(plan.state_from),
-        state_to=None if plan.state_to is None else copy(plan.state_to),
-    )  # fmt: skip
+def _copied(value: Any) -> Any:
+    """Of arrays, of tuples of them, and of what a tower is given."""
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    if isinstance(value, PatchRows):
+        return PatchRows(*(_copied(getattr(value, part.name)) for part in fields(value)))
+    return None if value is None else np.array(value, order="C")

@@ -103,11 +103,19 @@ class Pictures:
         if not self._sources:
             return request
         images = [
-            ImageInput(start, one.num_tokens, one.digest, one.grid, one.patches.tobytes())
+            image_input(start, one)
             for start, one in place_images(request.prompt_ids, self._token_id, self._prepared)
         ]
         core = [msgspec.structs.replace(one, images=images) for one in request.core]
         return replace(request, prompt=prompt, core=core)
+
+
+def image_input(start: int, image: PreparedImage) -> ImageInput:
+    """An image whose tokens begin at `start`, as it travels to the core."""
+    return ImageInput(
+        start, image.num_tokens, image.digest, image.grid, image.patches.tobytes(),
+        image.levels.tobytes(),
+    )  # fmt: skip
 
 
 class ChatImages:

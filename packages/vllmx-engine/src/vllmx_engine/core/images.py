@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,10 @@ from vllmx_core.plan import F32, I32
 
 from vllmx_engine.core.chunk import Chunk
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.images.prepared import normalised
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
+
+_LEVELS_BYTES = 4 * 3 * 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,8 @@ class Images:
             count = int(np.prod(image.grid, dtype=np.int64))
             sound = end <= image.start and image.num_tokens > 0
             sound = sound and count == image.num_tokens * encoder.patches_per_token
-            sound = sound and len(image.patches) == 4 * count * encoder.patch_width
+            sound = sound and len(image.patches) == count * encoder.patch_width
+            sound = sound and len(image.levels) == _LEVELS_BYTES
             end = image.start + image.num_tokens
             if not sound or end > len(request.prompt) // 4:
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
@@ -173,12 +178,8 @@ class Images:
         if not missing:
             return
         assert self._encoder is not None, "images were checked"
-        width = self._encoder.patch_width
         keep = [self._store.take(digest, one.num_tokens) for digest, (one, _) in missing.items()]
-        patches: list[F32] = [
-            np.frombuffer(image.patches, np.float32).reshape(-1, width)
-            for image, _ in missing.values()
-        ]
+        patches = [_values(image) for image, _ in missing.values()]
         places = [each for _, each in missing.values()]
         try:
             cast(SeeingModel, self._model).encode(
@@ -207,3 +208,9 @@ class Images:
                 at = begin - chunk.start
                 found[at + first : at + last] = rows[first - image.start : last - image.start]
         return found
+
+
+def _values(image: ImageInput) -> F32:
+    """(N, D) normalised patches."""
+    rows = np.frombuffer(image.patches, np.uint8).reshape(prod(image.grid), -1)
+    return normalised(rows, np.frombuffer(image.levels, np.float32).reshape(3, 256))

@@ -1,14 +1,14 @@
 """Images as the models were trained on them: resized, normalised, cut into patches.
 
 What comes out equals transformers' processors on Pillow, bit by bit: resizing is Pillow's own, and
-a level of grey becomes the float that rescaling and normalising it in turn would give.
+a level of grey stands for the float that rescaling and normalising it in turn would give. Patches
+stay levels until they are in the core: a quarter of the bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,31 +73,19 @@ def find_processor(folder: Path) -> ImageProcessor | None:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """Levels of grey as floats."""
-
-    table: F32
-    """(3, 256)."""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Levels:
-        """By a processor's config."""
-        levels = np.arange(256).astype(np.float64)
-        if config.get("do_rescale", True):
-            levels = levels * float(config.get("rescale_factor", 1 / 255))
-        table = np.tile(levels.astype(np.float32), (3, 1))  # (3, 256)
-        if config.get("do_normalize", True):
-            means = np.array(config["image_mean"], np.float32)
-            stds = np.array(config["image_std"], np.float32)
-            if means.shape != (3,) or stds.shape != (3,) or not stds.all():
-                raise ValueError("a mean and a deviation for each of three colours")
-            table = (table - means[:, None]) / stds[:, None]
-        return cls(table)
-
-    def floats(self, image: Pixels) -> F32:
-        """(3, height, width) of an image."""
-        return np.stack([self.table[colour][image[:, :, colour]] for colour in range(3)])
+def levels_of(config: Mapping[str, Any]) -> F32:
+    """(3, 256) the float of each level of grey, by a processor's config."""
+    levels = np.arange(256).astype(np.float64)
+    if config.get("do_rescale", True):
+        levels = levels * float(config.get("rescale_factor", 1 / 255))
+    table: F32 = np.tile(levels.astype(np.float32), (3, 1))  # (3, 256)
+    if config.get("do_normalize", True):
+        means = np.array(config["image_mean"], np.float32)
+        stds = np.array(config["image_std"], np.float32)
+        if means.shape != (3,) or stds.shape != (3,) or not stds.all():
+            raise ValueError("a mean and a deviation for each of three colours")
+        table = (table - means[:, None]) / stds[:, None]
+    return table
 
 
 def resized(image: Pixels, height: int, width: int, resample: int) -> Pixels:
@@ -107,13 +95,14 @@ def resized(image: Pixels, height: int, width: int, resample: int) -> Pixels:
     return np.asarray(Image.fromarray(image).resize((width, height), resample))
 
 
-def patches_of(pixels: F32, patch: int, merge: int, frames: int) -> F32:
-    """(N, 3 * frames * patch * patch) of (3, H, W): merge x merge neighbours lie together, and one
+def patches_of(image: Pixels, patch: int, merge: int, frames: int) -> Pixels:
+    """(N, 3 * frames * patch * patch) of (H, W, 3): merge x merge neighbours lie together, and one
     picture stands for all `frames`."""
-    colours, height, width = pixels.shape
+    height, width, colours = image.shape
     tall, wide = height // patch // merge, width // patch // merge
-    cut = pixels.reshape(colours, tall, merge, patch, wide, merge, patch)
-    cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)  # (tall, wide, merge, merge, 3, patch, patch)
+    cut = image[: tall * merge * patch, : wide * merge * patch]
+    cut = cut.reshape(tall, merge, patch, wide, merge, patch, colours)
+    cut = cut.transpose(0, 3, 1, 4, 6, 2, 5)  # (tall, wide, merge, merge, 3, patch, patch)
     cut = np.broadcast_to(cut[:, :, :, :, :, None], (*cut.shape[:5], frames, patch, patch))
     return np.ascontiguousarray(cut.reshape(tall * wide * merge * merge, -1))
 
@@ -135,7 +124,7 @@ class QwenImages:
         if not 0 < self.min_pixels <= self.max_pixels or not config.get("do_resize", True):
             raise ValueError("a range of pixels to resize to")
         self._resample = int(config.get("resample", _BICUBIC))
-        self._levels = Levels.of({"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, **config})
+        self._levels = levels_of({"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, **config})
 
     def written(self, image: PreparedImage) -> str:
         """See `ImageProcessor`."""
@@ -156,9 +145,9 @@ class QwenImages:
         grid = (1, tall // self.patch, wide // self.patch)
         num_tokens = grid[1] * grid[2] // self.merge**2
         _check_room(num_tokens, room, where)
-        pixels = self._levels.floats(resized(image, tall, wide, self._resample))
+        pixels = resized(image, tall, wide, self._resample)
         patches = patches_of(pixels, self.patch, self.merge, self.frames)
-        return PreparedImage.of(patches, grid, num_tokens)
+        return PreparedImage.of(patches, self._levels, grid, num_tokens)
 
 
 def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -192,7 +181,7 @@ class GemmaImages:
         if min(self.height, self.width) < self.patch or config.get("do_pan_and_scan"):
             raise ValueError("one square")
         self._resample = int(config.get("resample", _BILINEAR))
-        self._levels = Levels.of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
+        self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
 
     def written(self, image: PreparedImage) -> str:
         """See `ImageProcessor`."""
@@ -201,10 +190,10 @@ class GemmaImages:
     def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
         """See `ImageProcessor`."""
         _check_room(self.num_tokens, room, where)
-        pixels = self._levels.floats(resized(image, self.height, self.width, self._resample))
+        pixels = resized(image, self.height, self.width, self._resample)
         grid = (1, self.height // self.patch, self.width // self.patch)
         patches = patches_of(pixels, self.patch, 1, 1)
-        return PreparedImage.of(patches, grid, self.num_tokens)
+        return PreparedImage.of(patches, self._levels, grid, self.num_tokens)
 
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]

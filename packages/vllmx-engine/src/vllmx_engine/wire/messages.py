@@ -40,7 +40,9 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]
     """(frames, rows, columns) of patches."""
     patches: bytes
-    """(N, D) float32 in this machine's order."""
+    """(N, D) levels of grey, a third of a row for each colour."""
+    levels: bytes
+    """(3, 256) float32 in this machine's order: what each level of each colour is to the tower."""
 
 
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
