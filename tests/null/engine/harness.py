@@ -262,8 +262,9 @@ class Harness:
         assert stats.num_used_slots == 0
         scheduler = self.core._scheduler
         assert not scheduler.live
-        assert not scheduler._followers._leaders
-        assert not scheduler._followers
+        assert not scheduler._waiting._followers._leaders
+        assert not scheduler._waiting._followers
+        assert not scheduler._dropped
         assert len(scheduler.share) == 0
 
     def check_outputs(self) -> None:

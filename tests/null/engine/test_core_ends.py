@@ -215,12 +215,30 @@ def test_an_abort_of_many_leaves_the_others(kept: int) -> None:
     left = [name for name in names if name not in harness.last][len(names) // 2 :][:kept]
     harness.abort(*(name for name in names if name not in left))
     assert harness.core.stats().num_running + harness.core.stats().num_waiting == kept
-    share, ranks = harness.core._scheduler.share, harness.core._scheduler._ranks
+    share, ranks = harness.core._scheduler.share, harness.core._scheduler._waiting.ranks
     assert len(share) == len({harness.requests[name].client for name in left})
     assert ranks.total() == kept
     harness.run()
     harness.check_outputs()
     assert set(left) <= harness.last.keys()
+    harness.check_idle()
+
+
+def test_what_many_left_behind_is_freed_step_by_step() -> None:
+    """So that an abort of many does not hold up those that run; and at once when nobody runs."""
+    harness = Harness(rules=QUIET, config={"max_num_seqs": 1})
+    running = harness.add([1, 2, 3], 20)
+    harness.step()
+    scheduler = harness.core._scheduler
+    dropped = scheduler._dropped
+    harness.abort(*(harness.add([number % 20], 4) for number in range(600)))
+    assert len(dropped) == 600
+    harness.step()
+    assert 0 < len(dropped) < 600
+    harness.abort(running)
+    assert not dropped
+    harness.abort(*(harness.add([number % 20], 4) for number in range(600)))
+    assert not dropped
     harness.check_idle()
 
 

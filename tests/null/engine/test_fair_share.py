@@ -35,11 +35,11 @@ def test_leaving_for_a_moment_does_not_wipe_out_what_one_had() -> None:
     for client in ("a", "b"):
         share.enter(client)
     charge(share, a=90, b=20)
-    share.leave("a")
+    share.leave({"a": 1})
     share.enter("a")
     assert share.service("a") == 90
     charge(share, b=100)
-    share.leave("a")
+    share.leave({"a": 1})
     share.enter("a")
     assert share.service("a") == 120
 
@@ -50,7 +50,7 @@ def test_many_clients_come_and_go() -> None:
         share.enter(f"c{index}")
     assert len({share.slot(f"c{index}") for index in range(100)}) == 100
     for index in range(100):
-        share.leave(f"c{index}")
+        share.leave({f"c{index}": 1})
     assert len(share) == 0
     share.enter("again")
     assert share.service("again") == 0

@@ -88,7 +88,7 @@ def test_the_order_is_that_of_a_search(
                 chosen = first
                 running.append(chosen)
             else:
-                share.leave(chosen.request.client)
+                share.leave({chosen.request.client: 1})
             queue.remove(chosen)
             inside.remove(chosen)
         assert len(queue) == len(inside)
@@ -178,6 +178,6 @@ def test_to_leave_costs_the_same_however_many_wait() -> None:
         Comparisons.num = 0
         for sequence in sequences[::2] + sequences[::-2]:
             queue.remove(sequence)
-            share.leave(sequence.request.client)
+            share.leave({sequence.request.client: 1})
         assert len(queue) == 0
         assert Comparisons.num <= 8 * count

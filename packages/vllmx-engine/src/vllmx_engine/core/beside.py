@@ -59,5 +59,9 @@ class Beside:
         """Whether all that decodes has a lower priority than this."""
         return self.rank is not None and rank < self.rank
 
+    def holds_back(self, rank: int) -> bool:
+        """Whether this priority is lower than that of rows that decode."""
+        return self.rank is not None and rank > self.rank
+
     def _load(self, rows: AnyArray) -> tuple[int, int]:
         return rows.size, int(self._table.computed[rows].sum()) + rows.size

@@ -20,6 +20,9 @@ class Followers:
         """Those that wait."""
         return sum(map(len, self._waiting.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
     def __contains__(self, sequence: Sequence) -> bool:
         """Whether it waits for another's prompt."""
         leader = sequence.request.leader
@@ -48,8 +51,10 @@ class Followers:
         del self._waiting[sequence.request.leader or ""][sequence.request_id]
         return True
 
-    def release(self, leader: Sequence) -> Iterable[Sequence]:
-        """Those that waited for its prompt, which is computed or will never be."""
-        if self._leaders.pop(leader.request_id, None) is None or not self._waiting:
-            return ()
-        return self._waiting.pop(leader.request_id, {}).values()
+    def release(self, leaders: Iterable[Sequence]) -> list[Sequence]:
+        """Those that waited for these prompts, which are computed or never will be."""
+        released: list[Sequence] = []
+        for leader in leaders:
+            if self._leaders.pop(leader.request_id, None) is not None and self._waiting:
+                released += self._waiting.pop(leader.request_id, {}).values()
+        return released

@@ -105,7 +105,8 @@ class Prefixes:
         if sequence.found is None:
             sequence.found = Found()
         found = sequence.found
-        self._drop_forgotten(found)
+        if found.blocks:
+            self._drop_forgotten(found)
         first = found.num_blocks
         parent = sequence.digests[first - 1] if first else sequence.root
         for index in range(first, end // self._size):
@@ -139,7 +140,7 @@ class Prefixes:
             part = range(count * index, count * (index + 1))
             return any(self._cache.entry(found.blocks[i]) is not found.entries[i] for i in part)
 
-        if found.blocks and is_forgotten(found.num_blocks - 1):
+        if is_forgotten(found.num_blocks - 1):
             found.num_blocks = bisect_left(range(found.num_blocks), True, key=is_forgotten)
             del found.blocks[count * found.num_blocks :]
             del found.entries[count * found.num_blocks :]

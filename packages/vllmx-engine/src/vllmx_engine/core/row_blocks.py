@@ -83,13 +83,13 @@ class RowBlocks:
         table, start = self._table, hit.num_blocks
         end = -(-len(sequence.tokens) // self._size)
         table.admit(sequence, client, start)  # first: it may raise
-        if start:
-            self._pool.acquire(hit.all_blocks)
         row = sequence.row
         table.num_blocks[row] = end
-        for group, blocks in enumerate(hit.blocks):
-            table.first[group, row] = start - blocks.size
-            table.blocks[group, row, start - blocks.size : start] = blocks
+        if start:
+            self._pool.acquire(hit.all_blocks)
+            for group, blocks in enumerate(hit.blocks):
+                table.first[group, row] = start - blocks.size
+                table.blocks[group, row, start - blocks.size : start] = blocks
         for group in self._full:
             table.blocks[group, row, start:end] = self._pool.allocate(end - start)
         if self._windows:
@@ -117,6 +117,8 @@ class RowBlocks:
     # --- every step -------------------------------------------------------------------------------
     def full_rows(self, rows: AnyArray) -> AnyArray:
         """Those of these decoding rows whose next token begins a block."""
+        if not rows.size:
+            return rows
         table = self._table
         full: AnyArray = rows[table.computed[rows] >= table.num_blocks[rows] * self._size]
         return full

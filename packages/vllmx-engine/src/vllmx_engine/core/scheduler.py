@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterable
 
 import numpy as np
@@ -15,7 +14,6 @@ from vllmx_core.plan import AnyArray
 from vllmx_engine.core.beside import Beside
 from vllmx_engine.core.chunk import Batch, Chunk, load_of
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.followers import Followers
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
@@ -25,12 +23,15 @@ from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
 from vllmx_engine.core.sequence import Limits, Sequence
 from vllmx_engine.core.state_slots import SlotPool
-from vllmx_engine.core.waiting import FairShare, WaitingQueue
+from vllmx_engine.core.step_budget import StepBudget
+from vllmx_engine.core.waiting_room import WaitingRoom
 
 logger = logging.getLogger("vllmx.scheduler")
 
 _MAX_MISFITS = 4
 """After so many of the queue that do not fit a step looks for no other that would."""
+_MAX_FREED = 256
+"""Sequences that a step frees of those that ended together."""
 
 
 class Scheduler:
@@ -79,50 +80,43 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.prefills: list[Sequence] = []
         """Those of `running` whose known tokens are not all scheduled, best first."""
-        self.share = FairShare()
-        self.queue = WaitingQueue(self.share, fcfs=fcfs)
+        self._waiting = WaitingRoom(
+            fcfs=fcfs, shared_from=limits.block_size + 1 if prefix_caching else None
+        )
+        self.queue, self.share = self._waiting.queue, self._waiting.share
+        self._dropped: list[Sequence] = []
+        """Ended ones of `finish_all`, while others run: to free many objects takes a microsecond
+        for each, so some of them go in each step."""
         self.failed: list[tuple[Sequence, Exception]] = []
         """Sequences whose own bookkeeping raised; the owner takes them out and ends them."""
         self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
         self._least_chunk = cost.min_chunk if chunked_prefill else limits.max_tokens
         """Of a prefill that is not the first of its step; shorter ones wait. Without chunked
         prefill only a prompt that is too long for its step is ever cut."""
-        self._ranks: Counter[int] = Counter()
-        """Live sequences of each priority."""
         self._beside = Beside(self.table, cost)
-        self._followers = Followers()
-        self._held: dict[str, Sequence] = {}
-        """Those that cannot be computed yet, for another reason."""
 
     # --- the life of a sequence -------------------------------------------------------------------
     @property
     def num_waiting(self) -> int:
-        return len(self.queue) + len(self._held) + len(self._followers)
+        return len(self._waiting)
 
     def add(self, sequence: Sequence, *, hold: bool = False) -> None:
         """Takes a checked sequence in; with `hold` it waits for `release`, its place in the queue
         by its arrival."""
-        request = sequence.request
-        sequence.root = self.cache.root(request.cache_salt)
+        sequence.root = self.cache.root(sequence.request.cache_salt)
         self.live[sequence.request_id] = sequence
-        self.share.enter(request.client)
-        self._ranks[self.queue.asked(sequence)] += 1
-        self._followers.may_lead(sequence)
-        if hold:
-            self._held[sequence.request_id] = sequence
-        else:
-            self._enqueue(sequence)
+        self._waiting.enter(sequence, hold=hold)
 
     def release(self, sequence: Sequence) -> None:
         """What a sequence was held for, or sat out for, is there."""
-        if self._held.pop(sequence.request_id, None) is not None:
-            self._enqueue(sequence)
-        elif sequence.row >= 0 and sequence not in self.prefills:
+        if sequence.row < 0:
+            self._waiting.release(sequence)
+        elif sequence not in self.prefills:
             self.table.start_decoding(sequence)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        if not (self._can_share(sequence) and self._followers.add(sequence)):
-            self.queue.push(sequence)
+    def release_followers(self, sequence: Sequence) -> None:
+        """Its prompt's blocks are in the prefix cache, or never will be: who waited goes on."""
+        self._waiting.release_followers([sequence])
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Ends a sequence in whatever state it is; its blocks are free from here on. `forget`:
@@ -131,14 +125,22 @@ class Scheduler:
         del self.live[sequence.request_id]
         if sequence.row >= 0:
             self._leave_row(sequence, forget=forget)
-        elif not (self._held.pop(sequence.request_id, None) or self._followers.remove(sequence)):
-            self.queue.remove(sequence)
-        self.release_followers(sequence)
-        self.share.leave(sequence.request.client)
-        rank = self.queue.asked(sequence)
-        self._ranks[rank] -= 1
-        if not self._ranks[rank]:
-            del self._ranks[rank]
+        else:
+            self._waiting.take_out(sequence)
+        self._waiting.leave([sequence])
+
+    def finish_all(self, sequences: Iterable[Sequence]) -> None:
+        """`finish` for each, at a fraction of its cost for those that wait in the queue."""
+        queued, elsewhere = self._waiting.part(sequences)
+        for sequence in elsewhere:
+            self.finish(sequence)
+        for sequence in queued:
+            sequence.finished = True
+            del self.live[sequence.request_id]
+        self.queue.remove_all(queued)
+        self._waiting.leave(queued)
+        if self.running:
+            self._dropped += queued
 
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a sequence that decodes, unless it was preempted, blocks for so many tokens behind
@@ -159,65 +161,35 @@ class Scheduler:
         self.table.feed_known(row)
         insort(self.prefills, sequence, key=self.queue.order)
 
-    def finish_all(self, sequences: Iterable[Sequence]) -> None:
-        """`finish` for each, at a fraction of its cost for those that wait in the queue."""
-        queued: list[Sequence] = []
-        for sequence in sequences:
-            name = sequence.request_id
-            if sequence.row >= 0 or name in self._held or sequence in self._followers:
-                self.finish(sequence)
-            else:
-                sequence.finished = True
-                del self.live[name]
-                queued.append(sequence)
-        self.queue.remove_all(queued)
-        self.share.leave_all(Counter([sequence.request.client for sequence in queued]))
-        self._ranks -= Counter([self.queue.asked(sequence) for sequence in queued])
-        for sequence in queued:
-            self.release_followers(sequence)
-
-    def _can_share(self, sequence: Sequence) -> bool:
-        long_enough = sequence.num_prompt > self.limits.block_size
-        return self.prefixes.enabled and long_enough and sequence.all_scored
-
-    def release_followers(self, sequence: Sequence) -> None:
-        """Its prompt's blocks are in the prefix cache, or never will be: who waited goes on."""
-        for follower in self._followers.release(sequence):
-            self.queue.push(follower)
-
     # --- one step ---------------------------------------------------------------------------------
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can be computed before a result comes in."""
+        del self._dropped[-_MAX_FREED:]
         decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size
-        tokens_left = self.limits.token_budget - decodes.size
-        logits_left = self.limits.max_logit_rows - decodes.size
-        seconds_left: float | None = None
-        urgent: Sequence | None = None
+        chunks: list[Chunk] = []
+        if self.prefills or self.queue:
+            chunks = self._chunks((decodes.size, context), victim)
+        if not decodes.size and not chunks:
+            return None
+        batch = Batch(decodes, tuple(chunks), load_of(decodes.size, context, chunks))
+        self._charge(batch)
+        return batch
+
+    def _chunks(self, decodes: tuple[int, int], victim: Sequence | None) -> list[Chunk]:
+        """Of prompts, beside so many decodes over so many tokens, and after `victim` was the last
+        to be preempted."""
+        budget = StepBudget(
+            self.limits, self.cost, self._beside, decodes,
+            least_chunk=self._least_chunk, num_prompts=self._num_prompts,
+        )  # fmt: skip
         chunks: list[Chunk] = []
         images = None if self._images is None else self._images.for_step()
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
             start = int(self.table.computed[sequence.row])
-            wanted = len(sequence.tokens) - start
-            if self._beside.yields_to(self.queue.asked(sequence)):
-                urgent = sequence  # the pace of who decodes counts for nothing beside it
-                seconds_left = math.inf
-            elif urgent is not None:
-                break
-            elif seconds_left is None:
-                seconds_left = self.cost.chunk_seconds(decodes.size, context, self._num_prompts)
-            is_lower = self._is_lower(sequence)
-            limit_s = min(seconds_left, self._beside.seconds) if is_lower else seconds_left
-            affordable = self.cost.chunk_tokens(limit_s, start)
-            if not chunks:
-                affordable = max(affordable, self.cost.min_chunk)
-            size = int(min(wanted, tokens_left, affordable, self._scorable(sequence, logits_left)))
-            if self.limits.whole_prompts:
-                size = wanted
-                if size > tokens_left:
-                    break  # the budget of a step holds the longest prompt
-            if chunks and size < min(wanted, self._least_chunk):
+            size = budget.fit(sequence, start, self.queue.asked(sequence))
+            if not size:
                 break
             size = self.blocks.cover(sequence.row, start, size, len(self.running))
             if not size or not (images is None or images.admit(sequence, start, size)):
@@ -226,39 +198,27 @@ class Scheduler:
                 size = self.states.cut(sequence, start, size)
             chunk = self._cut(sequence, start, size)
             chunks.append(chunk)
-            tokens_left -= size
-            logits_left -= chunk.num_logits
-            chunk_s = self.cost.chunk_cost(size, start)
-            seconds_left -= chunk_s
-            if is_lower:
-                self._beside.seconds -= chunk_s
-            if not tokens_left or not logits_left:
+            budget.take(chunk)
+            if budget.is_spent:
                 break
         prefilling.close()
-        if not decodes.size and not chunks:
-            return None
-        batch = Batch(decodes, tuple(chunks), load_of(decodes.size, context, chunks))
-        self._charge(batch)
-        return batch
+        return chunks
 
-    @property
     def _num_prompts(self) -> int:
         """That could be computed now: those begun, and those that wait while rows are free. The
         ones that must not hold up who decodes count for nothing."""
         head = self.queue.first()
-        is_held = head is None or self._is_lower(head)
+        is_held = head is None or self._is_held_back(head)
         waiting = 0 if is_held else min(len(self.queue), self.table.num_free)
-        return max(1, waiting + sum(not self._is_lower(each) for each in self.prefills))
+        return max(1, waiting + sum(not self._is_held_back(each) for each in self.prefills))
 
-    def _is_lower(self, sequence: Sequence) -> bool:
-        """Whether its priority is lower than that of rows that decode in this step."""
-        rank = self._beside.rank
-        return rank is not None and self.queue.asked(sequence) > rank
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        return self._beside.holds_back(self.queue.asked(sequence))
 
     def _ready(self) -> AnyArray:
         """Rows that may decode a token now."""
         has_prompts = bool(self.prefills or (self.queue and self.table.num_free))
-        several = len(self._ranks) > 1
+        several = len(self._waiting.ranks) > 1
         return self._beside.choose(self.table.ready(), several=several, has_prompts=has_prompts)
 
     def _decodes(self) -> tuple[AnyArray, Sequence | None]:
@@ -288,7 +248,7 @@ class Scheduler:
     def _must_yield(self, num_taken: int) -> bool:
         """Whether the next one of the queue outranks running sequences, does not fit beside them
         and the `num_taken` blocks that decodes are to get, and would fit in their place."""
-        head = self.queue.first() if len(self._ranks) > 1 else None
+        head = self.queue.first() if len(self._waiting.ranks) > 1 else None
         if head is None:
             return False
         lower = [sequence.row for sequence in self.running if self.queue.outranks(head, sequence)]
@@ -334,7 +294,9 @@ class Scheduler:
         head = self.queue.first()
         if head is None or (victim is not None and not self.queue.outranks(head, victim)):
             return None
-        return None if any(self._holds_back(misfit, head) for misfit in aside) else head
+        if aside and any(self._holds_back(misfit, head) for misfit in aside):
+            return None
+        return head
 
     def _holds_back(self, misfit: Sequence, other: Sequence) -> bool:
         """Whether who does not fit must not be passed by another. Who was preempted gave its blocks
@@ -368,12 +330,6 @@ class Scheduler:
             self.table.start_decoding(sequence)
         return Chunk(sequence, start, size, num_logits, samples)
 
-    def _scorable(self, sequence: Sequence, logits_left: int) -> int:
-        """Tokens of a chunk, so that its logit rows fit."""
-        if sequence.all_scored:
-            return self.limits.token_budget
-        return logits_left + max(0, sequence.num_scored - int(self.table.computed[sequence.row]))
-
     def _charge(self, batch: Batch) -> None:
         if len(self.share) > 1:
             clients = self.table.client
@@ -399,7 +355,7 @@ class Scheduler:
         self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
         self.table.rank[sequence.row] = self.queue.asked(sequence)
         if self.states is not None:
-            self.states.admit(sequence, hit, has_followers=self._followers.wait_for(sequence))
+            self.states.admit(sequence, hit, has_followers=self._waiting.has_followers(sequence))
         if not sequence.was_preempted:
             sequence.queue_s = time.monotonic() - sequence.arrival_s
             sequence.num_cached_tokens = hit.num_blocks * self.limits.block_size
@@ -419,6 +375,8 @@ class Scheduler:
 
     def _leave_row(self, sequence: Sequence, *, forget: bool = False) -> None:
         self.running.remove(sequence)
+        if not self.running:
+            self._dropped.clear()
         if sequence in self.prefills:
             self.prefills.remove(sequence)
         if self.states is not None:

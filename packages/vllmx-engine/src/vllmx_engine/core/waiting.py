@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -29,7 +29,8 @@ class FairShare:
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
-        self._live: dict[str, int] = {}
+        self._live = [0] * 16
+        """Requests of the client of each slot."""
         self._service = np.full(16, np.inf)
         """Of each slot; infinite where no client lives."""
         self._free = list(range(15, -1, -1))
@@ -42,35 +43,32 @@ class FairShare:
     def enter(self, client: str) -> None:
         """A request of the client begins to wait."""
         if client in self._slots:
-            self._live[client] += 1
+            self._live[self._slots[client]] += 1
             return
         if not self._free:
             size = self._service.size
             self._service = np.concatenate([self._service, np.full(size, np.inf)])
+            self._live += [0] * size
             self._free = list(range(2 * size - 1, size - 1, -1))
         least = float(self._service.min()) if self._slots else 0.0
         slot = self._free.pop()
         self._service[slot] = max(self._left.pop(client, 0.0), least)
         self._slots[client] = slot
-        self._live[client] = 1
+        self._live[slot] = 1
 
-    def leave(self, client: str) -> None:
-        """A request of the client ended."""
-        if self._live[client] > 1:
-            self._live[client] -= 1
-        else:
-            self.leave_all({client: 1})
-
-    def leave_all(self, ended: Mapping[str, int]) -> None:
+    def leave(self, ended: Mapping[str, int]) -> None:
         """So many requests of each client ended."""
-        gone = [client for client, count in ended.items() if count == self._live[client]]
+        gone: list[str] = []
         for client, count in ended.items():
-            self._live[client] -= count
+            slot = self._slots[client]
+            self._live[slot] -= count
+            if not self._live[slot]:
+                gone.append(client)
+        if not gone:
+            return
         slots = [self._slots.pop(client) for client in gone]
         kept = slice(-_MAX_REMEMBERED, None)
         self._left.update(zip(gone[kept], self._service[slots[kept]].tolist(), strict=True))
-        for client in gone:
-            del self._live[client]
         self._service[slots] = np.inf
         self._free += slots
         while len(self._left) > _MAX_REMEMBERED:
@@ -128,10 +126,13 @@ class _Class:
 
     def remove_all(self, sequences: list[Sequence], clients: list[str]) -> None:
         """Takes many out, each of its client."""
-        for client, count in Counter(clients).items():
+        counts = Counter(clients)
+        num_whole = 0
+        for client, count in counts.items():
             if count == len(self._clients[client]):
                 del self._clients[client]
-        if self._clients:
+                num_whole += 1
+        if num_whole < len(counts):
             for client, sequence in zip(clients, sequences, strict=True):
                 line = self._clients.get(client)
                 if line is not None:
@@ -221,16 +222,21 @@ class WaitingQueue:
 
     def remove_all(self, sequences: Iterable[Sequence]) -> None:
         """Takes many out."""
-        groups: dict[int, list[Sequence]] = {}
+        groups: defaultdict[int, list[Sequence]] = defaultdict(list)
         for sequence in sequences:
-            if _goes_ahead(sequence):
+            rank = sequence.rank
+            if sequence.was_preempted or rank != sequence.request.priority:  # it goes ahead
                 self.remove(sequence)
             else:
-                groups.setdefault(self.priority(sequence), []).append(sequence)
+                groups[0 if self._fcfs else rank].append(sequence)
         for priority, members in groups.items():
             group = self._classes.get(priority)
             assert group is not None, priority
-            group.remove_all(members, [self._client(sequence) for sequence in members])
+            if self._fcfs:
+                clients = [""] * len(members)
+            else:
+                clients = [sequence.request.client for sequence in members]
+            group.remove_all(members, clients)
             if not group:
                 self._classes.pop(priority)
             self._length -= len(members)
