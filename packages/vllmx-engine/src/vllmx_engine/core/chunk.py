@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllmx_core.plan import AnyArray
 
@@ -10,8 +11,7 @@ from vllmx_engine.core.cost import StepLoad
 from vllmx_engine.core.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A part of a prompt (or of a preempted sequence) that a step computes."""
 
     sequence: Sequence
