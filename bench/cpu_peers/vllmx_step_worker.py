@@ -9,6 +9,7 @@ memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from cpu_peers.worker import job_from_argv, rate, record
 
 BLOCK_SIZE = 16
 _NUM_IDS = 1000
-MAX_ROWS = 256
 WARM_UP_STEPS = 2
 _PREFILL_REPEATS = 2
 
@@ -43,7 +43,7 @@ def load(job: Job, kv_cache_dtype: str = "auto") -> LoadedModel:
     options = LoadOptions(
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max(row_blocks(case) for case in job.cases) * BLOCK_SIZE,
-        max_num_seqs=MAX_ROWS,
+        max_num_seqs=max(case.batch for case in job.cases),
         max_num_batched_tokens=max(2048, *(case.context for case in job.cases)),
         block_size=BLOCK_SIZE,
         num_kv_blocks=max(case.batch * row_blocks(case) for case in job.cases),
@@ -58,9 +58,9 @@ def load(job: Job, kv_cache_dtype: str = "auto") -> LoadedModel:
 def touch_pages(model: LoadedModel) -> None:
     """Writes one token into every KV block. Pages that nobody wrote are all the same page of zeros,
     which reads faster than memory can: figures over them would flatter."""
-    rows = greedy_rows(1)
-    for first in range(0, model.info.num_kv_blocks, MAX_ROWS):
-        blocks = np.arange(first, min(first + MAX_ROWS, model.info.num_kv_blocks), dtype=np.int32)
+    rows, most = greedy_rows(1), model.info.max_num_seqs
+    for first in range(0, model.info.num_kv_blocks, most):
+        blocks = np.arange(first, min(first + most, model.info.num_kv_blocks), dtype=np.int32)
         plan = StepPlan(
             tokens=blocks % _NUM_IDS,
             positions=np.zeros_like(blocks),
@@ -70,7 +70,7 @@ def touch_pages(model: LoadedModel) -> None:
             block_tables=(blocks[:, None],),
             logit_rows=np.zeros(1, np.int32),
         )
-        model.step(plan, rows).result()
+        model.step(with_slots(plan, model), rows).result()
     require_resident(model.info.kv_cache_bytes)
 
 
@@ -83,6 +83,15 @@ def require_resident(num_bytes: int) -> None:
             f"the KV cache takes {num_bytes} bytes, but the process has only {resident_kib} KiB in"
             " memory, so its pages are not real: the backend must write to them when it loads"
         )
+
+
+def with_slots(plan: StepPlan, model: LoadedModel) -> StepPlan:
+    """Each row with a slot of its own, where the model keeps states."""
+    if not model.info.num_state_slots:
+        return plan
+    slots = np.arange(plan.num_rows, dtype=np.int32)
+    begins = plan.positions[plan.query_start[:-1]] == 0
+    return replace(plan, state_from=np.where(begins, np.int32(-1), slots), state_to=slots)
 
 
 def prefill_plan(case: Case) -> StepPlan:
@@ -149,7 +158,7 @@ def greedy_rows(num_rows: int) -> SamplingRows:
 
 
 def measure_prefill(model: LoadedModel, case: Case) -> float:
-    plan, rows = prefill_plan(case), greedy_rows(1)
+    plan, rows = with_slots(prefill_plan(case), model), greedy_rows(1)
     model.step(plan, rows).result()
 
     def run() -> None:
@@ -161,6 +170,7 @@ def measure_prefill(model: LoadedModel, case: Case) -> float:
 
 def measure_decode(model: LoadedModel, case: Case) -> float:
     decode, rows = DecodePlan(case), greedy_rows(case.batch)
+    decode.plan = with_slots(decode.plan, model)
 
     def run(num_steps: int, before: StepHandle) -> StepHandle:
         for _ in range(num_steps):

@@ -87,6 +87,16 @@ class StepPlan:
     """Of a pass of the model's tower, see `SeeingModel.encode`; None: a step."""
 
     @property
+    def state_slots(self) -> tuple[I32, I32]:
+        """`state_from` and `state_to`. Raises ValueError where the plan names none: for a model with
+        states it has to, since a backend cannot know which slots are free."""
+        if self.state_from is None or self.state_to is None:
+            raise ValueError(
+                "the plan names no slots, but the model keeps states: give state_from and state_to"
+            )
+        return self.state_from, self.state_to
+
+    @property
     def num_tokens(self) -> int:
         return int(self.tokens.shape[0])
 

@@ -25,9 +25,7 @@ class StateRows:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StateRows:
-        source, target = plan.state_from, plan.state_to
-        assert source is not None, "a plan for a model with states names their slots"
-        assert target is not None, "a plan for a model with states names their slots"
+        source, target = plan.state_slots
         lengths = np.diff(plan.query_start)
         order = np.argsort(-lengths, kind="stable")
         first, read, left = (

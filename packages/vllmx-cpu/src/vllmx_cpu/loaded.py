@@ -222,8 +222,10 @@ class CpuStep:
         self._arrays["slots"] = np.concatenate(plan.slots or (_NOTHING[0],))  # (G * T,)
         tables = np.concatenate(plan.block_tables or (_NOTHING,))  # (G * R, B)
         self._arrays["block_tables"] = tables
-        for name in ("token_types", "state_from", "state_to"):
-            if (given := getattr(plan, name)) is not None:
+        if plan.token_types is not None:
+            self._arrays["token_types"] = np.array(plan.token_types, np.int32, order="C")
+        if owner.info.num_state_slots and plan.patches is None:
+            for name, given in zip(("state_from", "state_to"), plan.state_slots, strict=True):
                 self._arrays[name] = np.array(given, np.int32, order="C")
         width = tables.shape[1]
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}

@@ -91,6 +91,5 @@ def like(x: Floats, values: Floats) -> Floats:
 
 def state_before(plan: StepPlan, row: int, states: Floats) -> Floats:
     """(heads, rows, cols) that a row begins this step with, out of (slots, heads, rows, cols)."""
-    assert plan.state_from is not None, "a plan for a model with states names their slots"
-    slot = int(plan.state_from[row])
+    slot = int(plan.state_slots[0][row])
     return np.zeros_like(states[0]) if slot < 0 else states[slot].copy()
