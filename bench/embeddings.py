@@ -104,14 +104,13 @@ def texts(folder: Path, length: int) -> list[list[int]]:
     return ids
 
 
-def best(run: Callable[[], Any], length: int) -> float:
-    """Tokens per second of the fastest of three."""
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return NUM_TEXTS * length / min(seconds)
+def rate(run: Callable[[list[list[int]]], Any], folder: Path, length: int) -> float:
+    """Tokens per second of all texts, after a pass over some."""
+    ids = texts(folder, length)
+    run(ids[:AT_A_TIME])
+    begin = time.perf_counter()
+    run(ids)
+    return NUM_TEXTS * length / (time.perf_counter() - begin)
 
 
 def vllmx_worker(folder: Path, threads: int) -> dict[int, float]:
@@ -121,11 +120,12 @@ def vllmx_worker(folder: Path, threads: int) -> dict[int, float]:
         str(folder), backend="cpu", task="embed", dtype="bf16", max_model_len=512,
         enable_prefix_caching=False, num_threads=threads,
     ) as llm:  # fmt: skip
-        rates = {}
-        for length in LENGTHS:
-            prompts: Any = [{"prompt_token_ids": ids} for ids in texts(folder, length)]
-            rates[length] = best(lambda p=prompts: llm.embed(p, use_tqdm=False), length)
-        return rates
+
+        def run(texts: list[list[int]]) -> None:
+            prompts: Any = [{"prompt_token_ids": ids} for ids in texts]
+            llm.embed(prompts, use_tqdm=False)
+
+        return {length: rate(run, folder, length) for length in LENGTHS}
 
 
 def transformers_worker(folder: Path, threads: int) -> dict[int, float]:
@@ -135,15 +135,12 @@ def transformers_worker(folder: Path, threads: int) -> dict[int, float]:
     torch.set_num_threads(threads)
     model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
-    def run(ids: Any) -> None:
+    def run(texts: list[list[int]]) -> None:
         with torch.inference_mode():
-            for begin in range(0, NUM_TEXTS, AT_A_TIME):
-                model(input_ids=ids[begin : begin + AT_A_TIME])
+            for begin in range(0, len(texts), AT_A_TIME):
+                model(input_ids=torch.tensor(texts[begin : begin + AT_A_TIME]))
 
-    return {
-        length: best(lambda i=torch.tensor(texts(folder, length)): run(i), length)
-        for length in LENGTHS
-    }
+    return {length: rate(run, folder, length) for length in LENGTHS}
 
 
 def llama_worker(folder: Path, threads: int) -> dict[int, float]:
@@ -152,7 +149,7 @@ def llama_worker(folder: Path, threads: int) -> dict[int, float]:
         size = str(length)
         command = [
             str(LLAMA), "-m", str(folder / GGUF_NAME), "-t", str(threads), "-embd", "1", "-p", size,
-            "-n", "0", "-b", size, "-ub", size, "-fa", "on,off", "-r", "5", "-o", "json",
+            "-n", "0", "-b", size, "-ub", size, "-fa", "on,off", "-r", "3", "-o", "json",
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         rates[length] = max(max(each["samples_ts"]) for each in json.loads(done.stdout))
