@@ -154,7 +154,7 @@ def recurrence(
     states: Floats,
 ) -> Floats:
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
-    assert plan.state_to is not None, "a plan for a model with states names their slots"
+    _, targets = plan.state_slots
     q, k, v = _split(qkv, spec)
     decay, strength = _decay_and_strength(a, b, spec, weights)  # (T, H, Dk or 1), (T, H, 1)
     out = np.empty_like(v)  # (T, H, Dv)
@@ -167,7 +167,7 @@ def recurrence(
                 new = new - np.einsum("hkv,hk->hv", state, k[t])
             state = state + k[t, :, :, None] * (strength[t] * new)[:, None, :]
             out[t] = np.einsum("hkv,hk->hv", state, q[t])
-        states[plan.state_to[row]] = state
+        states[targets[row]] = state
     if weights.d is not None:
         out = out + weights.d[:, None] * v
     return like(qkv, out.reshape(len(qkv), -1))

@@ -80,7 +80,7 @@ def short_conv(
     states: Floats,
 ) -> Floats:
     """(T, C) -> (T, C), over and into the states (slots, 1, K - 1, C)."""
-    assert plan.state_to is not None, "a plan for a model with states names their slots"
+    _, targets = plan.state_slots
     taps, out = w.reshape(-1, spec.kernel), np.empty_like(x)  # (C, K)
     for row in range(plan.num_rows):
         tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
@@ -90,5 +90,5 @@ def short_conv(
         for tap in range(spec.kernel):
             total = total + seen[tap : tap + count] * taps[:, tap]
         out[tokens] = total if spec.activation is None else activation(total, spec.activation)
-        states[plan.state_to[row], 0] = seen[count:]
+        states[targets[row], 0] = seen[count:]
     return like(x, out)
