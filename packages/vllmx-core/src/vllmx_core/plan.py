@@ -88,8 +88,8 @@ class StepPlan:
 
     @property
     def state_slots(self) -> tuple[I32, I32]:
-        """`state_from` and `state_to`. Raises ValueError where the plan names none: for a model with
-        states it has to, since a backend cannot know which slots are free."""
+        """`state_from` and `state_to`. Raises ValueError where the plan names none, which it has to
+        for a model with states: a backend cannot know which slots are free."""
         if self.state_from is None or self.state_to is None:
             raise ValueError(
                 "the plan names no slots, but the model keeps states: give state_from and state_to"
