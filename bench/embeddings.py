@@ -5,7 +5,7 @@
 
 Random weights in the shapes of BERT-base and of Qwen3-Embedding-0.6B; 64 texts of 128 and of 512
 tokens. vllmx: `LLM.embed` on token ids, all 64 in one call. transformers: the model's own pass over
-eight texts at a time, which is faster than all at once. llama.cpp: `llama-bench` with embeddings on,
+eight texts at a time, faster than all at once. llama.cpp: `llama-bench` with embeddings on,
 one text in a batch, so that its attention sees no mask over other texts. Each engine runs in a
 process of its own, one after the other in each round; tokens per second, medians.
 """
