@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,16 @@ def write_bert(folder: Path) -> None:
     """BERT-base with random weights, a WordPiece tokenizer of made-up words, and its GGUF."""
     import torch
     from tokenizers import BertWordPieceTokenizer
-    from transformers import BertConfig, BertModel, BertTokenizerFast
 
+    hub: Any = import_module("transformers")  # whose types know neither class
     torch.manual_seed(0)
-    model = BertModel(BertConfig(), add_pooling_layer=False).to(torch.bfloat16)
+    model = hub.BertModel(hub.BertConfig(), add_pooling_layer=False).to(torch.bfloat16)
     model.save_pretrained(folder)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [*special, *(f"word{i}" for i in range(VOCABULARY["bert-base"] - len(special)))]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
     backend = BertWordPieceTokenizer(str(folder / "vocab.txt"))
-    BertTokenizerFast(tokenizer_object=backend._tokenizer).save_pretrained(folder)
+    hub.BertTokenizerFast(tokenizer_object=backend._tokenizer).save_pretrained(folder)
     write_bert_gguf(folder / GGUF_NAME, model, words)
 
 
