@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -14,6 +14,7 @@ from vllmx_engine.formats.events import (
     Event,
     ReasoningPiece,
 )
+from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.chat_reading import ReadStream
 from vllmx_server.content_logprobs import ContentLogprobs
@@ -26,9 +27,9 @@ __all__ = [
     "CallBegin",
     "CallEnd",
     "ChatEvent",
+    "ChatEvents",
     "ContentPiece",
     "ReasoningPiece",
-    "chat_events",
 ]
 
 
@@ -44,34 +45,60 @@ class AnswerEnd(msgspec.Struct, frozen=True, gc=False):
 ChatEvent = Event | AnswerEnd
 
 
-async def chat_events(
-    generation: Generation, logprobs: ContentLogprobs | None = None
-) -> AsyncGenerator[ChatEvent, None]:
-    """The events of a generation with one choice; none before the engine's first output. Raises
-    AbortedError where the engine gives the request up, and what the engine raises.
+class ChatEvents:
+    """The events of a generation with one choice.
 
     Args:
         logprobs: is given each output before the events that it brings.
     """
-    readers, usage = generation.readers, generation.usage
-    reading = None if readers is None else ReadStream(readers)
-    if readers is not None and readers.has_thinking:
-        usage.reasoning_tokens = 0
-    async with aclosing(generation.outputs()) as outputs:
-        async for _, output in outputs:
-            for choice in output.outputs:
-                if logprobs is not None:
-                    logprobs.add(choice)
-                if reading is not None:
-                    for event in reading.events(choice):
+
+    def __init__(self, generation: Generation, logprobs: ContentLogprobs | None = None) -> None:
+        self._generation = generation
+        self._logprobs = logprobs
+        readers = generation.readers
+        self._reading = None if readers is None else ReadStream(readers)
+        if readers is not None and readers.has_thinking:
+            generation.usage.reasoning_tokens = 0
+
+    @property
+    def has_middle(self) -> bool:
+        """`more` may take what comes."""
+        return self._logprobs is None
+
+    def more(self, text: str, ids: list[int]) -> Sequence[ChatEvent]:
+        """Of text and tokens that came past `all`, and after which more follows."""
+        if self._reading is None:
+            return [ContentPiece(text)] if text else []
+        return self._noted(self._reading.more(text, ids))
+
+    async def all(self) -> AsyncGenerator[ChatEvent, None]:
+        """As they come; none before the engine's first output. Raises AbortedError where the engine
+        gives the request up, and what the engine raises."""
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for choice in output.outputs:
+                    for event in self._of(choice):
                         yield event
-                    if usage.reasoning_tokens is not None:
-                        usage.reasoning_tokens += reading.num_new_reasoning_tokens
-                elif choice.text:
-                    yield ContentPiece(choice.text)
-                if choice.finish_reason == "abort":
-                    raise AbortedError("the server is shutting down: send the request again")
-                if choice.finish_reason is not None:
-                    reason = choice.finish_reason
-                    told = reason if reading is None else reading.finish_reason(choice)
-                    yield AnswerEnd(told, choice.stop_reason)
+                    if choice.finish_reason == "abort":
+                        raise AbortedError("the server is shutting down: send the request again")
+                    if choice.finish_reason is not None:
+                        yield AnswerEnd(self._finish_reason(choice), choice.stop_reason)
+
+    def _of(self, choice: CompletionOutput) -> Sequence[ChatEvent]:
+        if self._logprobs is not None:
+            self._logprobs.add(choice)
+        if self._reading is None:
+            return [ContentPiece(choice.text)] if choice.text else []
+        return self._noted(self._reading.events(choice))
+
+    def _noted(self, events: list[Event]) -> list[Event]:
+        usage, reading = self._generation.usage, self._reading
+        if usage.reasoning_tokens is not None and reading is not None:
+            usage.reasoning_tokens += reading.num_new_reasoning_tokens
+        return events
+
+    def _finish_reason(self, choice: CompletionOutput) -> str:
+        assert choice.finish_reason is not None
+        return (
+            choice.finish_reason if self._reading is None else self._reading.finish_reason(choice)
+        )

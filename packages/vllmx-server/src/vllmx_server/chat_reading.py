@@ -38,14 +38,21 @@ class ReadStream:
 
     def events(self, choice: CompletionOutput) -> list[Event]:
         """What an output adds."""
-        reader = self._reader
-        events = reader.push(choice.text)
-        self.num_new_reasoning_tokens = self._counter.add(choice.token_ids, reader)
+        events = self.more(choice.text, choice.token_ids)
         if choice.finish_reason is not None:
-            events = events + reader.finish(is_cut=is_cut(choice))
-        if self._hides_reasoning:
-            return [event for event in events if not isinstance(event, ReasoningPiece)]
+            events = events + self._shown(self._reader.finish(is_cut=is_cut(choice)))
         return events
+
+    def more(self, text: str, ids: list[int]) -> list[Event]:
+        """What text and tokens add after which more follows."""
+        events = self._reader.push(text)
+        self.num_new_reasoning_tokens = self._counter.add(ids, self._reader)
+        return self._shown(events)
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        if not self._hides_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, ReasoningPiece)]
 
     def finish_reason(self, choice: CompletionOutput) -> str:
         """Of the last output; "tool_calls" where the model called some."""

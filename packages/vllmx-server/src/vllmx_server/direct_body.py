@@ -36,10 +36,11 @@ class DirectBody:
         server = getattr(protocol.send, "__self__", None)
         return cls(server.writer.transport) if isinstance(server, Connection) else None
 
-    def write(self, data: bytes) -> bool:
-        """Whether the chunk is written; False: send it, since that waits for the client."""
+    def is_free(self) -> bool:
+        """A chunk may be written; else send it, since that waits for the client."""
         transport = self._transport
-        if transport.get_write_buffer_size() or transport.is_closing():
-            return False
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+        return not (transport.get_write_buffer_size() or transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Writes a chunk; only where `is_free`."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -132,6 +132,11 @@ class EventStream(HeldResponse):
 
     The status is sent with the first event or ping, so that what fails before has its own
     status; what fails later becomes an event of its own.
+
+    Args:
+        make: what goes out of text and tokens in the middle of the answer. With it those go from
+            the core's frame to the connection in one call, while the client takes what it gets;
+            None: everything comes through `events`.
     """
 
     def __init__(
@@ -142,9 +147,11 @@ class EventStream(HeldResponse):
         events: AsyncGenerator[bytes, None],
         ping_interval_s: float = 0.0,
         framing: Framing = OPENAI,
+        make: Callable[[str, list[int]], bytes] | None = None,
     ) -> None:
         super().__init__(generation, release, send_timeout_s)
         self._events = events
+        self._make = make
         self._framing = framing
         self._pings = Pings(ping_interval_s, self._sent_so_far, self._ping)
         self._begun = False
@@ -167,12 +174,23 @@ class EventStream(HeldResponse):
 
     async def _send_all(self, events: AsyncGenerator[bytes, None]) -> None:
         await self._put(await anext(events))
-        direct = self._direct
+        if self._direct is not None and self._make is not None:
+            self._generation.divert(self._is_free, self._make, self._write)
         async for event in events:
-            self._num_sent += 1
-            if direct is None or not direct.write(event):
+            if self._is_free():
+                self._write(event)
+            else:
                 await self._put(event)
         await self._put(b"", more_body=False)
+
+    def _is_free(self) -> bool:
+        """An event may be written past the server's protocols."""
+        return self._direct is not None and not self._sending and self._direct.is_free()
+
+    def _write(self, data: bytes) -> None:
+        assert self._direct is not None
+        self._direct.write(data)
+        self._num_sent += 1
 
     async def _fail(self, error: Exception, shown: VllmxError) -> None:
         """Raises the error while it can have a status of its own."""
@@ -206,7 +224,7 @@ class EventStream(HeldResponse):
 
     def _ping(self) -> Awaitable[None] | None:
         ping = self._framing.ping
-        if self._direct is None or not self._direct.write(ping):
+        if not self._is_free():
             return self._transmit(ping)
-        self._num_sent += 1
+        self._write(ping)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from vllmx_core.errors import VllmxError
@@ -80,6 +80,22 @@ class Generation:
             self._close("error")
             raise
 
+    def divert(
+        self,
+        is_free: Callable[[], bool],
+        make: Callable[[str, list[int]], bytes],
+        write: Callable[[bytes], None],
+    ) -> None:
+        """From now on what comes while `outputs` is waited for is written at once, where there is
+        one prompt with one choice.
+
+        Args:
+            is_free: `write` may be called.
+            make: what is to be written of new text and tokens.
+        """
+        if len(self._streams) == 1 and self._streams[0].request.params.n == 1:
+            self._streams[0].divert(_Diverted(self._watches[0], is_free, make, write))
+
     async def finals(self) -> list[RequestOutput]:
         """The last output of each prompt, in their order."""
         last: dict[int, RequestOutput] = {}
@@ -141,6 +157,18 @@ class _Watch:
             rest = output.metrics.num_generation_tokens - sum(self._counts)
             self._usage.completion_tokens += max(0, rest)
 
+    @property
+    def has_begun(self) -> bool:
+        """The first choice has a token."""
+        return self._counts[0] > 0
+
+    def more(self, count: int, now_s: float) -> None:
+        """Takes note of tokens of the only choice, which has begun and goes on."""
+        self._usage.completion_tokens += count
+        self._counts[0] += count
+        self._metrics.between_tokens.observe((now_s - self._last_s[0]) / count, count)
+        self._last_s[0] = now_s
+
     def _tokens_came(self, index: int, count: int, now_s: float, output: RequestOutput) -> None:
         self._usage.completion_tokens += count
         known, before_s = self._counts[index], self._last_s[index]
@@ -167,6 +195,36 @@ class _Watch:
         """Every choice that has not ended ends for `reason`."""
         for index in tuple(self._open):
             self._end(index, reason)
+
+
+class _Diverted:
+    """Writes what comes of one stream, in place of who reads its outputs."""
+
+    __slots__ = ("_is_free", "_make", "_watch", "_write")
+
+    def __init__(
+        self,
+        watch: _Watch,
+        is_free: Callable[[], bool],
+        make: Callable[[str, list[int]], bytes],
+        write: Callable[[bytes], None],
+    ) -> None:
+        self._watch = watch
+        self._is_free = is_free
+        self._make = make
+        self._write = write
+
+    def is_ready(self) -> bool:
+        """See `Sink.is_ready`. The first token is looked at more closely (`_Watch.see`)."""
+        return self._watch.has_begun and self._is_free()
+
+    def take(self, text: str, ids: list[int], now_s: float) -> None:
+        """See `Sink.take`."""
+        if ids:
+            self._watch.more(len(ids), now_s)
+        data = self._make(text, ids)
+        if data:
+            self._write(data)
 
 
 async def _merged(

@@ -143,6 +143,13 @@ class ChoiceState:
         self.has_update = False
         return output
 
+    def give(self) -> tuple[str, list[int]]:
+        """Gives away the text and the tokens that are held, of a choice that has not ended and has
+        no log-probabilities: what `output` would, without making one."""
+        ids, pieces = self.ids, self.pieces
+        self.ids, self.pieces, self.has_update = [], [], False
+        return pieces[0] if len(pieces) == 1 else "".join(pieces), ids
+
     def _part(self) -> CompletionOutput:
         """The first tokens of what is held, with all of its text; the rest is an update again."""
         size = self._most_rows

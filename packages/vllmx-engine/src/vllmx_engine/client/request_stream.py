@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_state import RequestState
 from vllmx_engine.wire.outputs import RequestOutput
+
+
+class Sink(Protocol):
+    """Takes tokens of a stream in place of its consumer, on the event loop's thread."""
+
+    def is_ready(self) -> bool:
+        """It takes what has come; False: the consumer is woken."""
+        ...
+
+    def take(self, text: str, ids: list[int], now_s: float) -> None:
+        """Text and tokens that are new, and when they came, in seconds of `time.monotonic`."""
+        ...
 
 
 class RequestStream:
@@ -32,6 +44,7 @@ class RequestStream:
         "_has_update",
         "_on_abort",
         "_on_end",
+        "_sink",
         "_state",
         "_waiter",
         "request",
@@ -47,6 +60,7 @@ class RequestStream:
         self._on_end = on_end
         self._on_abort = on_abort
         self._state: RequestState
+        self._sink: Sink | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._has_update = False
         self._has_rest = False
@@ -64,13 +78,27 @@ class RequestStream:
         """Names the state whose updates these are; called once, before any update."""
         self._state = state
 
+    def divert(self, sink: Sink) -> None:
+        """From now on `sink` is offered what comes while the consumer waits for it, so that a token
+        wakes no task; the end comes to the consumer. For streams of deltas with one choice and
+        without log-probabilities."""
+        self._sink = sink
+
     def wake(self) -> None:
         """An update is ready."""
         self._has_update = True
-        if self._state.finished:
+        state, waiter, sink = self._state, self._waiter, self._sink
+        finished = state.num_unfinished == 0
+        if finished:
             self._on_end(self)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if waiter is None or waiter.done():
+            return
+        if sink is None or finished or not sink.is_ready():
+            waiter.set_result(None)
+            return
+        self._has_update = False
+        text, ids = state.choices[0].give()
+        sink.take(text, ids, state.metrics.last_token_s or 0.0)
 
     def abort(self) -> None:
         """Ends the request now; the core frees its blocks before its next step."""

@@ -10,7 +10,7 @@ import msgspec
 from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
-from vllmx_server.chat_events import chat_events
+from vllmx_server.chat_events import ChatEvents
 from vllmx_server.content_logprobs import ContentLogprobs
 from vllmx_server.errors import cut_message, internal_error
 from vllmx_server.generation import Generation
@@ -50,6 +50,7 @@ class ResponseAnswer:
         self._logprobs: ContentLogprobs | None = None
         if body.has_logprobs:
             self._logprobs = ContentLogprobs(generation.readers, body.top_logprobs or 0)
+        self._events = ChatEvents(generation, self._logprobs)
         self._output = Output(self._logprobs, forms_of(body.tools))
         self._number = 0
         self.stored = StoredResponse(
@@ -59,7 +60,7 @@ class ResponseAnswer:
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed. Raises what the engine raises."""
-        async with aclosing(chat_events(self._generation, self._logprobs)) as events:
+        async with aclosing(self._events.all()) as events:
             async for event in events:
                 for _ in self._output.take(event):
                     pass
@@ -72,7 +73,7 @@ class ResponseAnswer:
         raises later becomes `response.failed`."""
         begun = False
         try:
-            async with aclosing(chat_events(self._generation, self._logprobs)) as events:
+            async with aclosing(self._events.all()) as events:
                 async for event in events:
                     if not begun:
                         begun = True
@@ -92,6 +93,16 @@ class ResponseAnswer:
             yield self.fail(internal_error())
         else:
             yield self._event((self._response["status"], {"response": self._response}))
+
+    @property
+    def has_middle(self) -> bool:
+        """See `Answer.has_middle`."""
+        return self._events.has_middle
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """See `Answer.middle`."""
+        told = (told for event in self._events.more(text, ids) for told in self._output.take(event))
+        return b"".join(map(self._event, told))
 
     def begin(self) -> bytes:
         """The first two events."""

@@ -13,8 +13,9 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.chat_events import ContentPiece
 from vllmx_server.chat_reading import ReadStream, WholeAnswer, deltas, plain_chunk
-from vllmx_server.chunks import Chunks, encode
+from vllmx_server.chunks import Chunks
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.json_pieces import Items, json_pieces
@@ -52,6 +53,15 @@ class ChatAnswer:
         self._created = int(time.time())
         self._has_reasoning = body.include_reasoning is not False
         self._readers = generation.readers
+        self._readings = self._new_readings() if body.stream else []
+        self._chunks = Chunks(
+            "chat.completion.chunk",
+            self._id,
+            self._created,
+            state.llm.config.name,
+            body.stream_options,
+            state.fingerprint,
+        )
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
@@ -97,19 +107,8 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a streamed answer with their SSE framing; none before the engine's first
         output."""
-        body, usage = self._body, self._generation.usage
-        name = self._state.llm.config.name
-        chunks = Chunks(
-            "chat.completion.chunk",
-            self._id,
-            self._created,
-            name,
-            body.stream_options,
-            self._state.fingerprint,
-        )
-        is_plain = not (body.num_logprobs is not None or body.return_token_ids or chunks.has_usage)
-        readings = self._readings()
-        begun = False
+        usage, chunks = self._generation.usage, self._chunks
+        readings, is_plain, begun = self._readings, self.has_middle, False
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
                 if not begun:
@@ -118,20 +117,34 @@ class ChatAnswer:
                 for choice in output.outputs:
                     if readings:
                         reading = readings[choice.index]
-                        if chunk := self._read_chunks(chunks, choice, reading, is_plain):
+                        if chunk := self._read_chunks(choice, reading, is_plain):
                             yield chunk
                     elif choice.finish_reason is not None or not is_plain:
                         yield chunks.chunk(self._delta(choice), usage)
                     elif choice.text:
-                        yield (
-                            b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,'
-                            b'"finish_reason":null}%b'
-                        ) % (chunks.head, choice.index, encode(choice.text), chunks.tail)
+                        yield plain_chunk(chunks, choice.index, ContentPiece(choice.text))
         if chunks.has_last_usage:
             yield chunks.usage(usage)
         yield DONE
 
-    def _readings(self) -> list[ReadStream]:
+    @property
+    def has_middle(self) -> bool:
+        """See `Answer.has_middle`."""
+        body = self._body
+        has_more = body.num_logprobs is not None or body.return_token_ids or self._chunks.has_usage
+        return not has_more
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """See `Answer.middle`."""
+        if not self._readings:
+            return plain_chunk(self._chunks, 0, ContentPiece(text)) if text else b""
+        reading, usage = self._readings[0], self._generation.usage
+        events = reading.more(text, ids)
+        if usage.reasoning_tokens is not None:
+            usage.reasoning_tokens += reading.num_new_reasoning_tokens
+        return b"".join([plain_chunk(self._chunks, 0, event) for event in events])
+
+    def _new_readings(self) -> list[ReadStream]:
         """One for each choice of a stream that is read."""
         if self._readers is None:
             return []
@@ -140,11 +153,9 @@ class ChatAnswer:
         hides = not self._has_reasoning
         return [ReadStream(self._readers, hides_reasoning=hides) for _ in range(self._body.n or 1)]
 
-    def _read_chunks(
-        self, chunks: Chunks, choice: CompletionOutput, reading: ReadStream, is_plain: bool
-    ) -> bytes:
+    def _read_chunks(self, choice: CompletionOutput, reading: ReadStream, is_plain: bool) -> bytes:
         """What an output adds: a chunk for each part of the message, or none."""
-        events, usage = reading.events(choice), self._generation.usage
+        events, usage, chunks = reading.events(choice), self._generation.usage, self._chunks
         if usage.reasoning_tokens is not None:
             usage.reasoning_tokens += reading.num_new_reasoning_tokens
         if is_plain and choice.finish_reason is None:

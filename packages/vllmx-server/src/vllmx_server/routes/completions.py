@@ -119,6 +119,14 @@ class CompletionAnswer:
         self._created = int(time.time())
         self._echoes: list[Echo] = []
         """Of each prompt, with echo."""
+        self._chunks = Chunks(
+            "text_completion",
+            self._id,
+            self._created,
+            state.llm.config.name,
+            body.stream_options,
+            state.fingerprint,
+        )
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
@@ -192,17 +200,8 @@ class CompletionAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a streamed answer with their SSE framing; none before the engine's first
         output."""
-        body, usage = self._body, self._generation.usage
-        name = self._state.llm.config.name
-        chunks = Chunks(
-            "text_completion",
-            self._id,
-            self._created,
-            name,
-            body.stream_options,
-            self._state.fingerprint,
-        )
-        is_plain = not (body.logprobs is not None or body.return_token_ids or chunks.has_usage)
+        body, usage, chunks = self._body, self._generation.usage, self._chunks
+        is_plain = self.has_middle
         begun: set[int] = set()
         echoes: dict[int, Echo] = {}
         async with aclosing(self._generation.outputs()) as outputs:
@@ -224,15 +223,29 @@ class CompletionAnswer:
                         delta = self._delta(number, choice, output, is_first, echo)
                         yield chunks.chunk(delta, usage)
                     elif choice.text:
-                        yield b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
-                            chunks.head,
-                            number,
-                            encode(choice.text),
-                            chunks.tail,
-                        )
+                        yield self._plain(number, choice.text)
         if chunks.has_last_usage:
             yield chunks.usage(usage)
         yield DONE
+
+    @property
+    def has_middle(self) -> bool:
+        """See `Answer.has_middle`."""
+        body = self._body
+        has_more = body.logprobs is not None or body.return_token_ids or self._chunks.has_usage
+        return not has_more
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """See `Answer.middle`."""
+        return self._plain(0, text) if text else b""
+
+    def _plain(self, number: int, text: str) -> bytes:
+        return b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
+            self._chunks.head,
+            number,
+            encode(text),
+            self._chunks.tail,
+        )
 
     def _echo_parts(self, number: int, echo: Echo) -> Iterator[dict[str, Any]]:
         """The prompt, with its log-probabilities a few tokens at a time."""

@@ -47,6 +47,16 @@ class Answer(Protocol):
         output."""
         ...
 
+    @property
+    def has_middle(self) -> bool:
+        """What is told of text and tokens is told by `middle`, where one prompt has one choice."""
+        ...
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """What `events` says of new text and tokens between the first ones and the last; maybe
+        nothing."""
+        ...
+
 
 async def generate(
     request: Request,
@@ -91,5 +101,6 @@ def held(
     timeout_s = state.config.send_timeout_s
     if is_streamed:
         ping_s = state.config.sse_ping_interval_s
-        return EventStream(generation, release, timeout_s, answer.events(), ping_s, framing)
+        make = answer.middle if answer.has_middle else None
+        return EventStream(generation, release, timeout_s, answer.events(), ping_s, framing, make)
     return JSONAnswer(generation, release, timeout_s, answer.whole)

@@ -16,7 +16,7 @@ from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
-from vllmx_server.chat_events import chat_events
+from vllmx_server.chat_events import ChatEvents
 from vllmx_server.disconnect import while_there
 from vllmx_server.errors import messages_error_body
 from vllmx_server.event_stream import Framing, HeldResponse
@@ -86,11 +86,13 @@ class MessagesAnswer:
         self._state = state
         self._body = body
         self._generation = generation
+        self._events = ChatEvents(generation)
+        self._blocks = BlockEvents()
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed."""
         blocks = Blocks()
-        async with aclosing(chat_events(self._generation)) as events:
+        async with aclosing(self._events.all()) as events:
             async for event in events:
                 blocks.add(event)
         message = self._message(blocks.content)
@@ -100,8 +102,8 @@ class MessagesAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a streamed answer; none before the engine's first output."""
-        blocks, begun = BlockEvents(), False
-        async with aclosing(chat_events(self._generation)) as events:
+        blocks, begun = self._blocks, False
+        async with aclosing(self._events.all()) as events:
             async for event in events:
                 if not begun:
                     begun = True
@@ -118,6 +120,12 @@ class MessagesAnswer:
             b"event: message_delta\ndata: %b\n\n"
             b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
         ) % encode(stop)
+
+    has_middle = True
+
+    def middle(self, text: str, ids: list[int]) -> bytes:
+        """See `Answer.middle`."""
+        return b"".join([self._blocks.of(event) for event in self._events.more(text, ids)])
 
     def _start(self) -> bytes:
         message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
