@@ -114,6 +114,15 @@ class TestGraniteMoeHybrid(_Recurrent):
     )  # fmt: skip
 
 
+class TestBamba(_Recurrent):
+    config = SMALL | {
+        "architectures": ["BambaForCausalLM"], "model_type": "bamba", "num_hidden_layers": 4,
+        "attn_layer_indices": [1, 3], "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+    }  # fmt: skip
+    bad_configs = ({"attn_layer_indices": [4]}, {"mamba_n_heads": 7}, {"mamba_n_groups": 4})
+
+
 class TestKimiLinear(_Recurrent):
     config = SMALL | EXPERTS | {
         "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear",

@@ -10,7 +10,6 @@ from vllmx_core.ops.route import RouteSpec
 
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.layer import FeedForward, Mixer
-from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.moe import EachExpert, MoE, Router, StackedExperts
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
@@ -36,7 +35,7 @@ from vllmx_models.gguf.hybrids import (
 )
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS, granite_config
-from vllmx_models.hybrid_config import dt_limits, hybrid_layers, layer_kinds
+from vllmx_models.hybrid_config import MAMBA_DEFAULTS, hybrid_layers, layer_kinds, mamba_mixer
 from vllmx_models.moe_config import EXPERT_KEYS, SPLIT, chosen_experts, experts_spec
 
 KINDS = ("linear_attention", "full_attention", "mamba", "attention")
@@ -45,8 +44,7 @@ SHARED = MLPNames("shared_mlp", down="output_linear", gate_up="input_linear")
 APART = MLPNames("shared_mlp", down="output_linear")
 HONOURED = ("attention_bias", "layer_types", "position_embedding_type", *EXPERT_KEYS, *MULTIPLIERS)
 DEFAULTS: Mapping[str, Any] = {
-    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
-    "mamba_expand": 2, "num_local_experts": 8, "shared_intermediate_size": 1024,
+    **MAMBA_DEFAULTS, "num_local_experts": 8, "shared_intermediate_size": 1024,
     "num_experts_per_tok": 2,
 }  # fmt: skip
 """What transformers takes where a config.json is silent."""
@@ -70,7 +68,7 @@ def granitemoehybrid(config: Mapping[str, Any]) -> Decoder:
     kinds = layer_kinds(read, KINDS, [KINDS[0]] * count)
     mixers: dict[str, Mixer] = {"full_attention": attention, "attention": attention}
     if set(kinds) & {"mamba", "linear_attention"}:
-        mixers["mamba"] = mixers["linear_attention"] = _mamba(read)
+        mixers["mamba"] = mixers["linear_attention"] = mamba_mixer(read)
     layers = hybrid_layers(kinds, mixers, [_feed_forward(read)] * count)
     return Decoder(
         decoder_spec(
@@ -99,34 +97,6 @@ def _feed_forward(read: ConfigReader) -> FeedForward:
         EachExpert() if split else StackedExperts("input_linear.weight", "output_linear.weight"),
         shared=shared,
         module="block_sparse_moe",
-    )
-
-
-def _mamba(read: ConfigReader) -> MambaMixer:
-    heads, width = read.integer("mamba_n_heads", high=1 << 16), read.integer("mamba_expand")
-    width *= read.integer("hidden_size")
-    size = width // heads
-    if read.config.get("mamba_d_head") not in (None, "auto"):
-        size = read.integer("mamba_d_head")
-    if size * heads != width:
-        raise read.error("mamba_n_heads", f"times mamba_d_head must be {width}")
-    if read.activation() != "silu":
-        raise read.error("hidden_act", "is not known here for convolutions: silu")
-    groups = read.integer("mamba_n_groups", high=heads)
-    if heads % groups:
-        raise read.error("mamba_n_groups", f"must divide mamba_n_heads = {heads}")
-    low, high = dt_limits(read)
-    return MambaMixer(
-        heads,
-        size,
-        groups,
-        read.integer("mamba_d_state", high=4096),
-        read.integer("mamba_d_conv", low=2, high=64),
-        read.number("rms_norm_eps", 1e-6),
-        conv_bias=read.flag("mamba_conv_bias", True),
-        bias=read.flag("mamba_proj_bias", False),
-        dt_min=low,
-        dt_max=high,
     )
 
 

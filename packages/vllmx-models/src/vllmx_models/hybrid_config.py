@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllmx_models.blocks.layer import FeedForward, Mixer
+from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.norms import PRE, LayerNorms
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import LayerSpec
+
+MAMBA_DEFAULTS: Mapping[str, Any] = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}  # fmt: skip
+"""What transformers takes where a config.json is silent."""
 
 
 def layer_kinds(
@@ -49,4 +57,37 @@ def hybrid_layers(
     return tuple(
         LayerSpec(mixers[kind], feed_forward, norms)
         for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
+    )
+
+
+def mamba_mixer(read: ConfigReader, **options: Any) -> MambaMixer:
+    """The Mamba-2 of Granite 4, Bamba and Falcon-H1, which name its sizes alike; `options` are
+    `MambaMixer`'s."""
+    heads = read.integer("mamba_n_heads", high=1 << 16)
+    width = read.integer("mamba_expand") * read.integer("hidden_size")
+    if read.has("mamba_d_ssm"):
+        width = read.integer("mamba_d_ssm")
+    size = width // heads
+    if read.config.get("mamba_d_head") not in (None, "auto"):
+        size = read.integer("mamba_d_head")
+    if size * heads != width:
+        raise read.error("mamba_n_heads", f"times mamba_d_head must be {width}")
+    if read.activation() != "silu":
+        raise read.error("hidden_act", "is not known here for convolutions: silu")
+    groups = read.integer("mamba_n_groups", high=heads)
+    if heads % groups:
+        raise read.error("mamba_n_groups", f"must divide mamba_n_heads = {heads}")
+    low, high = dt_limits(read)
+    return MambaMixer(
+        heads,
+        size,
+        groups,
+        read.integer("mamba_d_state", high=4096),
+        read.integer("mamba_d_conv", low=2, high=64),
+        read.number("rms_norm_eps", 1e-6),
+        conv_bias=read.flag("mamba_conv_bias", True),
+        bias=read.flag("mamba_proj_bias", False),
+        dt_min=low,
+        dt_max=high,
+        **options,
     )

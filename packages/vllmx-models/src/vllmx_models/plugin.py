@@ -20,6 +20,7 @@ from vllmx_models.parsers import PARSERS
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
     return (
+        _model("bamba", "BambaForCausalLM", gguf=False),
         _model("cohere", "CohereForCausalLM", gguf="command-r"),
         _model("cohere2", "Cohere2ForCausalLM", gguf=True),
         _model("cwm", "CwmForCausalLM", "twins", gguf=False),
