@@ -200,6 +200,7 @@ def granite_header(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 def nemotron_header(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     common(writer, config)
+    writer.add_layer_norm_eps(1e-5)  # beside that of RMS norms
     with_mamba(writer)
     pattern, moe = config["hybrid_override_pattern"], "E" in config["hybrid_override_pattern"]
     writer.add_head_count_kv([KV * (letter == "*") for letter in pattern])

@@ -166,7 +166,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         **(_gguf_experts(header) if moe else {}),
         "num_hidden_layers": len(kinds) - extra,
         "layers_block_type": kinds[: len(kinds) - extra],
-        "layer_norm_epsilon": config["rms_norm_eps"],
+        "layer_norm_epsilon": header.number("attention.layer_norm_rms_epsilon"),
         "mamba_hidden_act": "silu",
         "mamba_num_heads": heads,
         "mamba_head_dim": header.integer("ssm.inner_size") // heads,
