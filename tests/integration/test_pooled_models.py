@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,6 +21,8 @@ from vllmx_core.errors import (
 )
 from vllmx_core.plan import F32
 from vllmx_demo.source import MODEL_FOLDER
+
+from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -204,6 +207,45 @@ def test_means_of_layers_with_windows_want_all_blocks_at_once(save: Save) -> Non
         for ids, output in zip(texts, llm.embed(texts), strict=True):
             wanted = hidden(model, ids).mean(0)  # without a module that makes its length 1
             np.testing.assert_allclose(output.outputs.data, wanted, atol=2e-5)
+
+
+def test_a_text_is_as_long_as_sentence_transformers_has_it(save: Save, trunk: Any) -> None:
+    """Unless more is asked for, up to what the model was made for."""
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    folder = save(trunk, modules=modules, sentence_bert_config={"max_seq_length": 40})
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    with LLM(str(folder), backend="numpy") as llm:
+        assert llm.info.max_model_len == 40
+        with pytest.raises(ContextLengthError, match=r"input 1: the text has 41.* takes 40"):
+            llm.embed([[5], [5] * 41])
+        with pytest.raises(InvalidRequestError, match="input 2: the text has no tokens"):
+            llm.embed([[5], [6], []])
+        (cut,) = llm.embed([[5] * 41], truncate_prompt_tokens=-1)
+        assert len(cut.prompt_token_ids) == 40
+    with LLM(str(folder), backend="numpy", max_model_len=64) as llm:
+        assert llm.info.max_model_len == 64
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')
+    with pytest.raises(WeightFormatError, match="max_seq_length = 'long'"):
+        LLM(str(folder), backend="numpy")
+
+
+@pytest.mark.parametrize("kind", ["LAST", "MEAN"])
+def test_a_file_that_pools_makes_vectors(tmp_path: Path, kind: str) -> None:
+    """A decoder's GGUF file by its `pooling_type`; `--task generate` has the last word."""
+    pooling = gguf.PoolingType[kind]
+    path = convert_folder(
+        Path(MODEL_FOLDER), tmp_path / "model.gguf", of_type(TYPES.F32),
+        extra=lambda writer: writer.add_pooling_type(pooling),
+    )  # fmt: skip
+    options: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "max_model_len": 64}
+    with LLM(str(path), **options) as llm, LLM("demo", task="embed", **options) as plain:
+        (found,), (last,) = llm.embed([[5, 6, 7]]), plain.embed([[5, 6, 7]])
+        alike = np.allclose(found.outputs.data, last.outputs.data, atol=1e-5)
+        assert alike == (kind == "LAST")
+        assert abs(np.linalg.norm(found.outputs.data) - 1) < 1e-5
+    with LLM(str(path), task="generate", **options) as llm:
+        assert llm.info.pooling is None
 
 
 def test_unknown_modules_and_damaged_files_are_refused(save: Save, trunk: Any) -> None:

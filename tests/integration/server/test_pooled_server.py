@@ -85,6 +85,9 @@ async def test_embeddings(serve: Serve) -> None:
         scores = [each["score"] for each in scored["data"]]
         np.testing.assert_allclose(scores, [vectors[0] @ vectors[1], 1], atol=1e-5)
         assert "64" in await refused(client, "/v1/embeddings", input="a b c " * 100)
+        text = await refused(client, "/v1/embeddings", input=["a", "a b c " * 100])
+        assert "input 1: the text has" in text
+        assert "truncate_prompt_tokens" in text
         text = await refused(client, "/v1/completions", model="m", prompt="The")
         assert "generates no text" in text
         text = await refused(
@@ -92,6 +95,22 @@ async def test_embeddings(serve: Serve) -> None:
         )
         assert "generates no text" in text
         assert "load" in await refused(client, "/classify", input="x")
+
+
+async def test_a_text_whose_vector_is_broken_is_named(serve: Serve) -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**CONFIG, num_key_value_heads=1)
+    model = transformers.MistralModel(config).eval()
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = float("nan")
+    async with serve(model) as client:
+        response = await client.post("/v1/embeddings", json={"input": [[5], [6, 7], [5]]})
+        assert response.status_code == 500
+        error = json.loads(response.text)["error"]
+        assert error["code"] == "non_finite_logits"
+        assert error["message"].startswith("input 1: what the model made")
+        answer = await ask(client, "/v1/embeddings", input=[[5], [6]])
+        assert len(answer["data"]) == 2
 
 
 async def test_a_cross_encoder_ranks(serve: Serve) -> None:

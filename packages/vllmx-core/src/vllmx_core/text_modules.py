@@ -4,7 +4,8 @@ sentence-transformers, read into the config that the model is made of.
 `config["modules"]` lists what follows the layers, in its order: {"kind": "pooling", "pooling":
 "mean"}, {"kind": "dense", "folder": "2_Dense", "in": 768, "out": 3072, "bias": False, "activation":
 "identity"} and {"kind": "normalize"}. Tensors of a dense layer are named after its folder:
-`2_Dense.linear.weight`. `config["score_tokens"]` are the ids of "no" and "yes" of a reranker.
+`2_Dense.linear.weight`. `config["score_tokens"]` are the ids of "no" and "yes" of a reranker, and
+`config["text_limit"]` is how many tokens of a text the model is meant to read.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> 
     settings = _read(folder / "config_sentence_transformers.json")
     if isinstance(settings, dict):
         config["text_settings"] = settings
+    limit = _text_limit(folder / "sentence_bert_config.json")
+    if limit is not None:
+        config["text_limit"] = limit
     folders = [each["folder"] for each in config["modules"] if each["kind"] == "dense"]
     sources = {name: open_checkpoint(registry, folder / name).weights for name in folders}
     weights = JoinedSource(checkpoint.weights, sources) if sources else checkpoint.weights
@@ -62,6 +66,17 @@ def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> 
 
 
 _KINDS = ("pooling", "dense", "normalize")
+
+
+def _text_limit(path: Path) -> int | None:
+    """Its `max_seq_length`, if it has one."""
+    settings = _read(path)
+    limit = settings.get("max_seq_length") if isinstance(settings, dict) else None
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise WeightFormatError(
+            f"{path}: max_seq_length = {shown(limit)} must be a whole number of tokens above 0"
+        )
+    return limit
 
 
 def _module(folder: Path, listed: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from vllmx_engine.client.pooling import (
     PoolingBuilder,
     PoolingChoice,
     PoolingText,
+    naming,
     pooled_output,
 )
 from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
@@ -48,7 +49,7 @@ from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
-from vllmx_engine.wire.pooling import PoolingInfo, PoolingTask
+from vllmx_engine.wire.pooling import PoolingTask
 
 
 class AsyncLLM(AsyncText):
@@ -328,33 +329,37 @@ class AsyncLLM(AsyncText):
         """What a model that answers with vectors or scores makes of each text, in their order.
         Cancelling ends the work. Raises the error of the first text that has one, and what `submit`
         raises."""
-        model = self._pooling.model(task)
+        self._pooling.model(task)
         size = self.info.max_num_seqs + self.config.max_queue // 2
         found: list[PoolingRequestOutput] = []
         for at in range(0, len(texts), size):
-            found += await self._pool_some(task, texts[at : at + size], choice, options, model)
+            found += await self._pool_some(task, texts, slice(at, at + size), choice, options)
         return found
 
     async def _pool_some(
         self,
         task: PoolingTask,
         texts: Sequence[PoolingText],
+        some: slice,
         choice: PoolingChoice,
         options: RequestOptions,
-        model: PoolingInfo,
     ) -> list[PoolingRequestOutput]:
-        self.check_open(len(texts))
+        model, numbers = self._pooling.model(task), range(len(texts))[some]
+        self.check_open(len(numbers))
         requests = list[Request]()
-        for each in texts:
+        for number in numbers:
+            each = texts[number]
             build = partial(self._pooling.build, task, each, choice, options)
-            requests.append(await self.convert(options.client, each.num_bytes, build))
+            with naming(number, len(texts)):
+                requests.append(await self.convert(options.client, each.num_bytes, build))
             await asyncio.sleep(0)
         streams = await self._launch_all(requests, "final")
         found: list[PoolingRequestOutput] = []
         try:
-            for stream in streams:
-                async for output in stream:
-                    found.append(pooled_output(task, model, output, choice))
+            for number, stream in zip(numbers, streams, strict=True):
+                with naming(number, len(texts)):
+                    async for output in stream:
+                        found.append(pooled_output(task, model, output, choice))
         except BaseException:
             for stream in streams:
                 stream.abort()

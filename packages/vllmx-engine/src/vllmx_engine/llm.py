@@ -21,6 +21,7 @@ from vllmx_engine.client.pooling import (
     PoolingChoice,
     PoolingText,
     cosine_output,
+    naming,
     pairs_of,
     pooled_output,
 )
@@ -256,7 +257,10 @@ class LLM(HasEngine):
     ) -> list[PoolingRequestOutput]:
         pooling = self._engine.pooling
         model, options = pooling.model(task), RequestOptions()
-        requests = [pooling.build(task, each, choice, options) for each in texts]
+        requests = list[Request]()
+        for number, each in enumerate(texts):
+            with naming(number, len(texts)):
+                requests.append(pooling.build(task, each, choice, options))
         outputs = self._run(requests, use_tqdm, None)
         return [pooled_output(task, model, output, choice) for output in outputs]
 

@@ -68,7 +68,7 @@ class SafetensorsSource:
         return _CONFIG_DTYPES[floats[0]] if floats else None
 
 
-BESIDE = ("modules", "score_tokens", "text_settings")
+BESIDE = ("modules", "score_tokens", "text_limit", "text_settings")
 """Keys that stand for what other files of the folder say: `vllmx_core.text_modules` reads those."""
 
 

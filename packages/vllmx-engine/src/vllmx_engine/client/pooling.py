@@ -4,11 +4,12 @@ answers to what the user gets."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from vllmx_core.errors import ContextLengthError, InvalidRequestError
+from vllmx_core.errors import ContextLengthError, InvalidRequestError, NonFiniteLogitsError
 from vllmx_core.plan import F32
 from vllmx_core.sampling import SamplingParams
 
@@ -25,6 +26,18 @@ _REMEDY = {
     "score": "a reranker, such as BAAI/bge-reranker-v2-m3",
     "classify": "a model with a classification head",
 }
+
+
+@contextmanager
+def naming(index: int, count: int) -> Iterator[None]:
+    """An error about one of several inputs says which, counted from 0."""
+    try:
+        yield
+    except (InvalidRequestError, NonFiniteLogitsError) as error:
+        about_it = isinstance(error, NonFiniteLogitsError) or error.param == "input"
+        if count == 1 or not about_it:
+            raise
+        raise type(error)(f"input {index}: {error.message}", param=error.param) from error
 
 
 @dataclass(frozen=True, slots=True)

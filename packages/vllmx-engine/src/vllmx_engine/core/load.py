@@ -77,7 +77,8 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
         spec, reason = plan.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
-        options = load_options(plan.config, model, progress=plan.progress)
+        limit = checkpoint.config.get("text_limit")
+        options = load_options(plan.config, model, text_limit=limit, progress=plan.progress)
         loaded = spec.load()().load(model, checkpoint.weights, options)
     finally:
         checkpoint.weights.close()
@@ -104,8 +105,11 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     return core, info
 
 
-def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadOptions:
-    """The backend's part of a configuration, with what the model decides filled in.
+def load_options(
+    config: EngineConfig, model: Model, *, text_limit: int | None = None, progress: bool
+) -> LoadOptions:
+    """The backend's part of a configuration, with what the model decides filled in: a model of
+    texts reads `text_limit` tokens of each unless more are asked for.
 
     Raises ConfigError for a max_model_len beyond what the model was made for, or beyond what an
     explicit number of KV blocks holds, and CapacityError where its tables do not fit into memory.
@@ -117,7 +121,7 @@ def load_options(config: EngineConfig, model: Model, *, progress: bool) -> LoadO
             f" model was made for: lower it to {longest} or leave it out",
             param="max_model_len",
         )
-    max_model_len = config.max_model_len or min(longest, AUTOMATIC_CONTEXT)
+    max_model_len = config.max_model_len or min(longest, text_limit or longest, AUTOMATIC_CONTEXT)
     max_model_len = _with_tables_that_fit(config, model, max_model_len)
     step_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     if model.shape.whole_prompts:

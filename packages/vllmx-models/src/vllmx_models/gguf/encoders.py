@@ -31,7 +31,6 @@ def encoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
         "layer_norm_eps": eps,
         "norm_eps": eps,
         "type_vocab_size": 0 if types is None else types.shape[0],
-        **text_modules(header),
     }
 
 

@@ -20,6 +20,7 @@ from vllmx_core.weights import WeightPart, made_part
 
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.blocks import TensorType, weight_part
+from vllmx_models.gguf.encoders import text_modules
 from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.norms import is_norm, log_of_negated, shifted
@@ -133,6 +134,7 @@ def _checkpoint(path: Path, files: Sequence[GGUFFile], registry: Registry) -> Ch
         "architectures": [table.architecture],
         "model_type": name,
         **_from_tensors(header),
+        **text_modules(header),
         **table.config(header),
     }
     count = config.get("num_attention_heads", 1)
