@@ -54,7 +54,8 @@ show whether tokens meet anywhere but in attention; a model in which they do is 
 model whose rotary factors depend on the longest position of a batch (longrope) is served up to its
 first context length. On a GPU, weights pass through the memory of the host as a whole.
 
-Compared with transformers in the tests as above, with 12 greedy ids, prefix hits and batch mates:
+Compared with transformers in the tests as above, with 64 greedy ids, prefix hits, batch mates and
+preemption:
 Dots1, Exaone 4, GPT-2, GPT-BigCode, GPT-NeoX, Granite with windows, Jais 2, MiniCPM3, Nemotron,
 OLMo, OPT, Persimmon, Phi, Starcoder2, VaultGemma.
 """
