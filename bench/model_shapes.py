@@ -289,6 +289,12 @@ SHAPES: dict[str, Shape] = {
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
         linear_value_head_dim=32, shared_expert_intermediate_size=32,
     ),
+    # as deep as the next one, half as wide and with an eighth of its experts
+    "qwen3.5-moe-small": HybridShape(
+        1024, 0, 8, 8, 2, head_dim=256, vocab_size=49664, tie_word_embeddings=False,
+        num_experts=32, num_experts_per_tok=8, moe_intermediate_size=512,
+        linear_num_key_heads=8, linear_num_value_heads=16,
+    ),
     # a fifth of Qwen3.5-35B-A3B: its widths, 8 of 40 layers, a fifth of the vocabulary
     "qwen3.5-moe-fifth": HybridShape(
         2048, 0, 8, 16, 2, head_dim=256, vocab_size=49664, tie_word_embeddings=False,
