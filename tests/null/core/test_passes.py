@@ -13,6 +13,7 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.recorder import Ops
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.passes.activated_linear import fuse_activations
 from vllmx_core.passes.expand import expand_unsupported, unsupported_ops
 from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
 from vllmx_core.passes.uses import read_at_once
@@ -25,6 +26,7 @@ from vllmx_core.testing.synthetic import ArraySource, Builder, tiny_decoder
 
 EMBED, HEAD = WeightRef("embed", "embedding", 50, 8), WeightRef("head", "linear", 50, 8)
 GATE_UP, OTHER = (WeightRef(name, "linear", 32, 8) for name in ("gate_up", "other"))
+BACK = WeightRef("back", "linear", 8, 32)
 DOWN, NORM = WeightRef("down", "linear", 8, 16), WeightRef("norm", "vector", 8)
 STEP = StepInputs()
 
@@ -74,6 +76,27 @@ def test_a_weight_with_another_use_keeps_its_layout() -> None:
     steps = finished(ops, x)
     assert gated_weights(steps) == {"other"}
     assert types(fuse_gated_linears(steps, gated_weights(steps))).count("GatedAct") == 1
+
+
+def test_an_activation_moves_into_its_linear() -> None:
+    ops = Ops()
+    x = ops.embedding(STEP.tokens, EMBED)
+    hidden = ops.activation(ops.linear(x, OTHER), "gelu")
+    apart = ops.activation(ops.linear(hidden, WeightRef("tanh", "linear", 16, 32)), "tanh")
+    steps = finished(ops, ops.linear(apart, DOWN))
+    fused = fuse_activations(steps)
+    assert types(fused) == ["Embedding", "Linear", "Linear", "Act", "Linear", "Head"]
+    linears = [op for op in fused.ops if isinstance(op, Linear)]
+    assert [op.activation for op in linears] == ["gelu", None, None]
+    assert linears[1].x is linears[0].out
+
+
+def test_a_product_that_is_read_beside_its_activation_stays() -> None:
+    ops = Ops()
+    x = ops.embedding(STEP.tokens, EMBED)
+    product = ops.linear(x, OTHER)
+    steps = finished(ops, ops.linear(ops.add(ops.activation(product, "silu"), product), BACK))
+    assert fuse_activations(steps) == steps
 
 
 def test_ops_that_a_backend_lacks_become_others() -> None:

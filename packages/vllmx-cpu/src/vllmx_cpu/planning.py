@@ -15,6 +15,7 @@ from vllmx_core.model import Model, encoder_of
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.values import Rows
+from vllmx_core.passes.activated_linear import fuse_activations
 from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import prepare
@@ -82,14 +83,14 @@ def plan_load(
     }
     specs = [spec for group in cut.values() for spec in group]
     shapes = matrix_shapes(specs, dtype, gated, kept)
-    fused = fuse_gated_linears(recorded, fusible)
+    fused = fuse_activations(fuse_gated_linears(recorded, fusible))
     max_rows = step_limits(options, model.shape.vocab_size)
     cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, "cpu")
     extent = Extent(max_rows, options.num_seqs, options.max_model_len)
     room = plan_room(fused, extent, shapes, num_threads, cached)
     tower = None
     if recording.tower is not None and (encoder := encoder_of(model)) is not None:
-        ops = fuse_gated_linears(recording.tower, fusible)
+        ops = fuse_activations(fuse_gated_linears(recording.tower, fusible))
         tower = TowerPlan(ops, encoder.patches_per_token, shapes, num_threads, cached)
     free = free_bytes()
     weight_bytes = packed_bytes(specs, shapes)

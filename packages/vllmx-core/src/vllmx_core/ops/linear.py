@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllmx_core.ops.activation import Activation, activation
 from vllmx_core.ops.case import Case
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect_matrix, expect_rows, expect_weight
@@ -14,12 +15,14 @@ from vllmx_core.ops.values import Value, WeightRef
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear(Op):
-    """x @ w.T + bias; the bias comes with the weight."""
+    """act(x @ w.T + bias); the bias comes with the weight."""
 
     name: ClassVar[str] = "linear"
     x: Value
     w: WeightRef
     out: Value
+    activation: Activation | None = None
+    """What `passes.activated_linear` moved into it; models have an op of its own for that."""
 
     @classmethod
     def of(cls, x: Value, w: WeightRef) -> Linear:
@@ -31,7 +34,8 @@ class Linear(Op):
         expect_matrix(self.x, self.w)
 
     def compute(self, frame: NumpyFrame) -> None:
-        frame[self.out] = linear(frame[self.x], frame.weight(self.w), frame.bias(self.w))
+        y = linear(frame[self.x], frame.weight(self.w), frame.bias(self.w))
+        frame[self.out] = y if self.activation is None else activation(y, self.activation)
 
     @classmethod
     def cases(cls) -> Iterator[Case]:

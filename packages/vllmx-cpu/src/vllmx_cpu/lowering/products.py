@@ -31,7 +31,8 @@ def _embedding(op: Embedding, site: Site) -> list[Call]:
 
 @OPS.add(Linear)
 def _linear(op: Linear, site: Site) -> list[Call]:
-    return _products(op, op.x, op.w, op.out, site)
+    activation = NO_ACTIVATION if op.activation is None else ACTIVATIONS[op.activation]
+    return _products(op, op.x, op.w, op.out, site, activation=activation)
 
 
 @OPS.add(GatedLinear)

@@ -1,5 +1,5 @@
 // VX: per instruction set
-// y = x W^T for packed weights, with what follows it fused in: bias, gated activation, softcap.
+// y = x W^T for packed weights, with what follows it fused in: bias, activation, softcap.
 #include "products.h"
 
 namespace vx {
@@ -9,7 +9,7 @@ void linear(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxLinear* a = (const VxLinear*)args;
   const int32_t rows = a->logit_rows ? step->L : step->T;
   if (rows == 0) return;
-  const int32_t width = a->activation == VX_NONE ? a->w.rows : a->w.rows / 2;
+  const int32_t width = a->w.gated && a->activation != VX_NONE ? a->w.rows / 2 : a->w.rows;
   const Finish finish = {a->activation, a->softcap, 0.0f, 1.0f};
   const Product product = {a->w, finish, a->x, a->logit_rows ? step->logit_rows : nullptr,
                            rows, a->y, a->stride ? a->stride : width};

@@ -25,14 +25,14 @@ struct VxWeight {
   const int32_t* columns; // (K) input feature of each packed column, or null: in order
 };
 
-// y = x W^T + bias for T rows of x, or for the L logit rows. With `activation`, W is gated and
+// y = x W^T + bias for T rows of x, or for the L logit rows. With `activation`, act(y), or of a gated W
 // y (T, F) = act(gate) * up. With `softcap` c, y = c tanh(y / c).
 struct VxLinear {
   VxWeight w;
   const float* x;         // (T, K)
   float* y;               // (T, N), (T, F) or (L, N)
   void* panels;           // room for the packed activations of the largest step
-  int32_t activation;     // VxActivation of a gated weight, or VX_NONE
+  int32_t activation;     // VxActivation, or VX_NONE
   int32_t logit_rows;     // 1: rows of x are picked by step->logit_rows
   float softcap;          // 0 = none
   int32_t stride;         // from a row of y to the next; 0: as many as the row has
