@@ -23,5 +23,5 @@ def read_at_once(steps: OpList) -> list[tuple[Op, Op]]:
     return [
         (op, following)
         for op, following in pairwise(steps.ops)
-        if reads[op.writes[0]] == 1 and op.writes[0] in following.reads
+        if op.writes and reads[op.writes[0]] == 1 and op.writes[0] in following.reads
     ]
