@@ -1,13 +1,16 @@
 """CPU of the API process for a streamed token, beside a bare hypercorn, and open-loop latencies.
 
-    python bench/serve.py [--streams 64,256] [--rounds 4] [--real] [--rates 2,4,8] [--json]
+    python bench/serve.py [--streams 64,256] [--kinds text] [--rounds 4] [--real] [--rates 2,4,8]
+        [--json]
 
 `--streams`: so many requests start together and stream `--tokens` tokens each, one a step of
 `--step-ms`, from a fake model that costs nothing: what is left is HTTP, detokenizing, JSON and the
 way from the engine core. The same load runs on `bench/bare_sse.py` (hypercorn and starlette sending
 ready bytes), round by round in turn. Figures are CPU microseconds of the API process alone (its
 threads' on-CPU time from /proc) for each token, requests and connections included: median and
-range. `--real` adds the demo model on the best backend. `--rates`: Poisson arrivals a second on the
+range. `--kinds`: what is streamed, of `text` (completions), `content`, `reasoning` and `tools`
+(chats that are read: markers of thoughts and calls are looked for, and are found once). `--real`
+adds the demo model on the best backend. `--rates`: Poisson arrivals a second on the
 demo model, whatever the server does, with latencies as clients see them.
 """
 
@@ -33,7 +36,7 @@ from vllmx.bench.serving import Load, open_loop
 from vllmx.bench.sse_client import Streamed, stream_completion
 from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
 
-Record = dict[str, float | int | str]
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +91,29 @@ def running(name: str, command: Sequence[str], plugins: Path | None = None) -> I
         process.stdout.close()
 
 
-async def one_round(server: Server, streams: int, tokens: int) -> Record:
+PROMPT = "Once upon a time a fox found a lamp."
+CHAT = {"messages": [{"role": "user", "content": PROMPT}]}
+TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 4000}}}
+TELL = {"name": "tell", "parameters": TEXT | {"required": ["text"]}}
+KINDS: dict[str, tuple[str, Record]] = {
+    "text": ("/v1/completions", {"prompt": PROMPT}),
+    "content": ("/v1/chat/completions", CHAT),
+    "reasoning": ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"think": True}}),
+    "tools": (
+        "/v1/chat/completions",
+        CHAT | {"tools": [{"type": "function", "function": TELL}], "tool_choice": "required"},
+    ),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if think %}<think>\n{% endif %}"
+)
+"""Thoughts are open where they are asked for. No special tokens: the fake model has none."""
+
+
+async def one_round(server: Server, kind: str, streams: int, tokens: int) -> Record:
     """`streams` requests at once; CPU of the server over all of them."""
-    body = {
-        "prompt": "Once upon a time a fox found a lamp.",
-        "max_tokens": tokens,
-        "ignore_eos": True,
-    }
-    path = "/v1/completions"
+    path, asked = KINDS[kind]
+    body = asked | {"max_tokens": tokens, "ignore_eos": True}
     before, started = server.cpu_s(), time.perf_counter()
     results = await asyncio.gather(
         *(stream_completion(server.url, path, body) for _ in range(streams))
@@ -119,18 +137,24 @@ def _round_figures(results: list[Streamed], cpu_s: float, elapsed_s: float) -> R
     }
 
 
-def cpu_per_token(servers: list[Server], streams: int, tokens: int, rounds: int) -> list[Record]:
-    """One record a server; the servers take turns, and a short round first is not counted."""
-    found: dict[str, list[Record]] = {server.name: [] for server in servers}
+def cpu_per_token(
+    asked: list[tuple[Server, str]], streams: int, tokens: int, rounds: int
+) -> list[Record]:
+    """One record for each server and kind; they take turns, and a short round first is not
+    counted."""
+    found: list[list[Record]] = [[] for _ in asked]
     for number in range(rounds + 1):
-        for server in servers:
-            record = asyncio.run(one_round(server, streams, tokens if number else 8))
+        for (server, kind), records in zip(asked, found, strict=True):
+            record = asyncio.run(one_round(server, kind, streams, tokens if number else 8))
             if number:
-                found[server.name].append(record)
-    return [_summary(server, streams, found[server.name]) for server in servers]
+                records.append(record)
+    return [
+        _summary(server, kind, streams, records)
+        for (server, kind), records in zip(asked, found, strict=True)
+    ]
 
 
-def _summary(server: Server, streams: int, rounds: list[Record]) -> Record:
+def _summary(server: Server, kind: str, streams: int, rounds: list[Record]) -> Record:
     costs = [float(record["us_per_token"]) for record in rounds]
 
     def median(name: str) -> float:
@@ -138,6 +162,7 @@ def _summary(server: Server, streams: int, rounds: list[Record]) -> Record:
 
     return {
         "server": server.name,
+        "kind": kind,
         "streams": streams,
         "us_per_token": median("us_per_token"),
         "min": round(min(costs), 2),
@@ -165,6 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", default="64,256", help="numbers of streams; empty: none")
+    parser.add_argument("--kinds", default="text", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=20.0)
@@ -192,7 +218,11 @@ def _measure_cpu(options: argparse.Namespace) -> list[Record]:
         plugins = install_fake_plugin(Path(scratch) / "plugins")
         folder = fake_model(Path(scratch) / "model", step_s)
         bare = [str(Path(__file__).with_name("bare_sse.py")), "--step-ms", str(options.step_ms)]
+        template = Path(scratch) / "template.jinja"
+        template.write_text(TEMPLATE)
         flags = ("--model", str(folder), "--backend", "fake", "--max-num-seqs", "256")
+        flags += ("--chat-template", str(template))
+        flags += ("--reasoning-parser", "qwen3", "--tool-parser", "hermes")
         servers = [
             stack.enter_context(running("bare hypercorn", bare)),
             stack.enter_context(running("vllmx, fake model", vllmx(*flags), plugins)),
@@ -200,7 +230,9 @@ def _measure_cpu(options: argparse.Namespace) -> list[Record]:
         if options.real:
             servers.append(stack.enter_context(running("vllmx, demo model", vllmx())))
         for streams in map(int, options.streams.split(",")):
-            records += cpu_per_token(servers, streams, options.tokens, options.rounds)
+            asked = [(server, "text") for server in servers]
+            asked += [(servers[1], kind) for kind in options.kinds.split(",") if kind != "text"]
+            records += cpu_per_token(asked, streams, options.tokens, options.rounds)
     return records
 
 
