@@ -220,9 +220,11 @@ def _measure_cpu(options: argparse.Namespace) -> list[Record]:
         bare = [str(Path(__file__).with_name("bare_sse.py")), "--step-ms", str(options.step_ms)]
         template = Path(scratch) / "template.jinja"
         template.write_text(TEMPLATE)
-        flags = ("--model", str(folder), "--backend", "fake", "--max-num-seqs", "256")
-        flags += ("--chat-template", str(template))
-        flags += ("--reasoning-parser", "qwen3", "--tool-parser", "hermes")
+        flags = [
+            *("--model", str(folder), "--backend", "fake", "--max-num-seqs", "256"),
+            *("--chat-template", str(template)),
+            *("--reasoning-parser", "qwen3", "--tool-parser", "hermes"),
+        ]
         servers = [
             stack.enter_context(running("bare hypercorn", bare)),
             stack.enter_context(running("vllmx, fake model", vllmx(*flags), plugins)),

@@ -121,8 +121,7 @@ class AnswerReaders:
         """For one choice."""
         if self._format.thinking is None:
             return ReasoningCounter([])
-        end = self._format.thinking.end.strip()
-        return ReasoningCounter(self._tokenizer.encode(end, add_special_tokens=False))
+        return ReasoningCounter(self._tokenizer.marker(self._format.thinking.end.strip()))
 
 
 class ReasoningCounter:

@@ -119,8 +119,8 @@ class ChatRenderer:
             return params
         if not prompt.rstrip().endswith(thinking.begin.strip()):
             return params
-        ids = self._tokenizer.encode(thinking.end.strip(), add_special_tokens=False)
-        return replace(params, structured_outputs=replace(form, after_ids=tuple(ids)))
+        ids = self._tokenizer.marker(thinking.end.strip())
+        return replace(params, structured_outputs=replace(form, after_ids=ids))
 
     def thoughts(
         self, params: SamplingParams, prompt: str, options: ChatOptions | None = None
@@ -138,10 +138,7 @@ class ChatRenderer:
                 " it out, or start the server with --reasoning-parser",
                 param="thinking_token_budget",
             )
-        begin, end = (
-            tuple(self._tokenizer.encode(marker.strip(), add_special_tokens=False))
-            for marker in (thinking.begin, thinking.end)
-        )
+        begin, end = map(self._tokenizer.marker, (thinking.begin.strip(), thinking.end.strip()))
         is_open = prompt.rstrip().endswith(thinking.begin.strip())
         return Thoughts(budget, () if is_open else begin, end)
 

@@ -324,6 +324,8 @@ class RequestBuilder:
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Ids of each word at the start of a text and after a space, where they are others than
         behind a space that is a token of its own."""
+        if not words:  # the tokenizer's threads cost more than nothing
+            return []
         found: list[list[int]] = []
         bare_words = [word.lstrip(" ") for word in words]
         encode = partial(self.tokenizer.encode_batch, add_special_tokens=False)

@@ -85,8 +85,9 @@ class AnswerReader(AnswerSink):
         """What a text that follows adds."""
         if self._passes:
             return [ContentPiece(text)] if text else []
-        self._cursor.add(text)
-        next(self._steps, None)
+        if not self._cursor.passes(text):
+            self._cursor.add(text)
+            next(self._steps, None)
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:

@@ -293,7 +293,7 @@ def passed_on(cursor: Cursor, ends: Triggers, emit: Callable[[str], None]) -> St
             return found[1]
         cursor.trim()
         try:
-            yield from cursor.more()
+            yield from cursor.more_after(ends.is_plain, emit)
         except TextEndError:
             emit(cursor.text[cursor.at :])
             cursor.at = len(cursor.text)

@@ -8,7 +8,7 @@ change what it reads.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Cursor:
         held: what lies behind the place is still wanted.
     """
 
-    __slots__ = ("at", "ended", "held", "is_cut", "text")
+    __slots__ = ("_passing", "at", "ended", "held", "is_cut", "text")
 
     def __init__(self) -> None:
         self.text = ""
@@ -40,6 +40,7 @@ class Cursor:
         self.ended = False
         self.held = False
         self.is_cut = False
+        self._passing: tuple[Callable[[str], object], Callable[[str], None]] | None = None
 
     def add(self, text: str) -> None:
         """Text that follows."""
@@ -54,6 +55,26 @@ class Cursor:
         if self.ended:
             raise TextEndError
         yield
+
+    def more_after(
+        self, is_plain: Callable[[str], object], emit: Callable[[str], None]
+    ) -> Steps[None]:
+        """`more`, for which texts do not count that are plain and follow directly, where nothing is
+        waiting to be read: they are given to `emit` as they are. Most texts of an answer are, and
+        so cost no turn of all generators."""
+        if not self.text:
+            self._passing = (is_plain, emit)
+        try:
+            yield from self.more()
+        finally:
+            self._passing = None
+
+    def passes(self, text: str) -> bool:
+        """Whether a text that follows was passed on; else it must be added."""
+        if self._passing is None or not self._passing[0](text):
+            return False
+        self._passing[1](text)
+        return True
 
     def trim(self) -> None:
         """Forgets what lies behind the place, unless somebody may go back to it."""
@@ -121,13 +142,17 @@ class Triggers:
         with_space: white space before a word belongs to it.
     """
 
-    __slots__ = ("_longest", "_pattern", "_prefixes", "_with_space", "words")
+    __slots__ = ("_longest", "_pattern", "_prefixes", "_with_space", "is_plain", "words")
 
     def __init__(self, words: tuple[str, ...], *, with_space: bool = True) -> None:
         self.words = tuple(sorted({*words} - {""}, key=len, reverse=True))
         self._with_space = with_space
         self._longest = max(map(len, self.words), default=1)
         self._pattern = re.compile("|".join(map(re.escape, self.words)) or r"(?!)")
+        starts = "".join(re.escape(word[0]) for word in self.words)
+        plain = rf"[^{starts}]*[^{starts}\s]" if starts else r"[\s\S]*\S"
+        self.is_plain: Callable[[str], object] = re.compile(plain).fullmatch
+        """Of a text: no word begins in it, nor could its end belong to one that follows."""
         self._prefixes = {word[:size] for word in self.words for size in range(1, len(word))}
 
     def find(self, cursor: Cursor) -> tuple[int, str] | None:

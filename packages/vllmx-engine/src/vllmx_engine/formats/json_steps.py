@@ -11,6 +11,7 @@ from vllmx_engine.formats.cursor import Cursor, Steps, TextEndError
 
 _OUTSIDE = re.compile(r'[^"{}\[\]]+')
 _INSIDE = re.compile(r'[^"\\]+')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+').fullmatch
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SCALAR = re.compile(r"[^\s,\]}:]*")
 _ESCAPED = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])")
@@ -142,7 +143,7 @@ def _raw_string(cursor: Cursor, emit: Callable[[str], None]) -> Steps[None]:
     while True:
         if cursor.at == len(cursor.text):
             cursor.trim()
-            yield from cursor.more()
+            yield from cursor.more_after(_PLAIN, emit)
             continue
         match = _INSIDE.match(cursor.text, cursor.at)
         if match is not None:

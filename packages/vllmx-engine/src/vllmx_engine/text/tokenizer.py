@@ -79,6 +79,7 @@ class Tokenizer:
             last_id = backend.get_vocab_size(with_added_tokens=True) - 1
             self._plan = plan_pieces(backend)
         self._tables: dict[frozenset[int], tuple[PieceTable, TextTable]] = {}
+        self._markers: dict[str, tuple[int, ...]] = {}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = 1 + max(last_id, *added) if added else 1 + last_id
         self.bos_token_id = self._named_id("bos_token")
@@ -144,6 +145,15 @@ class Tokenizer:
         """`encode` of each text; runs outside the interpreter lock."""
         encodings = self._encodings(texts, add_special_tokens)
         return [self._ids(encoding, add_special_tokens) for encoding in encodings]
+
+    def marker(self, text: str) -> tuple[int, ...]:
+        """Ids of a marker of the model's format, which are kept: there are a few, and each request
+        asks for them."""
+        found = self._markers.get(text)
+        if found is None:
+            found = tuple(self.encode(text, add_special_tokens=False))
+            self._markers[text] = found
+        return found
 
     def encode_pair(
         self, first: str | None, second: str, add_special_tokens: bool = True
