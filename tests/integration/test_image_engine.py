@@ -82,9 +82,9 @@ class Passes:
         model = engine._core._model
         encode = model.encode
 
-        def counted(plan: Any) -> None:
-            self.images += plan.num_rows
-            encode(plan)
+        def counted(plan: Any, begin: float = 0.0, end: float = 1.0) -> None:
+            self.images += plan.num_rows * (end == 1)
+            encode(plan, begin, end) if end - begin < 1 else encode(plan)
 
         monkeypatch.setattr(model, "encode", counted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,14 @@ def test_logits(oracle: Any, folder: Path, backend: str, eager: bool) -> None:
             ids = [*prompt(images)[0], 11, 12]
             wanted = logits(oracle, ids, images)
             tower, steps = plans(model, ids, images, chunks)
-            if tower is not None:
+            if tower is not None and loaded.info.encodes_in_parts:
+                ends = [0.0, 0.01, 0.4, 0.55, 1.0]
+                for begin, end in pairwise(ends if len(steps) > 1 else [0.0, 1.0]):
+                    loaded.encode(tower, begin, end)
+                    if end < 1.0:  # a step of others between the parts
+                        first = replace(steps[0], feature_rows=None)
+                        loaded.step(first, sampling_rows(first.num_logit_rows)).result()
+            elif tower is not None:
                 loaded.encode(tower)
             found = []
             for plan in steps:

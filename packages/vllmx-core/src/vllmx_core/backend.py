@@ -85,6 +85,8 @@ class LoadedInfo:
     """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
     num_feature_rows: int = 0
     """Tokens of images whose features the store holds; 0: the model sees none."""
+    encodes_in_parts: bool = False
+    """Whether a pass of the tower can be given in parts; see `SeeingModel.encode`."""
     step_timeout_s: float = DEVICE_STEP_TIMEOUT_S
     """After which a step here must be taken for hung, where the user does not say."""
     cache_windows: tuple[int | None, ...] = (None,)
@@ -142,9 +144,11 @@ class LoadedModel(Protocol):
 class SeeingModel(LoadedModel, Protocol):
     """A loaded model with a tower for images (`ModelShape.features`)."""
 
-    def encode(self, plan: StepPlan) -> None:
-        """Enqueues a pass of the tower, whose features later steps read; see
-        `StepPlan.patches`."""
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
+        """Enqueues a pass of the tower, whose features later steps read; see `StepPlan.patches`.
+        Where `LoadedInfo.encodes_in_parts`, it may be given in parts, from `begin` to `end` of its
+        work: in their order, with the plan unchanged and no other pass before its end. What a pass
+        took is a part of the next step's `StepResult.elapsed_s`."""
         ...
 
 

@@ -49,8 +49,13 @@ class Interpreter(Generic[F]):
 
     def run(self, frame: F) -> Any:
         """The result of the step, such as (L, V) logits, in the backend's own kind of array."""
-        for handler, op, dead in self._program:
+        self.run_part(frame, 0.0, 1.0)
+        return frame[self._logits]
+
+    def run_part(self, frame: F, begin: float, end: float) -> None:
+        """Some of the ops: those of this part of the whole. Parts run in order over one frame."""
+        count = len(self._program)
+        for handler, op, dead in self._program[int(begin * count) : int(end * count)]:
             handler(op, frame)
             for value in dead:
                 frame.drop(value)
-        return frame[self._logits]

@@ -41,7 +41,8 @@ class ReferenceStep:
         self._owner = owner
         self._fed = owner.resolve(plan.tokens)[plan.logit_rows]  # (L,)
         self._logits = owner.logits(plan).astype(np.float32, copy=False)  # (L, V), or vectors
-        self._seconds = time.perf_counter() - start
+        self._seconds = time.perf_counter() - start + owner.tower_s
+        owner.tower_s = 0.0
         self._result: StepResult | None = None
 
     def sample(self, rows: SamplingRows) -> ReferenceStep:
@@ -85,6 +86,9 @@ class ReferenceLoadedModel:
         self._steps, self._ranks = steps, ranks
         self._tower = None if tower is None else Interpreter(tower, lambda op: type(op).compute)
         self._features = features
+        self._pass: NumpyFrame | None = None
+        self.tower_s = 0.0
+        """Since the last step."""
         self._interpreter = Interpreter(steps, lambda op: type(op).compute)
         self._weights, self._pages, self._states = weights, pages, states
         self._info = info
@@ -125,10 +129,17 @@ class ReferenceLoadedModel:
         logits: Floats = self._interpreter.run(frame)
         return logits
 
-    def encode(self, plan: StepPlan) -> None:
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
         """See `vllmx_core.backend.SeeingModel.encode`."""
         assert self._tower is not None, "the model sees no images"
-        self._tower.run(NumpyFrame(self._weights, plan, (), None, (), self._features))
+        start = time.perf_counter()
+        if begin == 0.0:
+            self._pass = NumpyFrame(self._weights, plan, (), None, (), self._features)
+        assert self._pass is not None, "a pass begins with its first part"
+        self._tower.run_part(self._pass, begin, end)
+        if end >= 1.0:
+            self._pass = None
+        self.tower_s += time.perf_counter() - start
 
     def resolve(self, tokens: I32) -> I32:
         """Ids in place of references to the step before; id 0 where that one's row was broken."""
@@ -139,7 +150,7 @@ class ReferenceLoadedModel:
     def close(self) -> None:
         self.in_flight.close()
         self._weights, self._pages, self._states = NumpyWeights({}, {}), (), ()
-        self._features = ()
+        self._features, self._pass = (), None
 
 
 class ReferenceBackend:
@@ -187,6 +198,7 @@ class ReferenceBackend:
             num_state_slots=cache.states.num_slots,
             state_slot_bytes=cache.states.slot_bytes,
             num_feature_rows=feature_rows(model.shape, options),
+            encodes_in_parts=True,
         )
         states = _states(model.shape, cache, dtype)
         features = tuple(np.zeros(size, dtype) for size in feature_shapes(model.shape, options))

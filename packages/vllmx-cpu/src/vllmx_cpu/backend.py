@@ -80,7 +80,9 @@ class CpuBackend:
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
         info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})
-        info = replace(info, num_feature_rows=feature_rows(model.shape, options))
+        info = replace(
+            info, num_feature_rows=feature_rows(model.shape, options), encodes_in_parts=True
+        )
         logger.info("loaded on %s with %s, %d threads", info.device, isa.name, threads)
         vocab_size = model.shape.vocab_size
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)

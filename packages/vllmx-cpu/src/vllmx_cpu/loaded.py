@@ -51,8 +51,12 @@ class CpuLoadedModel:
     ) -> None:
         self._info = info
         self._tower = tower
-        self._last_pass: CpuStep | None = None
+        self._pass: CpuStep | None = None
         """Of the tower; it may still run."""
+        self._passes: list[VxJob] = []
+        """Its last parts."""
+        self._unbilled: list[VxJob] = []
+        """Parts since the last step."""
         self._team = team
         self._lowering = lowering
         self._vocab_size = vocab_size
@@ -72,8 +76,7 @@ class CpuLoadedModel:
     def step(self, plan: StepPlan, rows: SamplingRows) -> CpuStep:
         """See `vllmx_core.backend.LoadedModel.step`: one native job. With enforce_eager the step
         has run when this returns."""
-        self._in_flight.check_room(plan)
-        step = CpuStep(self, plan, self._last)
+        step = self._begin(plan)
         ending = self._ending(step, rows)
         if self._recorded is None:
             self._run_eagerly(step)
@@ -86,24 +89,33 @@ class CpuLoadedModel:
         self._last = step
         return step
 
-    def encode(self, plan: StepPlan) -> None:
-        """See `vllmx_core.backend.SeeingModel.encode`: a native job. At most one is in flight."""
-        assert self._tower is not None, "the model sees no images"
-        if self._last_pass is not None:
-            self._team.wait(self._last_pass.job)
-            self._last_pass = None
-        self._tower.make_room(plan)
-        step = CpuStep(self, plan, None)
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`: a native job for each part."""
+        tower = self._tower
+        assert tower is not None, "the model sees no images"
+        if begin == 0.0:
+            for job in self._passes:  # before its memory goes
+                self._team.wait(job)
+            tower.make_room(plan)
+            self._pass = CpuStep(self, plan, None)
+        step = self._pass
+        assert step is not None, "a pass begins with its first part"
+        job = VxJob(step=step.job.step, tokens=step.job.tokens)
         if self._recorded is None:
-            EagerRun(self._tower.lowering, self._team, step).run(self._tower.ops)
+            step.eager = step.eager or EagerRun(tower.lowering, self._team, step)
+            job.seconds, job.done = step.eager.run(tower.ops, begin, end), 1
         else:
-            self._submit(step.job, self._tower.tape.records, first=self._opening(step))
-            self._last_pass = step
+            if len(self._passes) > 1:
+                self._team.wait(self._passes[-2])
+            records = tower.tape.records
+            part = records[int(begin * len(records)) : int(end * len(records))]
+            self._submit(job, (), *self._opening(step), *part)
+        self._passes = [*self._passes[-1:], job] if begin else [job]
+        self._unbilled.append(job)
 
     def forward(self, plan: StepPlan) -> CpuStep:
         """See `vllmx_core.backend.LoadedModel.forward`: a native job for each half."""
-        self._in_flight.check_room(plan)
-        step = CpuStep(self, plan, self._last)
+        step = self._begin(plan)
         if self._recorded is None:
             self._run_eagerly(step)
         else:
@@ -126,6 +138,12 @@ class CpuLoadedModel:
                 self._submit(step.second_job, (), self._bound(ending))
             step.ending = ending
         self._last = step
+
+    def _begin(self, plan: StepPlan) -> CpuStep:
+        self._in_flight.check_room(plan)
+        step = CpuStep(self, plan, self._last)
+        step.passes, self._unbilled = self._unbilled, []
+        return step
 
     def _ending(self, step: CpuStep, rows: SamplingRows) -> SamplerCall | VectorsCall:
         """What a step ends with."""
@@ -194,7 +212,7 @@ class CpuLoadedModel:
     def close(self) -> None:
         self._team.close()  # runs what is queued, then joins the threads
         self._in_flight.close()
-        self._last = self._last_pass = None
+        self._last = self._pass = None
         self._recorded = self._tower = None
 
 
@@ -237,6 +255,8 @@ class CpuStep:
             step=VxStep(**shape, B=width, block_stride=width, **pointers),
             tokens=pointers["tokens"],
         )
+        self.passes: list[VxJob] = []
+        """Of the tower, between the step before and this one."""
         self.second_job: VxJob | None = None
         """The sampler's own, where it came late."""
         if previous is not None:
@@ -263,7 +283,8 @@ class CpuStep:
         self._owner.finish(self)
         assert self.ending is not None, "a step in flight was sampled"
         late_s = 0.0 if self.second_job is None else self.second_job.seconds
-        return self.ending.result(self.job.seconds + late_s)
+        tower_s = sum(job.seconds for job in self.passes)
+        return self.ending.result(self.job.seconds + late_s + tower_s)
 
 
 class EagerRun:
@@ -278,12 +299,14 @@ class EagerRun:
         """Where a value lies."""
         return int(self._buffers[value].ctypes.data)
 
-    def run(self, steps: OpList) -> None:
-        """The whole pass."""
+    def run(self, steps: OpList, begin: float = 0.0, end: float = 1.0) -> float:
+        """This part of a pass, and the seconds that it took."""
+        before = self._seconds
         for call in (*opening(self._lowering, self._step), *turns(self._lowering)):
             self.call(call)
-        for op in steps.ops:
+        for op in steps.ops[int(begin * len(steps.ops)) : int(end * len(steps.ops))]:
             self.op(op)
+        return self._seconds - before
 
     def op(self, op: Op) -> None:
         """All calls of one op."""

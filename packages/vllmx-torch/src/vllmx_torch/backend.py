@@ -122,6 +122,7 @@ class TorchBackend:
             num_state_slots=kv.states.num_slots,
             state_slot_bytes=kv.states.slot_bytes,
             num_feature_rows=feature_rows(model.shape, options),
+            encodes_in_parts=True,
         )
         logger.info("loaded on %s with torch %s", info.device, torch.__version__)
         sampling_device = device if has_float64(device) else torch.device("cpu")

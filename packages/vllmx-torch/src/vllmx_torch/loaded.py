@@ -45,6 +45,9 @@ class TorchLoadedModel:
     ) -> None:
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features = features
+        self._pass: TorchFrame | None = None
+        self._tower_started: Started | None = None
+        """When passes before the next step were enqueued."""
         self._interpreter = Interpreter(steps, OPS.handler)
         self._weights, self._pages, self._states = weights, pages, states
         self._scratch = Scratch()
@@ -94,16 +97,21 @@ class TorchLoadedModel:
         return arrays, seconds if handle.spent_s is None else seconds + handle.spent_s()
 
     @torch.inference_mode()
-    def encode(self, plan: StepPlan) -> None:
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
         """See `vllmx_core.backend.SeeingModel.encode`."""
         assert self._tower is not None, "the model sees no images"
-        step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
-        frame = TorchFrame(step, self._weights, (), (), self._scratch)
-        frame.features = self._features
-        self._tower.run(frame)
+        self._tower_started = self._tower_started or self._clock.start()
+        if begin == 0.0:
+            step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
+            self._pass = TorchFrame(step, self._weights, (), (), self._scratch)
+            self._pass.features = self._features
+        assert self._pass is not None, "a pass begins with its first part"
+        self._tower.run_part(self._pass, begin, end)
+        if end >= 1.0:
+            self._pass = None
 
     def _forward(self, plan: StepPlan) -> TorchStepHandle:
-        started = self._clock.start()
+        started, self._tower_started = self._tower_started or self._clock.start(), None
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
         frame = TorchFrame(step, self._weights, self._pages, self._states, self._scratch)
         frame.features = self._features
@@ -128,7 +136,7 @@ class TorchLoadedModel:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._weights, self._pages, self._states, self._scratch = {}, (), (), Scratch()
-        self._features = ()
+        self._features, self._pass = (), None
         self._last_ids = torch.zeros(1, dtype=torch.int64)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

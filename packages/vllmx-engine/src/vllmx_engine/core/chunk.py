@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllmx_core.plan import AnyArray
 
 from vllmx_engine.core.cost import StepLoad
 from vllmx_engine.core.sequence import Sequence
+
+if TYPE_CHECKING:
+    from vllmx_engine.core.images import StepImages
 
 
 class Chunk(NamedTuple):
@@ -37,6 +40,8 @@ class Batch:
     """Rows of the table that decode one token each, ascending."""
     chunks: tuple[Chunk, ...]
     load: StepLoad
+    images: StepImages | None = None
+    """What is done for the chunks' images before the step; None: the model sees none."""
 
 
 def load_of(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:

@@ -4,14 +4,20 @@ running decodes keep their pace while long prompts come in."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from vllmx_core.plan import F32
 
 _REMEMBERED = 64
-_FEATURES = 5
+_FEATURES = 7
+_LEAST_SEEN = 5
+"""Steps of a kind before they are compared with what was predicted for them."""
 _CHUNK_TOKENS, _CHUNK_WORK = 3, 4
+_PATCHES, _PATCH_WORK = 5, 6
+_TOWERS = 2
+"""The ring of steps with a tower."""
 _RATIOS = 256
 _KEPT_SHARE = 0.99
 """Of the steps with prefill, so many are to keep the target."""
@@ -29,6 +35,33 @@ _FEW_DECODES = 16
 """Up to so many running rows, each prompt that waits stretches the target by a whole one."""
 
 
+_FIRST_PATCHES = 64.0
+"""Of a tower of which nothing is known yet."""
+_LEAST_SHARE = 1 / 256
+"""Of a pass of the tower, which comes to an end whatever the target says."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerLoad:
+    """What a pass over images costs by, or a part of one."""
+
+    patches: float
+    work: float
+    """Sum over images of the square of their patches, which all see each other."""
+
+    @classmethod
+    def of(cls, patches: int) -> TowerLoad:
+        """A pass over one image."""
+        return cls(float(patches), float(patches) ** 2)
+
+    def part(self, share: float) -> TowerLoad:
+        """Passes have many layers, which cost alike."""
+        return TowerLoad(self.patches * share, self.work * share)
+
+    def __add__(self, other: TowerLoad) -> TowerLoad:
+        return TowerLoad(self.patches + other.patches, self.work + other.work)
+
+
 class StepLoad(NamedTuple):
     """What the time of a step depends on, linearly."""
 
@@ -38,14 +71,19 @@ class StepLoad(NamedTuple):
     chunk_tokens: int = 0
     chunk_work: float = 0.0
     """Sum over chunks of tokens times the mean context that they attend to."""
+    patches: float = 0.0
+    """Of passes of the tower before the step, see `TowerLoad`."""
+    patch_work: float = 0.0
 
 
 class StepCost:
-    """seconds = c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work, all c >= 0.
+    """seconds = c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work + c5 patches
+    + c6 patch work, all c >= 0.
 
-    Keeps the last 64 steps with and the last 64 without prefill (a ring each, so that a long time
-    of decoding does not wash out what prefill costs) and fits relative errors by least squares, but
-    only when a chunk is to be sized beside running decodes; a step of decodes costs one write.
+    Keeps the last 64 steps of decodes, with prefill and with a tower (a ring each, so that a long
+    time of decoding does not wash out what prefill costs) and fits relative errors by least
+    squares, but only when a chunk is to be sized beside running decodes; a step of decodes costs
+    one write.
 
     Beside the fit it keeps how steps with prefill compared with what was predicted for them before
     they were known: their pace now, which follows a machine that others load faster than the fit
@@ -56,11 +94,10 @@ class StepCost:
         self.target_s = target_s
         self.min_chunk = min_chunk
         """Progress that prefill makes in each step whatever the target says."""
-        self._rings: tuple[F32, F32] = (
-            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32),
-            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32),
+        self._rings: tuple[F32, ...] = tuple(
+            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32) for _ in range(3)
         )
-        self._seen = [0, 0]
+        self._seen = [0, 0, 0]
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
         self._ratios = np.ones(_RATIOS, np.float32)
@@ -72,8 +109,8 @@ class StepCost:
         self._is_timed = elapsed_s > 0.0
         if not self._is_timed:
             return
-        kind = 1 if load.chunk_tokens else 0
-        if kind and self._seen[kind] >= _FEATURES:  # a fit of fewer steps predicts nothing
+        kind = _TOWERS if load.patches else 1 if load.chunk_tokens else 0
+        if kind and self._seen[kind] >= _LEAST_SEEN:  # a fit of fewer steps predicts nothing
             self._compare(self.predict(load), elapsed_s)
         self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load, elapsed_s)
         self._seen[kind] += 1
@@ -122,6 +159,36 @@ class StepCost:
         """Seconds that so many rows add to a step of others."""
         _, each, context, *_ = self._coefficients()
         return each * num_decodes + context * decode_context
+
+    @property
+    def knows_towers(self) -> bool:
+        """Whether a step with a tower was seen."""
+        return self._seen[_TOWERS] > 0
+
+    def tower_budget(self, num_decodes: int, decode_context: int) -> float:
+        """Seconds of a tower beside these decodes: as many as they take themselves, so that their
+        pace is half of what it was at the least; infinite without either. An image waits longer
+        than a prompt of as much work: hundreds of steps would be at the target's pace."""
+        if self.target_s is None or num_decodes == 0 or not self._is_timed:
+            return math.inf
+        return self.predict(StepLoad(num_decodes, decode_context)) / self._overrun()
+
+    def tower_seconds(self, load: TowerLoad) -> float:
+        """Seconds that a pass adds to a step, 0 before one was seen."""
+        each = self._coefficients()
+        return each[_PATCHES] * load.patches + each[_PATCH_WORK] * load.work
+
+    def tower_share(self, seconds: float, load: TowerLoad) -> float:
+        """How much of a pass `seconds` suffice for, at most twice as many patches as a remembered
+        step had; never nothing."""
+        if seconds == math.inf:
+            return 1.0
+        if not self.knows_towers:
+            return min(1.0, _FIRST_PATCHES / load.patches)
+        known = _GROWTH * float(self._rings[_TOWERS][:, _PATCHES].max()) / load.patches
+        needed = self.tower_seconds(load)
+        share = min(known, seconds / needed) if needed > 0.0 else known
+        return min(1.0, max(share, _LEAST_SHARE))
 
     def chunk_tokens(self, seconds: float, start: int) -> float:
         """Tokens of a prompt, from position `start` on, that `seconds` suffice for; at most twice

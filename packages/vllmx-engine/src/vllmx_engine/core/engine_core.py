@@ -145,7 +145,7 @@ class EngineCore:
             return None
         self.activity.doing, self.activity.batch = "launching a step", batch
         try:
-            self._images.encode(batch.chunks)
+            self._images.encode(batch.images)
             plan, rows, step = self._builder.build(batch, self._num_steps)
             if step.waits_for_ids:
                 handle = self._launch_in_halves(plan, rows, step)

@@ -1,15 +1,16 @@
 """Images of sequences: what they decide of blocks and rotations, and their features on the device.
 
 Features of an image lie in rows of the backend's store, under the digest of its pixels. They are
-made when a step computes tokens that they stand for and has none of them, and stay until others
-need their rows: an image that is asked about again costs no tower.
+made before the step that computes tokens that they stand for, in parts of several steps where the
+pass would hold up those who decode, and stay until others need their rows: an image that is asked
+about again costs no tower.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import cast
 
@@ -18,10 +19,13 @@ from vllmx_core.backend import LoadedModel, SeeingModel
 from vllmx_core.errors import CapacityError, InvalidRequestError
 from vllmx_core.image_plan import Turns, tower_plan, turns_of
 from vllmx_core.model import Encoder, ImagePlaces
-from vllmx_core.plan import F32, I32
+from vllmx_core.plan import F32, I32, StepPlan
 
 from vllmx_engine.core.chunk import Chunk
+from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.step_budget import StepBudget
+from vllmx_engine.core.towers import Pass, StepTowers
 from vllmx_engine.images.prepared import normalised
 from vllmx_engine.wire.messages import CoreRequest, ImageInput
 
@@ -92,31 +96,54 @@ class FeatureStore:
         self._num_free += rows.size
 
 
-@dataclass(slots=True)
 class StepImages:
-    """The images that a step under preparation reads, so that they fit into the store together."""
+    """The images that a step under preparation reads, so that they fit into the store together,
+    and what it does of passes of the tower.
 
-    num_rows: int
-    """Of the store."""
-    _digests: set[bytes] = field(default_factory=set)
-    _taken: int = 0
+    Args:
+        store: what is there.
+        num_rows: of the store.
+    """
 
-    def admit(self, sequence: Sequence, start: int, size: int) -> bool:
-        """Whether a chunk's images fit beside the others; if so they are counted. Those of one
-        sequence always fit alone."""
+    def __init__(self, store: FeatureStore, num_rows: int, towers: StepTowers) -> None:
+        self.towers = towers
+        self._store, self._num_rows = store, num_rows
+        self._digests: set[bytes] = set()
+        self._taken = 0
+
+    def reach(self, sequence: Sequence, start: int, size: int, budget: StepBudget) -> int:
+        """How much of a chunk can be computed: up to the first image whose features are not there
+        yet, or do not fit beside those of others. All of one sequence always fit alone."""
+        towers, begun = self.towers, self.towers.begun
+        towers.advance(budget)
+        if begun is not None and towers.is_busy:
+            self._fits(begun.image)
         if sequence.images is None:
+            return size
+        for number in sequence.images.within(start, start + size):
+            image, places = sequence.images.inputs[number], sequence.images.places[number]
+            is_there = self._fits(image) and (
+                self._is_made(image.digest) or towers.finishes(Pass(image, places), budget)
+            )
+            if not is_there:
+                return max(0, image.start - start)
+        return size
+
+    def _fits(self, image: ImageInput) -> bool:
+        """Whether an image's features fit beside the others'; if so they are counted."""
+        if image.digest in self._digests:
             return True
-        inputs = sequence.images.inputs
-        new = {
-            inputs[number].digest: inputs[number].num_tokens
-            for number in sequence.images.within(start, start + size)
-            if inputs[number].digest not in self._digests
-        }
-        if self._taken + sum(new.values()) > self.num_rows:
+        if self._taken + image.num_tokens > self._num_rows:
             return False
-        self._digests |= new.keys()
-        self._taken += sum(new.values())
+        self._digests.add(image.digest)
+        self._taken += image.num_tokens
         return True
+
+    def _is_made(self, digest: bytes) -> bool:
+        begun = self.towers.begun
+        if begun is not None and begun.image.digest == digest:
+            return False
+        return self._store.find(digest) is not None
 
 
 class Images:
@@ -130,6 +157,8 @@ class Images:
         self._model = model
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
+        self._begun: Pass | None = None
+        """Of the tower, which steps have done a part of."""
 
     def take(self, request: CoreRequest) -> SequenceImages | None:
         """The images of a request, checked. Raises InvalidRequestError, CapacityError."""
@@ -160,35 +189,55 @@ class Images:
         turns = turns_of(list(zip(starts, places, strict=True)))
         return SequenceImages(tuple(request.images), places, turns)
 
-    def for_step(self) -> StepImages:
+    def for_step(self, cost: StepCost) -> StepImages:
         """For the chunks of the next step."""
-        return StepImages(self._model.info.num_feature_rows)
+        if self._begun is not None:
+            self._store.find(self._begun.image.digest)  # stays
+        info = self._model.info
+        towers = StepTowers(cost, self._begun, in_parts=info.encodes_in_parts)
+        return StepImages(self._store, info.num_feature_rows, towers)
 
-    def encode(self, chunks: tuple[Chunk, ...]) -> None:
-        """Has the features made that the chunks read and nobody made yet."""
-        missing: dict[bytes, tuple[ImageInput, ImagePlaces]] = {}
-        for chunk in chunks:
-            images = chunk.sequence.images
-            if images is None:
-                continue
-            for number in images.within(chunk.start, chunk.start + chunk.num_tokens):
-                image = images.inputs[number]
-                if self._store.find(image.digest) is None:
-                    missing[image.digest] = image, images.places[number]
-        if not missing:
+    def encode(self, step: StepImages | None) -> None:
+        """Does what a step has of passes."""
+        if step is None or not step.towers.load.patches:
             return
-        assert self._encoder is not None, "images were checked"
-        keep = [self._store.take(digest, one.num_tokens) for digest, (one, _) in missing.items()]
-        patches = [_values(image) for image, _ in missing.values()]
-        places = [each for _, each in missing.values()]
+        towers = step.towers
+        passes = [*towers.whole.values()]
         try:
-            cast(SeeingModel, self._model).encode(
-                tower_plan(self._encoder, patches, places, np.concatenate(keep))
-            )
+            if towers.begun is not None:
+                self._go_on(towers.begun, towers.begun_end)
+            if passes:
+                self._model_that_sees.encode(self._plan(passes))
+            if towers.started is not None:
+                passes.append(towers.started)
+                towers.started.plan = self._plan([towers.started])
+                self._begun = towers.started
+                self._go_on(towers.started, towers.started_end)
         except BaseException:
-            for digest in missing:
-                self._store.forget(digest)
+            if self._begun is not None:
+                passes.append(self._begun)
+                self._begun = None
+            for one in passes:
+                self._store.forget(one.image.digest)
             raise
+
+    @property
+    def _model_that_sees(self) -> SeeingModel:
+        return cast(SeeingModel, self._model)
+
+    def _go_on(self, one: Pass, end: float) -> None:
+        assert one.plan is not None, "it has begun"
+        self._model_that_sees.encode(one.plan, one.done, end)
+        one.done = end
+        if end >= 1.0:
+            self._begun = None
+
+    def _plan(self, passes: list[Pass]) -> StepPlan:
+        """Of a pass over some images, with rows of the store for their features."""
+        assert self._encoder is not None, "images were checked"
+        keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
+        patches, places = [_values(one.image) for one in passes], [one.places for one in passes]
+        return tower_plan(self._encoder, patches, places, np.concatenate(keep))
 
     def feature_rows(self, chunks: tuple[Chunk, ...], starts: list[int], total: int) -> I32 | None:
         """(T,) for `StepPlan.feature_rows`; each chunk's tokens begin at its start in the step."""

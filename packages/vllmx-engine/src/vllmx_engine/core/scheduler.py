@@ -14,7 +14,7 @@ from vllmx_core.plan import AnyArray
 from vllmx_engine.core.beside import Beside
 from vllmx_engine.core.chunk import Batch, Chunk, load_of
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.images import Images
+from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
 from vllmx_engine.core.prefixes import Prefixes
@@ -168,15 +168,23 @@ class Scheduler:
         decodes, victim = self._decodes()
         context = int(self.table.computed[decodes].sum()) + decodes.size
         chunks: list[Chunk] = []
+        images: StepImages | None = None
         if self.prefills or self.queue:
-            chunks = self._chunks((decodes.size, context), victim)
+            images = None if self._images is None else self._images.for_step(self.cost)
+            chunks = self._chunks((decodes.size, context), victim, images)
         if not decodes.size and not chunks:
             return None
-        batch = Batch(decodes, tuple(chunks), load_of(decodes.size, context, chunks))
+        load = load_of(decodes.size, context, chunks)
+        if images is not None:
+            tower = images.towers.load
+            load = load._replace(patches=tower.patches, patch_work=tower.work)
+        batch = Batch(decodes, tuple(chunks), load, images)
         self._charge(batch)
         return batch
 
-    def _chunks(self, decodes: tuple[int, int], victim: Sequence | None) -> list[Chunk]:
+    def _chunks(
+        self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None
+    ) -> list[Chunk]:
         """Of prompts, beside so many decodes over so many tokens, and after `victim` was the last
         to be preempted."""
         budget = StepBudget(
@@ -184,15 +192,17 @@ class Scheduler:
             least_chunk=self._least_chunk, num_prompts=self._num_prompts,
         )  # fmt: skip
         chunks: list[Chunk] = []
-        images = None if self._images is None else self._images.for_step()
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
             start = int(self.table.computed[sequence.row])
             size = budget.fit(sequence, start, self.queue.asked(sequence))
             if not size:
                 break
-            size = self.blocks.cover(sequence.row, start, size, len(self.running))
-            if not size or not (images is None or images.admit(sequence, start, size)):
+            if images is not None:
+                size = images.reach(sequence, start, size, budget)
+            if size:
+                size = self.blocks.cover(sequence.row, start, size, len(self.running))
+            if not size:
                 continue
             if self.states is not None:
                 size = self.states.cut(sequence, start, size)

@@ -41,6 +41,7 @@ class StepBudget:
         self._logits = limits.max_logit_rows - decodes[0]
         self._seconds: float | None = None
         """None before the first prompt."""
+        self._tower_seconds = cost.tower_budget(*decodes)
         self._is_urgent = False
         """The step has a prompt for which the pace of who decodes counts for nothing."""
         self._is_held_back = False
@@ -51,6 +52,23 @@ class StepBudget:
     def is_spent(self) -> bool:
         """Nothing is left for a further prompt."""
         return not self._tokens or not self._logits
+
+    @property
+    def tower_seconds(self) -> float:
+        """What passes of the tower may add to the step for the prompt that was looked at last."""
+        if self._is_urgent:
+            return math.inf
+        assert self._seconds is not None, "fit comes first"
+        seconds = max(0.0, min(self._seconds, self._tower_seconds))
+        return min(seconds, self._beside.seconds) if self._is_held_back else seconds
+
+    def take_tower(self, seconds: float) -> None:
+        """For the prompt that was looked at last."""
+        assert self._seconds is not None, "fit comes first"
+        self._tower_seconds -= seconds
+        self._seconds = max(0.0, self._seconds - seconds)
+        if self._is_held_back:
+            self._beside.seconds -= seconds
 
     def fit(self, sequence: Sequence, start: int, rank: int) -> int:
         """How many tokens of a prompt, from `start` on, go into the step; 0 when the step is full.
