@@ -16,7 +16,7 @@ import pytest
 from vllmx import LLM, AsyncLLM, Engine, EngineConfig, Message, SamplingParams
 from vllmx_core.errors import BackendUnavailableError, EngineDeadError, InvalidRequestError
 from vllmx_core.registry import load_registry
-from vllmx_engine.link.frontend import ProcessFrontend
+from vllmx_engine.link.process_frontend import ProcessFrontend
 
 REFERENCE = Path(__file__).parents[1] / "data" / "demo" / "reference_greedy.json"
 CONFIG: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 27}

@@ -26,7 +26,8 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.chat import ChatOptions, Message
-from vllmx_engine.link.frontend import ProcessFrontend, ThreadFrontend
+from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.link.thread_frontend import ThreadFrontend
 from vllmx_engine.llm import LLM
 from vllmx_engine.wire.outputs import RequestOutput
 

@@ -22,7 +22,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link import supervisor
-from vllmx_engine.link.frontend import ProcessFrontend
+from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import Outputs, encode_frame
 from vllmx_engine.wire.outbox import Outbox

@@ -24,7 +24,7 @@ from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.watchdog import StepWatch
 from vllmx_engine.engine import Engine
 from vllmx_engine.link import supervisor
-from vllmx_engine.link.frontend import ProcessFrontend
+from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.llm import LLM
 
 MakeFolder = Callable[..., str]

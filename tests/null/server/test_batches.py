@@ -232,7 +232,7 @@ async def test_batches_come_behind_everybody_else(make_server: MakeServer) -> No
         async with asyncio.timeout(10):
             while served.llm.num_in_flight < 3:
                 await asyncio.sleep(0.005)
-        streams = list(served.llm._streams.values())
+        streams = list(served.llm._streams)
         assert {s.request.core[0].priority for s in streams} == {BATCH_PRIORITY}
         assert (await served.complete(max_tokens=5))["usage"]["completion_tokens"] == 5
         now = (await served.client.get(f"/v1/batches/{batch['id']}")).json()

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError, InvalidRequestError, VllmxError
+from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
@@ -39,15 +39,15 @@ from vllmx_engine.client.pooling import (
 )
 from vllmx_engine.client.request import Prompt, Request, RequestBuilder, RequestOptions
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, rules_size
-from vllmx_engine.client.request_state import OutputKind, RequestState
+from vllmx_engine.client.request_state import OutputKind
 from vllmx_engine.client.request_stream import RequestStream
-from vllmx_engine.client.request_table import RequestTable
+from vllmx_engine.client.streams import Streams, all_or_none
 from vllmx_engine.grammar.vocabulary import vocabulary_of
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend, Listener
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.text.text_threads import Stopped
-from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreStats
+from vllmx_engine.wire.messages import CoreInfo, CoreStats
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
 from vllmx_engine.wire.pooling import PoolingTask
 
@@ -69,23 +69,18 @@ class AsyncLLM(AsyncText):
         self._frontend = frontend
         self._builder = builder
         self._pooling = PoolingBuilder(builder.tokenizer, builder.info)
-        self._table = RequestTable(builder.tokenizer)
-        self._streams: dict[str, RequestStream] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
         self._dead = asyncio.Event()
         self.grammars = GrammarChecker(
             partial(vocabulary_of, builder.tokenizer, builder.info.vocab_size, builder.eos_ids)
         )
-        self._core_knows_vocabulary = False
+        self._streams = Streams(frontend, builder.tokenizer, self.grammars, config.max_queue)
         frontend.listener = Listener(
-            self._take_outputs,
+            self._streams.take,
             self._take_stats,
             self._take_loss,
             self._take_restart,
             self._dead.set,
-        )
+        )  # fmt: skip
 
     @classmethod
     async def start(
@@ -128,7 +123,7 @@ class AsyncLLM(AsyncText):
     @property
     def is_ready(self) -> bool:
         """Requests are accepted: the core runs and answers, and nobody drains."""
-        return self._frontend.status == "ready" and not (self.is_silent or self._draining)
+        return self._frontend.status == "ready" and not (self.is_silent or self._streams.draining)
 
     @property
     def errored(self) -> bool:
@@ -249,7 +244,7 @@ class AsyncLLM(AsyncText):
             requests.append(request)
             check_logprobs(params, [request.lengths for request in requests])
             await asyncio.sleep(0)  # many short prompts must not hold up other requests
-        return await self._launch_all(requests, kind)
+        return await self._streams.launch_all(requests, kind)
 
     async def submit_chat(
         self,
@@ -298,7 +293,7 @@ class AsyncLLM(AsyncText):
             return self._renderer.with_readers(request, chat)
 
         size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)
-        return self._launch(await self.text.run(client, size, build), kind)
+        return self._streams.launch(await self.text.run(client, size, build), kind)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -329,49 +324,29 @@ class AsyncLLM(AsyncText):
         """What a model that answers with vectors or scores makes of each text, in their order.
         Cancelling ends the work. Raises the error of the first text that has one, and what `submit`
         raises."""
-        self._pooling.model(task)
+        model = self._pooling.model(task)
         size = self.info.max_num_seqs + self.config.max_queue // 2
         found: list[PoolingRequestOutput] = []
         for at in range(0, len(texts), size):
-            found += await self._pool_some(task, texts, slice(at, at + size), choice, options)
-        return found
-
-    async def _pool_some(
-        self,
-        task: PoolingTask,
-        texts: Sequence[PoolingText],
-        some: slice,
-        choice: PoolingChoice,
-        options: RequestOptions,
-    ) -> list[PoolingRequestOutput]:
-        model, numbers = self._pooling.model(task), range(len(texts))[some]
-        self.check_open(len(numbers))
-        requests = list[Request]()
-        for number in numbers:
-            each = texts[number]
-            build = partial(self._pooling.build, task, each, choice, options)
-            with naming(number, len(texts)):
-                requests.append(await self.convert(options.client, each.num_bytes, build))
-            await asyncio.sleep(0)
-        streams = await self._launch_all(requests, "final")
-        found: list[PoolingRequestOutput] = []
-        try:
-            for number, stream in zip(numbers, streams, strict=True):
+            numbers = range(len(texts))[at : at + size]
+            self.check_open(len(numbers))
+            requests = list[Request]()
+            for number in numbers:
+                text = texts[number]
+                build = partial(self._pooling.build, task, text, choice, options)
                 with naming(number, len(texts)):
-                    async for output in stream:
-                        found.append(pooled_output(task, model, output, choice))
-        except BaseException:
-            for stream in streams:
-                stream.abort()
-            raise
+                    requests.append(await self.convert(options.client, text.num_bytes, build))
+                await asyncio.sleep(0)
+            streams = await self._streams.launch_all(requests, "final")
+            with all_or_none(streams):
+                for number, stream in zip(numbers, streams, strict=True):
+                    with naming(number, len(texts)):
+                        found += [pooled_output(task, model, each, choice) async for each in stream]
         return found
 
     def abort(self, request_id: str) -> bool:
         """Ends the request of this id with finish reason "abort"; False when there is none."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.abort()
-        return stream is not None
+        return self._streams.abort(request_id)
 
     # --- life -------------------------------------------------------------------------------------
     async def reset_prefix_cache(self) -> bool:
@@ -382,23 +357,23 @@ class AsyncLLM(AsyncText):
         """Has the core make its trie of tokens while nobody waits for an answer: it takes half a
         second for 150,000 tokens, in which no step begins. Else the first grammar does so."""
         if await self.grammars.prepare():
-            await self._idle.wait()
+            await self._streams.idle.wait()
             if self._frontend.status == "ready":
-                self._tell_vocabulary()
+                self._streams.tell_vocabulary()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Accepts nothing new and waits for what is in flight; False when the time was up."""
-        self._draining = True
+        self._streams.draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(self._streams.idle.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
     async def shutdown(self) -> None:
         """Aborts what is in flight, ends the core and frees everything. May be called twice."""
-        self._draining = True
-        self._frontend.abort(self._table.end_all("abort"))
+        self._streams.draining = True
+        self._streams.abort_all()
         await self.grammars.close()
         await self._frontend.close()
         self.close_text()
@@ -418,71 +393,15 @@ class AsyncLLM(AsyncText):
             QueueFullError: too many wait already.
             EngineDeadError: the core is being restarted or gone, or the engine drains.
         """
-        if self._draining:
-            raise EngineDeadError("the engine is shutting down: send the request to another one")
-        if self._frontend.status != "ready":
-            raise self._frontend.unavailable()
-        self._table.check_room(num_choices, self.info.max_num_seqs, self.config.max_queue)
-
-    async def _launch_all(self, requests: list[Request], kind: OutputKind) -> list[RequestStream]:
-        streams: list[RequestStream] = []
-        try:
-            for request in requests:
-                streams.append(self._launch(request, kind))
-                await asyncio.sleep(0)
-        except BaseException:
-            for stream in streams:
-                stream.abort()
-            raise
-        return streams
-
-    def _launch(self, request: Request, kind: OutputKind) -> RequestStream:
-        """Hands a checked request to the core."""
-        self.check_open(len(request.core))
-        if request.request_id in self._streams:
-            raise InvalidRequestError(
-                f"request id {request.request_id!r} is in flight already: use another one",
-                param="request_id",
-            )
-        stream = RequestStream(request, self._forget, self._end)
-        stream.attach(self._table.add(request, kind, stream.wake))
-        self._streams[request.request_id] = stream
-        self._idle.clear()
-        try:
-            grammar = request.core[0].grammar
-            if grammar is not None and grammar.text:
-                self._tell_vocabulary()
-            self._frontend.add(request.core)
-        except BaseException:
-            stream.abort()
-            raise
-        return stream
-
-    def _tell_vocabulary(self) -> None:
-        if not self._core_knows_vocabulary:
-            self._frontend.tell(self.grammars.vocabulary)
-            self._core_knows_vocabulary = True
-
-    def _end(self, state: RequestState) -> None:
-        """Ends a request from this side."""
-        self._frontend.abort(self._table.end(state, "abort"))
-
-    def _forget(self, stream: RequestStream) -> None:
-        """A request has ended."""
-        self._streams.pop(stream.request_id, None)
-        if not self._streams:
-            self._idle.set()
-
-    def _take_outputs(self, outputs: list[CoreOutput]) -> None:
-        self._frontend.abort(self._table.take(outputs))
+        self._streams.check_open(num_choices)
 
     def _take_stats(self, stats: CoreStats) -> None:
         self.stats = stats
 
     def _take_loss(self, error: VllmxError) -> None:
         self.stats = CoreStats()
-        self._table.end_all("error", error)
+        self._streams.lose(error)
 
     def _take_restart(self, info: CoreInfo) -> None:
         self._builder.info = self._pooling.info = info
-        self._core_knows_vocabulary = False
+        self._streams.begin_anew()

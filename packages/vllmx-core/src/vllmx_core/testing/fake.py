@@ -24,21 +24,18 @@ from vllmx_core.errors import CapacityError
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.plan import F32, I32, U64, LogprobRows, SamplingRows, StepPlan, StepResult
+from vllmx_core.testing.fake_memory import FakeMemory
 from vllmx_core.testing.fake_rules import (
     EOS_SALT,
     POSITION_FACTOR,
-    STATE_GROUP,
     FakeRules,
-    advance,
     allowed_ids,
     biases,
     count_digests,
     draw_digests,
-    entries,
     expected_rank,
     expected_tokens,
     mix,
-    position_weights,
     restrict,
 )
 from vllmx_core.testing.plan_check import check_plan
@@ -53,9 +50,6 @@ __all__ = [
     "expected_rank",
     "expected_tokens",
 ]
-
-_POISON = np.uint64(0xDEADBEEFDEADBEEF)
-_CHUNK_WORDS = 1 << 20
 
 
 class FakeError(RuntimeError):
@@ -144,12 +138,12 @@ class FakeLoadedModel:
         self.num_steps = self.num_forwards = 0
         self.num_tokens = 0
         self._step_s, self._token_s = step_s, token_s
-        self._verify_pages, self._strict = verify_pages, strict
-        self._pages = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
-        self._prefix = np.full((num_blocks, block_size), _POISON)  # (blocks, P)
+        self._strict = strict
         slots = 2 * max_num_seqs + 2 if num_state_slots is None else num_state_slots
-        self._states = np.full(slots if self.rules.has_states else 0, _POISON)  # (slots,)
-        self._weights = position_weights(1024)
+        self._memory = FakeMemory(
+            self.rules.windows, (num_blocks, block_size), slots if self.rules.has_states else 0,
+            verify_pages=verify_pages,
+        )  # fmt: skip
         self._last_ids: I32 = np.zeros(0, np.int32)
         self._busy_until = 0.0
         self._info = LoadedInfo(
@@ -163,11 +157,11 @@ class FakeLoadedModel:
             max_num_batched_tokens=max_tokens,
             max_logit_rows=max_logit_rows,
             weight_bytes=0,
-            kv_cache_bytes=self._pages.nbytes,
+            kv_cache_bytes=self._memory.pages.nbytes,
             details={"verify_pages": verify_pages, "strict": strict},
             cache_windows=self.rules.windows,
-            num_state_slots=self._states.size,
-            state_slot_bytes=self._states.itemsize * self.rules.has_states,
+            num_state_slots=self._memory.states.size,
+            state_slot_bytes=self._memory.states.itemsize * self.rules.has_states,
         )
         self.in_flight: InFlight[FakeStep] = InFlight(self._info)
 
@@ -205,8 +199,7 @@ class FakeLoadedModel:
         if self._strict:
             check_plan(plan, self._info, self.rules.vocab_size, self._last_ids.shape[0])
         tokens = self._resolve(plan.tokens)
-        self._write(plan, tokens)
-        history = self._read(plan) + self._advance(plan, tokens)
+        history = self._memory.pass_through(plan, tokens)
         elapsed_s = self._step_s + plan.num_tokens * self._token_s
         self._busy_until = max(time.perf_counter(), self._busy_until) + elapsed_s
         step = FakeStep(self, tokens[plan.logit_rows], history, elapsed_s, self._busy_until)
@@ -224,67 +217,6 @@ class FakeLoadedModel:
             return tokens.copy()
         index = np.where(tokens < 0, -tokens - 1, 0)
         return np.where(tokens < 0, np.maximum(self._last_ids[index], 0), tokens)
-
-    def _write(self, plan: StepPlan, tokens: I32) -> None:
-        """Entries into both caches; the running sum continues from the row's token before."""
-        weights = self._weights_to(int(plan.positions.max(initial=-1)) + 1)[plan.positions]
-        first = plan.query_start[:-1]
-        lengths = np.diff(plan.query_start)
-        before = plan.positions[first] - 1  # (R,)
-        for group, window in enumerate(self.rules.windows):
-            table, slots = plan.block_tables[group], plan.slots[group]
-            fresh = entries(tokens, plan.positions, group)  # (T,)
-            self._pages.reshape(-1)[slots] = fresh
-            if window is not None:
-                continue
-            terms = fresh * weights
-            sums = np.cumsum(terms, dtype=np.uint64)  # (T,)
-            block = table[np.arange(plan.num_rows), np.maximum(before, 0) // self._size]
-            start = np.where(before >= 0, self._prefix[block, before % self._size], np.uint64(0))
-            start += terms[first] - sums[first]
-            self._prefix.reshape(-1)[slots] = sums + np.repeat(start, lengths)
-
-    def _advance(self, plan: StepPlan, tokens: I32) -> U64:
-        """(L,) the state behind each logit row's token; zeros without states."""
-        source, target = plan.state_from, plan.state_to
-        if source is None or target is None:
-            return np.zeros(plan.num_logit_rows, np.uint64)
-        states = np.where(source < 0, np.uint64(0), self._states[source])  # (R,)
-        fresh = entries(tokens, plan.positions, STATE_GROUP)
-        passed = advance(states, fresh, plan.query_start)
-        self._states[target] = states
-        return passed[plan.logit_rows]
-
-    def _read(self, plan: StepPlan) -> U64:
-        """(L,) history up to each logit row's token, as the pages hold it."""
-        row = np.searchsorted(plan.query_start, plan.logit_rows, side="right") - 1  # (L,)
-        length = plan.positions[plan.logit_rows] + 1  # (L,)
-        history = np.zeros(row.shape[0], np.uint64)
-        for table, window in zip(plan.block_tables, self.rules.windows, strict=True):
-            if window is None and not self._verify_pages:
-                block = table[row, (length - 1) // self._size]
-                history += self._prefix[block, (length - 1) % self._size]
-                continue
-            widest = int(length.max(initial=0)) + self._size
-            at_once = max(1, _CHUNK_WORDS // widest)
-            for start in range(0, row.shape[0], at_once):
-                part = slice(start, start + at_once)
-                history[part] += self._read_pages(table[row[part]], length[part], window)
-        return history
-
-    def _read_pages(self, table: I32, length: I32, window: int | None) -> U64:
-        """table (N, B), length (N,) -> (N,) sums over the tokens that the newest one sees."""
-        blocks = -(-int(length.max()) // self._size)
-        weights = self._weights_to(blocks * self._size)[: blocks * self._size]
-        seen = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
-        block = np.arange(blocks)
-        used = (block * self._size < length[:, None]) & (block >= seen[:, None] // self._size)
-        held = self._pages[np.where(used, table[:, :blocks], 0)]  # (N, blocks, P)
-        held = held.reshape(length.shape[0], -1) * weights
-        position = np.arange(held.shape[1])
-        held[(position >= length[:, None]) | (position < seen[:, None])] = 0
-        total: U64 = held.sum(axis=1, dtype=np.uint64)
-        return total
 
     def sampled(self, rows: SamplingRows, fed: I32, history: U64) -> I32:
         """(L,) ids after the tokens `fed` and what came before them; the next step may refer to
@@ -338,15 +270,6 @@ class FakeLoadedModel:
 
     def _greedy(self, history: U64) -> npt.NDArray[np.int64]:
         return (mix(history) % np.uint64(self.rules.vocab_size)).astype(np.int64)
-
-    def _weights_to(self, length: int) -> U64:
-        if length > self._weights.shape[0]:
-            self._weights = position_weights(2 * length)
-        return self._weights
-
-    @property
-    def _size(self) -> int:
-        return self._info.block_size
 
 
 class FakeBackend:

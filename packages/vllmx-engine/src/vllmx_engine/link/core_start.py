@@ -14,7 +14,9 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.registry import Registry
 
 from vllmx_engine.core.load_plan import LoadPlan, plan_load
-from vllmx_engine.link.frontend import Frontend, ProcessFrontend, ThreadFrontend
+from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.link.thread_frontend import ThreadFrontend
 
 
 class CoreStart:

@@ -1,0 +1,140 @@
+"""The requests of an asyncio program that the engine core works on, each with its stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from vllmx_core.errors import EngineDeadError, InvalidRequestError, VllmxError
+
+from vllmx_engine.client.request import Request
+from vllmx_engine.client.request_state import OutputKind, RequestState
+from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.client.request_table import RequestTable
+from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.link.grammar_process import GrammarChecker
+from vllmx_engine.text.tokenizer import Tokenizer
+from vllmx_engine.wire.messages import CoreOutput
+
+
+class Streams:
+    """Hands checked requests to the core and its updates to whoever waits for them.
+
+    Args:
+        max_queue: how many sequences may wait beside those that run.
+
+    Attributes:
+        idle: set while there is none.
+        draining: nothing new is taken.
+    """
+
+    def __init__(
+        self, frontend: Frontend, tokenizer: Tokenizer, grammars: GrammarChecker, max_queue: int
+    ) -> None:
+        self._frontend = frontend
+        self._grammars = grammars
+        self._max_queue = max_queue
+        self._table = RequestTable(tokenizer)
+        self._streams: dict[str, RequestStream] = {}
+        self._core_knows_vocabulary = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[RequestStream]:
+        return iter(self._streams.values())
+
+    def check_open(self, num_choices: int) -> None:
+        """See `AsyncLLM.check_open`."""
+        if self.draining:
+            raise EngineDeadError("the engine is shutting down: send the request to another one")
+        if self._frontend.status != "ready":
+            raise self._frontend.unavailable()
+        self._table.check_room(num_choices, self._frontend.info.max_num_seqs, self._max_queue)
+
+    def launch(self, request: Request, kind: OutputKind) -> RequestStream:
+        """Hands a checked request to the core."""
+        self.check_open(len(request.core))
+        if request.request_id in self._streams:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in flight already: use another one",
+                param="request_id",
+            )
+        stream = RequestStream(request, self._forget, self._end)
+        stream.attach(self._table.add(request, kind, stream.wake))
+        self._streams[request.request_id] = stream
+        self.idle.clear()
+        try:
+            grammar = request.core[0].grammar
+            if grammar is not None and grammar.text:
+                self.tell_vocabulary()
+            self._frontend.add(request.core)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    async def launch_all(
+        self, requests: Sequence[Request], kind: OutputKind
+    ) -> list[RequestStream]:
+        """All or none of them."""
+        streams: list[RequestStream] = []
+        with all_or_none(streams):
+            for request in requests:
+                streams.append(self.launch(request, kind))
+                await asyncio.sleep(0)
+        return streams
+
+    def abort(self, request_id: str) -> bool:
+        """See `AsyncLLM.abort`."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.abort()
+        return stream is not None
+
+    def abort_all(self) -> None:
+        """Ends all of them from this side."""
+        self._frontend.abort(self._table.end_all("abort"))
+
+    def take(self, outputs: list[CoreOutput]) -> None:
+        """Spreads the updates of a step."""
+        self._frontend.abort(self._table.take(outputs))
+
+    def lose(self, error: VllmxError) -> None:
+        """The core is gone, and all of them with it."""
+        self._table.end_all("error", error)
+
+    def begin_anew(self) -> None:
+        """The core was started again and knows nothing."""
+        self._core_knows_vocabulary = False
+
+    def tell_vocabulary(self) -> None:
+        """What the core must know before the first request with a grammar."""
+        if not self._core_knows_vocabulary:
+            self._frontend.tell(self._grammars.vocabulary)
+            self._core_knows_vocabulary = True
+
+    def _end(self, state: RequestState) -> None:
+        """Ends a request from this side."""
+        self._frontend.abort(self._table.end(state, "abort"))
+
+    def _forget(self, stream: RequestStream) -> None:
+        """A request has ended."""
+        self._streams.pop(stream.request_id, None)
+        if not self._streams:
+            self.idle.set()
+
+
+@contextmanager
+def all_or_none(streams: Sequence[RequestStream]) -> Iterator[None]:
+    """Whatever is raised inside, and cancelling, ends all of them."""
+    try:
+        yield
+    except BaseException:
+        for stream in streams:
+            stream.abort()
+        raise

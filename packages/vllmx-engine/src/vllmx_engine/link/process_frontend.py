@@ -1,0 +1,151 @@
+"""An engine core in a process of its own, which is started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from vllmx_core.errors import EngineDeadError, VllmxError
+
+from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.link.frontend import CoreFrontend, lost_with
+from vllmx_engine.link.heartbeat import Heartbeat
+from vllmx_engine.link.supervisor import CoreProcess
+from vllmx_engine.wire.ipc import FromCore, Ping, Pong, Start, ToCore
+from vllmx_engine.wire.known_specs import KnownSpecs
+
+logger = logging.getLogger("vllmx.supervisor")
+
+
+class ProcessFrontend(CoreFrontend):
+    """The core in a process of its own, started again when it dies.
+
+    A core that dies soon after its start, again and again, stays dead: waiting longer and longer
+    between the attempts, `MAX_QUICK_FAILURES` of them are made.
+    """
+
+    MAX_QUICK_FAILURES = 5
+    QUICK_S = 30.0
+    """A core that was heard of for longer than this has not failed quickly."""
+    FIRST_DELAY_S = 0.1
+    LAST_DELAY_S = 10.0
+
+    def __init__(self, plan: LoadPlan) -> None:
+        super().__init__()
+        self._start = Start(
+            config=plan.config,
+            path=str(plan.path),
+            specs=KnownSpecs.of(plan.registry),
+            progress=plan.progress,
+            log_level=logging.getLogger("vllmx").getEffectiveLevel(),
+        )
+        self._core: CoreProcess
+        self._born_s = 0.0
+        self._quick_failures = 0
+        self._last_update_s = 0.0
+        self._restarting: asyncio.Task[None] | None = None
+        self._heartbeat = Heartbeat(lambda: self._send(Ping()))
+
+    @classmethod
+    async def start(cls, plan: LoadPlan) -> ProcessFrontend:
+        """Spawns the process and loads the model. Raises the VllmxError that this met."""
+        frontend = cls(plan)
+        await frontend._spawn()
+        frontend._heartbeat.start()
+        return frontend
+
+    @property
+    def silent_s(self) -> float:
+        """See `Frontend.silent_s`. A core that starts is no silent one."""
+        return self._heartbeat.silent_s if self.status == "ready" else 0.0
+
+    @property
+    def pid(self) -> int:
+        """Of the core."""
+        return self._core.pid
+
+    def unavailable(self) -> EngineDeadError:
+        """See `Frontend.unavailable`."""
+        if self.status == "restarting":
+            return EngineDeadError(
+                f"the engine core is being restarted ({self._last_reason}): try again in a moment"
+            )
+        return super().unavailable()
+
+    async def close(self) -> None:
+        """See `Frontend.close`."""
+        if self.status == "closed":
+            return
+        self.status = "closed"
+        self._heartbeat.stop()
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
+        await self._core.stop()
+
+    def _send(self, message: ToCore) -> None:
+        self._core.send(message)
+
+    def _take(self, message: FromCore) -> None:
+        self._heartbeat.heard()
+        if not isinstance(message, Pong):  # which a core whose steps hang sends too
+            self._last_update_s = self._loop_s()
+            super()._take(message)
+
+    async def _spawn(self) -> None:
+        core = await CoreProcess.start(self._start, self._take, self._on_lost)
+        if core.lost:  # as soon as it was ready
+            await core.stop(0.0)
+            raise core.failure or EngineDeadError(core.describe_end())
+        self._core, self.info = core, core.info
+        self._born_s = self._last_update_s = self._loop_s()
+
+    def _on_lost(self, core: CoreProcess) -> None:
+        if core is not getattr(self, "_core", None):
+            return  # `_spawn` has not taken it yet, and sees it for itself
+        self.status = "restarting"
+        self._last_reason = "it failed"
+        if core.failure is not None:
+            self._lose(core.failure)
+        self._restarting = asyncio.ensure_future(self._restart(core))
+
+    def _lose(self, failure: VllmxError) -> None:
+        """Requests in flight end at once: they do not wait until a process that hangs is gone."""
+        self._last_reason = failure.message
+        logger.error("%s; every request in flight is lost", failure.message)
+        text = f"{failure.message}; the engine core is being restarted: send the request again"
+        self._tell_lost(lost_with(failure, text))
+
+    async def _restart(self, core: CoreProcess) -> None:
+        if self._last_update_s - self._born_s > self.QUICK_S:
+            self._quick_failures = 0
+        ended = await core.reap(timeout_s=1.0)
+        if core.failure is None:
+            self._lose(EngineDeadError(core.describe_end()))
+        if not ended:
+            self._give_up(f"{self._last_reason}; process {core.pid} cannot be killed")
+            return
+        reason = self._last_reason
+        while self._quick_failures < self.MAX_QUICK_FAILURES:
+            self._quick_failures += 1
+            await asyncio.sleep(self._delay_s())
+            try:
+                await self._spawn()
+            except Exception as error:  # if this task died, nobody would ever try again
+                self._last_reason = reason = str(error)
+                logger.error("the engine core cannot be restarted: %s", reason, exc_info=error)
+                continue
+            self.status = "ready"
+            self._heartbeat.heard()
+            if self.listener is not None:
+                self.listener.restarted(self.info)
+            return
+        logger.critical("the engine core keeps failing: it is not restarted again")
+        self._give_up(reason)
+
+    def _loop_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _delay_s(self) -> float:
+        delay = self.FIRST_DELAY_S * 2.0 ** (self._quick_failures - 1)
+        return min(delay, self.LAST_DELAY_S)
