@@ -10,6 +10,7 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.cache_groups import blocks_of, cache_layout, longest_sequence
 from vllmx_core.errors import CapacityError, ConfigError, UnsupportedModelError
 from vllmx_core.kv_capacity import (
+    MAX_BARE_BLOCKS,
     BlockSizes,
     CachePlan,
     check_latents,
@@ -143,6 +144,18 @@ def test_refusals_name_the_length_that_fits() -> None:
 
 def test_pages_of_an_earlier_layer_cost_nothing() -> None:
     assert plan(FULL, SharedKV(0)) == replace(plan(FULL), layout=plan(FULL, SharedKV(0)).layout)
+
+
+@pytest.mark.parametrize("memory", [None, 1 << 29])
+def test_blocks_without_pages_are_bounded_by_what_sequences_use(memory: int | None) -> None:
+    """Of a model without attention: memory would hold any number of them, but each is an entry in
+    the engine core's lists."""
+    few = plan(max_num_seqs=2, kv_cache_memory_bytes=memory)
+    assert (few.num_blocks, few.num_bytes) == (2 * 256, 0)
+    many = plan(max_model_len=1 << 20, max_num_seqs=256, kv_cache_memory_bytes=memory)
+    assert many.num_blocks == MAX_BARE_BLOCKS
+    one = plan(max_model_len=16 * (MAX_BARE_BLOCKS + 1), kv_cache_memory_bytes=memory)
+    assert one.num_blocks == MAX_BARE_BLOCKS + 1
 
 
 def test_latents_are_rows_without_values() -> None:

@@ -17,6 +17,10 @@ from vllmx_core.state_capacity import StateSlots, plan_slots
 
 PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
 """(what is kept, tokens of a page, dtype) -> bytes of a page of keys and of one of values."""
+MAX_BARE_BLOCKS = 1 << 19
+"""Of a model without attention, unless one sequence needs more: its blocks take no memory on the
+device, but about 40 bytes each of the engine core's, and prefixes of millions of tokens are enough.
+"""
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
 
@@ -148,7 +152,8 @@ def num_kv_blocks(
     states: StateSlots | None = None,
 ) -> int:
     """Blocks by num_kv_blocks, else by kv_cache_memory_bytes, else what memory_fraction of `free`
-    leaves beside `used`, up to all sequences at full length.
+    leaves beside `used`, up to all sequences at full length. Blocks of a model without
+    attention take no memory: there are as many as sequences may use, up to `MAX_BARE_BLOCKS`.
 
     Args:
         block_bytes: of one block in all places.
@@ -165,6 +170,9 @@ def num_kv_blocks(
     if options.num_kv_blocks is not None:
         blocks = options.num_kv_blocks
         _check_memory(blocks * block_bytes, free - used - taken, "num_kv_blocks")
+    elif not layout.places:
+        blocks = max(needed, min(needed * seqs, MAX_BARE_BLOCKS))
+        _check_memory(taken, free - used, "kv_cache_memory_bytes")
     elif options.kv_cache_memory_bytes is not None:
         blocks = max(0, options.kv_cache_memory_bytes - taken) // block_bytes
         _check_memory(blocks * block_bytes + taken, free - used, "kv_cache_memory_bytes")
