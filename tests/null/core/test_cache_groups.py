@@ -62,12 +62,31 @@ def test_one_table_for_all_keeps_everything() -> None:
     assert layout.layers == ((0, 0), (0, 1), (0, 2))
 
 
-def test_pages_of_unequal_size_share_a_pool_only_under_one_window() -> None:
+def test_pages_of_unequal_size_have_places_of_their_own() -> None:
     large = KVSpec(4, 8)
     assert layers(FULL, large, FULL) == [(0, 1, 2)]
-    layout = cache_layout(shape(LOCAL, large), grouped=True)
-    assert layout.windows == (None,)
+    layout = cache_layout(shape(LOCAL, large, LOCAL), grouped=True)
+    assert layout.windows == (5, 5, None)
     assert layout.places == (LOCAL, large)
+    assert layout.layers == ((0, 0), (2, 1), (1, 0))
+    mixed = cache_layout(shape(LOCAL, FULL, large), grouped=True)
+    assert mixed.windows == (None,)
+    assert mixed.places == (LOCAL, FULL, large)
+
+
+def test_gemma_4_groups_where_long_sequences_take_less_memory_so() -> None:
+    local, full = KVSpec(8, 256, window=1024), KVSpec(2, 512)
+    gemma4 = [full if layer % 6 == 5 else local for layer in range(30)]
+
+    def planned(length: int) -> CachePlan:
+        return plan(*gemma4, max_model_len=length, max_num_seqs=1, group_caches=True, free=1 << 40)
+
+    short, long = planned(2048), planned(131072)
+    assert short.layout.windows == (None,)
+    assert long.layout.windows == (1024,) * 5 + (None,)
+    assert len(long.layout.places) == 10
+    alone = plan(*gemma4, max_model_len=131072, max_num_seqs=1, free=1 << 40)
+    assert long.num_bytes < 0.31 * alone.num_bytes
 
 
 def test_a_layer_that_shares_has_the_place_of_its_owner() -> None:
@@ -114,9 +133,9 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
     assert longest_sequence((5,), 1 << 10, 4, 8, 4096) == 4096
 
 
-def plan(*caches: CacheSpec, **options: Any) -> CachePlan:
+def plan(*caches: CacheSpec, free: int = 1 << 30, **options: Any) -> CachePlan:
     chosen = LoadOptions(**({"max_model_len": 4096, "max_num_batched_tokens": 64} | options))
-    return plan_cache(shape(*caches), chosen, "f32", BlockSizes("any", multiple=8), 1 << 30, 0)
+    return plan_cache(shape(*caches), chosen, "f32", BlockSizes("any", multiple=8), free, 0)
 
 
 def test_a_window_bounds_what_a_sequence_needs() -> None:

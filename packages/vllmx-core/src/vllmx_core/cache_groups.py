@@ -8,6 +8,11 @@ that fell out of a window must not be held by a layer that still reads it.
 
 Gemma 3 12B, 40 layers with a window and 8 without, has six groups of eight places. A model whose
 layers are all of one kind has one group, whose places are its layers.
+
+Pages of different size have places of their own, of which a group uses those of its size: a block
+is then larger than what any group needs of it. Gemma 4 26B-A4B has 25 layers with a window of 1,024
+and 8 heads of 256, and 5 without and 2 heads of 512: six groups over five places of each size. A
+token takes 61 kB where one group for all layers takes 225, and the windows besides.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ class CacheGroup:
     window: int | None
     """Tokens whose pages the group keeps, the newest included; None: all of them."""
     layers: tuple[int, ...]
-    """The layer in each place; the last places may be empty."""
+    """The layer in each of the places that the group uses; the last ones may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +58,21 @@ class CacheLayout:
 
 
 def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
-    """The groups of a model. One group that keeps all tokens unless `grouped`, and where windows
-    differ between layers whose pages differ in size, which cannot take each other's blocks.
+    """The groups of a model. One group that keeps all tokens unless `grouped`, and where layers of
+    one window have pages of different size beside layers of another window.
 
     Raises UnsupportedModelError for a layer that shares the pages of one that owns none.
     """
     owners = {i: spec for i, spec in enumerate(shape.caches) if not isinstance(spec, SharedKV)}
-    if not grouped or (len(_windows(owners)) > 1 and len(_sizes(owners)) > 1):
+    if not grouped or (len(_windows(owners)) > 1 and _has_mixed_windows(owners)):
         groups = [CacheGroup(None, tuple(owners))]
     else:
         groups = _groups(owners)
+    places, begin = _places(groups, owners)
     found = {
-        layer: (number, place)
-        for number, group in enumerate(groups)
-        for place, layer in enumerate(group.layers)
+        layer: (number, first + index)
+        for number, (group, first) in enumerate(zip(groups, begin, strict=True))
+        for index, layer in enumerate(group.layers)
     }
     for layer, spec in enumerate(shape.caches):
         if isinstance(spec, SharedKV):
@@ -74,7 +80,7 @@ def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
     layers = range(len(shape.caches))
     return CacheLayout(
         tuple(groups),
-        tuple(owners[layer] for layer in max((group.layers for group in groups), key=len)),
+        places,
         tuple(found[layer][0] for layer in layers),
         tuple(found[layer][1] for layer in layers),
     )
@@ -102,8 +108,30 @@ def _windows(owners: dict[int, OwnedKV]) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(kv.window for kv in owners.values()))
 
 
-def _sizes(owners: dict[int, OwnedKV]) -> set[tuple[int, int, int]]:
-    return {(kv.num_kv_heads, kv.head_size, kv.value_size) for kv in owners.values()}
+def _size(kv: OwnedKV) -> tuple[int, int, int]:
+    return kv.num_kv_heads, kv.head_size, kv.value_size
+
+
+def _has_mixed_windows(owners: dict[int, OwnedKV]) -> bool:
+    """Whether layers of one window have pages of different size."""
+    kinds = {(kv.window, _size(kv)) for kv in owners.values()}
+    return len(kinds) > len(_windows(owners))
+
+
+def _places(
+    groups: list[CacheGroup], owners: dict[int, OwnedKV]
+) -> tuple[tuple[OwnedKV, ...], list[int]]:
+    """All places, and the first one that each group uses. Groups of one size share theirs."""
+    if len(groups) == 1:
+        return tuple(owners[layer] for layer in groups[0].layers), [0]
+    sizes = [_size(owners[group.layers[0]]) for group in groups]
+    places: list[OwnedKV] = []
+    begin: dict[tuple[int, int, int], int] = {}
+    for size in dict.fromkeys(sizes):
+        alike = [group.layers for group, own in zip(groups, sizes, strict=True) if own == size]
+        begin[size] = len(places)
+        places += [owners[layer] for layer in max(alike, key=len)]
+    return tuple(places), [begin[size] for size in sizes]
 
 
 def _owner(layer: int, spec: SharedKV, owners: dict[int, OwnedKV]) -> int:

@@ -106,7 +106,7 @@ def plan_cache(
     """
     sizes.check(options.block_size)
     check_latents(shape, dtype)
-    layout = cache_layout(shape, grouped=options.group_caches)
+    layout = layout_of(shape, options)
     pages = tuple(page_bytes(kv, options.block_size, dtype) for kv in layout.places)
     one = max(1, sum(k + v for k, v in pages))
     states = plan_states(shape, options, layout, one, free, used, default_bytes=default_bytes)
@@ -114,6 +114,21 @@ def plan_cache(
         options, layout, one, free, used, default_bytes=default_bytes, states=states
     )
     return CachePlan(layout, dtype, blocks, options.block_size, pages, states)
+
+
+def layout_of(shape: ModelShape, options: LoadOptions) -> CacheLayout:
+    """The groups, or one for all layers. Where pages differ in size, blocks of groups are partly
+    empty: there the layout is taken in which a sequence of max_model_len needs less memory."""
+    whole = cache_layout(shape, grouped=False)
+    grouped = cache_layout(shape, grouped=options.group_caches)
+    if len({(kv.num_kv_heads, kv.head_size, kv.value_size) for kv in grouped.places}) < 2:
+        return grouped
+
+    def most(layout: CacheLayout) -> int:
+        token = sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in layout.places)
+        return token * _blocks_of_one(options, layout)
+
+    return whole if most(whole) < most(grouped) else grouped
 
 
 def plan_states(

@@ -54,18 +54,19 @@ def attention_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
     values |= features
     windows: Sequence[int | None] = values.pop("windows", [values.pop("window", None)] * 2)
     shared = values.pop("shared", False)  # by all layers but the first
+    kv_heads: Sequence[int] = values.pop("kv_heads", [values.pop("num_kv_heads")] * len(windows))
     specs = [
-        AttentionSpec(i, window=window, shared=shared and i > 0, **values)
-        for i, window in enumerate(windows)
+        AttentionSpec(i, window=window, num_kv_heads=own, shared=shared and i > 0, **values)
+        for i, (window, own) in enumerate(zip(windows, kv_heads, strict=True))
     ]
-    size, heads, kv_heads = values["head_size"], values["num_heads"], values["num_kv_heads"]
+    size, heads = values["head_size"], values["num_heads"]
     builder = Builder(VOCAB, seed)
     builder.embedding("embed", HIDDEN)
     if "rotary_dim" in values:
         builder.rope("rope", values["rotary_dim"])
     for layer, spec in enumerate(specs):
         builder.attention(spec)
-        rows = (heads * size,) if spec.shared else (heads * size, kv_heads * size, kv_heads * size)
+        rows = (heads * size,) + (spec.num_kv_heads * size,) * (0 if spec.shared else 2)
         builder.linear(f"{layer}.qkv", rows, HIDDEN)
         builder.linear(f"{layer}.out", HIDDEN, heads * size)
         builder.vector(f"{layer}.q_norm", size)

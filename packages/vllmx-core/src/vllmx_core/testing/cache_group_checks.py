@@ -31,7 +31,8 @@ def grouped_model(
     windows: Sequence[int | None], **features: Any
 ) -> tuple[Model, ArraySource, tuple[int | None, ...]]:
     """A model with a layer for each window, its weights, and the windows of its cache groups."""
-    model, source = attention_model(windows=windows, num_kv_heads=2, rotary_dim=16, **features)
+    sizes = features or {"num_kv_heads": 2}
+    model, source = attention_model(windows=windows, rotary_dim=16, **sizes)
     table = np.array(source.part("embed.weight").dequantize())
     table[_NAN] = np.nan
     arrays = {name: source.part(name).dequantize() for name in source.names()}
@@ -107,6 +108,16 @@ class CacheGroupChecks(Harness):
         model, source, groups = grouped_model(windows)
         steps = grouped_steps(_texts(9, 58, 37), groups, chunk)
         self.compare(model, source, steps, group_caches=True)
+
+    def test_cache_groups_of_unequal_pages(self) -> None:
+        """Layers with a window have more heads than those without, as in Gemma 4."""
+        model, source, groups = grouped_model((5, None, 5), kv_heads=(4, 2, 4))
+        assert groups == (5, 5, None)
+        steps = grouped_steps(_texts(9, 58, 37), groups, 7)
+        long = {"max_model_len": 1024, "max_num_batched_tokens": 64, "num_kv_blocks": 100}
+        with self.loaded(model, source, group_caches=True, **long) as loaded:
+            assert loaded.info.cache_windows == groups
+        self.compare(model, source, steps, group_caches=True, **long)
 
     def test_cache_groups_are_reported(self) -> None:
         model, source, groups = grouped_model(WINDOWS["an empty place"])

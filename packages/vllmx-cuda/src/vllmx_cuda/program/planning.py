@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
-from vllmx_core.cache_groups import cache_layout
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.kv_capacity import CachePlan
+from vllmx_core.kv_capacity import CachePlan, layout_of
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import OpList
@@ -98,7 +97,7 @@ def plan_load(
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
     items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tile_tokens)
-    groups = len(cache_layout(model.shape, grouped=options.group_caches).groups)
+    groups = len(layout_of(model.shape, options).groups)
     has_states = bool(model.shape.states)
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups, has_states)
     staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
