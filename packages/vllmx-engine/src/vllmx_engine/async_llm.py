@@ -328,9 +328,8 @@ class AsyncLLM(AsyncText):
         size = self.info.max_num_seqs + self.config.max_queue // 2
         found: list[PoolingRequestOutput] = []
         for at in range(0, len(texts), size):
-            numbers = range(len(texts))[at : at + size]
+            numbers, requests = range(len(texts))[at : at + size], list[Request]()
             self.check_open(len(numbers))
-            requests = list[Request]()
             for number in numbers:
                 text = texts[number]
                 build = partial(self._pooling.build, task, text, choice, options)
@@ -386,13 +385,7 @@ class AsyncLLM(AsyncText):
 
     # --- inside -----------------------------------------------------------------------------------
     def check_open(self, num_choices: int = 1) -> None:
-        """Whether a call with so many choices could be taken in now.
-
-        Raises:
-            InvalidRequestError: it could never be, because they are more than may run and wait.
-            QueueFullError: too many wait already.
-            EngineDeadError: the core is being restarted or gone, or the engine drains.
-        """
+        """See `vllmx_engine.streams.Streams.check_open`."""
         self._streams.check_open(num_choices)
 
     def _take_stats(self, stats: CoreStats) -> None:

@@ -49,7 +49,13 @@ class Streams:
         return iter(self._streams.values())
 
     def check_open(self, num_choices: int) -> None:
-        """See `AsyncLLM.check_open`."""
+        """Whether a call with so many choices could be taken in now.
+
+        Raises:
+            InvalidRequestError: it could never be, because they are more than may run and wait.
+            QueueFullError: too many wait already.
+            EngineDeadError: the core is being restarted or gone, or the engine drains.
+        """
         if self.draining:
             raise EngineDeadError("the engine is shutting down: send the request to another one")
         if self._frontend.status != "ready":
