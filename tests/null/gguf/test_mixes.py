@@ -97,5 +97,8 @@ def test_per_layer_embeddings_and_indexers():
     assert type_of("q4_k_m", "per_layer_token_embd.weight", (4096, 1024), SMALL) == "Q4_K"
     assert type_of("q4_k_m", "per_layer_model_proj.weight", (512, 1024), tied) == "BF16"
     assert type_of("f16", "per_layer_model_proj.weight", (512, 1024), tied) == "F16"
-    assert set(kinds("q4_k_m", "indexer.proj")) == {"F32"}
+    assert set(kinds("f16", "indexer.proj")) == {"F32"}
+    assert set(kinds("q4_k_m", "indexer.proj") + kinds("q4_k_m", "indexer.attn_k")) == {"Q4_K"}
+    eight = Layers(24, 2, tied=True, experts=8)
+    assert set(kinds("q4_k_m", "indexer.attn_k", eight)) == {"Q8_0"}
     assert set(kinds("q4_k_m", "attn_q_norm")) == {"F32"}

@@ -40,7 +40,6 @@ _NARROWER: Mapping[str, str] = {
 
 _TABLES = ("token_embd", "per_layer_token_embd")
 _EXACT = (".bias", "_norm.weight")
-_EXACT_PARTS = (".ffn_gate_inp", ".indexer.proj")
 _FEW_EXPERTS = 8
 """Mixtral's number: its attention is so small a part that it gets more bits."""
 _FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
@@ -62,11 +61,13 @@ class Layers:
 def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
     """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows do
     not fit its type's blocks gets the next type that they fit, in the end F16."""
-    if len(shape) == 1 or name.endswith(_EXACT) or any(part in name for part in _EXACT_PARTS):
+    if len(shape) == 1 or name.endswith(_EXACT) or ".ffn_gate_inp" in name:
         return "F32"
     base = MIXES[mix].base
     if "per_layer_model_proj" in name:
         return base if base in ("F32", "F16") else "BF16"
+    if ".indexer.proj" in name and base in ("F32", "F16", "BF16"):
+        return "F32"
     kind = base if base in ("F32", "F16", "BF16") else _ruled(mix, base, name, shape, layers)
     if shape[-1] % TYPES_BY_NAME[kind].values:
         kind = _NARROWER.get(kind, kind)
@@ -80,10 +81,10 @@ def _ruled(mix: str, base: str, name: str, shape: tuple[int, ...], layers: Layer
     if stem == "output" or (stem in _TABLES and layers.tied):
         narrow = shape[-1] % TYPES_BY_NAME[base].values != 0
         return "Q8_0" if base == "Q8_0" or narrow else "Q6_K"
-    prefix, _, role = stem.rpartition(".")
-    if not prefix.startswith("blk."):
+    block, _, rest = stem.partition(".")
+    if block != "blk":
         return base
-    layer = int(prefix.removeprefix("blk."))
+    layer, role = int(rest.partition(".")[0]), rest.rpartition(".")[2]
     if role == "attn_k" and layers.experts == _FEW_EXPERTS:
         return "Q8_0"
     rule = {
