@@ -44,7 +44,7 @@ with LLM(**json.loads(sys.argv[1])) as llm:
 
 @dataclass(frozen=True)
 class Run:
-    """One process."""
+    """What one process took."""
 
     engine: str
     process_s: float

@@ -53,7 +53,7 @@ class Server:
         return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
 
     def memory_mb(self) -> float:
-        """Resident set."""
+        """Memory of the process that is resident."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 

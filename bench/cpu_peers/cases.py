@@ -87,7 +87,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement."""
+    """One measurement of a case."""
 
     case: str
     tokens_per_s: float

@@ -167,6 +167,6 @@ class JoinedSource:
         return self.main.part(name)
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all sources."""
         for source in (self.main, *self.others.values()):
             source.close()

@@ -86,7 +86,7 @@ def _attend(
     tiles, queries = batch.tiles, batch.queries
 
     def gathered(pool: Pages) -> mx.array:
-        """(N, K, C, D)"""
+        """(N, K, C, D) what the pages of these rows hold."""
         rows = pool.gather(batch.slots).astype(q.dtype)
         return rows.reshape(tiles, -1, spec.num_kv_heads, spec.head_size).swapaxes(1, 2)
 

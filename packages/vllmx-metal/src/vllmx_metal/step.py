@@ -100,7 +100,7 @@ class MetalStep:
         return self._rotations[key]
 
     def _turned(self, table: mx.array, axes: tuple[int, ...]) -> mx.array:
-        """(T, rotary_dim)"""
+        """(T, rotary_dim) cosines and sines of these tokens."""
         turned = self.plan.rope_positions
         if not axes or turned is None:
             return table[self.positions]

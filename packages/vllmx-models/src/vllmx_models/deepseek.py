@@ -63,7 +63,7 @@ def deepseek_v32(config: Mapping[str, Any]) -> Decoder:
 
 
 def glm4_moe_lite(config: Mapping[str, Any]) -> Decoder:
-    """GLM-4.7-Flash."""
+    """GLM-4.7-Flash, which has the layers of DeepSeek-V3."""
     return _decoder(ConfigReader({**GLM_LITE, **config}, "Glm4MoeLiteForCausalLM"), sigmoid_router)
 
 

@@ -40,7 +40,7 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """One encoder."""
+    """What sets one encoder apart from another."""
 
     vocab_size: int
     hidden_size: int  # E

@@ -36,7 +36,7 @@ class Op:
 
     @property
     def writes(self) -> tuple[Value, ...]:
-        """Its results."""
+        """The values that this op makes."""
         return tuple(getattr(self, name) for name in self.results)
 
     @property

@@ -115,7 +115,7 @@ class CublasLt:
 
     @property
     def version(self) -> int:
-        """As 120900."""
+        """The version of the library as one number, such as 120900."""
         return int(self.library.cublasLtGetVersion())
 
     def close(self) -> None:

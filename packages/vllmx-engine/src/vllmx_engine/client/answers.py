@@ -32,7 +32,7 @@ class ReadAnswer:
         self._calls: list[tuple[str, str]] = []
 
     def add(self, events: Sequence[Event]) -> None:
-        """What follows."""
+        """Takes in what follows of the text."""
         for event in events:
             match event:
                 case ContentPiece(text):

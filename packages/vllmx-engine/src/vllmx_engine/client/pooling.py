@@ -42,7 +42,7 @@ def naming(index: int, count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PoolingText:
-    """One input."""
+    """One input of a call that wants vectors or scores."""
 
     text: str = ""
     ids: Sequence[int] | None = None

@@ -32,7 +32,7 @@ class ChannelReader:
         self._channel = re.compile(re.escape(channels.channel) + r"\s*(\w+)")
 
     def read(self) -> Steps[None]:
-        """All messages."""
+        """Reads one message after the other, to the end."""
         while True:
             header = yield from self._header()
             if header is None:

@@ -89,7 +89,7 @@ def levels_of(config: Mapping[str, Any]) -> F32:
 
 
 def resized(image: Pixels, height: int, width: int, resample: int) -> Pixels:
-    """By Pillow."""
+    """The image at another size, as Pillow resamples it."""
     from PIL import Image
 
     return np.asarray(Image.fromarray(image).resize((width, height), resample))

@@ -67,12 +67,12 @@ class PoolingOutput(msgspec.Struct, frozen=True):
 
     @property
     def embedding(self) -> list[float]:
-        """Of `LLM.embed`."""
+        """The vector, as `LLM.embed` gives it."""
         return [float(value) for value in self.data]
 
     @property
     def score(self) -> float:
-        """Of `LLM.score`."""
+        """The score, as `LLM.score` gives it."""
         return float(self.data[0])
 
     @property

@@ -116,7 +116,7 @@ def packed_parts(module: str, rows: tuple[int, ...], bias: bool) -> tuple[PartSp
 def linear(
     name: str, parts: tuple[PartSpec, ...], cols: int, shard: Shard = "column"
 ) -> WeightSpec:
-    """A matrix."""
+    """The spec of a matrix."""
     return WeightSpec(name, "linear", parts, cols, shard)
 
 

@@ -24,14 +24,14 @@ _ACTIVATIONS: Options = {
 
 
 def int8_layout(cols: int) -> QuantLayout:
-    """Of `int8_part`."""
+    """The layout of what `int8_part` makes."""
     return QuantLayout(
         "int8", 8, cols, {**_ACTIVATIONS, "activation_type": "int", "symmetric": True}
     )
 
 
 def fp8_layout(cols: int) -> QuantLayout:
-    """Of `fp8_part`."""
+    """The layout of what `fp8_part` makes."""
     blocks: Options = {"block_rows": 1, "block_cols": cols, "dtype": "f8e4m3"}
     return QuantLayout("fp8", 8, None, {**_ACTIVATIONS, "activation_type": "float", **blocks})
 

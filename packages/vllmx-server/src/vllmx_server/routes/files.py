@@ -79,7 +79,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def content(request: Request) -> Response:
-    """Its bytes."""
+    """The bytes of a file."""
     files = state_of(request).storage.files
     found = await files.get(owner_of(request), request.path_params["id"])
     return FileResponse(
