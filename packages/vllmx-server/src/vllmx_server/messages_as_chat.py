@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema.chat import (
     ChatCompletionRequest,
@@ -205,7 +205,7 @@ def _need(value: str | None, where: str, name: str) -> str:
 
 def _unserved(block: Block, where: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{where} has the type {block.type[:100]!r}, which is not served here: this server takes"
+        f"{where} has the type {shown(block.type)}, which is not served here: this server takes"
         " text, image, thinking, tool_use and tool_result, each in its place",
         param=where,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.output_format import JsonArguments, NamedCall, OutputFormat
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.structured import StructuredOutputsParams
@@ -56,7 +56,7 @@ def _check(params: SamplingParams, choice: str, tools: Tools) -> None:
     if not tools or (choice != "required" and choice not in tools):
         known = ", ".join(sorted(tools)[:20]) or "none"
         raise InvalidRequestError(
-            f"tool_choice asks for {'a call' if choice == 'required' else repr(choice[:100])}, but"
+            f"tool_choice asks for {'a call' if choice == 'required' else shown(choice)}, but"
             f" the tools of the request are: {known}",
             param="tool_choice",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema.batches import ENDPOINTS, LINE, BatchLine
 from vllmx_server.schema.decode import decode
@@ -78,9 +78,9 @@ class InputReader:
         self.num_lines += 1
         if line.url not in self._endpoints:
             wanted = " or ".join(self._endpoints)
-            self._fault("mismatched_url", f"the url {line.url[:100]!r} is not {wanted}", "url")
+            self._fault("mismatched_url", f"the url {shown(line.url)} is not {wanted}", "url")
         elif line.custom_id in self._ids:
-            text = f"the custom_id {line.custom_id[:100]!r} is given twice"
+            text = f"the custom_id {shown(line.custom_id)} is given twice"
             self._fault("duplicate_custom_id", text, "custom_id")
         elif self.num_lines > self._max_lines:
             self._fault("too_many_lines", f"a batch has at most {self._max_lines} lines")

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
 from vllmx_server.schema.batches import MAX_LIFETIME_S
@@ -34,11 +34,11 @@ async def upload(request: Request) -> Response:
 def _lifetime(fields: dict[str, str]) -> int | None:
     for name in fields:
         if name not in _FIELDS:
-            raise InvalidRequestError(f"unknown field {name[:100]!r}: remove it", param=name[:100])
+            raise InvalidRequestError(f"unknown field {shown(name)}: remove it", param=name[:100])
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
         raise InvalidRequestError(
-            f"purpose is {(purpose or '')[:100]!r}: use one of {', '.join(PURPOSES)}",
+            f"purpose is {shown(purpose or '')}: use one of {', '.join(PURPOSES)}",
             param="purpose",
         )
     if fields.get("expires_after[anchor]", "created_at") != "created_at":
@@ -52,7 +52,7 @@ def _lifetime(fields: dict[str, str]) -> int | None:
         1 <= int(seconds) <= MAX_LIFETIME_S
     ):
         raise InvalidRequestError(
-            f"expires_after[seconds] must be between 1 and {MAX_LIFETIME_S}, got {seconds[:100]!r}",
+            f"expires_after[seconds] must be between 1 and {MAX_LIFETIME_S}, got {shown(seconds)}",
             param="expires_after[seconds]",
         )
     return int(seconds)

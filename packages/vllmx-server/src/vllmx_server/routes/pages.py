@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 _encode = msgspec.json.Encoder().encode
 
@@ -23,7 +23,7 @@ def check_query(request: Request, *known: str) -> None:
     for name in request.query_params:
         if name not in known:
             raise InvalidRequestError(
-                f"unknown parameter {name[:100]!r} of the query: remove it", param=name[:100]
+                f"unknown parameter {shown(name)} of the query: remove it", param=name[:100]
             )
 
 
@@ -34,7 +34,7 @@ def number(request: Request, name: str, least: int, most: int, default: int) -> 
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
         raise InvalidRequestError(
-            f"{name} must be between {least} and {most}, got {text[:100]!r}", param=name
+            f"{name} must be between {least} and {most}, got {shown(text)}", param=name
         )
     return int(text)
 
@@ -43,7 +43,7 @@ def newest_first(request: Request) -> bool:
     """The `order` of the query. Raises InvalidRequestError."""
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidRequestError(f"order must be asc or desc, got {order[:100]!r}", param="order")
+        raise InvalidRequestError(f"order must be asc or desc, got {shown(order)}", param="order")
     return order == "desc"
 
 

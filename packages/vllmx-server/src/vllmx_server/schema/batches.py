@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema.metadata import Metadata
 
@@ -40,7 +40,7 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True):
         """Cross-field rules. Raises InvalidRequestError."""
         if self.endpoint not in ENDPOINTS:
             raise InvalidRequestError(
-                f"endpoint is {self.endpoint[:100]!r}: use one of {', '.join(ENDPOINTS)}",
+                f"endpoint is {shown(self.endpoint)}: use one of {', '.join(ENDPOINTS)}",
                 param="endpoint",
             )
         assert self.window_s
@@ -52,7 +52,7 @@ class CreateBatch(msgspec.Struct, forbid_unknown_fields=True):
         seconds = int(found[1]) * _UNITS[found[2]] if found else 0
         if not 0 < seconds <= MAX_LIFETIME_S:
             raise InvalidRequestError(
-                f"completion_window is {self.completion_window[:100]!r}: give a number and s, m, h"
+                f"completion_window is {shown(self.completion_window)}: give a number and s, m, h"
                 " or d, such as 24h, and 30d at most",
                 param="completion_window",
             )

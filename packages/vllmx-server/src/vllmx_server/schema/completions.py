@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.sampling import SamplingFields
@@ -72,7 +72,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         SamplingFields.check(self)
         if self.thinking_token_budget not in (None, -1):
             raise InvalidRequestError(
-                f"thinking_token_budget = {repr(self.thinking_token_budget)[:200]} is not served:"
+                f"thinking_token_budget = {shown(self.thinking_token_budget)} is not served:"
                 " only the answers of chats have thoughts that are told apart",
                 param="thinking_token_budget",
             )

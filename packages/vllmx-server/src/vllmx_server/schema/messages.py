@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema import intervals as limits
 from vllmx_server.schema.chat import MAX_MESSAGES
@@ -108,7 +108,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             )
         for index, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom") or tool.input_schema is None:
-                kind = f"type {tool.type[:100]!r}" if tool.type else "no input_schema"
+                kind = f"type {shown(tool.type)}" if tool.type else "no input_schema"
                 raise InvalidRequestError(
                     f"tools[{index}] has {kind}: only tools that the client runs are served; give"
                     " name, description and input_schema",

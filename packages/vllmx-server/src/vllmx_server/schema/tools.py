@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 from vllmx_server.schema.decode import check_free_form, check_shape
 
@@ -60,14 +60,14 @@ def check_tools(tools: list[dict[str, Any]] | None) -> None:
 def _check_tool(tool: dict[str, Any], place: str, seen: set[str]) -> None:
     if tool.get("type", "function") != "function":
         raise InvalidRequestError(
-            f'{place}.type is {tool["type"][:100]!r}: tools are of type "function"',
+            f'{place}.type is {shown(tool["type"])}: tools are of type "function"',
             param=f"{place}.type",
         )
     function = tool["function"]
     name, param = function["name"], f"{place}.function.name"
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{param} is {name[:200]!r}: a name has 1 to 128 letters, digits and characters of"
+            f"{param} is {shown(name)}: a name has 1 to 128 letters, digits and characters of"
             " _-.:/",
             param=param,
         )
@@ -78,7 +78,7 @@ def _check_tool(tool: dict[str, Any], place: str, seen: set[str]) -> None:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         param = f"{place}.function.parameters"
         raise InvalidRequestError(
-            f"{param} is a schema of type {str(kind)[:100]!r}: arguments are an object", param=param
+            f"{param} is a schema of type {shown(str(kind))}: arguments are an object", param=param
         )
 
 
@@ -91,7 +91,7 @@ def forced_tool(
         return None
     if choice != "required" and not isinstance(choice, dict):
         raise InvalidRequestError(
-            f'tool_choice is {repr(choice)[:200]}: it is "auto", "none", "required" or'
+            f'tool_choice is {shown(choice)}: it is "auto", "none", "required" or'
             ' {"type": "function", "function": {"name": ...}}',
             param="tool_choice",
         )
@@ -106,7 +106,7 @@ def forced_tool(
     name = choice["function"]["name"]
     if choice["type"] != "function" or name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {repr(name)[:200]}, which is none of the tools:"
+            f"tool_choice names {shown(name)}, which is none of the tools:"
             f" {', '.join(names[:20])[:500]}",
             param="tool_choice",
         )

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 import msgspec
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.store.database import Database
 
@@ -129,7 +129,7 @@ class Batches:
         row = await self._database.run(lambda c: c.execute(query, (batch_id, owner)).fetchone())
         if row is None:
             raise BatchNotKnownError(
-                f"there is no batch {batch_id[:100]!r}: GET /v1/batches lists those of this key"
+                f"there is no batch {shown(batch_id)}: GET /v1/batches lists those of this key"
             )
         return _decode(row[0])
 

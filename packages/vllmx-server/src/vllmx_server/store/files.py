@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import VllmxError, shown
 
 from vllmx_server.store.database import Database, StorageError, logger
 from vllmx_server.store.folder import Folder
@@ -157,7 +157,7 @@ class Files:
         found = await self._database.run(lambda c: get_file(c, owner, file_id))
         if found is None:
             raise FileNotKnownError(
-                f"there is no file {file_id[:100]!r}: GET /v1/files lists those of this key"
+                f"there is no file {shown(file_id)}: GET /v1/files lists those of this key"
             )
         return found
 

@@ -7,7 +7,7 @@ from email.message import Message
 from enum import Enum
 from typing import Protocol
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 _MAX_HEADERS = 8 << 10
 """Of one part; as much may stand before the first part."""
@@ -145,7 +145,7 @@ def _boundary(content_type: str) -> bytes:
     found = message.get_boundary()
     if message.get_content_type() != "multipart/form-data" or not found:
         raise InvalidRequestError(
-            f"the body has the content type {content_type[:100]!r}: send multipart/form-data with"
+            f"the body has the content type {shown(content_type)}: send multipart/form-data with"
             " a boundary"
         )
     if len(found) > 70 or not found.isascii():  # RFC 2046
