@@ -1,6 +1,7 @@
 """What structured output costs: rows that follow grammars beside plain ones, in one process.
 
-    python bench/structured.py [--model demo] [--rows 32] [--tokens 128] [--rounds 5] [--json]
+    python bench/structured.py [--model demo] [--rows 32] [--tokens 128] [--rounds 5]
+        [--no-latencies] [--json]
 
 Rounds go through all cases in turn, so that a slow minute of the machine hits each of them; medians
 are what to quote, min and max show how noisy the machine was. `cpu_s` is processor time of this
@@ -156,13 +157,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-latencies", action="store_true", help="throughput alone")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     bench = Bench(arguments)
     config = {"model": arguments.model, "max_num_seqs": 2 * arguments.rows}
     with LLM(**config) as llm:
         rounds_of(arguments.rounds, lambda: bench.in_process(llm), bench)
-    asyncio.run(latencies(bench, EngineConfig(**config), arguments.rounds))
+    if not arguments.no_latencies:
+        asyncio.run(latencies(bench, EngineConfig(**config), arguments.rounds))
     if arguments.json:
         print(json.dumps(bench.found))
         return

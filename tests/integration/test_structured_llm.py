@@ -10,7 +10,9 @@ import jsonschema
 import pytest
 from vllmx import LLM, SamplingParams, StructuredOutputsParams
 from vllmx_core.errors import GrammarError
+from vllmx_engine.client import inline
 from vllmx_engine.core import commit
+from vllmx_engine.grammar.check import check
 
 from tests.null.grammar.test_schemas import SCHEMAS
 
@@ -74,6 +76,23 @@ def test_forced_tokens_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatc
     at_once = contacts(llm)
     monkeypatch.setattr(commit, "MIN_FORCED_TOKENS", 1 << 20)
     assert contacts(llm) == at_once
+
+
+def test_a_grammar_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes as long as some tokens of an answer, for each prompt of a call."""
+    checked: list[object] = []
+
+    def noted(*arguments: Any) -> str:
+        checked.append(arguments)
+        return check(*arguments)
+
+    monkeypatch.setattr(inline, "check", noted)
+    for choices in (["seen", "once"], ["seen", "twice"], ["seen", "once"]):
+        form = StructuredOutputsParams(choice=choices)
+        params = SamplingParams(max_tokens=8, structured_outputs=form)
+        outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+        assert all(output.outputs[0].text in choices for output in outputs)
+    assert len(checked) == 2
 
 
 def test_a_grammar_that_no_answer_can_follow_starts_nothing(llm: LLM) -> None:

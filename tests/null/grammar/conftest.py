@@ -47,7 +47,7 @@ class Grammarian:
         ids: list[int] = []
         while len(ids) < most_tokens and not matcher.is_stopped:
             matcher.fill_mask(mask)
-            allowed = list(allowed_ids(mask))
+            allowed = allowed_ids(mask).tolist()
             ends = [token for token in allowed if token in self.tokenizer.eos_token_ids]
             if ends and rng.random() < 0.5:
                 break

@@ -29,7 +29,7 @@ def test_masks_filled_together_are_those_filled_alone(
             matcher.check()
             other.fill_mask(one)
             assert (masks[row] == one).all()
-            token = allowed_ids(one)[turn]
+            token = allowed_ids(one).tolist()[turn]
             matcher.consume(token)
             other.consume(token)
     assert not masks[:2].any(), "rows of nobody are left alone"
@@ -42,7 +42,7 @@ def test_a_matcher_that_fails_fails_alone(grammarian: Grammarian, num_threads: i
     foreign = next(
         token
         for token in range(grammar.first_mask.size * 32)
-        if token not in set(allowed_ids(grammar.first_mask))
+        if token not in set(allowed_ids(grammar.first_mask).tolist())
     )
     with pytest.raises(GrammarError):
         matchers[4].consume(foreign)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from vllmx_engine.wire.outputs import RequestOutput
 
 logger = logging.getLogger("vllmx.inline")
 
+MAX_KEPT_GRAMMARS = 64
 ON_WAIT_S = 0.1
 """Between two calls of `on_wait`."""
 
@@ -68,6 +70,8 @@ class InlineEngine:
         self._freed = False
         self._lexicon: Lexicon | None = None
         self._verdict_on_grammars = threading.Lock()
+        self._grammars: OrderedDict[bytes, str] = OrderedDict()
+        """Those that can be followed, by digest: the prompts of a call mostly share one."""
 
     def submit(self, request: Request, kind: OutputKind = "final") -> RequestState:
         """Queues a request. Raises EngineDeadError."""
@@ -126,7 +130,12 @@ class InlineEngine:
                 vocabulary = vocabulary_of(self.tokenizer, size, self.builder.eos_ids)
                 self._lexicon = Lexicon.of(vocabulary)
                 self._core.set_vocabulary(vocabulary)
-            return check(spec, self._lexicon)
+            text = self._grammars.get(spec.digest)
+            if text is None:
+                text = self._grammars[spec.digest] = check(spec, self._lexicon)
+                if len(self._grammars) > MAX_KEPT_GRAMMARS:
+                    self._grammars.popitem(last=False)
+            return text
 
     def close(self) -> None:
         """Ends all requests and frees the model, unless that hangs. May be called twice."""

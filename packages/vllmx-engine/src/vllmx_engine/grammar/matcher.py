@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.cores import available_cores
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
@@ -99,9 +100,9 @@ class CompiledGrammar:
             matcher.fill_mask(mask)
             times.append(time.thread_time() - started_s)
             allowed = allowed_ids(mask)
-            if matcher.is_stopped or not allowed:
+            if matcher.is_stopped or not allowed.size:
                 break
-            matcher.consume(rng.choice(allowed))
+            matcher.consume(int(allowed[rng.randrange(allowed.size)]))
         return times
 
     def start(self) -> GrammarMatcher:
@@ -196,7 +197,7 @@ def first_lines(text: str, limit: int = 400) -> str:
     return " ".join(line.strip() for line in lines)[:limit]
 
 
-def allowed_ids(mask: U32) -> Sequence[int]:
-    """The ids whose bits are set."""
-    ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-    return ids
+def allowed_ids(mask: U32) -> npt.NDArray[np.intp]:
+    """The ids whose bits are set, in an array: of a free text nearly all of the vocabulary is, and
+    a list of them takes longer than the mask."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
