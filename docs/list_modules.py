@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "modules.md"
 ORDER = (
     "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-cpu", "vllmx-metal", "vllmx-torch",
-    "vllmx-cuda", "vllmx-server", "vllmx-demo", "vllmx",
+    "vllmx-cuda", "vllmx-tp", "vllmx-server", "vllmx-demo", "vllmx",
 )  # fmt: skip
 HEAD = """# Modules
 

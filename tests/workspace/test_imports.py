@@ -29,6 +29,7 @@ ALLOWED = {
         "h2",
         "prometheus_client",
     },
+    "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},
     "vllmx_demo": {"vllmx_core"},
     "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_server", "click", "yaml"},
 }

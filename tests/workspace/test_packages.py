@@ -20,6 +20,7 @@ EXPECTED = {
     "vllmx-models",
     "vllmx-server",
     "vllmx-torch",
+    "vllmx-tp",
 }
 
 

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllmx_core.plan import AnyArray
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAddresses:
+    """Where the memory that ranks of one host share lies in this process, for native code that
+    makes the calls itself. Each rank adds one to its `arrived` word when its part of a call lies in
+    its buffer of that turn (turns alternate), and reads the others' when theirs are as far."""
+
+    rank: int
+    num_ranks: int
+    abort: int
+    """A 32-bit word: not zero when nobody will come any more."""
+    arrived: int
+    """A 32-bit word for each rank, `arrived_stride` bytes apart."""
+    arrived_stride: int
+    buffers: int
+    """Two of `buffer_bytes` for each rank, one rank's after the other's."""
+    buffer_bytes: int
 
 
 class Communicator(Protocol):
@@ -25,4 +44,9 @@ class Communicator(Protocol):
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
         """Every rank's x (N, widths[rank]) side by side, in the order of the ranks."""
+        ...
+
+    @property
+    def shared(self) -> SharedAddresses | None:
+        """For ranks that share memory; None: the calls above are the only way."""
         ...

@@ -69,6 +69,8 @@ class EngineConfig:
     weights, buffers and KV cache together. Not a share of all memory, as in vLLM and SGLang: what
     others hold is never counted on, and a CPU's memory is nobody's alone."""
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    """Processes that compute each layer together, each with a part of its weights."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
@@ -118,6 +120,7 @@ class EngineConfig:
             ("num_state_slots", 1, 1 << 31),
             ("state_snapshot_tokens", 1, 1 << 31),
             ("num_threads", 1, 1024),
+            ("tensor_parallel_size", 1, 64),
             ("max_queue", 1, 1 << 20),
             ("max_logprobs", -1, 1 << 24),
             ("limit_images", 0, 1024),

@@ -16,6 +16,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLMX_CPU_ISA": "instruction set of the CPU backend instead of the best",
     "VLLMX_CUDA_DEVICE": "number of the GPU of the CUDA backend",
     "VLLMX_CUDA_WGMMA": "prompts by the tensor instructions of Hopper (CUDA): 1 on",
+    "VLLMX_TP_COMPARE": "1: ranks compare the ids that they draw, for debugging",
     "VLLMX_TORCH_DEVICE": "device of the torch backend",
     "VLLMX_METAL_PAGED_KERNEL": "Metal kernel for attention of decode rows: 0 never, 1 always",
     "VLLMX_METAL_PAGED_PREFILL": "Metal kernel for attention of prompts: 0 never, 1 always",

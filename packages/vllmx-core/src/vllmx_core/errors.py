@@ -176,6 +176,12 @@ class StepTimeoutError(EngineDeadError):
     code = "step_timeout"
 
 
+class RankLostError(EngineDeadError):
+    """One of the ranks that compute a model together died, hangs or failed, which ends all."""
+
+    code = "rank_lost"
+
+
 class NonFiniteLogitsError(VllmxError):
     """The model produced NaN or infinite logits for this request alone."""
 

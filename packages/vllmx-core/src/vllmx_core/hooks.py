@@ -12,6 +12,7 @@ from vllmx_core.specs import (
     BackendSpec,
     CommandSpec,
     EncoderSpec,
+    ExecutorSpec,
     ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
@@ -62,6 +63,11 @@ class Hooks:
     @hookspec
     def vllmx_encoders(self) -> tuple[EncoderSpec, ...]:
         """Fast code for quantised types."""
+        raise NotImplementedError
+
+    @hookspec
+    def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:
+        """Who runs a model on several ranks."""
         raise NotImplementedError
 
     @hookspec

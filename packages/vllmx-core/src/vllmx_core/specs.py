@@ -140,6 +140,15 @@ class EncoderSpec(_Spec):
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorSpec(_Spec):
+    """Who runs a model on several ranks: a callable `(plan, opened) -> LoadedModel` of a
+    `vllmx_engine.core.load_plan.LoadPlan` and a `vllmx_engine.core.load.OpenedModel`. The one named
+    "tensor-parallel" is asked where `--tensor-parallel-size` is above 1."""
+
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, slots=True)
 class CommandSpec(_Spec):
     """A sub-command of `vllmx`: a click.Command."""
 
@@ -180,6 +189,7 @@ Spec = (
     | QuantizationSpec
     | QuantizerSpec
     | EncoderSpec
+    | ExecutorSpec
     | CommandSpec
     | ModelSourceSpec
     | ParserSpec

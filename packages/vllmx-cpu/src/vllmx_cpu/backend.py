@@ -22,6 +22,7 @@ from vllmx_cpu import native
 from vllmx_cpu.images import VxImages, allocate_features, allocate_turned
 from vllmx_cpu.kv_cache import allocate_pages
 from vllmx_cpu.loaded import CpuLoadedModel, RecordedStep
+from vllmx_cpu.lowering.ranks import ranks_of
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import OPS, lower_all
 from vllmx_cpu.memory import allocate
@@ -77,6 +78,7 @@ class CpuBackend:
             allocate(plan.room.panel_bytes), allocate(plan.room.workspace_bytes), VxImages(),
             allocate_turned(plan.fused.ops, plan.max_rows["T"]),
             allocate_features(feature_shapes(model.shape, options)),
+            ranks_of(options.communicator),
         )  # fmt: skip
         recorded = None if options.enforce_eager else _lower(lowering, plan)
         info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})

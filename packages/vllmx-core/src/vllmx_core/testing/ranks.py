@@ -48,6 +48,11 @@ class ThreadCommunicator:
     def num_ranks(self) -> int:
         return len(self._table.arrays)
 
+    @property
+    def shared(self) -> None:
+        """Threads have no memory of their own to share."""
+        return None
+
     def abort(self) -> None:
         """Ends the calls that wait, and all later ones."""
         self._table.barrier.abort()

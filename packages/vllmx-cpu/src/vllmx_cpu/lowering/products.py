@@ -10,6 +10,7 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import IdSource, Value, WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.structs import ACTIVATIONS, NO_ACTIVATION, VxEmbedding, VxLinear
@@ -18,6 +19,8 @@ from vllmx_cpu.tape import Call
 OPS = Table("cpu")
 IDS = get_args(IdSource)
 """What an embedding reads, as native/ops.h numbers it."""
+PART_OF_TOKENS = len(IDS)
+"""Tokens, whose rows are zeros where the table does not have them."""
 
 
 @OPS.add(Embedding)
@@ -26,6 +29,13 @@ def _embedding(op: Embedding, site: Site) -> list[Call]:
     arguments = VxEmbedding(
         matrix.struct(), site.address(op.out), IDS.index(op.ids.source), op.offset
     )
+    return [site.call(op, "embedding", arguments)]
+
+
+@OPS.add(VocabEmbedding)
+def _vocab_embedding(op: VocabEmbedding, site: Site) -> list[Call]:
+    matrix = site.model.weights.matrices[op.w.name]
+    arguments = VxEmbedding(matrix.struct(), site.address(op.out), PART_OF_TOKENS, -op.first)
     return [site.call(op, "embedding", arguments)]
 
 

@@ -43,6 +43,8 @@ class Lowering:
     turned: Mapping[Rotation, Turned]
     features: tuple[F32, ...]
     """(rows, E) of each part of the store."""
+    ranks: ctypes.Structure | None = None
+    """Where ranks of the model meet, a `vllmx_cpu.lowering.ranks.VxRanks`."""
 
     def vector(self, ref: WeightRef) -> int:
         """The address of a vector or a constant."""

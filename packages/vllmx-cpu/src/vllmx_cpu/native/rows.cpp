@@ -58,12 +58,12 @@ VX_INLINE void elementwise(const VxElementwise* a, const VxStep* step, VxCtx* ct
 
 }  // namespace
 
-constexpr int32_t kTypes = 2;  // of VxEmbedding::source
+constexpr int32_t kTypes = 2, kPart = 3;  // of VxEmbedding::source
 constexpr int32_t kTanh = 6;  // beside VxActivation; as gate.cpp numbers it
 
 void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
   const VxEmbedding* a = (const VxEmbedding*)args;
-  const int32_t* sources[] = {step->tokens, step->positions, step->token_types};
+  const int32_t* sources[] = {step->tokens, step->positions, step->token_types, step->tokens};
   const int32_t* ids = sources[a->source];
   for_rows(step, ctx, [=](int32_t row) {
     const int32_t given = (ids ? ids[row] : 0) + a->offset;
@@ -72,7 +72,8 @@ void embedding(const void* args, const VxStep* step, VxCtx* ctx) {
     if (id >= 0 && id < a->w.rows)
       unpack_row(&a->w, id, y);
     else
-      for (int32_t k = 0; k < a->w.cols; ++k) y[k] = __builtin_nanf("");  // never another's memory
+      for (int32_t k = 0; k < a->w.cols; ++k)  // never another's memory
+        y[k] = a->source == kPart ? 0 : __builtin_nanf("");
   });
 }
 VX_OP(embedding, VxEmbedding)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError, StepTimeoutError
+from vllmx_core.errors import EngineDeadError, RankLostError, StepTimeoutError
 from vllmx_core.registry import Registry
 
 from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
@@ -35,6 +35,9 @@ logger = logging.getLogger("vllmx.inline")
 MAX_KEPT_GRAMMARS = 64
 ON_WAIT_S = 0.1
 """Between two calls of `on_wait`."""
+
+_GIVEN_UP = (StepTimeoutError, RankLostError)
+"""Ends of a core that its own thread need not have met."""
 
 
 class InlineEngine:
@@ -150,6 +153,8 @@ class InlineEngine:
                     self._free()
         except StepTimeoutError:
             logger.warning("the device hangs: it keeps the model until this process ends")
+        except RankLostError:
+            pass  # the ranks were ended when that was seen
 
     def _free(self) -> None:
         """Closes the core on a thread of its own: it waits for the device."""
@@ -176,7 +181,7 @@ class InlineEngine:
 
     @contextmanager
     def _a_turn(self) -> Iterator[None]:
-        """Between two steps. Raises StepTimeoutError instead when one does not come back."""
+        """Between two steps. Raises one of `_GIVEN_UP` instead when one does not come back."""
         watch = StepWatch(self._core)
         while not self._turn.acquire(watch.interval_s):
             self._check_progress(watch)
@@ -186,14 +191,15 @@ class InlineEngine:
             self._turn.release()
 
     def _check_progress(self, watch: StepWatch) -> None:
-        """Gives the core up when it hangs: every request ends. Raises StepTimeoutError then."""
+        """Gives the core up when it hangs: every request ends. Raises what it is given up
+        for."""
         with self._verdict:
             error = watch.stuck()
-            if error is not None and not isinstance(self._closed, StepTimeoutError):
+            if error is not None and not isinstance(self._closed, _GIVEN_UP):
                 log_stuck(error)
                 self._closed = error
                 self._table.end_all("error", error)
-        if isinstance(self._closed, StepTimeoutError):
+        if isinstance(self._closed, _GIVEN_UP):
             self._check_open()
 
     def _step(self) -> None:
@@ -206,7 +212,8 @@ class InlineEngine:
                 logger.exception("the engine core failed")
                 text = "the engine core failed; see the log, then load the model again"
                 with self._verdict:
-                    self._closed = self._closed or EngineDeadError(text)
+                    dead = error if isinstance(error, RankLostError) else EngineDeadError(text)
+                    self._closed = self._closed or dead
                     self._table.end_all("error", self._closed)
                 raise self._closed from error
             with self._verdict:

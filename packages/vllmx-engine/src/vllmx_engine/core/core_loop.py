@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from vllmx_core.errors import EngineDeadError, StepTimeoutError
+from vllmx_core.errors import EngineDeadError
 
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.watchdog import Watchdog
@@ -54,7 +54,7 @@ class CoreLoop:
         core: EngineCore,
         inbox: SimpleQueue[ToCore],
         emit: Callable[[FromCore], bool],
-        on_stuck: Callable[[StepTimeoutError], None],
+        on_stuck: Callable[[EngineDeadError], None],
     ) -> None:
         self._core = core
         self._inbox = inbox

@@ -283,6 +283,12 @@ class EngineCore:
         return bool(self._scheduler.live or self._outputs or self._in_flight)
 
     @property
+    def failure(self) -> EngineDeadError | None:
+        """What the model knows of its end before a step meets it, such as a rank that died."""
+        found: EngineDeadError | None = getattr(self._model, "failure", None)
+        return found
+
+    @property
     def device(self) -> str:
         """Backend and device, for messages."""
         return f"{self._model.info.backend} ({self._model.info.device})"

@@ -6,7 +6,8 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model, encoder_of
 from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.registry import architecture_names
+from vllmx_core.specs import BackendSpec, ExecutorSpec
 from vllmx_core.text_modules import with_text_modules
 
 from vllmx_engine.core.engine_core import EngineCore
@@ -40,6 +42,8 @@ logger = logging.getLogger("vllmx.load")
 DEFAULT_BATCHED_TOKENS = 2048
 AUTOMATIC_CONTEXT = 1 << 20
 """A longer context must be asked for: its tables alone take hundreds of megabytes."""
+TENSOR_PARALLEL = "tensor-parallel"
+"""The name of the executor that runs a model on several ranks."""
 TABLE_SHARE = 8
 """One part in so many of the free memory may go to tables that grow with the context."""
 
@@ -54,6 +58,47 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         ConfigError: a value of the configuration that this model does not allow.
     """
     started = time.monotonic()
+    opened = open_planned(plan)
+    checkpoint, model, options = opened.checkpoint, opened.model, opened.options
+    try:
+        loaded = _load(plan, opened)
+    finally:
+        checkpoint.weights.close()
+        return_unused_bytes()
+    try:
+        max_model_len = fitting_length(plan.config, options, loaded.info)
+        core = EngineCore(
+            loaded,
+            plan.config,
+            max_model_len=max_model_len,
+            vocab_size=model.shape.vocab_size,
+            shape=model.shape,
+            encoder=encoder_of(model),
+        )
+        seconds = time.monotonic() - started
+        pooling = pooling_info(checkpoint, model.shape)
+        info = _core_info(plan, checkpoint, loaded, core.limits, seconds, pooling)
+        if encoder_of(model) is not None:
+            info = msgspec.structs.replace(info, takes_images=True)
+        _log(info)
+    except BaseException:
+        loaded.close()
+        raise
+    return core, info
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that is ready to be loaded; `checkpoint.weights` is closed by who loads it."""
+
+    checkpoint: Checkpoint
+    model: Model
+    backend: BackendSpec
+    options: LoadOptions
+
+
+def open_planned(plan: LoadPlan) -> OpenedModel:
+    """Opens the checkpoint and decides who runs it, how. Raises as `load_planned` does."""
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
     try:
         check_quantization(checkpoint, plan.config.quantization)
@@ -79,30 +124,28 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         logger.info("backend=%s reason=%r", spec.name, reason)
         limit = checkpoint.config.get("text_limit")
         options = load_options(plan.config, model, text_limit=limit, progress=plan.progress)
-        loaded = spec.load()().load(model, checkpoint.weights, options)
-    finally:
-        checkpoint.weights.close()
-        return_unused_bytes()
-    try:
-        max_model_len = fitting_length(plan.config, options, loaded.info)
-        core = EngineCore(
-            loaded,
-            plan.config,
-            max_model_len=max_model_len,
-            vocab_size=model.shape.vocab_size,
-            shape=model.shape,
-            encoder=encoder_of(model),
-        )
-        seconds = time.monotonic() - started
-        pooling = pooling_info(checkpoint, model.shape)
-        info = _core_info(plan, checkpoint, loaded, core.limits, seconds, pooling)
-        if encoder_of(model) is not None:
-            info = msgspec.structs.replace(info, takes_images=True)
-        _log(info)
     except BaseException:
-        loaded.close()
+        checkpoint.weights.close()
         raise
-    return core, info
+    return OpenedModel(checkpoint, model, spec, options)
+
+
+def _load(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
+    """By its backend, or by an executor on several ranks."""
+    ranks = plan.config.tensor_parallel_size
+    if ranks == 1:
+        loaded: LoadedModel = opened.backend.load()().load(
+            opened.model, opened.checkpoint.weights, opened.options
+        )
+        return loaded
+    executor = plan.registry.find(ExecutorSpec, TENSOR_PARALLEL)
+    if executor is None:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} needs vllmx-tp: pip install 'vllmx[tp]'",
+            param="tensor_parallel_size",
+        )
+    run: Callable[[LoadPlan, OpenedModel], LoadedModel] = executor.load()
+    return run(plan, opened)
 
 
 def load_options(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from vllmx_core.errors import StepTimeoutError
+from vllmx_core.errors import EngineDeadError, StepTimeoutError
 
 from vllmx_engine.core.engine_core import EngineCore
 
@@ -43,8 +43,11 @@ class StepWatch:
             self.interval_s = min(max(self._limit_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
         self._calls, self._seen_s, self._looked_s = -1, 0.0, 0.0
 
-    def stuck(self) -> StepTimeoutError | None:
+    def stuck(self) -> EngineDeadError | None:
         """Why the core must be given up, if it must."""
+        failure = self._core.failure
+        if failure is not None:
+            return failure
         if self.interval_s is None:
             return None
         now_s, calls = time.monotonic(), self._core.activity.calls
@@ -74,7 +77,7 @@ def _size(core: EngineCore) -> str:
     )
 
 
-def log_stuck(error: StepTimeoutError) -> None:
+def log_stuck(error: EngineDeadError) -> None:
     """What hangs, and where each thread of this process stands."""
     logger.critical("%s\n%s", error.message, _stacks())
 
@@ -96,7 +99,7 @@ class Watchdog:
         on_stuck: called once, on that thread, after the log has been told.
     """
 
-    def __init__(self, core: EngineCore, on_stuck: Callable[[StepTimeoutError], None]) -> None:
+    def __init__(self, core: EngineCore, on_stuck: Callable[[EngineDeadError], None]) -> None:
         self._watch = StepWatch(core)
         self._on_stuck = on_stuck
         self._ended = threading.Event()

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from vllmx_core.errors import StepTimeoutError, VllmxError
+from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
 
@@ -110,7 +110,7 @@ def _exit_without_parent() -> None:
     os._exit(0)  # nobody is left to answer, and a step may be in flight on another thread
 
 
-def _give_up(connection: Connection, error: StepTimeoutError) -> None:
+def _give_up(connection: Connection, error: EngineDeadError) -> None:
     """Says why and ends the process, from another thread than the one that is stuck. Where the
     kernel itself cannot end that thread, the message is all that the API process gets."""
     connection.send(Failed(ErrorRecord.of(error)))

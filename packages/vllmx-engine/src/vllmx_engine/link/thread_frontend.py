@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
-from vllmx_core.errors import EngineDeadError, StepTimeoutError, VllmxError
+from vllmx_core.errors import EngineDeadError, VllmxError
 
 from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.link.frontend import CoreFrontend, lost_with
@@ -102,7 +102,7 @@ class ThreadFrontend(CoreFrontend):
         """The thread is done."""
         self._left.set()
 
-    def _leave_stuck(self, error: StepTimeoutError) -> None:
+    def _leave_stuck(self, error: EngineDeadError) -> None:
         """The thread will never be done; should it be after all, it is told to stop."""
         self._inbox.put(Shutdown())
         self._die(error)

@@ -11,6 +11,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.specs import (
     BackendSpec,
     EncoderSpec,
+    ExecutorSpec,
     ModelImplSpec,
     ModelSourceSpec,
     ModelSpec,
@@ -30,6 +31,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
     quantizations: list[tuple[str, QuantizationSpec]]
     quantizers: list[tuple[str, QuantizerSpec]]
     encoders: list[tuple[str, EncoderSpec]]
+    executors: list[tuple[str, ExecutorSpec]]
     model_sources: list[tuple[str, ModelSourceSpec]]
     preferred: list[str]
 
@@ -44,6 +46,7 @@ class KnownSpecs(msgspec.Struct, frozen=True, kw_only=True):
             quantizations=registry.provided(QuantizationSpec),
             quantizers=registry.provided(QuantizerSpec),
             encoders=registry.provided(EncoderSpec),
+            executors=registry.provided(ExecutorSpec),
             model_sources=registry.provided(ModelSourceSpec),
             preferred=list(registry.preferred),
         )

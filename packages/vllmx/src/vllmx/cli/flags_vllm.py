@@ -15,7 +15,7 @@ GRAPHS = "steps are recorded by the backend itself; --enforce-eager runs op by o
 VLLM = (
     switch("--trust-remote-code", "it is never needed, nothing of a model's folder is executed"),
     ignored("--code-revision", "nothing of a model's folder is executed"),
-    ignored("--tensor-parallel-size -tp", ONE_DEVICE, "1"),
+    means("-tp", "tensor_parallel_size", "processes that compute each layer together", str),
     ignored("--pipeline-parallel-size -pp", ONE_DEVICE, "1"),
     ignored("--data-parallel-size -dp", ONE_DEVICE, "1"),
     ignored("--decode-context-parallel-size -dcp", ONE_DEVICE, "1"),

@@ -76,6 +76,8 @@ HELP: Mapping[str, str] = {
     "memory_fraction": "Share of the memory that is free at the start (not of all, as in vLLM) for"
     " weights, buffers and KV cache.",
     "num_threads": "Compute threads; default: the cores that are really available.",
+    "tensor_parallel_size": "Processes that compute each layer together, each with a part of the"
+    " weights and its own cores; needs vllmx[tp].",
     "enable_prefix_caching": "Share equal prompt prefixes.",
     "enable_chunked_prefill": "Split long prompts over steps.",
     "scheduling_policy": "priority (then fair share, then arrival) or fcfs.",

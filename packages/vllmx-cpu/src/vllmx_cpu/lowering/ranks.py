@@ -1,0 +1,82 @@
+"""What ranks of a model say to each other."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_int32, c_size_t, c_uint32, c_void_p
+
+from vllmx_core.communicator import Communicator
+from vllmx_core.errors import ConfigError
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
+
+from vllmx_cpu.lowering.site import Site, Table
+from vllmx_cpu.tape import Call
+
+OPS = Table("cpu")
+
+
+class VxRanks(Structure):
+    """Where ranks meet; native/ranks.cpp. `counter` is what `count` points to."""
+
+    _fields_ = [
+        ("abort", c_void_p), ("arrived", c_void_p), ("buffers", c_void_p), ("count", c_void_p),
+        ("arrived_stride", c_size_t), ("buffer_bytes", c_size_t), ("rank", c_int32),
+        ("ranks", c_int32),
+    ]  # fmt: skip
+    counter: c_uint32
+
+
+class VxAllReduce(Structure):
+    """Arguments of `all_reduce`."""
+
+    _fields_ = [("all", VxRanks), ("x", c_void_p), ("y", c_void_p), ("width", c_int32)]
+
+
+class VxAllGather(Structure):
+    """Arguments of `all_gather`; `held` is what `widths` points to."""
+
+    _fields_ = [("all", VxRanks), ("x", c_void_p), ("y", c_void_p), ("widths", c_void_p)]
+    held: ctypes.Array[c_int32]
+
+
+def ranks_of(communicator: Communicator | None) -> VxRanks | None:
+    """Where the ranks of a model meet; None for a model of one. Raises ConfigError for ranks that
+    share no memory."""
+    if communicator is None:
+        return None
+    shared = communicator.shared
+    if shared is None:
+        raise ConfigError(
+            "ranks of backend 'cpu' must share memory: start them by --tensor-parallel-size",
+            param="tensor_parallel_size",
+        )
+    counter = c_uint32(0)
+    ranks = VxRanks(
+        shared.abort, shared.arrived, shared.buffers, ctypes.addressof(counter),
+        shared.arrived_stride, shared.buffer_bytes, shared.rank, shared.num_ranks,
+    )  # fmt: skip
+    ranks.counter = counter
+    return ranks
+
+
+@OPS.add(AllReduce)
+def _all_reduce(op: AllReduce, site: Site) -> list[Call]:
+    arguments = VxAllReduce(_meeting(site), site.address(op.x), site.address(op.out), op.x.width)
+    return [site.call(op, "all_reduce", arguments)]
+
+
+@OPS.add(AllGather)
+def _all_gather(op: AllGather, site: Site) -> list[Call]:
+    widths = (c_int32 * len(op.widths))(*op.widths)
+    arguments = VxAllGather(
+        _meeting(site), site.address(op.x), site.address(op.out), ctypes.addressof(widths)
+    )
+    arguments.held = widths
+    return [site.call(op, "all_gather", arguments)]
+
+
+def _meeting(site: Site) -> VxRanks:
+    ranks = site.model.ranks
+    assert isinstance(ranks, VxRanks), "an op between ranks needs a communicator"
+    return ranks

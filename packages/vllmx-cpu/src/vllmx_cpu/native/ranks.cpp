@@ -1,0 +1,165 @@
+// VX: per instruction set
+// Between the ranks of a model, each a process with a team of its own: sums and gathers through memory
+// that all share (vllmx_core.communicator.SharedAddresses).
+//
+// A rank puts its part down in its buffer of this turn, says that it has arrived, waits until all have
+// as well, and reads all parts in the order of the ranks, so that every rank has the same bits. There
+// are two buffers a rank: who writes part n + 2 has seen all others arrive with part n + 1, and they
+// had read part n by then. Long arrays go in pieces of a buffer. When the abort word is set nobody
+// waits any more; what comes out then is thrown away by whoever reads the step.
+#include <string.h>
+
+#include "futex.h"
+#include "row_loops.h"
+
+namespace vx {
+namespace VX_ISA {
+
+struct VxRanks {
+  const uint32_t* abort;
+  uint8_t* arrived;        // of each rank a word, and beside it how many sleep on that
+  uint8_t* buffers;        // two of buffer_bytes for each rank
+  uint32_t* count;         // calls so far, this process's own
+  size_t arrived_stride, buffer_bytes;
+  int32_t rank, ranks;
+};
+
+struct VxAllReduce {
+  VxRanks all;
+  const float* x;          // (T, width)
+  float* y;                // (T, width)
+  int32_t width;
+};
+
+struct VxAllGather {
+  VxRanks all;
+  const float* x;          // (L, widths[rank])
+  float* y;                // (L, sum of widths)
+  const int32_t* widths;   // (ranks)
+};
+
+namespace {
+
+enum : int64_t { SPIN_NS = 100000, SLEEP_NS = 20000000 };
+enum { CHUNK = 4096 };  // floats that a thread takes at once
+
+VX_INLINE uint32_t* arrived_word(const VxRanks* all, int32_t rank) {
+  return (uint32_t*)(all->arrived + (size_t)rank * all->arrived_stride);
+}
+
+VX_INLINE float* part_of(const VxRanks* all, int32_t rank, uint32_t count) {
+  return (float*)(all->buffers + (2 * (size_t)rank + (count & 1)) * all->buffer_bytes);
+}
+
+VX_INLINE bool has_come(const uint32_t* word, uint32_t count) {
+  return (int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - count) >= 0;
+}
+
+// Until the word has come to `count`: spins, then sleeps in slices, so that the abort word is seen.
+void wait_for(uint32_t* word, uint32_t count, const uint32_t* abort) {
+  const int64_t end = now_ns() + SPIN_NS;
+  while (!has_come(word, count)) {
+    if (__atomic_load_n(abort, __ATOMIC_RELAXED)) return;
+    if (now_ns() < end) {
+      for (int i = 0; i < 32 && !has_come(word, count); ++i) relax();
+      continue;
+    }
+#if defined(__linux__)
+    __atomic_fetch_add(word + 1, 1, __ATOMIC_SEQ_CST);
+    const uint32_t seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    const timespec slice = {0, SLEEP_NS};
+    if ((int32_t)(seen - count) < 0) syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, nullptr, 0);
+    __atomic_fetch_sub(word + 1, 1, __ATOMIC_SEQ_CST);
+#else
+    const timespec slice = {0, 50000};
+    nanosleep(&slice, nullptr);
+#endif
+  }
+}
+
+// Says that this rank's part lies there, and waits for the others'. All threads of the team call it.
+void meet(const VxRanks* all, uint32_t count, VxCtx* ctx) {
+  vx_barrier(ctx);  // the part is complete, and all threads have read *count
+  if (ctx->tid == 0) {
+    *all->count = count;
+    uint32_t* word = arrived_word(all, all->rank);
+    __atomic_store_n(word, count, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+    if (__atomic_load_n(word + 1, __ATOMIC_SEQ_CST))
+      syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+  }
+  for (int32_t rank = 0; rank < all->ranks; ++rank)
+    if (rank != all->rank) wait_for(arrived_word(all, rank), count, all->abort);
+}
+
+// Calls `body(begin, end)` for this thread's share of so many floats.
+template <class Body>
+VX_INLINE void for_chunks(size_t size, VxCtx* ctx, Body body) {
+  for (size_t begin; (begin = (size_t)vx_next(ctx) * CHUNK) < size;)
+    body(begin, begin + CHUNK < size ? begin + CHUNK : size);
+}
+
+}  // namespace
+
+void all_reduce(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxAllReduce* a = (const VxAllReduce*)args;
+  const VxRanks* all = &a->all;
+  const size_t total = (size_t)step->T * a->width, most = all->buffer_bytes / sizeof(float);
+  uint32_t count = *all->count;
+  for (size_t first = 0; first < total; first += most) {
+    const size_t size = total - first < most ? total - first : most;
+    float* mine = part_of(all, all->rank, ++count);
+    const float* x = a->x + first;
+    float* y = a->y + first;
+    for_chunks(size, ctx, [=](size_t begin, size_t end) {
+      memcpy(mine + begin, x + begin, (end - begin) * sizeof(float));
+    });
+    meet(all, count, ctx);
+    for_chunks(size, ctx, [=](size_t begin, size_t end) {
+      for_lanes((int32_t)(end - begin), [=](int32_t i, int n) {
+        F32x16 sum = load_some(part_of(all, 0, count) + begin + i, n);
+        for (int32_t rank = 1; rank < all->ranks; ++rank)
+          sum = sum + load_some(part_of(all, rank, count) + begin + i, n);
+        store_some(y + begin + i, sum, n);
+      });
+    });
+    if (first + most < total) vx_barrier(ctx);  // for vx_next; the tape has one behind the last
+  }
+}
+VX_OP(all_reduce, VxAllReduce)
+
+void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxAllGather* a = (const VxAllGather*)args;
+  const VxRanks* all = &a->all;
+  int32_t widest = 0, width = 0;
+  for (int32_t rank = 0; rank < all->ranks; ++rank) {
+    widest = a->widths[rank] > widest ? a->widths[rank] : widest;
+    width += a->widths[rank];
+  }
+  const int32_t own = a->widths[all->rank];
+  const int32_t most = (int32_t)(all->buffer_bytes / sizeof(float) / (size_t)widest);
+  uint32_t count = *all->count;
+  for (int32_t first = 0; first < step->T; first += most) {
+    const int32_t rows = step->T - first < most ? step->T - first : most;
+    float* mine = part_of(all, all->rank, ++count);
+    const float* x = a->x + (size_t)first * own;
+    for_chunks((size_t)rows * own, ctx, [=](size_t begin, size_t end) {
+      memcpy(mine + begin, x + begin, (end - begin) * sizeof(float));
+    });
+    meet(all, count, ctx);
+    // A piece of work is one rank's part of one row.
+    for (int32_t i; (i = vx_next(ctx)) < rows * all->ranks;) {
+      const int32_t row = i / all->ranks, rank = i % all->ranks, part = a->widths[rank];
+      int32_t at = 0;
+      for (int32_t before = 0; before < rank; ++before) at += a->widths[before];
+      memcpy(a->y + ((size_t)first + row) * width + at, part_of(all, rank, count) + (size_t)row * part,
+             (size_t)part * sizeof(float));
+    }
+    if (first + most < step->T) vx_barrier(ctx);
+  }
+}
+VX_OP(all_gather, VxAllGather)
+
+}  // namespace VX_ISA
+}  // namespace vx

@@ -1,0 +1,102 @@
+"""The communicator of ranks on one host: parts are put down in shared memory, and read when all
+have arrived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from vllmx_core.communicator import SharedAddresses
+from vllmx_core.errors import RankLostError
+from vllmx_core.plan import AnyArray
+
+from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Word
+
+_SPINS = 200
+"""Looks at the others before the first sleep."""
+_SLEEP_S = 50e-6
+
+
+class SharedMemoryCommunicator:
+    """A `vllmx_core.communicator.Communicator`. Two buffers of a rank take turns: who puts down
+    part n + 2 has seen all others arrive at n + 1, which they do when they have read part n."""
+
+    def __init__(self, region: Region, rank: int) -> None:
+        self._region, self._rank = region, rank
+        ranks = range(region.num_ranks)
+        self._arrived = [region.word(one, Word.ARRIVED) for one in ranks]
+        self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in ranks]
+        self._aborted = region.aborted
+        self._count = 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._region.num_ranks
+
+    @property
+    def shared(self) -> SharedAddresses:
+        """See `Communicator.shared`."""
+        region, address = self._region, self._region.address
+        return SharedAddresses(
+            self._rank,
+            region.num_ranks,
+            abort=address,
+            arrived=address + region.word_at(0, Word.ARRIVED),
+            arrived_stride=RANK_BYTES,
+            buffers=address + region.buffers_at,
+            buffer_bytes=BUFFER_BYTES,
+        )
+
+    def all_reduce(self, x: AnyArray) -> AnyArray:
+        """See `Communicator.all_reduce`."""
+        flat = np.ascontiguousarray(x).reshape(-1)
+        total = np.empty_like(flat)
+        size = BUFFER_BYTES // flat.itemsize
+        for begin in range(0, len(flat), size):
+            piece = flat[begin : begin + size]
+            first, *others = self._exchange(piece, [len(piece)] * self.num_ranks)
+            out = total[begin : begin + size]
+            out[:] = first
+            for other in others:
+                out += other
+        return total.reshape(x.shape)
+
+    def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
+        """See `Communicator.all_gather`."""
+        out = np.empty((len(x), sum(widths)), x.dtype)
+        rows = BUFFER_BYTES // (x.itemsize * max(widths))
+        assert rows, f"a row of {max(widths)} numbers does not fit into {BUFFER_BYTES} bytes"
+        for begin in range(0, len(x), rows):
+            piece = np.ascontiguousarray(x[begin : begin + rows]).reshape(-1)
+            count = min(rows, len(x) - begin)
+            parts = self._exchange(piece, [count * width for width in widths])
+            ends = np.cumsum(widths)
+            for part, end, width in zip(parts, ends, widths, strict=True):
+                out[begin : begin + count, end - width : end] = part.reshape(count, width)
+        return out
+
+    def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
+        """What every rank put down, `sizes` numbers each, until the call after the next one."""
+        turn = self._count & 1
+        self._buffers[self._rank][turn][: piece.nbytes].view(piece.dtype)[:] = piece
+        self._count = (self._count + 1) & 0xFFFFFFFF
+        self._arrived[self._rank][0] = self._count
+        self._wait()
+        return [
+            buffers[turn][: size * piece.itemsize].view(piece.dtype)
+            for buffers, size in zip(self._buffers, sizes, strict=True)
+        ]
+
+    def _wait(self) -> None:
+        looks = 0
+        for arrived in self._arrived:
+            while (int(arrived[0]) - self._count) & 0x80000000:  # behind, as 32-bit numbers go
+                if self._aborted[0]:
+                    raise RankLostError("the other ranks have ended")
+                looks += 1
+                time.sleep(0 if looks < _SPINS else _SLEEP_S)

@@ -1,0 +1,184 @@
+"""Rank 0: a loaded model whose steps the other ranks run too."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
+from vllmx_core.errors import RankLostError, VllmxError
+from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
+from vllmx_engine.core.load import OpenedModel
+from vllmx_engine.core.load_plan import LoadPlan
+
+from vllmx_tp.frames import Frame
+from vllmx_tp.group import Group
+from vllmx_tp.loading import divide_cores, load_rank
+from vllmx_tp.messages import ALIKE, Call, RankReady
+from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
+
+COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
+"""1: every step's ids are compared between ranks, for debugging."""
+
+_WAIT_S = 50e-6
+
+
+def load(plan: LoadPlan, opened: OpenedModel) -> RankedModel:
+    """The executor. Starts the other ranks, which open the model themselves, and loads this one's
+    part meanwhile. Raises what any of them met."""
+    ranks = plan.config.tensor_parallel_size
+    cores = divide_cores(ranks, opened.options.num_threads, opened.backend.name)
+    region = Region.create(ranks)
+    try:
+        group = Group(plan, region, cores)
+    except BaseException:
+        region.close()
+        raise
+    model: LoadedModel | None = None
+    try:
+        model = load_rank(opened, region, 0, cores[0])
+        others = group.loaded()
+        return RankedModel(model, group, _agreed(model.info, others))
+    except BaseException:
+        group.kill()
+        if model is not None:
+            model.close()
+        region.close()
+        raise
+
+
+def _agreed(mine: LoadedInfo, others: list[RankReady]) -> LoadedInfo:
+    """What all ranks can do. Raises VllmxError where they do not fit together."""
+    everyone = [RankReady.of(mine), *others]
+    for name in ALIKE:
+        values = [getattr(one, name) for one in everyone]
+        if len(set(values)) > 1:
+            raise VllmxError(
+                f"ranks differ in {name}: {values}; set it by its flag, or report this"
+            )
+    ranks = len(everyone)
+    return replace(
+        mine,
+        num_kv_blocks=min(one.num_kv_blocks for one in everyone),
+        max_num_seqs=min(one.max_num_seqs for one in everyone),
+        num_state_slots=min(one.num_state_slots for one in everyone),
+        weight_bytes=sum(one.weight_bytes for one in everyone),
+        kv_cache_bytes=sum(one.kv_cache_bytes for one in everyone),
+        details=mine.details | {"ranks": ranks},
+    )
+
+
+class RankedModel:
+    """A `vllmx_core.backend.LoadedModel` over this process's part and a group. Every rank samples
+    the same logits by draws that depend on nothing but the row, so ids need not be sent."""
+
+    def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
+        self._model, self._group, self._info = model, group, info
+        self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
+        self._num_read = 0
+        self._is_closed = False
+
+    @property
+    def info(self) -> LoadedInfo:
+        return self._info
+
+    @property
+    def failure(self) -> RankLostError | None:
+        """Why the group has ended, if it has; steps meet it too."""
+        return self._group.failure
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> RankedStep:
+        """See `vllmx_core.backend.LoadedModel.step`."""
+        self._group.send(Call.STEP, Frame(plan, rows))
+        with self.guarded():
+            return RankedStep(self, self._model.step(plan, rows))
+
+    def forward(self, plan: StepPlan) -> RankedForward:
+        """See `vllmx_core.backend.LoadedModel.forward`."""
+        self._group.send(Call.FORWARD, Frame(plan, None))
+        with self.guarded():
+            return RankedForward(self, self._model.forward(plan))
+
+    def sample(self, step: ForwardStep, rows: SamplingRows) -> RankedStep:
+        """The second half of a step."""
+        self._group.send(Call.SAMPLE, Frame(None, rows))
+        with self.guarded():
+            return RankedStep(self, step.sample(rows))
+
+    def encode(self, plan: StepPlan) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`."""
+        self._group.send(Call.ENCODE, Frame(plan, None))
+        model: SeeingModel = self._model  # type: ignore[assignment]  # it sees, or nobody calls
+        with self.guarded():
+            model.encode(plan)
+
+    def read(self, step: StepHandle) -> StepResult:
+        """Waits for a step."""
+        with self.guarded():
+            result = step.result()
+        self._num_read += 1
+        if self._compares:
+            self._compare(result.ids)
+        return result
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around this rank's own work: what fails here ends all, as the others wait for it."""
+        try:
+            yield
+        except RankLostError:
+            raise self._group.verdict() from None
+        except Exception as error:
+            raise self._group.lost(f"rank 0 failed: {type(error).__name__}: {error}") from error
+
+    def _compare(self, ids: I32) -> None:
+        """With what the other ranks drew, for which it waits."""
+        mine, region = zlib.crc32(ids.tobytes()), self._group.region
+        for rank in range(1, region.num_ranks):
+            checked = region.word(rank, Word.CHECKED)
+            while (int(checked[0]) - self._num_read) & 0x80000000:  # behind
+                self._group.check()
+                time.sleep(_WAIT_S)
+            theirs = int(region.checksums(rank)[(self._num_read - 1) % NUM_CHECKSUMS])
+            if theirs != mine:
+                raise self._group.lost(
+                    f"rank {rank} drew other ids than rank 0 in step {self._num_read}"
+                )
+
+    def close(self) -> None:
+        """See `vllmx_core.backend.LoadedModel.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._group.close()
+            self._model.close()
+            self._group.region.close()
+
+
+class RankedStep:
+    """A `StepHandle`."""
+
+    __slots__ = ("_owner", "_step")
+
+    def __init__(self, owner: RankedModel, step: StepHandle) -> None:
+        self._owner, self._step = owner, step
+
+    def result(self) -> StepResult:
+        """See `vllmx_core.backend.StepHandle.result`."""
+        return self._owner.read(self._step)
+
+
+class RankedForward:
+    """A `ForwardStep`."""
+
+    __slots__ = ("_owner", "_step")
+
+    def __init__(self, owner: RankedModel, step: ForwardStep) -> None:
+        self._owner, self._step = owner, step
+
+    def sample(self, rows: SamplingRows) -> RankedStep:
+        """See `vllmx_core.backend.ForwardStep.sample`."""
+        return self._owner.sample(self._step, rows)

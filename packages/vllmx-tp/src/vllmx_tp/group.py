@@ -1,0 +1,256 @@
+"""The other ranks as rank 0 sees them: their processes, the ring to them, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+from vllmx_core.errors import RankLostError
+from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.wire.ipc import Start, encode_frame
+from vllmx_engine.wire.known_specs import KnownSpecs
+
+from vllmx_tp.frames import Frame
+from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
+from vllmx_tp.region import RING_BYTES, Region, Word
+from vllmx_tp.ring import Ring
+
+logger = logging.getLogger("vllmx.tp")
+
+_LOOK_S = 0.2
+HANG_S = 3.0
+"""A rank whose heartbeat stands still for so long hangs, or was stopped."""
+_FAREWELL_S = 5.0
+_LAST_WORDS_S = 1.0
+"""That a rank which has ended the group may take to be seen to end."""
+_WAIT_S = 20e-6
+
+
+class Group:
+    """Ranks 1 to n - 1 of a model. One thread uses it; another watches the processes.
+
+    Args:
+        plan: what they load.
+        region: whose memory they share with this process.
+        cores: of each rank.
+    """
+
+    def __init__(self, plan: LoadPlan, region: Region, cores: Sequence[Sequence[int]]) -> None:
+        self.region = region
+        self._ranks = range(1, region.num_ranks)
+        self._failure: RankLostError | None = None
+        self._verdict = threading.Lock()
+        self._ended = threading.Event()
+        self._ring = Ring(RING_BYTES)
+        self._num_placed = 0
+        self._taken = [region.word(rank, Word.TAKEN) for rank in self._ranks]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        try:
+            for rank in self._ranks:
+                self._spawn(rank, cores[rank])
+            start = encode_frame(
+                Start(
+                    config=plan.config,
+                    path=str(plan.path),
+                    specs=KnownSpecs.of(plan.registry),
+                    progress=False,
+                    log_level=logging.getLogger("vllmx").level,
+                )
+            )
+            for one in self._sockets:
+                one.sendall(start)
+        except BaseException:
+            self.kill()
+            raise
+        threading.Thread(target=self._watch, name="vllmx-ranks", daemon=True).start()
+
+    def _spawn(self, rank: int, cores: Sequence[int]) -> None:
+        ours, theirs = socket.socketpair()
+        self._sockets.append(ours)
+        # A thread's end would end ranks that are tied to it; the main thread's is the process's.
+        tied = int(threading.current_thread() is threading.main_thread())
+        command = [
+            sys.executable, "-P", "-m", "vllmx_tp.rank_process", str(rank),
+            str(self.region.num_ranks), str(self.region.fd), str(theirs.fileno()),
+            str(os.getpid()), str(tied), ",".join(map(str, cores)),
+        ]  # fmt: skip
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, stdout=2,
+                pass_fds=(self.region.fd, theirs.fileno()),
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+        self._processes.append(process)
+
+    # --- loading ----------------------------------------------------------------------------------
+    def loaded(self) -> list[RankReady]:
+        """What each of the other ranks came to, once all are loaded. Raises the VllmxError that one
+        met, RankLostError where one ended without a word."""
+        return [self._answer(rank) for rank in self._ranks]
+
+    def _answer(self, rank: int) -> RankReady:
+        one = self._sockets[rank - 1]
+        one.settimeout(_LOOK_S)
+        data = b""
+        while True:
+            try:
+                more = one.recv(1 << 16)
+            except TimeoutError:
+                self.check()
+                continue
+            except OSError:
+                more = b""
+            if not more:
+                raise self.lost(f"rank {rank} ended while it loaded the model; see its log above")
+            data += more
+            if data.endswith(b"\n"):
+                break
+        one.settimeout(None)
+        answer = msgspec.json.decode(data, type=RankAnswer)
+        if answer.error is not None:
+            raise answer.error.rebuild()
+        assert answer.ready is not None, "a rank answers with one of both"
+        return answer.ready
+
+    # --- steps ------------------------------------------------------------------------------------
+    def send(self, call: Call, frame: Frame) -> None:
+        """Puts a frame where the others read it. Raises RankLostError."""
+        self.check()
+        size = 4 * frame.num_words
+        at = self._place(size)
+        if at is None:
+            self._tell(NOTICE.pack(call, size, INLINE) + frame.to_bytes())
+        else:
+            frame.write(self.region.ring[at : at + size].view(np.int32))
+            self._num_placed += 1
+            self._tell(NOTICE.pack(call, size, at))
+
+    def _tell(self, data: bytes) -> None:
+        try:
+            for one in self._sockets:
+                one.sendall(data)
+        except OSError as error:
+            raise self.lost("a rank has closed its connection") from error
+
+    def _place(self, size: int) -> int | None:
+        """Where in the ring a frame may lie; None: it is too large for it. Waits for readers."""
+        if not self._ring.fits(size):
+            return None
+        while True:
+            self._ring.release(self._num_taken())
+            at = self._ring.place(size)
+            if at is not None:
+                return at
+            self.check()
+            time.sleep(_WAIT_S)
+
+    def _num_taken(self) -> int:
+        """Frames of the ring that every reader has taken."""
+        behind = max((self._num_placed - int(word[0])) & 0xFFFFFFFF for word in self._taken)
+        return self._num_placed - behind
+
+    # --- the end ----------------------------------------------------------------------------------
+    @property
+    def failure(self) -> RankLostError | None:
+        """Why the group has ended, if it has."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raises RankLostError where the group has ended."""
+        if self._failure is not None:
+            raise RankLostError(self._failure.message)
+
+    def lost(self, text: str) -> RankLostError:
+        """Ends the group; the first cause counts, which a rank itself may have named."""
+        with self._verdict:
+            if self._failure is None:
+                self.region.aborted[0] = 1
+                self._failure = RankLostError(self._first_cause() or text)
+                logger.critical("%s: all ranks are ended", self._failure.message)
+                self.kill()
+        return RankLostError(self._failure.message)
+
+    def verdict(self) -> RankLostError:
+        """After this process saw the group ended by another rank: its cause."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while self._failure is None and time.monotonic() < deadline_s:
+            time.sleep(_WAIT_S)
+        return self.lost("a rank has ended the group")
+
+    def _first_cause(self) -> str:
+        return next(filter(None, map(self.region.cause, range(self.region.num_ranks))), "")
+
+    def _watch(self) -> None:
+        """Looks at processes and heartbeats until the group ends. Between two looks no more than
+        twice the interval counts, as a machine that stood still tells nothing of a rank."""
+        beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self._ranks]
+        seen, still_s, looked_s = [0] * len(beats), [0.0] * len(beats), time.monotonic()
+        while not self._ended.wait(_LOOK_S):
+            now_s = time.monotonic()
+            passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
+            for index, rank in enumerate(self._ranks):
+                beat = int(beats[index][0])
+                moved = beat != seen[index] or not beat  # the first comes when it has started
+                still_s[index] = 0.0 if moved else still_s[index] + passed_s
+                seen[index] = beat
+                end = self._end_of(rank, still_s[index])
+                if end is not None and not self._ended.is_set():
+                    self.lost(end)
+                    return
+
+    def _end_of(self, rank: int, still_s: float) -> str | None:
+        """How a rank has ended, if it has."""
+        code = self._processes[rank - 1].poll()
+        if code is not None:
+            return f"rank {rank} {_ended_by(code)}"
+        if still_s >= HANG_S:
+            return f"rank {rank} (process {self._processes[rank - 1].pid}) hangs or was stopped"
+        return None
+
+    def kill(self) -> None:
+        """Ends the others at once. May be called twice."""
+        self._ended.set()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for one in self._sockets:
+            one.close()
+
+    def close(self) -> None:
+        """Lets the others close their models, and waits for them. May be called twice."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        notice = NOTICE.pack(Call.CLOSE, 0, INLINE)
+        for one in self._sockets:
+            with suppress(OSError):  # it has ended
+                one.sendall(notice)
+        deadline_s = time.monotonic() + _FAREWELL_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("a rank (process %d) does not end: it is killed", process.pid)
+        self.kill()
+
+
+def _ended_by(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}; see its log above"
+    known = -code in set(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"

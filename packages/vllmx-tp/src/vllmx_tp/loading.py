@@ -1,0 +1,77 @@
+"""What every rank does to load its part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.cores import available_cores
+from vllmx_core.errors import ConfigError
+from vllmx_core.sharding.model import sharded
+from vllmx_engine.core.load import OpenedModel
+
+from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.region import Region
+
+Cores = tuple[int, ...]
+
+
+def divide_cores(ranks: int, num_threads: int | None, backend: str) -> list[Cores]:
+    """The cores of each rank, neighbours together; empty where the system does not tell. Raises
+    ConfigError for more ranks than cores, unless `num_threads` asks for so many threads."""
+    count = available_cores()
+    if ranks > count and num_threads is None and backend != "numpy":
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} is more than the {count} cores that there are: choose"
+            f" at most {count}, or set --num-threads {ranks} to share cores",
+            param="tensor_parallel_size",
+        )
+    if not hasattr(os, "sched_getaffinity") or ranks > count:
+        return [()] * ranks
+    cores = sorted(os.sched_getaffinity(0))[:count]
+    ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+    return [tuple(cores[ends[rank] : ends[rank + 1]]) for rank in range(ranks)]
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """This thread, and those that it starts meanwhile, which stay there."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def load_rank(opened: OpenedModel, region: Region, rank: int, cores: Sequence[int]) -> LoadedModel:
+    """One rank's part on its backend. Raises what `sharded` and the backend raise."""
+    options, ranks = opened.options, region.num_ranks
+    source = opened.checkpoint.weights
+    model = sharded(opened.model, source, options.max_model_len, rank, ranks)
+    mine = replace(
+        rank_options(options, ranks, len(cores)),
+        communicator=SharedMemoryCommunicator(region, rank),
+        progress=options.progress and rank == 0,
+    )
+    with on_cores(cores):
+        loaded: LoadedModel = opened.backend.load()().load(model, source, mine)
+    return loaded
+
+
+def rank_options(options: LoadOptions, ranks: int, num_cores: int) -> LoadOptions:
+    """A rank's part of the host: of its memory and of its threads."""
+    threads = options.num_threads
+    given = options.kv_cache_memory_bytes
+    return replace(
+        options,
+        memory_fraction=options.memory_fraction / ranks,
+        kv_cache_memory_bytes=None if given is None else given // ranks,
+        num_threads=(num_cores or 1) if threads is None else max(1, threads // ranks),
+    )

@@ -1,0 +1,61 @@
+"""What ranks tell rank 0 while they load, and what stands before each frame."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import msgspec
+from vllmx_core.backend import LoadedInfo
+from vllmx_engine.wire.ipc import ErrorRecord
+
+
+class Call(IntEnum):
+    """What a frame is for."""
+
+    STEP = 1
+    FORWARD = 2
+    SAMPLE = 3
+    ENCODE = 4
+    CLOSE = 5
+
+
+NOTICE = struct.Struct("<IIQ")
+"""The call, bytes of the frame, and where in the ring it lies (`INLINE`: behind the notice)."""
+INLINE = (1 << 64) - 1
+
+
+class RankReady(msgspec.Struct, frozen=True):
+    """A rank is loaded; all must have come to the same."""
+
+    backend: str
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    cache_windows: tuple[int | None, ...]
+    max_num_batched_tokens: int
+    max_logit_rows: int
+    num_feature_rows: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    num_state_slots: int
+    weight_bytes: int
+    kv_cache_bytes: int
+
+    @classmethod
+    def of(cls, info: LoadedInfo) -> RankReady:
+        return cls(**{name: getattr(info, name) for name in cls.__struct_fields__})
+
+
+ALIKE = (
+    "backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows", "max_num_batched_tokens",
+    "max_logit_rows", "num_feature_rows",
+)  # fmt: skip
+"""Of `RankReady`: equal on every rank."""
+
+
+class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How loading ended, one of both."""
+
+    ready: RankReady | None = None
+    error: ErrorRecord | None = None

@@ -1,0 +1,11 @@
+"""What this distribution brings; see `vllmx_core.hooks`."""
+
+from __future__ import annotations
+
+from vllmx_core.hooks import hookimpl
+from vllmx_core.specs import ExecutorSpec
+
+
+@hookimpl
+def vllmx_executors() -> tuple[ExecutorSpec, ...]:
+    return (ExecutorSpec("tensor-parallel", "vllmx_tp.executor:load"),)

@@ -1,0 +1,199 @@
+"""The process of a rank above 0: `python -P -m vllmx_tp.rank_process RANK RANKS REGION SOCKET
+PARENT TIED CORES`.
+
+Started by `vllmx_tp.group` alone. It opens and loads its part of the model, then runs every step
+that rank 0 runs, which it reads out of shared memory. It ends with rank 0, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from vllmx_core.backend import ForwardStep, LoadedModel, StepHandle
+from vllmx_core.errors import RankLostError, VllmxError
+from vllmx_core.logs import configure_logging
+from vllmx_core.memory import return_unused_bytes
+from vllmx_core.plan import I32
+from vllmx_core.standard_error import StandardError
+from vllmx_engine.core.load import open_planned
+from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
+
+from vllmx_tp.executor import COMPARE_VARIABLE
+from vllmx_tp.frames import read_frame
+from vllmx_tp.loading import Cores, load_rank
+from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
+from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
+
+logger = logging.getLogger("vllmx.tp")
+
+_BEAT_S = 0.25
+_MAX_IN_FLIGHT = 2
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+class Reader:
+    """Notices and frames from rank 0."""
+
+    def __init__(self, connection: socket.socket, region: Region, rank: int) -> None:
+        self._connection = connection
+        self._words: I32 = region.ring.view(np.int32)
+        self._taken = region.word(rank, Word.TAKEN)
+        self._placed = False
+        self._notice = bytearray(NOTICE.size)
+
+    def read(self) -> tuple[Call, I32]:
+        """The next call and its frame, which stays until `release`. Raises EOFError when rank 0 is
+        gone."""
+        self._fill(self._notice)
+        call, size, at = NOTICE.unpack(self._notice)
+        self._placed = at != INLINE
+        if self._placed:
+            return Call(call), self._words[at // 4 : (at + size) // 4]
+        data = bytearray(size)
+        self._fill(data)
+        return Call(call), np.frombuffer(data, np.int32)
+
+    def release(self) -> None:
+        """The last frame is needed no more."""
+        if self._placed:
+            self._taken[0] += 1
+
+    def _fill(self, data: bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+
+
+class Follower:
+    """Runs what rank 0 runs, in the same order."""
+
+    def __init__(self, model: LoadedModel, region: Region, rank: int) -> None:
+        self._model = model
+        self._checksums, self._checked = region.checksums(rank), region.word(rank, Word.CHECKED)
+        self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
+        self._in_flight: deque[StepHandle] = deque()
+        self._unsampled: ForwardStep | None = None
+
+    def run(self, reader: Reader) -> None:
+        """Until rank 0 closes."""
+        while True:
+            call, words = reader.read()
+            if call is Call.CLOSE:
+                return
+            self._call(call, words)
+            reader.release()
+            while len(self._in_flight) >= (1 if self._compares else _MAX_IN_FLIGHT):
+                self._finish()
+
+    def _call(self, call: Call, words: I32) -> None:
+        plan, rows = read_frame(words)
+        match call:
+            case Call.STEP if plan is not None and rows is not None:
+                self._in_flight.append(self._model.step(plan, rows))
+            case Call.FORWARD if plan is not None:
+                self._unsampled = self._model.forward(plan)
+            case Call.SAMPLE if rows is not None and self._unsampled is not None:
+                self._in_flight.append(self._unsampled.sample(rows))
+                self._unsampled = None
+            case Call.ENCODE if plan is not None:
+                self._model.encode(plan)  # type: ignore[attr-defined]  # it sees, or nobody calls
+            case _:
+                raise AssertionError(f"call {call} without what belongs to it")
+
+    def _finish(self) -> None:
+        ids = self._in_flight.popleft().result().ids
+        if self._compares:
+            done = int(self._checked[0])
+            self._checksums[done % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
+            self._checked[0] = done + 1
+
+
+def _beat(region: Region, rank: int, parent: int) -> None:
+    """Shows that this process lives, and ends it with rank 0."""
+    word = region.word(rank, Word.HEARTBEAT)
+    while os.getppid() == parent:
+        word[0] = int(word[0]) % 0xFFFFFFFF + 1
+        time.sleep(_BEAT_S)
+    os._exit(1)
+
+
+def _start(connection: socket.socket) -> Start:
+    reader: FrameReader[ToCore] = FrameReader(to_core_decoder)
+    while data := connection.recv(1 << 16):
+        for message in reader.feed(data):
+            assert isinstance(message, Start), f"{message} before the start"
+            return message
+    raise EOFError
+
+
+def serve(region: Region, rank: int, connection: socket.socket, cores: Cores) -> int:
+    """Loads, runs steps, and returns the exit code."""
+    start = _start(connection)
+    logging.getLogger("vllmx").setLevel(start.log_level)
+    plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), start.progress)
+    try:
+        opened = open_planned(plan)
+        try:
+            model = load_rank(opened, region, rank, cores)
+        finally:
+            opened.checkpoint.weights.close()
+            return_unused_bytes()
+    except VllmxError as error:
+        _answer(connection, RankAnswer(error=ErrorRecord.of(error)))
+        return 0
+    _answer(connection, RankAnswer(ready=RankReady.of(model.info)))
+    Follower(model, region, rank).run(Reader(connection, region, rank))
+    model.close()
+    return 0
+
+
+def _answer(connection: socket.socket, answer: RankAnswer) -> None:
+    connection.sendall(msgspec.json.encode(answer) + b"\n")
+
+
+def main() -> int:
+    """Signals are rank 0's business."""
+    rank, ranks, region_fd, socket_fd, parent, tied = map(int, sys.argv[1:7])
+    cores = tuple(map(int, filter(None, sys.argv[7].split(","))))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging(stream=StandardError())
+    faulthandler.enable()
+    if tied and sys.platform == "linux":  # ends it even while it is stopped
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    region = Region(region_fd, ranks)
+    threading.Thread(target=_beat, args=(region, rank, parent), daemon=True).start()
+    try:
+        return serve(region, rank, socket.socket(fileno=socket_fd), cores)
+    except EOFError:
+        return 0  # rank 0 is gone, or has given up
+    except RankLostError:
+        return 1  # another rank has ended the group and said why
+    except BaseException as error:
+        logger.exception("rank %d failed", rank)
+        region.write_cause(rank, f"rank {rank} failed: {type(error).__name__}: {error}")
+        region.aborted[0] = 1
+        return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # threads of the backend may wait for ranks that are gone

@@ -1,0 +1,135 @@
+"""Two ranks of the demo model as processes: equal answers, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from vllmx import LLM, SamplingParams
+from vllmx_core.errors import ConfigError, RankLostError, UnsupportedOpError
+
+LIMITS: dict[str, Any] = {
+    "backend": "numpy", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32,
+    "num_kv_blocks": 24, "max_model_len": 128,
+}  # fmt: skip
+SYSTEM = "You are a teller of short stories for small children, who like animals. "
+PROMPTS = [SYSTEM + "Once upon a time", SYSTEM + "The capital of France is", "A cat"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=8, repetition_penalty=1.1)
+BAD_WORDS = SamplingParams(temperature=0.0, max_tokens=4, bad_words=["Once upon", "there was"])
+PATIENCE_S = 60.0
+"""On a machine that does much besides."""
+
+
+@contextmanager
+def two_ranks() -> Iterator[tuple[LLM, psutil.Process]]:
+    """The engine, and the process of rank 1."""
+    with LLM("demo", tensor_parallel_size=2, **LIMITS) as llm:
+        (rank,) = [
+            one for one in psutil.Process().children() if "rank_process" in str(one.cmdline())
+        ]
+        yield llm, rank
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    """Chunked prompts with a common prefix, twice, so that the second time has hits; rows that are
+    sampled late; more text than the cache holds at once."""
+    found = []
+    for params in (GREEDY, SEEDED, GREEDY, BAD_WORDS):
+        outputs = llm.generate(PROMPTS, params)
+        found += [list(output.outputs[0].token_ids) for output in outputs]
+    return found
+
+
+def test_ranks_answer_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("demo", **LIMITS) as llm:
+        expected = answers(llm)
+        whole = llm.info
+    monkeypatch.setenv("VLLMX_TP_COMPARE", "1")  # ids of every step, besides
+    with two_ranks() as (llm, rank):
+        assert answers(llm) == expected
+        assert llm.info.details["ranks"] == "2"
+        assert llm.info.num_kv_blocks == whole.num_kv_blocks
+        assert llm.info.kv_cache_bytes == whole.kv_cache_bytes
+    rank.wait(PATIENCE_S)
+
+
+def lost(llm: LLM) -> str:
+    """What requests are told once it was noticed."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        try:
+            llm.generate(["A cat"], SamplingParams(max_tokens=2))
+        except RankLostError as error:
+            return error.message
+    raise AssertionError("the end of a rank went unnoticed")
+
+
+def test_a_rank_that_is_killed_ends_the_group() -> None:
+    with two_ranks() as (llm, rank):
+        rank.kill()
+        assert lost(llm) == "rank 1 was killed by SIGKILL"
+        assert lost(llm) == "rank 1 was killed by SIGKILL"
+
+
+def test_a_rank_that_is_stopped_ends_the_group() -> None:
+    with two_ranks() as (llm, rank):
+        rank.suspend()
+        assert lost(llm) == f"rank 1 (process {rank.pid}) hangs or was stopped"
+        rank.wait(PATIENCE_S)  # it was killed
+
+
+def test_a_rank_that_raises_says_why() -> None:
+    from vllmx_tp.frames import Frame
+    from vllmx_tp.messages import Call
+
+    with two_ranks() as (llm, _):
+        model: Any = llm._engine._core._model
+        model._group.send(Call.SAMPLE, Frame(None, None))
+        assert lost(llm).startswith("rank 1 failed: AssertionError: call ")
+
+
+def test_nothing_is_left_when_rank_0_is_killed() -> None:
+    code = f"""
+import time
+from vllmx import LLM
+if __name__ == "__main__":
+    with LLM("demo", tensor_parallel_size=2, **{LIMITS!r}):
+        print("ready", flush=True)
+        time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (rank,) = psutil.Process(process.pid).children()
+        shared = [link for link in links(rank.pid) if "vllmx-ranks" in link]
+        assert shared
+        assert "(deleted)" in shared[0]  # it has no name: it goes with the processes
+        rank.suspend()
+        process.send_signal(signal.SIGKILL)
+    rank.wait(PATIENCE_S)
+
+
+def links(pid: int) -> list[str]:
+    """What the descriptors of a process lead to."""
+    folder = f"/proc/{pid}/fd"
+    return [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+
+
+def test_sizes_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"among 3 ranks .* --tensor-parallel-size 1 or 2 or 4"):
+        LLM("demo", tensor_parallel_size=3, **LIMITS)
+
+
+def test_a_backend_without_collectives_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedOpError, match="'vocab_embedding'.*choose --backend .*numpy"):
+        LLM("demo", tensor_parallel_size=2, **LIMITS | {"backend": "torch"})

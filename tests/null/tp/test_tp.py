@@ -1,0 +1,170 @@
+"""Parts of vllmx-tp that need no process: frames, the ring, shared memory, shares of the host."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadOptions
+from vllmx_core.cores import available_cores
+from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.frames import Frame, read_frame
+from vllmx_tp.loading import divide_cores, rank_options
+from vllmx_tp.region import BUFFER_BYTES, Region
+from vllmx_tp.ring import Ring
+
+I32, F32 = np.int32, np.float32
+
+
+def same(one: object, other: object) -> bool:
+    """Equal in every field, arrays with their types."""
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and one.dtype == other.dtype
+            and np.array_equal(one, other)
+        )
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, StepPlan | SamplingRows | LogitEdits | TokenCounts | PatchRows):
+        return type(one) is type(other) and all(
+            same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
+        )
+    return one == other
+
+
+def through_a_frame(
+    plan: StepPlan | None, rows: SamplingRows | None
+) -> tuple[StepPlan | None, SamplingRows | None]:
+    frame = Frame(plan, rows)
+    words = np.full(frame.num_words + 5, -7, I32)
+    frame.write(words)
+    assert (words[frame.num_words :] == -7).all()
+    assert words[: frame.num_words].tobytes() == frame.to_bytes()
+    return read_frame(words)
+
+
+PLAN = make_plan([Row([5, 6, 7], 0, [2, 4]), Row([9], 20, [7, 1], "none")], 16)
+ROWS = sampling_rows(3, seed=[1, 1 << 63, 5], temperature=[0.5, 0, 1], num_logprobs=[-1, 2, 0])
+
+
+def test_a_step_comes_as_it_was_sent() -> None:
+    plan, rows = through_a_frame(PLAN, ROWS)
+    assert same(plan, PLAN)
+    assert same(rows, ROWS)
+    assert through_a_frame(PLAN, None)[1] is None
+    assert through_a_frame(None, ROWS)[0] is None
+
+
+def test_everything_that_a_step_may_have() -> None:
+    ints = np.arange(6, dtype=I32)
+    plan = replace(
+        PLAN,
+        state_from=ints[:2], state_to=ints[2:4], token_types=ints[:4], feature_rows=ints[:4],
+        rope_positions=np.arange(12, dtype=I32).reshape(3, 4),
+        slots=(ints[:4], ints[1:5]), block_tables=(PLAN.block_tables[0], np.zeros((2, 2), I32)),
+        patches=PatchRows(
+            np.ones((4, 3), F32), np.ones((4, 0), I32), np.zeros((4, 0), F32), ints[:2]
+        ),
+    )  # fmt: skip
+    rows = replace(
+        ROWS,
+        edits=LogitEdits(ints[:4], ints[:3], np.array([-np.inf, 0.5, 1], F32)),
+        counts=TokenCounts(ints[:4], ints[:3], ints[3:], np.array([True, False, True])),
+        mask_index=ints[:3],
+        masks=np.array([[1 << 31, 5], [0, 0xFFFFFFFF]], np.uint32),
+        whole=ints[:1],
+    )
+    found = through_a_frame(plan, rows)
+    assert same(found[0], plan)
+    assert same(found[1], rows)
+
+
+def test_a_step_of_nothing_to_sample() -> None:
+    rows = sampling_rows(0)
+    assert same(through_a_frame(PLAN, rows)[1], rows)
+
+
+def test_frames_in_the_ring_never_overlap() -> None:
+    """Any sizes, taken at any pace: no frame lies where an older one is still read."""
+    random = np.random.default_rng(3)
+    ring, alive, placed, taken = Ring(4096), list[tuple[int, int]](), 0, 0
+    for _ in range(3000):
+        size = int(random.integers(1, 1500))
+        at = ring.place(size)
+        if at is not None:
+            assert at + size <= 4096
+            assert all(at + size <= begin or at >= end for begin, end in alive)
+            alive.append((at, at + size))
+            placed += 1
+        if alive and random.random() < 0.6:
+            alive.pop(0)
+            taken += 1
+        ring.release(taken)
+    assert placed > 1000
+    ring.release(placed)
+    assert ring.place(2048) == 0
+    assert not ring.fits(2049)
+
+
+def test_ranks_add_and_gather_through_shared_memory() -> None:
+    """Also more than a buffer holds, and rows of different widths."""
+    region, wide = Region.create(3), BUFFER_BYTES // 8 + 17
+    given = [np.random.default_rng(rank).standard_normal((2, wide)) for rank in range(3)]
+    widths = [5, 4, 7]
+    parts = [np.full((3, width), rank, F32) for rank, width in enumerate(widths)]
+    sums: dict[int, list[np.ndarray]] = {}  # type: ignore[type-arg]
+
+    def run(rank: int) -> None:
+        comm = SharedMemoryCommunicator(region, rank)
+        sums[rank] = [comm.all_reduce(given[rank]), comm.all_gather(parts[rank], widths)]
+        sums[rank] += [comm.all_reduce(np.full(4, rank + turn, F32)) for turn in range(5)]
+        comm.all_reduce(np.zeros((0, 4), F32))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = (given[0] + given[1]) + given[2]
+    for rank in range(3):
+        total, gathered, *small = sums[rank]
+        np.testing.assert_array_equal(total, expected)
+        np.testing.assert_array_equal(gathered, np.concatenate(parts, axis=1))
+        assert [int(one[0]) for one in small] == [3 + 3 * turn for turn in range(5)]
+    region.close()
+
+
+def test_who_waits_is_told_of_the_end() -> None:
+    region = Region.create(2)
+    region.write_cause(1, "rank 1 failed: it did")
+    region.write_cause(1, "the second cause does not count")
+    region.aborted[0] = 1
+    with pytest.raises(RankLostError):
+        SharedMemoryCommunicator(region, 0).all_reduce(np.ones(3, F32))
+    assert region.cause(1) == "rank 1 failed: it did"
+    region.close()
+
+
+def test_a_rank_has_its_share_of_the_host() -> None:
+    given = rank_options(
+        LoadOptions(num_threads=6, memory_fraction=0.8, kv_cache_memory_bytes=90), 2, 0
+    )
+    assert given.num_threads == 3
+    assert given.memory_fraction == 0.4
+    assert given.kv_cache_memory_bytes == 45
+    assert rank_options(LoadOptions(), 2, 4).num_threads == 4
+
+
+def test_more_ranks_than_cores() -> None:
+    count = available_cores()
+    with pytest.raises(ConfigError, match=rf"more than the {count} cores .* --num-threads"):
+        divide_cores(count + 1, None, "cpu")
+    assert divide_cores(count + 1, count + 1, "cpu") == [()] * (count + 1)
+    found = divide_cores(count, None, "cpu")
+    assert len({core for cores in found for core in cores}) in (0, count)
