@@ -21,7 +21,7 @@ LIMITS: dict[str, Any] = {
     "num_kv_blocks": 24, "max_model_len": 128,
 }  # fmt: skip
 SYSTEM = "You are a teller of short stories for small children, who like animals. "
-PROMPTS = [SYSTEM + "Once upon a time", SYSTEM + "The capital of France is", "A cat"]
+PROMPTS = [SYSTEM + "Once upon a time", SYSTEM + "The capital of", "A cat"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=8, repetition_penalty=1.1)
 BAD_WORDS = SamplingParams(temperature=0.0, max_tokens=4, bad_words=["Once upon", "there was"])
@@ -30,9 +30,9 @@ PATIENCE_S = 60.0
 
 
 @contextmanager
-def two_ranks() -> Iterator[tuple[LLM, psutil.Process]]:
+def two_ranks(**more: Any) -> Iterator[tuple[LLM, psutil.Process]]:
     """The engine, and the process of rank 1."""
-    with LLM("demo", tensor_parallel_size=2, **LIMITS) as llm:
+    with LLM("demo", tensor_parallel_size=2, **LIMITS | more) as llm:
         (rank,) = [
             one for one in psutil.Process().children() if "rank_process" in str(one.cmdline())
         ]
@@ -49,12 +49,14 @@ def answers(llm: LLM) -> list[list[int]]:
     return found
 
 
-def test_ranks_answer_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM("demo", **LIMITS) as llm:
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+def test_ranks_answer_as_one_process(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"backend": backend, "num_threads": 2}
+    with LLM("demo", **LIMITS | more) as llm:
         expected = answers(llm)
         whole = llm.info
     monkeypatch.setenv("VLLMX_TP_COMPARE", "1")  # ids of every step, besides
-    with two_ranks() as (llm, rank):
+    with two_ranks(**more) as (llm, rank):
         assert answers(llm) == expected
         assert llm.info.details["ranks"] == "2"
         assert llm.info.num_kv_blocks == whole.num_kv_blocks
@@ -73,8 +75,9 @@ def lost(llm: LLM) -> str:
     raise AssertionError("the end of a rank went unnoticed")
 
 
-def test_a_rank_that_is_killed_ends_the_group() -> None:
-    with two_ranks() as (llm, rank):
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+def test_a_rank_that_is_killed_ends_the_group(backend: str) -> None:
+    with two_ranks(backend=backend, num_threads=2) as (llm, rank):
         rank.kill()
         assert lost(llm) == "rank 1 was killed by SIGKILL"
         assert lost(llm) == "rank 1 was killed by SIGKILL"
@@ -131,5 +134,5 @@ def test_sizes_that_do_not_divide() -> None:
 
 
 def test_a_backend_without_collectives_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedOpError, match="'vocab_embedding'.*choose --backend .*numpy"):
+    with pytest.raises(UnsupportedOpError, match=r"'vocab_embedding'.*choose --backend .*numpy"):
         LLM("demo", tensor_parallel_size=2, **LIMITS | {"backend": "torch"})

@@ -120,6 +120,8 @@ class RankedModel:
         """Waits for a step."""
         with self.guarded():
             result = step.result()
+        if self._group.region.aborted[0]:  # native code waits no more then, and has no error
+            raise self._group.verdict()
         self._num_read += 1
         if self._compares:
             self._compare(result.ids)

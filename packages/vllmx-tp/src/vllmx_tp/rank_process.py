@@ -87,6 +87,7 @@ class Follower:
     def __init__(self, model: LoadedModel, region: Region, rank: int) -> None:
         self._model = model
         self._checksums, self._checked = region.checksums(rank), region.word(rank, Word.CHECKED)
+        self._aborted = region.aborted
         self._compares = os.environ.get(COMPARE_VARIABLE) == "1"
         self._in_flight: deque[StepHandle] = deque()
         self._unsampled: ForwardStep | None = None
@@ -119,6 +120,8 @@ class Follower:
 
     def _finish(self) -> None:
         ids = self._in_flight.popleft().result().ids
+        if self._aborted[0]:
+            raise RankLostError("the group has ended")
         if self._compares:
             done = int(self._checked[0])
             self._checksums[done % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
