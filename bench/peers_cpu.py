@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from cpu_peers import llama_cpp
 from cpu_peers.cases import Case, Job, Sample, make_cases
+from cpu_peers.experts_used import experts_used
 from cpu_peers.host_load import available_cores, busy_core
 from cpu_peers.report import Taken, busy_table, speed_table, summarise
 from cpu_peers.subprocess_peer import SubprocessPeer
@@ -207,6 +208,8 @@ def main() -> None:
             if args.json:  # after every engine, so that a run that is stopped is not lost
                 args.json.write_text(json.dumps(record(taken, peers, args), indent=1) + "\n")
     print_tables(taken, cases)
+    if (used := experts_used(args.model, cases)) is not None:
+        print("\n" + used)
 
 
 if __name__ == "__main__":

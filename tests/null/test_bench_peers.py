@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from tokenizers import Tokenizer
 from vllmx_core.backend import LoadOptions
 from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.registry import load_registry
+from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.plans import Row, make_plan
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -232,3 +234,26 @@ def test_llama_cpp_keeps_its_tile_configuration(bench: Any, tmp_path: Path) -> N
         assert path.read_text().splitlines()[1].strip() == (
             'asm volatile("" : : "m"(tc)); _tile_loadconfig(&tc);'
         )
+
+
+def test_experts_that_a_step_uses_are_counted(bench: Any, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000,
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "torch_dtype": "float32", "num_experts": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0],
+    }  # fmt: skip
+    source = random_weights(load_registry().model_for(config).load()(config))
+    tensors = {name: source.part(name).dequantize() for name in source.names()}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    used, cases = bench("cpu_peers.experts_used"), bench("cpu_peers.cases")
+    found = used.experts_used(tmp_path, cases.make_cases([64], [1, 4], [40]), "numpy")
+    title, *lines = found.splitlines()
+    assert title == "experts used a step, of 32: counted in layer 1 (uniform)"
+    counts = [int(line.split(": ")[1].split(" ")[0]) for line in lines]
+    assert counts[1] == 4
+    assert 4 < counts[2] <= 16
+    assert 24 <= counts[0] <= 32
+    assert used.uniform(128, 8, 8) == pytest.approx(51.6, abs=0.1)
