@@ -68,7 +68,10 @@ def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_registry_finds_it_and_its_model_runs_on_every_backend(installed: str) -> None:
     found = json.loads(run("-c", SCRIPT, PYTHONPATH=installed).splitlines()[-1])
     assert found["version"] == "0.1.0"
-    assert found["provides"] == ["model phi", "model flex-olmo", "model mamba2"]
+    assert found["provides"] == [
+        "model phi", "model flex-olmo", "model mamba2", "model distilbert",
+        "model distilbert-classifier",
+    ]  # fmt: skip
     expected = found["ids"]["numpy"]
     assert [len(output) for output in expected] == [16, 16]
     assert all(ids == expected for ids in found["ids"].values()), found["ids"]
@@ -81,7 +84,11 @@ def test_its_own_tests_pass(root: Path, installed: str) -> None:
 
 @pytest.mark.parametrize(
     ("heading", "name"),
-    [("An MoE decoder in one file", "flex_olmo.py"), ("Recurrent layers in one file", "mamba2.py")],
+    [
+        ("An MoE decoder in one file", "flex_olmo.py"),
+        ("Recurrent layers in one file", "mamba2.py"),
+        ("A model that answers with vectors in one file", "distilbert.py"),
+    ],
 )
 def test_the_tutorial_shows_the_file_that_is_tested(root: Path, heading: str, name: str) -> None:
     page = (root / "docs" / "plugins.md").read_text()
