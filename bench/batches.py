@@ -1,9 +1,11 @@
 """Tokens a second of `vllmx run-batch` beside those of `LLM.generate`, on the same prompts.
 
-    python bench/batches.py [--model demo] [--requests 1024] [--tokens 64] [--rounds 3] [--json]
+    python bench/batches.py [--model demo] [--rows 32] [--requests 512] [--tokens 64] [--rounds 3]
+        [--json]
 
-A batch is run with all of the requests and with an eighth of them, in turn with `generate`; what
-the greater one takes longer is the time of the rest of its requests, without start and end.
+At most `--rows` run together. A batch is run with all of the requests and with an eighth of them,
+in turn with `generate`; what the greater one takes longer is the time of the rest of its requests,
+without start and end. So an eighth must be more than the rows.
 """
 
 from __future__ import annotations
@@ -63,15 +65,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    config = EngineConfig(model=options.model)
+    engine = {"model": options.model, "max_num_seqs": options.rows}
+    config = EngineConfig(**engine)
     count, tokens = options.requests, options.tokens
     found: dict[str, list[float]] = {"generate": [], "batch": []}
-    with LLM(options.model) as llm:
+    with LLM(**engine) as llm:
         generate_s(llm, prompts(count // _SMALL, -1), tokens)
         for number in range(options.rounds):
             texts = prompts(count, number)
