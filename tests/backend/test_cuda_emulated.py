@@ -49,12 +49,6 @@ SKIPPED = {name for name in CASES if name.startswith(("route: ", "experts: "))} 
 
 
 class TestCudaEmulated(BackendSuite):
-    missing_ops = (
-        "segment_attention", "pool",
-        "embedding: positions, from the third row on", "embedding: token types",
-        "embedding: token types of which there is one",
-        "activation: tanh, width 16", "activation: tanh, width 33",
-    )  # fmt: skip
     kv_dtypes = ("f32", "int8", "fp8")  # as the model, or codes
     latent_context = 135  # each token of a prompt is an item of its own
     exact_batches = False  # cuBLASLt chooses its order of sums by the size of the product

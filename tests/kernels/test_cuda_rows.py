@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import numpy as np
 import pytest
 from vllmx_core import reference
-from vllmx_core.model import Activation
-from vllmx_core.ops.gate import GateKind, gate
+from vllmx_core.ops.gate import GateKind, gate, opening
 from vllmx_core.ops.scale_by import scale_by
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.kernel_specs.linear import SPLIT_BLOCKS, row_tiles, splits
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
+from vllmx_cuda.kernel_specs.rows import GATED as GATED_KINDS
 from vllmx_cuda.testing.emulator import Emulator, empty
 
 from .cuda_arrays import Array, assert_near, inout, normal, on_device, options, wide
@@ -26,24 +25,25 @@ WIDTHS = [
 ]  # fmt: skip
 ACTIVATED = [
     *(("silu", *case) for case in WIDTHS),
-    *((kind, *case) for kind in get_args(Activation) if kind != "silu"
+    *((kind, *case) for kind in ACTIVATIONS if kind != "silu"
       for case in (("bf16", 2056), ("f16", 33), ("f32", 130))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "dtype", "width"), ACTIVATED)
-def test_activations(emulator: Emulator, kind: Activation, dtype: str, width: int) -> None:
+def test_activations(emulator: Emulator, kind: GateKind, dtype: str, width: int) -> None:
     rng, rows = np.random.default_rng(width), 1 if width > 1000 else 3
     x = normal(rng, (rows, 2 * width), dtype, 4.0)
     y = empty((rows, width), x.dtype)
     chosen = options(dtype, VX_VEC=vector_width(width), VX_ACT=ACTIVATIONS[kind])
     sizes = {"rows": rows, "width": width}
-    emulator.launch(KERNELS["gated_act"].variant(**chosen), sizes, [x, y, width])
-    assert_near(y, reference.gated_act(wide(x), kind), dtype)
+    if kind in GATED_KINDS:
+        emulator.launch(KERNELS["gated_act"].variant(**chosen), sizes, [x, y, width])
+        assert_near(y, reference.gated_act(wide(x), kind), dtype)
 
     one = on_device(x[:, :width], x.dtype)
     emulator.launch(KERNELS["activation"].variant(**chosen), sizes, [one, y, width])
-    assert_near(y, reference.activation(wide(one), kind), dtype)
+    assert_near(y, opening(wide(one), kind), dtype)
 
 
 # (type, features, features that share a factor)
@@ -106,6 +106,21 @@ def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
     variant = KERNELS["gather_rows"].variant(**options(dtype, VX_VEC=vector_width(width)))
     emulator.launch(variant, {"rows": len(ids), "width": width}, [ids, table, y, width])
     np.testing.assert_array_equal(y, table[ids])
+
+
+@pytest.mark.parametrize(("dtype", "width"), WIDTHS)
+def test_means(emulator: Emulator, dtype: str, width: int) -> None:
+    """Of one row, of fewer and of more than are read at once, of rows that two texts share."""
+    ends = [(2, 2)] if width > 1000 else [(0, 0), (1, 6), (2, 4)]
+    rng = np.random.default_rng(width)
+    x = normal(rng, (7, width), dtype)
+    first, last = (on_device(side, np.int32) for side in zip(*ends, strict=True))
+    y = empty((len(ends), width), x.dtype)
+    variant = KERNELS["pool_mean"].variant(**options(dtype, VX_VEC=vector_width(width)))
+    shape = {"rows": len(ends), "width": width}
+    emulator.launch(variant, shape, [x, first, last, y, width])
+    want = [wide(x[begin : end + 1]).mean(axis=0) for begin, end in ends]
+    assert_near(y, np.stack(want), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from vllmx_core.plan import StepPlan
 from vllmx_core.testing.plans import Row, make_plan
-from vllmx_cuda.program.work import MIN_SPLIT, Visibility, item_capacity, plan_items, plan_tiles
+from vllmx_cuda.program.work import (
+    MIN_SPLIT,
+    TileKind,
+    Visibility,
+    item_capacity,
+    plan_items,
+    plan_tiles,
+)
 
 PAGE = 16
 
@@ -92,7 +99,7 @@ def test_tiles_and_items_share_the_tokens(seed: int, tile_tokens: int) -> None:
     random = np.random.default_rng(seed)
     rows = [Row([1] * length, 5, [0] * 20, "none") for length in random.choice([1, 2, 37, 64], 7)]
     plan = make_plan(rows, PAGE)
-    tiles, seen = plan_tiles(plan, tile_tokens), []
+    tiles, seen = plan_tiles(plan, TileKind(tile_tokens)), []
     assert tiles.shape[1] == 4
     assert (np.diff(tiles[:, 3]) <= 0).all(), "long contexts first"
     for row, first, count, position in tiles.tolist():

@@ -29,6 +29,7 @@ from vllmx_cuda.program.program import Program
 from vllmx_cuda.program.sampler import DeviceSampler
 from vllmx_cuda.program.staging import Staging
 from vllmx_cuda.program.state_ops import allocate_states
+from vllmx_cuda.program.vectors import DeviceVectors
 
 logger = logging.getLogger("vllmx.cuda")
 NAME = "cuda"
@@ -134,17 +135,22 @@ def _load(
         plan.layout.in_place, plan.layout.scratch(device), products, plan.max_rows["T"], wgmma,
     )  # fmt: skip
     last_ids = device.zeros(4 * plan.max_rows["L"])
-    sampler = DeviceSampler(device, model.shape.vocab_size, plan.max_rows["L"], last_ids)
+    result, most = lowering.place(plan.steps.logits), plan.max_rows["L"]
+    ending: DeviceSampler | DeviceVectors
+    if plan.steps.samples:
+        ending = DeviceSampler(device, model.shape.vocab_size, most, last_ids)
+    else:
+        ending = DeviceVectors(device, result, most, plan.steps.logits.width, dtype)
     program = Program(
         device, plan, lowering.lower(plan.steps), lowering.variant("begin_step", VX_VEC=1),
-        lowering.place(plan.steps.logits), last_ids,
+        result, last_ids,
         Staging(
             device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks,
             len(plan.kv.layout.groups),
         ),
-        sampler, Graphs(device, enabled=not options.enforce_eager),
+        ending, Graphs(device, enabled=not options.enforce_eager),
     )  # fmt: skip
-    device.prepare([*lowering.variants, *sampler.variants], progress=options.progress)
+    device.prepare([*lowering.variants, *ending.variants], progress=options.progress)
     info = _info(plan, device, weights_s)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
     return CudaLoadedModel(info, program), lowering.take_tunables(plan.max_rows)

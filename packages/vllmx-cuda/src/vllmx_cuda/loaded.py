@@ -12,6 +12,7 @@ from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_cuda.device.device import Event
 from vllmx_cuda.program.program import PlacedStep, Program
 from vllmx_cuda.program.sampler import Sampled
+from vllmx_cuda.program.vectors import Vectors
 
 
 class CudaLoadedModel:
@@ -21,7 +22,7 @@ class CudaLoadedModel:
         self._info = info
         self._device = program.device
         self._program: Program | None = program
-        self._in_flight: InFlight[CudaStep] = InFlight(info)
+        self._in_flight: InFlight[CudaStep] = InFlight(info, samples=program.plan.steps.samples)
 
     @property
     def info(self) -> LoadedInfo:
@@ -109,12 +110,16 @@ class CudaStep:
     """
 
     def __init__(
-        self, owner: CudaLoadedModel, begin: Event, end: Event, sampled: Sampled | None = None
+        self,
+        owner: CudaLoadedModel,
+        begin: Event,
+        end: Event,
+        sampled: Sampled | Vectors | None = None,
     ) -> None:
         self._owner, self._spans, self._sampled = owner, [(begin, end)], sampled
         self.placed: PlacedStep | None = None
 
-    def finish_sampling(self, sampled: Sampled, begin: Event, end: Event) -> None:
+    def finish_sampling(self, sampled: Sampled | Vectors, begin: Event, end: Event) -> None:
         """The sampler was enqueued, between these events."""
         self._sampled = sampled
         self._spans.append((begin, end))

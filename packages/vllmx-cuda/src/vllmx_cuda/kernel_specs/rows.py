@@ -13,12 +13,15 @@ from vllmx_cuda.kernel_specs.types import (
     ceil_div,
 )
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+GATES = {
+    "silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "identity": 5, "tanh": 6,
+    "relu2": 7,
+}  # fmt: skip
 """Values of VX_ACT."""
-GATES = {**ACTIVATIONS, "sigmoid": 4, "identity": 5, "tanh": 6, "relu2": 7}
-"""Values of VX_ACT in gate.cu."""
+GATED = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = {kind: GATES[kind] for kind in (*GATED, "tanh", "relu2")}
+"""Those that stand alone; gated layers have `GATED`."""
 _THREADS = 256
-_ACT_OPTIONS = {**ROW_OPTIONS, "VX_ACT": tuple(ACTIVATIONS.values())}
 
 
 def by_rows(sizes: Sizes, options: Options) -> Launch:
@@ -42,7 +45,7 @@ def _begin(sizes: Sizes, options: Options) -> Launch:
 GATED_ACT = Kernel(
     entry="gated_act",
     source="gated_act.cu",
-    options=_ACT_OPTIONS,
+    options={**ROW_OPTIONS, "VX_ACT": tuple(GATES[kind] for kind in GATED)},
     arguments=arguments("in elem* gate_up, out elem* y, i32 width"),
     sizes=("rows", "width"),
     rule=by_rows,
@@ -50,7 +53,7 @@ GATED_ACT = Kernel(
 ACTIVATION = Kernel(
     entry="activation",
     source="gated_act.cu",
-    options=_ACT_OPTIONS,
+    options={**ROW_OPTIONS, "VX_ACT": tuple(ACTIVATIONS.values())},
     arguments=arguments("in elem* x, out elem* y, i32 width"),
     sizes=("rows", "width"),
     rule=by_rows,
@@ -103,6 +106,14 @@ GATHER_ROWS = Kernel(
     sizes=("rows", "width"),
     rule=by_rows,
 )
+POOL_MEAN = Kernel(
+    entry="pool_mean",
+    source="pool.cu",
+    options=ROW_OPTIONS,
+    arguments=arguments("in elem* x, in i32* first, in i32* last, out elem* y, i32 width"),
+    sizes=("rows", "width"),
+    rule=by_rows,
+)
 GATHER_COLUMNS = Kernel(
     entry="gather_columns",
     source="gather.cu",
@@ -124,6 +135,6 @@ BEGIN_STEP = Kernel(
 )
 
 KERNELS = (
-    GATED_ACT, ACTIVATION, ADD, SCALE, SCALE_BY, GATE, SOFTCAP, GATHER_ROWS, GATHER_COLUMNS,
-    BEGIN_STEP,
+    GATED_ACT, ACTIVATION, ADD, SCALE, SCALE_BY, GATE, SOFTCAP, GATHER_ROWS, POOL_MEAN,
+    GATHER_COLUMNS, BEGIN_STEP,
 )  # fmt: skip

@@ -7,25 +7,6 @@
 #include "activation.h"
 #include "vx.h"
 
-#define VX_SIGMOID 4
-#define VX_IDENTITY 5
-#define VX_TANH 6
-#define VX_RELU2 7
-
-VX_DEV float opened(float g) {
-#if VX_ACT == VX_SIGMOID
-  return 1.f / (1.f + expf(-g));
-#elif VX_ACT == VX_IDENTITY
-  return g;
-#elif VX_ACT == VX_TANH
-  return tanhf(g);
-#elif VX_ACT == VX_RELU2
-  return fmaxf(g, 0.f) * fmaxf(g, 0.f);
-#else
-  return activated(g);
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(256)
 gate(const elem* __restrict__ x, const elem* __restrict__ g, elem* __restrict__ y, int width, int span) {
   int i = (blockIdx.y * 256 + threadIdx.x) * VX_VEC;
@@ -41,7 +22,7 @@ gate(const elem* __restrict__ x, const elem* __restrict__ g, elem* __restrict__ 
     for (int j = 0; j < VX_VEC; j++) open[j] = shared;
   }
 #pragma unroll
-  for (int j = 0; j < VX_VEC; j++) v[j] *= opened(open[j]);
+  for (int j = 0; j < VX_VEC; j++) v[j] *= activated(open[j]);
   store(y + (size_t)blockIdx.x * width + i, v);
 }
 VX_EXPORT(gate)

@@ -1,32 +1,105 @@
-"""Attention as launches: the store of keys and values, decoding by items, prompts by tiles."""
+"""Attention as launches: the store of keys and values, decoding by items, prompts by tiles.
+
+Without pages (`segment_attention`) the same kernels run over the step's own keys and values: each
+token is a page of one, and the block table of a row is the numbers of its tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllmx_core.ops.attention import Attention
+from vllmx_core.ops.attention import Attention, AttentionSpec
+from vllmx_core.ops.segment_attention import SegmentAttention
 
+from vllmx_cuda.device.device import Memory
+from vllmx_cuda.kernel_specs import KERNELS
 from vllmx_cuda.kernel_specs.attention import (
+    KV_ELEM,
     decode_group,
     decode_vector,
     group_tile,
     store_vector,
 )
-from vllmx_cuda.program.layout import decodes_on_tensor_cores, visibility
+from vllmx_cuda.program.kv_cache import LayerPages
+from vllmx_cuda.program.layout import decodes_on_tensor_cores
 from vllmx_cuda.program.prefill import PrefillKernel, prefill_kernel
 from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.step_arrays import SEGMENTS
+from vllmx_cuda.program.work import TileKind, Visibility
 
 if TYPE_CHECKING:
     from vllmx_cuda.program.lower import Enqueue, Lowering
 
+HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
+"""Heads that attention was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """How a layer finds keys and values in one step."""
+
+    slots: Memory
+    """Where each token's go."""
+    table: Memory
+    stride: int
+    positions: Memory
+    """By which a window is cut."""
+    context_len: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer as the kernels see it."""
+
+    op: Attention | SegmentAttention
+    spec: AttentionSpec
+    pages: LayerPages
+    kv: int
+    """Value of VX_KV."""
+    page_shift: int
+    rows: Callable[[StepMemory], KeyRows]
+    segments: bool
+
+    @property
+    def visibility(self) -> Visibility:
+        return Visibility(self.spec.window, self.spec.causal, self.segments)
+
+
+def can_attend(op: Attention | SegmentAttention) -> bool:
+    return op.spec.head_size in HEAD_SIZES and not op.spec.rope_axes
+
 
 def attention(op: Attention, to: Lowering) -> Enqueue:
+    pages = to.pages[op.spec.layer]
+
+    def rows(step: StepMemory) -> KeyRows:
+        table = step.block_tables[pages.group]
+        slots = step.slots[pages.group]
+        return KeyRows(slots, table, step.table_stride, step.positions, step.context_len)
+
+    layer = Layer(op, op.spec, pages, to.kv, to.page_shift, rows, segments=False)
+    return _launches(layer, to)
+
+
+def segment_attention(op: SegmentAttention, to: Lowering) -> Enqueue:
+    pages = LayerPages(to.scratch.keys, to.scratch.values)
+
+    def rows(step: StepMemory) -> KeyRows:
+        numbers, places, lengths = (step.arrays[array] for array in SEGMENTS)
+        return KeyRows(numbers, numbers, 1, places, lengths)
+
+    return _launches(Layer(op, op.spec.attention, pages, KV_ELEM, 0, rows, segments=True), to)
+
+
+def _launches(layer: Layer, to: Lowering) -> Enqueue:
     """Items first: where tokens have none, their combination writes zeros, and tiles then the
     answers."""
-    store, decode = _store(op, to), _decode(op, to)
-    spec = op.spec
-    kernel = prefill_kernel(spec, to.dtype, to.kv, to.device.info.arch, wgmma=to.wgmma)
-    prefill = _prefill(op, to, kernel) if kernel else None
+    store, decode = _store(layer, to), _decode(layer, to)
+    arch = to.device.info.arch
+    kernel = prefill_kernel(layer.spec, to.dtype, layer.kv, arch, wgmma=to.wgmma)
+    prefill = _prefill(layer, to, kernel) if kernel else None
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         store(sizes, step)
@@ -38,28 +111,23 @@ def attention(op: Attention, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _store(op: Attention, to: Lowering) -> Enqueue:
-    spec = op.spec
-    qkv, pages = to.place(op.qkv), to.pages[spec.layer]
-    rope, q_norm, k_norm = map(to.vector, (op.rope, op.q_norm, op.k_norm))
+def _store(layer: Layer, to: Lowering) -> Enqueue:
+    spec, op, pages = layer.spec, layer.op, layer.pages
+    q_norm, k_norm = (op.q_norm, op.k_norm) if isinstance(op, Attention) else (None, None)
+    qkv, vectors = to.place(op.qkv), tuple(map(to.vector, (q_norm, k_norm, op.rope)))
     kernel = to.variant(
-        "kv_store", VX_HEAD=spec.head_size, VX_KV=to.kv, VX_VEC=store_vector(spec.head_size)
+        "kv_store", VX_HEAD=spec.head_size, VX_KV=layer.kv, VX_VEC=store_vector(spec.head_size)
     )
     heads = {"heads": spec.num_heads, "kv_heads": 0 if spec.shared else spec.num_kv_heads}
     values = (
-        *heads.values(),
-        spec.rotary_dim,
-        int(spec.interleaved),
-        to.page_shift,
-        spec.norm_eps,
-    )
+        *heads.values(), spec.rotary_dim, int(spec.interleaved), layer.page_shift, spec.norm_eps,
+    )  # fmt: skip
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         to.device.launch(
             kernel, {"tokens": sizes.tokens, **heads},
             (
-                qkv, step.positions, step.slots[pages.group], q_norm, k_norm, rope,
-                to.scratch.queries,
+                qkv, step.positions, layer.rows(step).slots, *vectors, to.scratch.queries,
                 pages.k, pages.v, pages.k_scales, pages.v_scales, *values,
             ),
         )  # fmt: skip
@@ -67,35 +135,33 @@ def _store(op: Attention, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _decode(op: Attention, to: Lowering) -> Enqueue:
-    spec = op.spec
-    y, pages, scratch = to.place(op.out), to.pages[spec.layer], to.scratch
-    sinks, seen = to.vector(op.sinks), visibility(spec)
+def _decode(layer: Layer, to: Lowering) -> Enqueue:
+    spec, pages, scratch, seen = layer.spec, layer.pages, to.scratch, layer.visibility
+    y, sinks = to.place(layer.op.out), _sinks(layer, to)
     options = {
         "VX_HEAD": spec.head_size,
-        "VX_KV": to.kv,
+        "VX_KV": layer.kv,
         "VX_VEC": decode_vector(spec.head_size),
         "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads),
     }
     combine = to.variant("paged_combine", **options)
     if decodes_on_tensor_cores(spec, to.dtype, to.device.info.arch):
         group = decode_group(spec.num_heads // spec.num_kv_heads, spec.head_size)
-        decode = to.variant("paged_decode_mma", VX_HEAD=spec.head_size, VX_KV=to.kv, VX_GROUP=group)
+        options = {"VX_HEAD": spec.head_size, "VX_KV": layer.kv, "VX_GROUP": group}
+        decode = to.variant("paged_decode_mma", **options)
     else:
         decode = to.variant("paged_decode", **options)
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
-    window, softcap = spec.window or 0, spec.softcap or 0.0
+    values = layer.page_shift, spec.window or 0, spec.scale, spec.softcap or 0.0
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        items, first_item = step.items[seen], step.first_item[seen]
+        items, first_item, rows = step.items[seen], step.first_item[seen], layer.rows(step)
         to.device.launch(
             decode, {"items": sizes.items, **heads},
             (
                 scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, items,
-                first_item, step.positions, step.block_tables[pages.group], sinks, y,
-                scratch.partial,
-                scratch.weights, *heads.values(), step.table_stride, to.page_shift,
-                window, spec.scale, softcap,
+                first_item, rows.positions, rows.table, sinks, y, scratch.partial,
+                scratch.weights, *heads.values(), rows.stride, *values,
             ),
         )  # fmt: skip
         to.device.launch(
@@ -107,25 +173,27 @@ def _decode(op: Attention, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _prefill(op: Attention, to: Lowering, chosen: PrefillKernel) -> Enqueue:
-    spec = op.spec
-    y, pages = to.place(op.out), to.pages[spec.layer]
-    sinks, kernel = (
-        to.vector(op.sinks),
-        to.variant(chosen.entry, **chosen.options),
-    )
+def _prefill(layer: Layer, to: Lowering, chosen: PrefillKernel) -> Enqueue:
+    spec, pages = layer.spec, layer.pages
+    y, sinks = to.place(layer.op.out), _sinks(layer, to)
+    kernel = to.variant(chosen.entry, **chosen.options)
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
     values = (spec.window or 0, int(spec.causal), spec.scale, spec.softcap or 0.0)
+    kind = TileKind(chosen.tile_tokens, layer.segments)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        tiles = step.tiles[chosen.tile_tokens]
+        tiles, rows = step.tiles[kind], layer.rows(step)
         to.device.launch(
             kernel, {"tiles": tiles.num_bytes // 16, **heads},
             (
                 to.scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, tiles,
-                step.context_len, step.block_tables[pages.group], sinks, y, *heads.values(),
-                step.table_stride, to.page_shift, *values,
+                rows.context_len, rows.table, sinks, y, *heads.values(), rows.stride,
+                layer.page_shift, *values,
             ),
         )  # fmt: skip
 
     return enqueue
+
+
+def _sinks(layer: Layer, to: Lowering) -> Memory | None:
+    return to.vector(layer.op.sinks) if isinstance(layer.op, Attention) else None

@@ -12,20 +12,19 @@ from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.op import Op, OpList, last_reads
+from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows, Value
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.kernel_specs.attention import (
-    decodes_by_mma,
-    mma_group,
-)
+from vllmx_cuda.kernel_specs.attention import KV_ELEM, decodes_by_mma, mma_group
 from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
 from vllmx_cuda.program.expert_ops import Spaces
 from vllmx_cuda.program.prefill import prefill_kernel
-from vllmx_cuda.program.work import Visibility, WorkKinds, item_capacity
+from vllmx_cuda.program.step_arrays import arrays_of
+from vllmx_cuda.program.work import TileKind, Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
 
@@ -39,6 +38,8 @@ class Scratch:
     weights: Memory  # (N, H, 2) float32
     rows: Memory  # (L, E)
     found: Memory  # (T, H, C), of latents
+    keys: Memory  # (T, K, D), of segments, as is `values`
+    values: Memory
     experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
 
 
@@ -54,6 +55,7 @@ class StepLayout:
     weights: int
     rows: int
     found: int
+    keys: int
     experts: int
     products: ScratchBytes
 
@@ -63,7 +65,8 @@ class StepLayout:
 
     @property
     def _scratch(self) -> tuple[int, ...]:
-        return self.queries, self.partial, self.weights, self.rows, self.found, self.experts
+        kept = self.keys, self.keys
+        return self.queries, self.partial, self.weights, self.rows, self.found, *kept, self.experts
 
     def scratch(self, device: Device) -> Scratch:
         return Scratch(*map(device.empty, self._scratch))
@@ -85,8 +88,7 @@ def lay_out(
     in_place = _in_place(ops)
 
     def value_bytes(value: Value) -> int:
-        narrow = value.rows == "T" and value.dtype == "model"
-        return value.width * max_rows[value.rows] * (item if narrow else 4)
+        return value.width * max_rows[value.rows] * (item if value.dtype == "model" else 4)
 
     specs, latents = attention_specs(ops), latent_specs(ops)
     items = max_items(ops, max_rows["T"], num_processors)
@@ -95,6 +97,7 @@ def lay_out(
     rows = max((spec.num_heads * spec.row_size for spec in latents), default=0)
     head_counts = [*(spec.num_heads for spec in specs), *(spec.num_heads for spec in latents)]
     heads = max(head_counts, default=0)
+    kept = (op.spec for op in ops if isinstance(op, SegmentAttention))
     head_inputs = [op.x.width for op in ops if isinstance(op, Head)]
     return StepLayout(
         plan_arena(ops, value_bytes, [steps.logits], alignment=ALIGNMENT, in_place=in_place),
@@ -104,6 +107,7 @@ def lay_out(
         weights=items * heads * 2 * 4,
         rows=max_rows["L"] * max(head_inputs, default=0) * item,
         found=max_rows["T"] * found * item,
+        keys=max_rows["T"] * max((s.num_kv_heads * s.head_size for s in kept), default=0) * item,
         experts=max(
             (Spaces.of(op, max_rows["T"], item).num_bytes for op in ops if isinstance(op, Experts)),
             default=0,
@@ -123,15 +127,34 @@ def _in_place(ops: Sequence[Op]) -> dict[Value, Value]:
 
 
 def attention_specs(ops: Sequence[Op]) -> list[AttentionSpec]:
-    return [op.spec for op in ops if isinstance(op, Attention)]
+    """With and without pages."""
+    return [seen.spec for seen in _attention(ops)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What attention's work is planned by."""
+
+    spec: AttentionSpec
+    segments: bool
+
+    @property
+    def visibility(self) -> Visibility:
+        return Visibility(self.spec.window, self.spec.causal, self.segments)
+
+
+def _attention(ops: Sequence[Op]) -> list[_Seen]:
+    found = []
+    for op in ops:
+        if isinstance(op, Attention):
+            found.append(_Seen(op.spec, segments=False))
+        elif isinstance(op, SegmentAttention):
+            found.append(_Seen(op.spec.attention, segments=True))
+    return found
 
 
 def latent_specs(ops: Sequence[Op]) -> list[LatentSpec]:
     return [op.spec for op in ops if isinstance(op, LatentAttention)]
-
-
-def visibility(spec: AttentionSpec) -> Visibility:
-    return Visibility(spec.window, spec.causal)
 
 
 def work_kinds(
@@ -139,12 +162,17 @@ def work_kinds(
 ) -> WorkKinds:
     """What a step's attention work must be planned for. Tensor cores take the prompts where they
     can take those of every layer. For `kv` and `wgmma` see `prefill_kernel`."""
-    specs, latents = attention_specs(ops), [latent_ops.VISIBILITY for _ in latent_specs(ops)]
-    found = [prefill_kernel(spec, dtype, kv, arch, wgmma=wgmma) for spec in specs]
-    sizes = dict.fromkeys(kernel.tile_tokens for kernel in found if kernel)
-    by_tiles = all(found) and not latents
-    seen = tuple(dict.fromkeys([*map(visibility, specs), *latents]))
-    return WorkKinds(seen, tuple(sizes) if by_tiles else ())
+    layers, latents = _attention(ops), [latent_ops.VISIBILITY for _ in latent_specs(ops)]
+    tiles: dict[TileKind, None] = {}
+    by_tiles = not latents
+    for one in layers:
+        pages = KV_ELEM if one.segments else kv
+        kernel = prefill_kernel(one.spec, dtype, pages, arch, wgmma=wgmma)
+        by_tiles = by_tiles and kernel is not None
+        if kernel:
+            tiles[TileKind(kernel.tile_tokens, one.segments)] = None
+    seen = tuple(dict.fromkeys([*(one.visibility for one in layers), *latents]))
+    return WorkKinds(seen, tuple(tiles) if by_tiles else (), arrays_of(ops))
 
 
 def decodes_on_tensor_cores(spec: AttentionSpec, dtype: str, arch: str) -> bool:

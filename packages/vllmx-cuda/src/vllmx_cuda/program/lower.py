@@ -23,12 +23,14 @@ from vllmx_core.ops.head_norm import HeadNorm
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
-from vllmx_core.ops.op import OpList
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Rows, Value, WeightRef
 from vllmx_core.passes.uses import read_at_once
@@ -43,18 +45,18 @@ from vllmx_cuda.loading.tuning import Tunable
 from vllmx_cuda.loading.weights import Weight
 from vllmx_cuda.matrices.form import ProductScratch, Target
 from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
-from vllmx_cuda.program.attention_ops import attention
+from vllmx_cuda.program.attention_ops import attention, can_attend, segment_attention
 from vllmx_cuda.program.expert_ops import can_multiply, can_route, experts, route
 from vllmx_cuda.program.kv_cache import LayerPages
-from vllmx_cuda.program.latent_ops import can_attend, latent_attention
+from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
+from vllmx_cuda.program.latent_ops import latent_attention
 from vllmx_cuda.program.layout import Scratch
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
+from vllmx_cuda.program.step_arrays import FirstTokens, table_rows
 
 Enqueue = Callable[[StepSizes, StepMemory], None]
-HEAD_SIZES = KERNELS["paged_decode"].options["VX_HEAD"]
-"""Heads that attention was written for."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Lowering:
         for norm, following in read_at_once(steps):
             if isinstance(norm, RmsNorm | AddRmsNorm) and isinstance(following, Linear):
                 self.fed[norm.out] = self.product(following)
-        launches = [OPS(op, self) for op in steps.ops]
+        launches = [_where_rows(op, OPS(op, self)) for op in steps.ops]
         self.fed.clear()  # products know this object: no cycle may keep the device's memory
         return launches
 
@@ -143,13 +145,26 @@ class Lowering:
         """The product of a linear."""
         matrix = self.matrix(op.w)
         product = matrix.product(self, self.place(op.x), self.place(op.out), self.dtype)
-        self.shapes.setdefault(("T", *matrix.shape), ("T", product.enqueue))
+        self.shapes.setdefault((op.x.rows, *matrix.shape), (op.x.rows, product.enqueue))
         return product
 
 
+def _where_rows(op: Op, enqueue: Enqueue) -> Enqueue:
+    """Not at all in a step without logit rows where the results are such rows."""
+    if any(value.rows == "T" for value in op.writes):
+        return enqueue
+
+    def enqueue_some(sizes: StepSizes, step: StepMemory) -> None:
+        if sizes.logit_rows:
+            enqueue(sizes, step)
+
+    return enqueue_some
+
+
 OPS: OpTable[Lowering, Enqueue] = OpTable("cuda")
-OPS.add(Attention, when=lambda op: op.spec.head_size in HEAD_SIZES)(attention)
-OPS.add(LatentAttention, when=can_attend)(latent_attention)
+OPS.add(Attention, when=can_attend)(attention)
+OPS.add(SegmentAttention, when=can_attend)(segment_attention)
+OPS.add(LatentAttention, when=can_attend_to_latents)(latent_attention)
 OPS.add(RmsNorm)(rms_norm)
 OPS.add(AddRmsNorm)(add_rms_norm)
 OPS.add(HeadNorm)(head_norm)
@@ -159,12 +174,13 @@ OPS.add(ShortConv)(short_conv)
 OPS.add(Recurrence, when=can_hold)(recurrence)
 
 
-@OPS.add(Embedding, when=lambda op: op.ids.source == "tokens")
+@OPS.add(Embedding)
 def _embedding(op: Embedding, to: Lowering) -> Enqueue:
     gather = to.matrix(op.w).gather(to, to.place(op.out))
+    rows = None if op.ids.source == "tokens" else table_rows(op)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        gather(step.tokens, sizes.tokens)
+        gather(step.tokens if rows is None else step.arrays[rows], sizes.tokens)
 
     return enqueue
 
@@ -175,9 +191,10 @@ def _linear(op: Linear, to: Lowering) -> Enqueue:
     product = fed or to.product(op)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        ready = product.codes(sizes.tokens) if fed else None
+        count = sizes.of(op.x.rows)
+        ready = product.codes(count) if fed else None
         by_norm = ready is not None and ready.kind in CODES
-        product.enqueue(sizes.tokens, ready if by_norm else None)
+        product.enqueue(count, ready if by_norm else None)
 
     return enqueue
 
@@ -193,8 +210,6 @@ def _head(op: Head, to: Lowering) -> Enqueue:
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         count = sizes.logit_rows
-        if not count:
-            return
         shape = {"rows": count, "width": matrix.cols}
         to.device.launch(gather, shape, (step.logit_rows, x, rows, matrix.cols))
         product.enqueue(count)
@@ -205,27 +220,45 @@ def _head(op: Head, to: Lowering) -> Enqueue:
     return enqueue
 
 
+@OPS.add(Pool)
+def _pool(op: Pool, to: Lowering) -> Enqueue:
+    x, y, width = to.place(op.x), to.place(op.out), op.x.width
+    entry = "pool_mean" if op.kind == "mean" else "gather_rows"
+    kernel = to.variant(entry, VX_VEC=vector_width(width))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        shape, last = {"rows": sizes.logit_rows, "width": width}, step.logit_rows
+        if op.kind == "mean":
+            ends = step.arrays[FirstTokens()], last
+            to.device.launch(kernel, shape, (x, *ends, y, width))
+            return
+        picked = last if op.kind == "last" else step.arrays[FirstTokens()]
+        to.device.launch(kernel, shape, (picked, x, y, width))
+
+    return enqueue
+
+
 @OPS.add(LayerNorm)
 def _layer_norm(op: LayerNorm, to: Lowering) -> Enqueue:
     width, vec = op.x.width, vector_width(op.x.width)
     arguments = (
         to.place(op.x), to.vector(op.w), to.vector(op.bias), to.place(op.out), width, op.eps
     )  # fmt: skip
-    return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), width, arguments)
+    return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), op.out, arguments)
 
 
 @OPS.add(GatedAct)
 def _gated_act(op: GatedAct, to: Lowering) -> Enqueue:
-    width, act = op.out.width, ACTIVATIONS[op.kind]
+    width, act = op.out.width, GATES[op.kind]
     kernel = to.variant("gated_act", VX_VEC=vector_width(width), VX_ACT=act)
-    return _by_rows(to, kernel, width, (to.place(op.gate_up), to.place(op.out), width))
+    return _by_rows(to, kernel, op.out, (to.place(op.gate_up), to.place(op.out), width))
 
 
-@OPS.add(Act, when=lambda op: op.kind in ACTIVATIONS)
+@OPS.add(Act)
 def _activation(op: Act, to: Lowering) -> Enqueue:
     width, act = op.out.width, ACTIVATIONS[op.kind]
     kernel = to.variant("activation", VX_VEC=vector_width(width), VX_ACT=act)
-    return _by_rows(to, kernel, width, (to.place(op.x), to.place(op.out), width))
+    return _by_rows(to, kernel, op.out, (to.place(op.x), to.place(op.out), width))
 
 
 @OPS.add(Add)
@@ -243,7 +276,7 @@ def _scale_by(op: ScaleBy, to: Lowering) -> Enqueue:
     width, span = op.x.width, op.span
     kernel = to.variant("scale_by", VX_VEC=_shared_vector(width, span))
     arguments = (to.place(op.x), to.vector(op.w), to.place(op.out), width, span)
-    return _by_rows(to, kernel, width, arguments)
+    return _by_rows(to, kernel, op.out, arguments)
 
 
 @OPS.add(Gate)
@@ -251,7 +284,7 @@ def _gate(op: Gate, to: Lowering) -> Enqueue:
     width, span = op.x.width, op.span
     kernel = to.variant("gate", VX_VEC=_shared_vector(width, span), VX_ACT=GATES[op.kind])
     arguments = (to.place(op.x), to.place(op.g), to.place(op.out), width, span)
-    return _by_rows(to, kernel, width, arguments)
+    return _by_rows(to, kernel, op.out, arguments)
 
 
 def _shared_vector(width: int, span: int) -> int:
@@ -260,12 +293,13 @@ def _shared_vector(width: int, span: int) -> int:
 
 
 def _by_rows(
-    to: Lowering, kernel: Variant, width: int, arguments: tuple[Memory | int | float | None, ...]
+    to: Lowering, kernel: Variant, out: Value, arguments: tuple[Memory | int | float | None, ...]
 ) -> Enqueue:
-    """A kernel whose grid is the rows of the step."""
+    """A kernel whose grid is the rows of its result."""
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        to.device.launch(kernel, {"rows": sizes.tokens, "width": width}, arguments)
+        shape = {"rows": sizes.of(out.rows), "width": out.width}
+        to.device.launch(kernel, shape, arguments)
 
     return enqueue
 
@@ -278,7 +312,7 @@ def _flat(
     kernel = to.variant(entry, VX_VEC=vector_width(width))
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        count = sizes.tokens * width
+        count = sizes.of(out.rows) * width
         to.device.launch(kernel, {"count": count}, (*inputs, y, count, *values))
 
     return enqueue

@@ -35,13 +35,14 @@ def rms_norm(op: RmsNorm, to: Lowering) -> Enqueue:
     coded = _coded("rms_norm_codes", op.out, to)
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
-        shape, norm = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
+        count = sizes.of(op.x.rows)
+        shape, norm = {"rows": count, "width": width}, coded(count)
         if norm is None:
             to.device.launch(kernel, shape, (source, weight, y, width, eps))
             return
         out = to.products.codes, to.products.scales
         codes = norm.codes
-        arguments = (source, weight, *out, width, eps, codes.scale, codes.pitch(sizes.tokens))
+        arguments = (source, weight, *out, width, eps, codes.scale, codes.pitch(count))
         to.device.launch(norm.kernel, shape, arguments)
 
     return enqueue
@@ -76,14 +77,15 @@ def add_rms_norm(op: AddRmsNorm, to: Lowering) -> Enqueue:
     copies = op.total not in to.in_place
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        count = sizes.of(op.x.rows)
         if copies:
-            to.device.copy(after, before.at(0, sizes.tokens * to.item_bytes(width)))
-        shape, norm = {"rows": sizes.tokens, "width": width}, coded(sizes.tokens)
+            to.device.copy(after, before.at(0, count * to.item_bytes(width)))
+        shape, norm = {"rows": count, "width": width}, coded(count)
         if norm is None:
             to.device.launch(kernel, shape, (source, after, weight, y, width, eps))
             return
         written = to.products.codes, to.products.scales
-        fixed, pitch = norm.codes.scale, norm.codes.pitch(sizes.tokens)
+        fixed, pitch = norm.codes.scale, norm.codes.pitch(count)
         arguments = (source, after, weight, *written, width, eps, fixed, pitch)
         to.device.launch(norm.kernel, shape, arguments)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
-from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.kv_capacity import CachePlan, layout_of
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
@@ -52,7 +51,8 @@ class LoadPlan:
     max_blocks: int
     """Blocks of one sequence."""
     buckets: tuple[int, ...]
-    """Batch sizes of decode steps that are captured, or padded to when capture is off."""
+    """Batch sizes of decode steps that are captured, or padded to when capture is off; none where
+    nothing is sampled."""
     work: WorkKinds
     layout: StepLayout
     staging_bytes: int
@@ -73,11 +73,6 @@ def plan_load(
     of the device that is free, and WeightFormatError when `source` has not what the model asks
     for."""
     recording = prepare(model, options.max_model_len, "cuda", OPS.supports)
-    if not recording.steps.samples:
-        raise UnsupportedModelError(
-            f"model {recording.model} gives {recording.steps.output}, which backend 'cuda' does not"
-            " make: choose --backend cpu or torch"
-        )
     steps, specs, constants = recording.steps, recording.specs, recording.constants
     free, processors = device.free_bytes(), device.info.num_processors
     max_rows = step_limits(options, model.shape.vocab_size, multiple=ROW_MULTIPLE)
@@ -92,20 +87,21 @@ def plan_load(
         where=f" on {device.info.name} of {format_bytes(device.info.memory_bytes)}",
         remedy="choose a smaller model, a 16-bit --dtype, or end what else runs on the GPU",
     )
-    buckets = bucket_sizes(options.num_seqs)
+    buckets = bucket_sizes(options.num_seqs) if steps.samples else ()
     kv_kind = CODES.get(kv_dtype, KV_ELEM)
     work = work_kinds(steps.ops, dtype, kv_kind, device.info.arch, wgmma=wgmma)
     layout = lay_out(steps, max_rows, dtype, processors, weights.scratch)
-    items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tile_tokens)
+    items, tiles = max_items(steps.ops, tokens, processors), (tokens,) * len(work.tiles)
     groups = len(layout_of(model.shape, options).groups)
     has_states = bool(model.shape.states)
     largest = StepSizes(tokens, max_rows["L"], tokens, items, tiles, groups, has_states)
-    staging_bytes = Layout.of(largest, len(work.visibilities)).num_bytes
+    staging_bytes = Layout.of(largest, work).num_bytes
     max_blocks = -(-options.max_model_len // max(1, options.block_size))
     graphs = 0 if options.enforce_eager else GRAPH_BYTES * len(buckets)
     used = weights.num_bytes + layout.num_bytes + staging_bytes + graphs
     used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
-    used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
+    if steps.samples:
+        used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
     kv = plan_kv(model.shape, options, kv_dtype, free, used)
     logger.info(
         "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"

@@ -21,6 +21,7 @@ from vllmx_cuda.program.parameters import is_plain
 from vllmx_cuda.program.planning import LoadPlan
 from vllmx_cuda.program.sampler import DeviceSampler, Sampled
 from vllmx_cuda.program.staging import Layout, Staging, StepMemory, StepSizes
+from vllmx_cuda.program.vectors import DeviceVectors, Vectors
 from vllmx_cuda.program.work import StepWork, Visibility, WorkItems, plan_items, plan_tiles
 
 logger = logging.getLogger("vllmx.cuda")
@@ -48,11 +49,11 @@ class Program:
     logits: Memory
     last_ids: Memory
     staging: Staging
-    sampler: DeviceSampler
+    ending: DeviceSampler | DeviceVectors
     graphs: Graphs
     _buckets: dict[int, PlacedStep] = field(default_factory=dict)
 
-    def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled:
+    def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
         """Enqueues a whole step."""
         return self._sample(self._forward(plan, rows), rows)
 
@@ -60,7 +61,7 @@ class Program:
         """Enqueues a step as far as its logits, which `sample` must take before the next one."""
         return self._forward(plan, None)
 
-    def sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled:
+    def sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled | Vectors:
         """Enqueues the rest; the sampler's parameters go in a copy of their own."""
         self.staging.upload_parameters(rows, placed.layout)
         return self._sample(placed, rows)
@@ -94,7 +95,7 @@ class Program:
             self.staging.upload(plan, rows, bucket.layout, work)
             self._replay_forward(bucket)
             return bucket
-        tiles = tuple(plan_tiles(plan, tokens) for tokens in self.plan.work.tile_tokens)
+        tiles = tuple(plan_tiles(plan, kind) for kind in self.plan.work.tiles)
         sizes = self._sizes(plan, tiles)
         layout = self.staging.layout(sizes)
         self.staging.upload(plan, rows, layout, StepWork(self._items(plan, sizes), tiles))
@@ -102,11 +103,13 @@ class Program:
         self._enqueue(sizes, placed.memory)
         return placed
 
-    def _sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled:
+    def _sample(self, placed: PlacedStep, rows: SamplingRows) -> Sampled | Vectors:
+        if isinstance(self.ending, DeviceVectors):
+            return self.ending.take(placed.layout.sizes.logit_rows)
         picked = placed.captured and is_plain(rows) and rows.num_rows > 0
         if picked:
             self._replay_ids(placed, not rows.all_greedy)
-        return self.sampler.sample(self.logits, placed.memory, rows, picked=picked)
+        return self.ending.sample(self.logits, placed.memory, rows, picked=picked)
 
     def _replay_forward(self, bucket: PlacedStep) -> None:
         """The pass to the logits."""
@@ -115,10 +118,11 @@ class Program:
 
     def _replay_ids(self, bucket: PlacedStep, drawn: bool) -> None:
         """The ids of every row; `drawn`: some row is not greedy."""
-        sizes, memory = bucket.layout.sizes, bucket.memory
+        sizes, memory, sampler = bucket.layout.sizes, bucket.memory, self.ending
+        assert isinstance(sampler, DeviceSampler), "a model without ids has no buckets"
         self.graphs.run(
             (sizes, drawn),
-            lambda: self.sampler.enqueue_ids(self.logits, memory, sizes.logit_rows, drawn=drawn),
+            lambda: sampler.enqueue_ids(self.logits, memory, sizes.logit_rows, drawn=drawn),
         )
 
     def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
@@ -136,7 +140,7 @@ class Program:
         found = self._buckets.get(size)
         if found is None:
             items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
-            none = tuple(0 for _ in self.plan.work.tile_tokens)
+            none = tuple(0 for _ in self.plan.work.tiles)
             sizes = StepSizes(
                 size, size, size, items, none, self._groups, has_states=self._has_states
             )
@@ -162,7 +166,7 @@ class Program:
         kinds = self.plan.work
         return {
             seen: plan_items(
-                plan, seen, sizes.tokens, sizes.items, single_rows_only=bool(kinds.tile_tokens)
+                plan, seen, sizes.tokens, sizes.items, single_rows_only=bool(kinds.tiles)
             )
             for seen in kinds.visibilities
         }
@@ -177,7 +181,7 @@ class Program:
 
     @property
     def _no_tiles(self) -> tuple[I32, ...]:
-        return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tile_tokens)
+        return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tiles)
 
     def _no_work(self, sizes: StepSizes) -> StepWork:
         return StepWork(self._items(_nothing(self._groups), sizes), self._no_tiles)

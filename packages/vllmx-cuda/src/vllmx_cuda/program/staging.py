@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from vllmx_core.ops.values import Rows
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_cuda.device.device import Bytes, Device, Memory
 from vllmx_cuda.program.parameters import PARAMETERS, parameter, parameter_bytes, read_parameters
-from vllmx_cuda.program.work import StepWork, Visibility, WorkKinds
+from vllmx_cuda.program.step_arrays import StepArray
+from vllmx_cuda.program.work import StepWork, TileKind, Visibility, WorkKinds
 
 ALIGNMENT = 256
 SLOTS = 2
@@ -33,11 +35,15 @@ class StepSizes:
     items: int
     """Work items of each visibility; 0: none is launched."""
     tiles: tuple[int, ...]
-    """Tiles of each size of tile."""
+    """Tiles of each kind of tile."""
     groups: int = 1
     """Cache groups, each with slots and a block table of its own."""
     has_states: bool = False
     """Whether rows keep states of recurrent layers."""
+
+    def of(self, rows: Rows) -> int:
+        """Rows of a value."""
+        return self.tokens if rows == "T" else self.logit_rows
 
     @property
     def patches(self) -> int:
@@ -63,6 +69,8 @@ class Layout:
     patches: int
     states: tuple[int, ...]
     """Row of each token, query_start, state_from, state_to; none without states."""
+    arrays: tuple[int, ...]
+    """Of `WorkKinds.arrays`."""
     parameters: Mapping[str, int]
     """Of the sampler, behind everything else."""
     num_bytes: int
@@ -73,8 +81,8 @@ class Layout:
         return min(self.parameters.values())
 
     @classmethod
-    def of(cls, sizes: StepSizes, num_visibilities: int) -> Layout:
-        end = 0
+    def of(cls, sizes: StepSizes, kinds: WorkKinds) -> Layout:
+        end, num_visibilities = 0, len(kinds.visibilities)
 
         def take_bytes(num_bytes: int) -> int:
             nonlocal end
@@ -92,12 +100,13 @@ class Layout:
         tiles = tuple(take(4 * count) for count in sizes.tiles)
         patches = take(2 * sizes.patches)
         states = tuple(take(count) for count in _state_counts(sizes))
+        arrays = tuple(take(sizes.of(array.rows)) for array in kinds.arrays)
         parameters = {
             name: take_bytes(parameter_bytes(name, sizes.logit_rows)) for name in PARAMETERS
         }
         return cls(
             sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles,
-            patches, states, parameters, end,
+            patches, states, arrays, parameters, end,
         )  # fmt: skip
 
 
@@ -123,8 +132,8 @@ class StepMemory:
     items: Mapping[Visibility, Memory]
     first_item: Mapping[Visibility, Memory]
     context_len: Memory
-    tiles: Mapping[int, Memory]
-    """By the size of tile."""
+    tiles: Mapping[TileKind, Memory]
+    arrays: Mapping[StepArray, Memory]
     patches: Memory
     """(N, 2) index into all block tables, -1: unused, and the entry."""
     parameters: Mapping[str, Memory]
@@ -164,7 +173,7 @@ class Staging:
         self._next = 0
 
     def layout(self, sizes: StepSizes) -> Layout:
-        return Layout.of(sizes, len(self._kinds.visibilities))
+        return Layout.of(sizes, self._kinds)
 
     def memory(self, layout: Layout) -> StepMemory:
         """Spans of the device buffer; the same for equal layouts."""
@@ -184,10 +193,14 @@ class Staging:
             },
             context_len=self._packed.at(layout.context_len, 4 * sizes.rows),
             tiles={
-                tokens: self._packed.at(at, 16 * count)
-                for tokens, at, count in zip(
-                    self._kinds.tile_tokens, layout.tiles, sizes.tiles, strict=True
+                kind: self._packed.at(at, 16 * count)
+                for kind, at, count in zip(
+                    self._kinds.tiles, layout.tiles, sizes.tiles, strict=True
                 )
+            },
+            arrays={
+                array: self._packed.at(at, 4 * sizes.of(array.rows))
+                for array, at in zip(self._kinds.arrays, layout.arrays, strict=True)
             },
             patches=self._packed.at(layout.patches, 8 * sizes.patches),
             parameters={
@@ -230,6 +243,8 @@ class Staging:
         _put(packed, layout.patches, 2 * sizes.patches, patches.reshape(-1), -1)
         if layout.states:
             _put_states(packed, layout, plan)
+        for array, begin in zip(self._kinds.arrays, layout.arrays, strict=True):
+            _put(packed, begin, sizes.of(array.rows), array.values(plan), array.padding)
         end = layout.parameters_begin
         if rows is not None:
             _put_parameters(packed, layout, rows)

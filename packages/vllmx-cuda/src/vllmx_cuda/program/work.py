@@ -8,10 +8,12 @@ that a step leaves unused say so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from vllmx_core.plan import I32, I64, StepPlan
+
+from vllmx_cuda.program.step_arrays import Places, StepArray
 
 MIN_SPLIT = 128
 """Positions that are worth a block of their own, a multiple of every page."""
@@ -25,15 +27,28 @@ class Visibility:
 
     window: int | None = None
     causal: bool = True
+    segments: bool = False
+    """Instead of pages the tokens of its own row in this step, see `segments_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileKind:
+    """Tiles of a kernel for prompts."""
+
+    tokens: int
+    """Of a tile, at most."""
+    segments: bool = False
+    """As in `Visibility`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkKinds:
-    """What the layers of a model need: items for each visibility, and for each size of tile the
-    tiles of the rows that bring more than one token; no size: items for those too."""
+    """What the layers of a model need: items for each visibility, and for each kind of tile the
+    tiles of the rows that bring more than one token; no kind: items for those too."""
 
     visibilities: tuple[Visibility, ...]
-    tile_tokens: tuple[int, ...]
+    tiles: tuple[TileKind, ...]
+    arrays: tuple[StepArray, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +77,19 @@ def item_capacity(num_tokens: int, num_processors: int, blocks_an_item: int) -> 
     return num_tokens + -(-WAVES * num_processors // blocks_an_item)
 
 
-def plan_tiles(plan: StepPlan, tile_tokens: int) -> I32:
+def segments_of(plan: StepPlan) -> StepPlan:
+    """The step as attention without pages sees it: each row begins in it, at position 0."""
+    places, counts = Places().values(plan), np.diff(plan.query_start).astype(np.int32)
+    return replace(plan, positions=places, context_len=counts)
+
+
+def plan_tiles(plan: StepPlan, kind: TileKind) -> I32:
     """(N, 4) row, first token, tokens, position of the first token: the tiles of all rows that
     bring more than one token (`kernels/paged_prefill.cu`), those with the longest context first, so
-    that the short ones fill the gaps at the end."""
+    that the short ones fill the gaps at the end. Of segments the row is its first token: all look
+    into one table of the step's tokens, each from there on."""
+    tile_tokens = kind.tokens
+    plan = segments_of(plan) if kind.segments else plan
     counts = np.diff(plan.query_start).astype(np.int64)  # (R,)
     pieces = np.where(counts > 1, -(-counts // tile_tokens), 0)
     row = np.repeat(np.arange(plan.num_rows), pieces)
@@ -74,7 +98,8 @@ def plan_tiles(plan: StepPlan, tile_tokens: int) -> I32:
     size = np.minimum(tile_tokens, plan.query_start[row + 1] - first)
     position = plan.positions[first]
     order = np.argsort(-position, kind="stable")
-    return np.stack([row, first, size, position], axis=1).astype(np.int32)[order]
+    where = plan.query_start[row] if kind.segments else row
+    return np.stack([where, first, size, position], axis=1).astype(np.int32)[order]
 
 
 def plan_items(
@@ -89,10 +114,12 @@ def plan_items(
     `capacity` of them come out.
 
     Args:
+        visibility: of segments an item's row is its first token, as in `plan_tiles`.
         num_tokens: T with padding; tokens beyond the plan's own get no item.
         capacity: at least as many as tokens that get items.
         single_rows_only: tokens of rows that bring more than one get none.
     """
+    plan = segments_of(plan) if visibility.segments else plan
     begin, end, rows = _ranges(plan, visibility)
     if single_rows_only:
         end = np.where(np.diff(plan.query_start)[rows] == 1, end, begin)
@@ -111,7 +138,7 @@ def plan_items(
     cut = (first[token] + index * split) * MIN_SPLIT
     items = np.full((capacity, 4), -1, np.int32)
     items[:total, 0] = token
-    items[:total, 1] = rows[token]
+    items[:total, 1] = plan.query_start[rows[token]] if visibility.segments else rows[token]
     items[:total, 2] = np.maximum(begin[token], cut)
     items[:total, 3] = np.minimum(end[token], cut + split * MIN_SPLIT)
     first_item = np.full(num_tokens + 1, total, np.int32)
