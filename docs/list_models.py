@@ -21,8 +21,7 @@ installed (`pip install 'vllmx[transformers]'`) and can be, see [below](#everyth
 is refused with the nearest name that is here.
 
 Every file of a model runs on every backend that has the ops it needs; a backend that lacks one
-refuses the model by name before a weight is read. CUDA's attention has heads of up to 256
-features, so that it refuses Gemma 4.
+refuses the model by name before a weight is read.
 
 Every decoder also answers with vectors or scores ([embeddings.md](embeddings.md)): under the name
 of its layers alone, such as Qwen3Model, as `...ForSequenceClassification`, or with `--task`.

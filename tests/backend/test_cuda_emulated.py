@@ -41,7 +41,7 @@ GPU have them all."""
 EXPERTS = (
     "route: softmax, 2 of 8", "route: sigmoid, 6 of 48, bias, factor",
     "route: sigmoid, 9 of 24, 3 of 8 groups, bias", "route: ties, sigmoid, 4 groups",
-    "experts: 33 by 17, 3 of 5, silu, biased", "experts: 24 by 20, 2 of 4, relu, no gate, biased",
+    "experts: 33 by 17, 3 of 5, silu, biased", "experts: 24 by 20, 2 of 4, relu2, no gate",
     "experts: 24 by 20, 2 of 4, silu, clamp 7.0, biased", "experts: 16 by 8, 1 of 40, silu",
 )  # fmt: skip
 """Enough of these ops: each further shape is some more compilations."""
@@ -109,6 +109,7 @@ TILED: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2, "head_size": 64, "norms": True, "rotary_dim": 32, "softcap": 3.0,
         "sinks": True,
     },
+    "heads of 512": {"num_kv_heads": 1, "head_size": 512, "scale": 512**-0.5},
 }  # fmt: skip
 
 

@@ -77,7 +77,11 @@ def run_decode(
     scale = case.size**-0.5
     head = options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv)
     group = case.heads // case.kv_heads
-    variant_options = {**head, "VX_VEC": decode_vector(case.size), "VX_GROUP": group_tile(group)}
+    variant_options = {
+        **head,
+        "VX_VEC": decode_vector(case.size),
+        "VX_GROUP": group_tile(group, case.size),
+    }
     if entry == "paged_decode":
         variant = KERNELS[entry].variant(**variant_options)
     else:

@@ -21,6 +21,7 @@ from vllmx_cuda.kernel_specs.attention import (
     KV_TYPES,
     decode_group,
     decode_vector,
+    group_tile,
     prefill_keys,
     store_vector,
 )
@@ -28,7 +29,7 @@ from vllmx_cuda.kernel_specs.attention import (
 from .cuda_cubins import UNITS, Units, faults, units_of
 
 DTYPES = (1, 2)
-HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 WGMMA_HEAD_SIZES = (64, 128, 192, 256)
 
 
@@ -43,12 +44,14 @@ def matrix() -> Units:
     for dtype, head, kv in product(DTYPES, HEAD_SIZES, KV_TYPES):
         common = {"VX_DTYPE": dtype, "VX_HEAD": head, "VX_KV": kv}
         for group in (4, 8, 16):
+            if head > 256:
+                break
             found.append(("paged_decode_mma", {**common, "VX_GROUP": decode_group(group, head)}))
         if kv and head != 128:
             continue
         found.append(("kv_store", {**common, "VX_VEC": store_vector(head)}))
         for group in (1, 4):
-            vector = {"VX_VEC": decode_vector(head), "VX_GROUP": group}
+            vector = {"VX_VEC": decode_vector(head), "VX_GROUP": group_tile(group, head)}
             found.append(("paged_decode", {**common, **vector}))
         for group, arch in product((1, 4, 8), (75, 80)):
             if prefill_keys(head, arch):

@@ -46,6 +46,7 @@ STORES = [
     Shape(dtype="f16", rotary_dim=64, kv=KV_INT8),
     Shape(dtype="f32", rotary_dim=64, heads=1, kv_heads=1, kv=KV_E4M3),
     Shape(dtype="f32", size=48, kv=KV_INT8, norms=True),
+    Shape(size=512, rotary_dim=128, heads=2, kv_heads=1, norms=True),
 ]
 STORED = [
     *((shape, 5) for shape in STORES), *((STORES[i], 1) for i in (0, 9, 10)), (STORES[9], 33),
@@ -146,6 +147,9 @@ CASES = [
     Case(dtype="f16", size=48, heads=1, kv_heads=1, kv=KV_E4M3, contexts=(1,)),
     Case(dtype="f32", size=28, kv=KV_INT8, contexts=(65, 64, 2)),
     Case(size=64, window=33, contexts=(81, 97, 20)),
+    Case(size=512, heads=4, kv_heads=1, contexts=(1, 77), sinks=True),
+    Case(dtype="f32", size=512, heads=3, kv_heads=1, window=30, contexts=(50,)),
+    Case(dtype="f16", size=320, heads=2, kv_heads=1, kv=KV_INT8, contexts=(40,)),
 ]
 
 
@@ -191,6 +195,9 @@ PREFILLS = [
     Prefill(dtype="f16", size=256, heads=8, window=40, softcap=20.0, sinks=True, arch=75),
     Prefill(size=64, heads=8, kv_heads=1, queries=(1, 17), contexts=(1, 65)),
     Prefill(dtype="f16", size=96, heads=9, kv_heads=1, causal=False, window=50, page_shift=3),
+    Prefill(size=512, heads=8, kv_heads=1, queries=(5, 33), contexts=(40, 33), sinks=True),
+    Prefill(dtype="f16", size=512, heads=1, kv_heads=1, queries=(40,), contexts=(70,), arch=90),
+    Prefill(size=288, heads=6, kv_heads=2, kv=KV_E4M3, window=20, queries=(19,), contexts=(60,)),
     # windows that begin with a page, of which the one before is gone
     Prefill(size=64, window=40, contexts=(70, 152, 136)),
 ]
@@ -203,7 +210,7 @@ def test_paged_prefill(emulator: Emulator, case: Prefill) -> None:
         **options(case.dtype, VX_HEAD=case.size, VX_KV=case.kv, VX_GROUP=group,
                   VX_KEYS=prefill_keys(case.size, case.arch))
     )  # fmt: skip
-    check_prefill(emulator, case, variant, prefill_tile_tokens(group))
+    check_prefill(emulator, case, variant, prefill_tile_tokens(group, case.size))
 
 
 # Several steps of keys with a boundary in each, rows that end early, a group that leaves rows over

@@ -22,6 +22,7 @@ def spec(size: int = 128, heads: int = 8, kv_heads: int = 2) -> AttentionSpec:
         (spec(80), "bf16", KV_ELEM, "sm_90a", "paged_prefill", 16),
         (spec(), "bf16", KV_ELEM, "sm_100a", "paged_prefill", 16),
         (spec(), "bf16", KV_ELEM, "sm_89", "paged_prefill", 16),
+        (spec(512), "bf16", KV_ELEM, "sm_90a", "paged_prefill", 8),
     ],
 )
 def test_wgmma_takes_what_it_can(
@@ -37,7 +38,12 @@ def test_wgmma_takes_what_it_can(
 
 @pytest.mark.parametrize(
     ("layer", "dtype", "arch"),
-    [(spec(), "f32", "sm_90a"), (spec(20), "bf16", "sm_90a"), (spec(), "bf16", "sm_75")],
+    [
+        (spec(), "f32", "sm_90a"),
+        (spec(20), "bf16", "sm_90a"),
+        (spec(), "bf16", "sm_75"),
+        (spec(512), "f16", "sm_75"),  # 64 KB of shared memory
+    ],
 )
 def test_no_tensor_cores(layer: AttentionSpec, dtype: str, arch: str) -> None:
     assert prefill_kernel(layer, dtype, KV_ELEM, arch, wgmma=True) is None

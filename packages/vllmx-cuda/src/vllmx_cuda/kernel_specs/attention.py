@@ -20,14 +20,13 @@ from vllmx_cuda.kernel_specs.types import (
     vector_width,
 )
 
-HEAD_SIZES = tuple(range(4, 257, 4))
+HEAD_SIZES = (*range(4, 257, 4), *range(288, 513, 32))
 KV_ELEM, KV_E4M3, KV_INT8 = 0, 1, 2
 """Values of VX_KV: pages as activations are, or codes with a scale a token and head."""
 KV_TYPES = (KV_ELEM, KV_E4M3, KV_INT8)
 _HEADS_A_BLOCK = 4
 _DECODE_THREADS = 128
 _GROUPS = (1, 2, 3, 4, 5, 6, 7)
-_PREFILL_QUERIES = 64
 _PREFILL_KEYS = (64, 32, 16)
 _WGMMA_QUERIES = 128
 _WGMMA_HEAD_SIZES = (64, 128, 192, 256)
@@ -43,12 +42,15 @@ def store_vector(head_size: int) -> int:
 
 def decode_vector(head_size: int) -> int:
     """VX_VEC of paged_decode; at most 32 lanes share a head."""
-    return vector_width(head_size)
+    return 16 if head_size > 256 else vector_width(head_size)
 
 
-def group_tile(group: int) -> int:
+def group_tile(group: int, head_size: int) -> int:
     """VX_GROUP: how many of the `group` query heads of a kv head share a block: the greatest
-    divisor up to 4, or the group itself where that is a prime below 8."""
+    divisor up to 4, or the group itself where that is a prime below 8; up to 2 where heads take
+    the registers."""
+    if head_size > 256:
+        return 2 - group % 2
     return group if group in _GROUPS else max(n for n in (4, 3, 2, 1) if group % n == 0)
 
 
@@ -72,9 +74,14 @@ def decodes_by_mma(dtype: str, head_size: int, arch: int) -> bool:
     return head_size in _MMA_HEAD_SIZES and has_tensor_cores(dtype, arch)
 
 
-def prefill_tile_tokens(tile_group: int) -> int:
+def _prefill_queries(head_size: int) -> int:
+    """Query rows of a block of paged_prefill: where two warps share the dimensions, half of 64."""
+    return 32 if head_size > 256 else 64
+
+
+def prefill_tile_tokens(tile_group: int, head_size: int) -> int:
     """How many tokens of a row a tile of paged_prefill holds at most."""
-    return _PREFILL_QUERIES // tile_group
+    return _prefill_queries(head_size) // tile_group
 
 
 def prefills_by_wgmma(dtype: str, head_size: int, kv: int, arch: int) -> bool:
@@ -97,7 +104,7 @@ def prefill_keys(head_size: int, arch: int) -> int:
 
 def _prefill_bytes(head_size: int, keys: int) -> int:
     stages = 1 if keys == 16 else 2
-    rows = stages * 2 * keys + (0 if head_size <= 128 else _PREFILL_QUERIES)
+    rows = stages * 2 * keys + (0 if head_size <= 128 else _prefill_queries(head_size))
     return rows * (head_size + 8) * 2
 
 
@@ -157,7 +164,7 @@ _HEAD_OPTIONS = {
     "VX_KV": KV_TYPES,
     "VX_VEC": (8, 4, 2, 1),
 }
-_DECODE_OPTIONS = {**_HEAD_OPTIONS, "VX_GROUP": _GROUPS}
+_DECODE_OPTIONS = {**_HEAD_OPTIONS, "VX_VEC": (16, 8, 4, 2, 1), "VX_GROUP": _GROUPS}
 
 KV_STORE = Kernel(
     entry="kv_store",

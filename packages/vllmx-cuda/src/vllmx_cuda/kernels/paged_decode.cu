@@ -31,7 +31,7 @@
 #define SLICES (VX_HEAD / VX_VEC)
 #define LANES (SLICES <= 1 ? 1 : SLICES <= 2 ? 2 : SLICES <= 4 ? 4 : SLICES <= 8 ? 8 : SLICES <= 16 ? 16 : 32)
 #define TEAMS (THREADS / LANES)
-#define IN_FLIGHT 4
+#define IN_FLIGHT (VX_VEC == 16 ? 2 : 4)
 
 struct Running {
   float top[VX_GROUP], sum[VX_GROUP], out[VX_GROUP][VX_VEC];
@@ -65,7 +65,7 @@ VX_DEV void join(float (*outs)[VX_GROUP][VX_HEAD], float (*tops)[VX_GROUP],
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, VX_GROUP <= 2 ? 4 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, VX_GROUP <= 2 && VX_VEC < 16 ? 4 : 2)
 paged_decode(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
              const kv_elem* __restrict__ v_pages, const float* __restrict__ k_scales,
              const float* __restrict__ v_scales, const int* __restrict__ items,

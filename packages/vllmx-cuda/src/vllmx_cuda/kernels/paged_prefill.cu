@@ -5,7 +5,8 @@
 //         the first token; rows of 0 tokens are unused. A tile holds 64 / VX_GROUP tokens: the
 //         query heads of one kv head lie side by side, so that they share every key and value.
 //         elem is bf16 or f16, D a multiple of 16.
-// Grid:   (N, H / VX_GROUP), 128 threads: a warp has 16 of 64 query rows. VX_KEYS keys at a time
+// Grid:   (N, H / VX_GROUP), 128 threads: a warp has 16 of 64 query rows; with heads above 256, whose sums no warp has
+//         registers for, two warps have the same 16 of 32 rows, and half of the output's dimensions each. VX_KEYS keys at a time
 //         come by cp.async into one of two stages while the other is used; 16 (Turing, large heads)
 //         into one, for it has no cp.async and no room for two. Rows in shared memory
 //         are D + 8 wide: an odd number of 16-byte units, so that ldmatrix meets no bank twice.
@@ -24,7 +25,9 @@
 #define VX_KEYS 64
 #endif
 #define THREADS 128
-#define QUERIES 64
+#define SPLIT (VX_HEAD > 256 ? 2 : 1)  // warps that share query rows, each with its part of the output's dimensions
+#define PART (VX_HEAD / SPLIT)
+#define QUERIES (64 / SPLIT)
 #define STRIDE (VX_HEAD + 8)
 #define UNITS (VX_HEAD / 8)  // of 16 bytes in a row
 #define STEPS (VX_HEAD / 16)
@@ -75,7 +78,7 @@ VX_DEV void load_keys(elem* keys, elem* values, const Context& c, int first) {
 // S (16 x VX_KEYS) = Q K^T of one warp. K rows are the columns of B: no transpose needed.
 VX_DEV void scores(float (&s)[VX_KEYS / 8][4], const u32 (&kept)[STEPS][4], const elem* queries,
                    const elem* keys) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int warp = threadIdx.x / 32 / SPLIT, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < VX_KEYS / 8; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
 #pragma unroll
@@ -96,7 +99,7 @@ VX_DEV void scores(float (&s)[VX_KEYS / 8][4], const u32 (&kept)[STEPS][4], cons
 }
 
 // O += P V of one warp; the accumulators of S are, rounded, the fragments of P.
-VX_DEV void accumulate(float (&o)[VX_HEAD / 8][4], const float (&p)[VX_KEYS / 8][4],
+VX_DEV void accumulate(float (&o)[PART / 8][4], const float (&p)[VX_KEYS / 8][4],
                        const elem* values) {
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -105,7 +108,7 @@ VX_DEV void accumulate(float (&o)[VX_HEAD / 8][4], const float (&p)[VX_KEYS / 8]
                 pack2(p[2 * step + 1][0], p[2 * step + 1][1]),
                 pack2(p[2 * step + 1][2], p[2 * step + 1][3])};
 #pragma unroll
-    for (int pair = 0; pair < STEPS; pair++) {
+    for (int pair = 0; pair < PART / 16; pair++) {
       u32 v[4];
       vx_ldmatrix_x4_trans(
           v, values + (step * 16 + lane % 16) * STRIDE + pair * 16 + lane / 16 * 8);
@@ -128,7 +131,8 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
   const int4 tile = reinterpret_cast<const int4*>(tiles)[blockIdx.x];
   int row = tile.x, token0 = tile.y, count = tile.z, position0 = tile.w;
   if (count == 0) return;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  int warp = threadIdx.x / 32 / SPLIT, part = threadIdx.x / 32 % SPLIT * PART;
+  int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   int head0 = blockIdx.y * VX_GROUP, last_position = position0 + count - 1;
   int end = causal ? last_position + 1 : context_len[row], begin = 0;
   if (window > 0) {
@@ -162,9 +166,9 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
     __syncthreads();  // the second stage is filled next
   }
 
-  float o[VX_HEAD / 8][4], top[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
+  float o[PART / 8][4], top[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < VX_HEAD / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+  for (int i = 0; i < PART / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
 
   for (int first = begin, stage = 0; first < end; first += VX_KEYS, stage ^= 1) {
     if (STAGES == 1) {
@@ -201,7 +205,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
       float factor = exp2f(top[r] - greatest[r]);
       top[r] = greatest[r], sum[r] *= factor;
 #pragma unroll
-      for (int i = 0; i < VX_HEAD / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
+      for (int i = 0; i < PART / 8; i++) o[i][2 * r] *= factor, o[i][2 * r + 1] *= factor;
     }
 #pragma unroll
     for (int i = 0; i < VX_KEYS / 8; i++)
@@ -210,7 +214,7 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
         s[i][e] = exp2f(s[i][e] - top[e / 2]);
         sum[e / 2] += s[i][e];
       }
-    accumulate(o, s, keys + VX_KEYS * STRIDE);
+    accumulate(o, s, keys + VX_KEYS * STRIDE + part);
     __syncthreads();  // this stage is refilled in the next round
   }
 #pragma unroll
@@ -220,9 +224,9 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
     int at = warp * 16 + group + 8 * r, token = at / VX_GROUP, head = head0 + at % VX_GROUP;
     if (token >= count || at >= QUERIES / VX_GROUP * VX_GROUP) continue;
     float factor = normaliser(sinks, head, top[r], sum[r]);
-    elem* to = out + ((size_t)(token0 + token) * heads + head) * VX_HEAD + 2 * quarter;
+    elem* to = out + ((size_t)(token0 + token) * heads + head) * VX_HEAD + part + 2 * quarter;
 #pragma unroll
-    for (int i = 0; i < VX_HEAD / 8; i++)
+    for (int i = 0; i < PART / 8; i++)
       *reinterpret_cast<u32*>(to + i * 8) = pack2(o[i][2 * r] * factor, o[i][2 * r + 1] * factor);
   }
 }

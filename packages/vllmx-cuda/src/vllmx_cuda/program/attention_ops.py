@@ -142,7 +142,7 @@ def _decode(layer: Layer, to: Lowering) -> Enqueue:
         "VX_HEAD": spec.head_size,
         "VX_KV": layer.kv,
         "VX_VEC": decode_vector(spec.head_size),
-        "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads),
+        "VX_GROUP": group_tile(spec.num_heads // spec.num_kv_heads, spec.head_size),
     }
     combine = to.variant("paged_combine", **options)
     if decodes_on_tensor_cores(spec, to.dtype, to.device.info.arch):

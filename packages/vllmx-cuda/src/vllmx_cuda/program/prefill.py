@@ -62,4 +62,4 @@ def prefill_kernel(
     if size % 16 or not keys or not has_tensor_cores(dtype, number(arch)):
         return None
     options = {**head, "VX_KV": kv, "VX_KEYS": keys}
-    return PrefillKernel("paged_prefill", options, prefill_tile_tokens(group))
+    return PrefillKernel("paged_prefill", options, prefill_tile_tokens(group, size))
