@@ -63,6 +63,8 @@ NOT_MET = {
     "experts_order VX_DTYPE": "it moves no elements",
     "experts_order VX_VEC": "it moves no elements",
     "experts_gemv VX_VEC": "of linear_gemv in the same source",
+    "experts_gguf VX_BLOCK": "of gguf_gemv in the same source",
+    "experts_gguf VX_TOKENS": "of gguf_gemv in the same source",
     "heads_gemv VX_VEC": "of linear_gemv in the same source",
     "paged_prefill_wgmma k_scales?": "it has the arguments of paged_prefill",
     "paged_prefill_wgmma v_scales?": "it has the arguments of paged_prefill",

@@ -131,6 +131,64 @@ def test_gguf_gemv(
     assert_near(y, want, "f32" if out else dtype, scale=abs(want).max() + 1 if out else 1)
 
 
+# block, dtype, tokens, chosen, tile, outputs, blocks of a row, with bias, f32 answers
+EXPERTS = [
+    ("q4_k", "bf16", 9, 2, 8, 5, 3, True, 0), ("mxfp4", "bf16", 2, 1, 4, 1, 1, False, 1),
+    ("q8_0", "f16", 5, 2, 8, 3, 3, False, 0), ("q6_k", "f16", 1, 2, 4, 1, 1, True, 1),
+    ("q5_1", "f32", 3, 2, 4, 3, 3, True, 1), ("q8_0", "f32", 1, 1, 4, 1, 1, False, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: "-".join(map(str, case)))
+def test_experts(emulator: Emulator, case: tuple[str, str, *tuple[int, ...]]) -> None:
+    """Up from the rows of tokens and down from those of positions; each expert has its matrix."""
+    name, dtype, tokens, chosen, tile, outputs, blocks, biased, out = case
+    rng, experts = np.random.default_rng(tokens), 3
+    inputs, slots = blocks * block_values(BLOCKS[name]), tokens * chosen
+    w, values = random_blocks(name, experts * outputs, inputs, rng)
+    x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (experts, outputs), "f32")
+    given = bias if biased else None
+    ids = on_device(rng.integers(experts, size=slots), np.int32)
+    order, tiles = tiles_of(ids, tile)
+    codes, scales = empty(x.shape, np.int8), empty((tokens, inputs // 32, 2), np.float32)
+    size = {"rows": tokens, "width": inputs}
+    emulator.launch(
+        KERNELS["quantize_q8"].variant(**options(dtype)), size, [x, codes, scales, inputs]
+    )
+    step = wide(scales[..., 0])
+    rounded = (wide(codes).reshape(tokens, -1, 32) * step[..., None]).reshape(tokens, -1)
+    rows = order // chosen
+    want = np.einsum(
+        "soi,si->so", wide(values).reshape(experts, outputs, -1)[ids[order]], rounded[rows]
+    )
+    want += wide(bias)[ids[order]] if biased else 0
+    chosen_options = options(dtype, VX_BLOCK=BLOCKS[name], VX_TOKENS=tile, VX_OUT=out)
+    variant, sizes = (
+        KERNELS["experts_gguf"].variant(**chosen_options),
+        {"outputs": outputs, "tiles": len(tiles)},
+    )
+    y = empty((slots, outputs), np.float32 if out else x.dtype)
+    shape = (chosen, outputs, inputs)
+    emulator.launch(variant, sizes, [codes, scales, w, given, order, tiles, y, *shape])
+    assert_near(y, want, "f32" if out else dtype, scale=abs(want).max() + 1 if out else 2)
+    straight, by_position = (
+        empty(y.shape, y.dtype),
+        (on_device(a[rows], a.dtype) for a in (codes, scales)),
+    )
+    emulator.launch(variant, sizes, [*by_position, w, given, None, tiles, straight, *shape])
+    np.testing.assert_array_equal(straight, y)
+
+
+def tiles_of(ids: Array, tile: int) -> tuple[Array, Array]:
+    """Slots by expert, and tiles of so many with an unused one behind them."""
+    order = np.argsort(ids, kind="stable")
+    found = []
+    for expert in np.unique(ids):
+        at = np.flatnonzero(ids[order] == expert)
+        found += [(expert, first, min(tile, at[-1] + 1 - first)) for first in at[::tile]]
+    return on_device(order, np.int32), on_device([*found, (0, 0, 0)], np.int32)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e-44])
 def test_what_is_not_finite_stays_so(emulator: Emulator, bad: float) -> None:
     """A NaN among the activations reaches the sums of its token, and no other's; values too small

@@ -11,6 +11,7 @@ from vllmx_cuda.kernel_specs.types import (
     along_rows,
     arguments,
     by_outputs,
+    ceil_div,
 )
 
 BLOCKS = {
@@ -49,6 +50,10 @@ def _gemv(sizes: Sizes, options: Options) -> Launch:
     return by_outputs(sizes, _GEMV_ROWS, options["VX_TOKENS"])
 
 
+def _experts(sizes: Sizes, options: Options) -> Launch:
+    return Launch((ceil_div(sizes["outputs"], _GEMV_ROWS), sizes["tiles"], 1), 128)
+
+
 _DEQUANTIZE_OPTIONS = {"VX_DTYPE": tuple(DTYPES.values()), "VX_BLOCK": tuple(BLOCKS.values())}
 _GEMV_OPTIONS = {**_DEQUANTIZE_OPTIONS, "VX_TOKENS": GEMV_TOKENS, "VX_OUT": (0, 1)}
 
@@ -80,4 +85,16 @@ GGUF_GEMV = Kernel(
     rule=_gemv,
 )
 
-KERNELS = (GGUF_DEQUANTIZE, QUANTIZE_Q8, GGUF_GEMV)
+EXPERTS_GGUF = Kernel(
+    entry="experts_gguf",
+    source="gguf_linear.cu",
+    options=_GEMV_OPTIONS,
+    arguments=arguments(
+        "in i8* codes, in f32* scales, in u8* w, in f32* bias?, in i32* order?, in i32* tiles,"
+        " out out* y, i32 share, i32 n, i32 k"
+    ),
+    sizes=("outputs", "tiles"),
+    rule=_experts,
+)
+
+KERNELS = (GGUF_DEQUANTIZE, QUANTIZE_Q8, GGUF_GEMV, EXPERTS_GGUF)

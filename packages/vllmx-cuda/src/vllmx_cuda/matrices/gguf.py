@@ -14,7 +14,7 @@ import numpy as np
 from vllmx_core.weights import WeightPart
 
 from vllmx_cuda.device.device import Bytes, Memory
-from vllmx_cuda.kernel_specs.gguf import BLOCKS, GEMV_TOKENS, block_bytes, block_values
+from vllmx_cuda.kernel_specs.gguf import BLOCKS, GEMV_TOKENS, RUN, block_bytes, block_values
 from vllmx_cuda.matrices.activations import q8_bytes
 from vllmx_cuda.matrices.form import (
     ActivationCodes,
@@ -100,6 +100,40 @@ class GgufBlocks:
             ops.device.launch(kernel, sizes, (segment.data, ids, y, segment.cols))
 
         return gather
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Blocks(GgufBlocks):
+    """e2m1 values with an exponent for each 32, as gpt-oss has them, come into the order of GGUF's
+    MXFP4 when they are uploaded: the exponent, then the first 16 values in low and the others in
+    high halves of bytes."""
+
+    def pieces(self, part: WeightPart, data: Memory, first: int, rows: int) -> Iterator[Piece]:
+        row_bytes = data.num_bytes // rows
+
+        def fill(buffer: Bytes, begin: int, end: int) -> None:
+            piece = part.rows(begin, end)
+            packed = piece.buffers["weight"].data.view(np.uint8).reshape(-1, RUN // 2)
+            values = np.stack([packed & 15, packed >> 4], axis=2).reshape(-1, 2, RUN // 2)
+            blocks = buffer.reshape(-1, block_bytes(self.block))
+            blocks[:, 0] = piece.buffers["scale"].data.view(np.uint8).reshape(-1)
+            blocks[:, 1:] = values[:, 0] | values[:, 1] << 4
+
+        span = data.at(first * row_bytes, part.shape[0] * row_bytes)
+        return row_pieces(part.shape[0], span, fill)
+
+
+def expert_blocks(part: WeightPart, target: Target) -> GgufBlocks | None:
+    """How experts hold a part as it is stored; None: dequantised. In float32, which is for checks,
+    always that: integer dot products round activations."""
+    if target.dtype == "f32":
+        return None
+    layout = part.layout
+    by_32 = layout.kind == "fp4" and layout.group_size == RUN
+    if by_32 and layout.options["global_scale"] == "none":
+        exponents = part.rows(0, 1).buffers["scale"].dtype in ("u8", "f8e8m0")
+        return Fp4Blocks(BLOCKS["mxfp4"]) if exponents else None
+    return gguf(part, target)
 
 
 def gguf(part: WeightPart, target: Target) -> GgufBlocks | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,6 +12,7 @@ from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
+from vllmx_cuda.matrices.gguf import expert_blocks
 from vllmx_cuda.matrices.kinds import form_of
 
 
@@ -79,6 +80,7 @@ def plan_weights(
     source: WeightSource,
     target: Target,
     max_tokens: int,
+    experts: Collection[str] = (),
 ) -> WeightPlan:
     """Raises WeightFormatError that names the tensor when one is missing or has another shape than
     the map says.
@@ -86,6 +88,7 @@ def plan_weights(
     Args:
         table_values: of all constants.
         max_tokens: of a step.
+        experts: names of the stacks that experts multiply by.
     """
     gathered = {tie_key(spec) for spec in specs if spec.kind == "embedding"}
     matrices: dict[TieKey, MatrixPlan] = {}
@@ -99,18 +102,23 @@ def plan_weights(
         rest += spec.count * spec.rows * (4 + ITEM_BYTES[target.dtype]) * has_bias(spec)
         key = tie_key(spec)
         if key not in matrices:
-            matrices[key] = _plan_matrix(spec, source, target, key in gathered)
+            matrices[key] = _plan_matrix(
+                spec, source, target, gathered=key in gathered, experts=spec.name in experts
+            )
         scratch |= matrices[key].scratch(max_tokens)
     return WeightPlan(target.dtype, matrices, rest, scratch)
 
 
 def _plan_matrix(
-    spec: WeightSpec, source: WeightSource, target: Target, gathered: bool
+    spec: WeightSpec, source: WeightSource, target: Target, *, gathered: bool, experts: bool
 ) -> MatrixPlan:
     """A table that rows are gathered from is one segment, of a form that can do it; so is a stack,
     which kernels find an expert's rows in."""
     parts = parts_of(spec, source)
     plain: Form = Dense(target.dtype, spec.offset)
+    blocks = [expert_blocks(part, target) if experts else None for part in parts]
+    if blocks[0] is not None and not spec.offset and all(one == blocks[0] for one in blocks):
+        return MatrixPlan((Run(blocks[0], tuple(parts)),), spec.cols)
     is_plain = bool(spec.offset) or spec.kind == "stack"
     forms = [plain if is_plain else form_of(part, target, gathered=gathered) for part in parts]
     if gathered and any(form != forms[0] for form in forms):

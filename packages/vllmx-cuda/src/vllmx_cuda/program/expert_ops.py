@@ -3,18 +3,21 @@ and added token by token. Nothing is read back, so a step of one size is captura
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllmx_core.ops.experts import Experts, ExpertsSpec
+from vllmx_core.ops.op import Op
 from vllmx_core.ops.route import Route
 
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.kernel_specs import Variant, has_tensor_cores, vector_width
 from vllmx_cuda.kernel_specs.experts import MAX_EXPERTS, MAX_GROUPS, SCORES, max_tiles
+from vllmx_cuda.kernel_specs.gguf import RUN
 from vllmx_cuda.kernel_specs.linear import MMA_K, MMA_TILES, row_tiles
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
+from vllmx_cuda.matrices.gguf import GgufBlocks
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 
@@ -61,6 +64,9 @@ class Spaces:
     """Of gate and up, then of the answers of all slots."""
     narrow: int
     """Of what goes into down."""
+    codes: int
+    """Of rows as codes of 8 bits, for blocks, and of their scales."""
+    scales: int
     num_bytes: int
 
     @classmethod
@@ -69,13 +75,22 @@ class Spaces:
         wide = max(op.gate_up.rows * item_bytes, 4 * width)
         tiles = 12 * max_tiles(slots, op.gate_up.count, _GEMV_TILE)
         offsets = [0]
-        for size in (4 * slots, 4 * slots, tiles, slots * wide, slots * op.inner * item_bytes):
+        values = max(min(tokens, CHUNK_TOKENS) * width, slots * op.inner)
+        coded = values, values // RUN * 8
+        narrow = slots * op.inner * item_bytes
+        for size in (4 * slots, 4 * slots, tiles, slots * wide, narrow, *coded):
             offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return cls(*offsets[1:])
 
 
 def can_multiply(op: Experts) -> bool:
     return op.gate_up.count <= MAX_EXPERTS and op.spec.activation in ACTIVATIONS
+
+
+def expert_stacks(ops: Sequence[Op]) -> frozenset[str]:
+    """Names of the stacks that experts multiply by."""
+    found = [op for op in ops if isinstance(op, Experts)]
+    return frozenset(stack.name for op in found for stack in (op.gate_up, op.down))
 
 
 def experts(op: Experts, to: Lowering) -> Enqueue:
@@ -87,22 +102,26 @@ def experts(op: Experts, to: Lowering) -> Enqueue:
     whole = width % MMA_K == 0 and op.inner % MMA_K == 0
     mma = whole and has_tensor_cores(to.dtype, to.target.arch)
     up, down = to.matrix(op.gate_up), to.matrix(op.down)
-    rise = Product.of(to, up, op.gate_up.rows, to.dtype, chosen, mma=mma)
-    fall = Product.of(to, down, width, "f32", chosen, mma=mma)
+    blocks = any(isinstance(one.segments[0].form, GgufBlocks) for one in (up, down))
+    coded = scratch.at(spaces.codes), scratch.at(spaces.scales)
+    rise = _product(to, up, op.gate_up.rows, to.dtype, chosen, coded, mma=mma)
+    fall = _product(to, down, width, "f32", chosen, coded, mma=mma)
     activate = _activate(op.spec, op.inner, to)
     arrange = to.variant("experts_order", VX_VEC=vector_width(width))
     add = to.variant("experts_sum", VX_VEC=vector_width(width))
 
     def enqueue_chunk(first: int, tokens: int) -> None:
         slots, slot = tokens * chosen, 4 * first * chosen
-        tile = _tile(slots, count) if mma else _GEMV_TILE
+        tile = _GEMV_TILE
+        if mma:
+            tile = _TOKENS_A_TILE if blocks else _tile(slots, count)
         used = max_tiles(slots, count, tile)
         arguments = (ids.at(slot), order, place, tiles, slots, used, tile)
         to.device.launch(arrange, {"experts": count}, arguments)
         own = x.at(first * to.item_bytes(width))
-        rise.launch(to.device, tile, used, own, order, tiles, wide)
+        rise.launch(to.device, tile, used, own, tokens, order, tiles, wide)
         activate(wide, narrow, slots)
-        fall.launch(to.device, tile, used, narrow, None, tiles, wide)
+        fall.launch(to.device, tile, used, narrow, slots, None, tiles, wide)
         out, shape = y.at(first * to.item_bytes(width)), {"rows": tokens, "width": width}
         to.device.launch(add, shape, (wide, place, weights.at(slot), out, width, chosen))
 
@@ -155,6 +174,7 @@ class Product:
         tile: int,
         num_tiles: int,
         x: Memory,
+        rows_of_x: int,
         order: Memory | None,
         tiles: Memory,
         y: Memory,
@@ -164,6 +184,61 @@ class Product:
         shape |= {"width": self.cols} if self.mma else {}
         operands = (x, self.weights, self.bias, order, tiles, y, self.share, self.rows, self.cols)
         device.launch(self.kernels[tile], shape, operands)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProduct:
+    """The same where the matrices are GGUF blocks, as they are stored: rows become codes first."""
+
+    quantise: Variant
+    kernels: Mapping[int, Variant]
+    codes: Memory
+    scales: Memory
+    weights: Memory
+    bias: Memory | None
+    share: int
+    rows: int
+    cols: int
+
+    def launch(
+        self,
+        device: Device,
+        tile: int,
+        num_tiles: int,
+        x: Memory,
+        rows_of_x: int,
+        order: Memory | None,
+        tiles: Memory,
+        y: Memory,
+    ) -> None:
+        """As `Product.launch`."""
+        coded, shape = (self.codes, self.scales), {"rows": rows_of_x, "width": self.cols}
+        device.launch(self.quantise, shape, (x, *coded, self.cols))
+        operands = (*coded, self.weights, self.bias, order, tiles, y)
+        shape = {"outputs": self.rows, "tiles": num_tiles}
+        device.launch(self.kernels[tile], shape, (*operands, self.share, self.rows, self.cols))
+
+
+def _product(
+    to: Lowering,
+    stack: Matrix,
+    rows: int,
+    out_dtype: str,
+    share: int,
+    coded: tuple[Memory, Memory],
+    *,
+    mma: bool,
+) -> Product | BlockProduct:
+    (segment,) = stack.segments
+    if not isinstance(segment.form, GgufBlocks):
+        return Product.of(to, stack, rows, out_dtype, share, mma=mma)
+    options = {"VX_BLOCK": segment.form.block, "VX_OUT": int(out_dtype == "f32")}
+    tile = _TOKENS_A_TILE if mma else _GEMV_TILE
+    kernels = {tile: to.variant("experts_gguf", VX_TOKENS=tile, **options)}
+    quantise = to.variant("quantize_q8")
+    return BlockProduct(
+        quantise, kernels, *coded, segment.data, stack.bias, share, rows, stack.cols
+    )  # fmt: skip
 
 
 def _activate(spec: ExpertsSpec, width: int, to: Lowering) -> Callable[[Memory, Memory, int], None]:

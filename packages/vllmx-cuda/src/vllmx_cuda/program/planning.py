@@ -23,6 +23,7 @@ from vllmx_cuda.device.device import Device
 from vllmx_cuda.kernel_specs.attention import KV_ELEM
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
+from vllmx_cuda.program.expert_ops import expert_stacks
 from vllmx_cuda.program.kv_cache import CODES, plan_kv
 from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
@@ -79,7 +80,8 @@ def plan_load(
     tokens = max_rows["T"]
     table_values = sum(table.size for table in constants.values())
     target = Target(dtype, number(device.info.arch))
-    weights = plan_weights(specs, table_values, source, target, tokens)
+    stacks = expert_stacks(steps.ops)
+    weights = plan_weights(specs, table_values, source, target, tokens, stacks)
     check_weights_fit(
         weights.num_bytes,
         free,
