@@ -218,12 +218,10 @@ class Scheduler:
         """That could be computed now: those begun, and those that wait while rows are free. The
         ones that must not hold up who decodes count for nothing."""
         head = self.queue.first()
-        is_held = head is None or self._is_held_back(head)
+        is_held = head is None or self._beside.holds_back(self.queue.asked(head))
         waiting = 0 if is_held else min(len(self.queue), self.table.num_free)
-        return max(1, waiting + sum(not self._is_held_back(each) for each in self.prefills))
-
-    def _is_held_back(self, sequence: Sequence) -> bool:
-        return self._beside.holds_back(self.queue.asked(sequence))
+        ranks = map(self.queue.asked, self.prefills)
+        return max(1, waiting + sum(not self._beside.holds_back(rank) for rank in ranks))
 
     def _ready(self) -> AnyArray:
         """Rows that may decode a token now."""
