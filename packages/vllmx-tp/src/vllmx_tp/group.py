@@ -115,7 +115,7 @@ class Group:
             except OSError:
                 more = b""
             if not more:
-                raise self.lost(f"rank {rank} ended while it loaded the model; see its log above")
+                raise self._disconnected(f"rank {rank} ended while it loaded; see its log above")
             data += more
             if data.endswith(b"\n"):
                 break
@@ -144,7 +144,7 @@ class Group:
             for one in self._sockets:
                 one.sendall(data)
         except OSError as error:
-            raise self.lost("a rank has closed its connection") from error
+            raise self._disconnected("a rank has closed its connection") from error
 
     def _place(self, size: int) -> int | None:
         """Where in the ring a frame may lie; None: it is too large for it. Waits for readers."""
@@ -183,6 +183,17 @@ class Group:
                 logger.critical("%s: all ranks are ended", self._failure.message)
                 self.kill()
         return RankLostError(self._failure.message)
+
+    def _disconnected(self, text: str) -> RankLostError:
+        """A connection is gone, which is seen before the process has ended: how that ended."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < deadline_s:
+            ends = (self._end_of(rank, 0.0) for rank in self._ranks)
+            found = next(filter(None, ends), None)
+            if found is not None:
+                return self.lost(found)
+            time.sleep(_WAIT_S)
+        return self.lost(text)
 
     def verdict(self) -> RankLostError:
         """After this process saw the group ended by another rank: its cause."""
