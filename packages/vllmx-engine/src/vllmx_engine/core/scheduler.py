@@ -61,8 +61,7 @@ class Scheduler:
         images: Images | None = None,
     ) -> None:
         self._images = images
-        self.limits = limits
-        self.cost = cost
+        self.limits, self.cost = limits, cost
         self.cache = PrefixCache(identity, limits.windows)
         self.pool = BlockPool(limits.num_blocks, self.cache)
         size = limits.block_size
