@@ -144,7 +144,7 @@ def test_other_images_of_equal_size_are_no_hit(oracle: Any, folder: Path) -> Non
         engine.close()
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "metal"])
 def test_features_are_made_again_once_others_needed_their_rows(
     oracle: Any, folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
