@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,14 @@ def compare(args: argparse.Namespace) -> None:
 def write(folder: Path, shape: dict[str, Any]) -> None:
     """A checkpoint with random weights."""
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+    hub: Any = import_module("transformers")  # whose types know neither class
     text = {
         "vocab_size": 97, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
-    config = Qwen3VLConfig(
+    config = hub.Qwen3VLConfig(
         text_config=text, image_token_id=PAD, vision_start_token_id=START,
         vision_end_token_id=END, video_token_id=93, tie_word_embeddings=False,
         vision_config={
@@ -105,7 +106,7 @@ def write(folder: Path, shape: dict[str, Any]) -> None:
         },
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen3VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+    hub.Qwen3VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def loaded(folder: Path, threads: int) -> tuple[Any, Any]:
@@ -156,10 +157,10 @@ def vllmx_worker(folder: Path, threads: int) -> float:
 def transformers_worker(folder: Path, threads: int) -> float:
     """Milliseconds of a pass."""
     import torch
-    from transformers import Qwen3VLForConditionalGeneration
 
+    hub: Any = import_module("transformers")
     torch.set_num_threads(threads)
-    whole = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
+    whole = hub.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
     tower = whole.eval().model.visual
     torch.manual_seed(0)
     patches = (torch.rand(PATCHES, WIDTH) * 2 - 1).to(torch.bfloat16)

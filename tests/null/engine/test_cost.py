@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllmx_engine.core.cost import StepCost, StepLoad, fit_nonnegative
 
-TRUE = (2e-3, 5e-6, 1e-9, 40e-6, 2e-9, 30e-6, 1e-9)
+TRUE = (2e-3, 5e-6, 1e-9, 40e-6, 2e-9, 0.0, 0.0)
 
 
 def seconds(load: StepLoad, rng: random.Random | None = None) -> float:

@@ -15,6 +15,7 @@ from vllmx_core.model import ImagePlaces
 from vllmx_core.plan import StepPlan
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.testing.fake import FakeError, FakeLoadedModel, FakeRules, FakeStep
+from vllmx_engine.core.cost import StepCost, StepLoad, TowerLoad
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.wire.messages import CoreRequest, ImageInput, pack_ids
 
@@ -200,3 +201,17 @@ def test_a_pass_that_fails_ends_its_request_alone() -> None:
     found = run(core, 100)
     assert "again" in {output.request_id for output in found if output.finish_reason is not None}
     core.close()
+
+
+def test_parts_that_are_nearly_free_do_not_make_a_pass_free() -> None:
+    """The ops of a small part may be its norms alone."""
+    cost = StepCost(60e-3, 16)
+    for _ in range(10):
+        cost.observe(StepLoad(ROWS, 400), 34e-3)
+    whole = TowerLoad.of(1024)
+    for share, added_s in ((1 / 16, 60e-3), (1 / 100, 0.0), (1 / 100, 20e-3), (1 / 256, 0.0)):
+        part = whole.part(share)
+        cost.observe(StepLoad(ROWS, 400, 0, 0.0, part.patches, part.work), 34e-3 + added_s)
+    assert cost.tower_seconds(whole) == pytest.approx(80e-3 / (1 / 16 + 2 / 100 + 1 / 256))
+    share = cost.tower_share(cost.tower_budget(ROWS, 400), whole)
+    assert share * cost.tower_seconds(whole) == pytest.approx(34e-3)

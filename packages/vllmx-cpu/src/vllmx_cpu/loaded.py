@@ -107,9 +107,7 @@ class CpuLoadedModel:
         else:
             if len(self._passes) > 1:
                 self._team.wait(self._passes[-2])
-            records = tower.tape.records
-            part = records[int(begin * len(records)) : int(end * len(records))]
-            self._submit(job, (), *self._opening(step), *part)
+            self._submit(job, (), *self._opening(step), *tower.part(begin, end))
         self._passes = [*self._passes[-1:], job] if begin else [job]
         self._unbilled.append(job)
 

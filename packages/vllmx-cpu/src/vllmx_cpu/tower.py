@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
 from dataclasses import replace
 
+import numpy as np
 from vllmx_core.plan import StepPlan
 
 from vllmx_cpu.images import allocate_turned
@@ -11,6 +13,7 @@ from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower_all
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.planning import TowerPlan
+from vllmx_cpu.structs import VxLinear, VxRecord, VxSegmentAttention
 from vllmx_cpu.tape import Tape, make_tape
 
 
@@ -28,6 +31,8 @@ class CpuTower:
         self._num_patches = self._num_images = 0
         self._arena: Bytes | None = None
         self._tape: Tape | None = None
+        self._ends = np.zeros(0)
+        """Of each record, as a share of the pass."""
 
     def make_room(self, plan: StepPlan) -> None:
         """For a pass. None may be in flight. Raises CapacityError."""
@@ -47,13 +52,29 @@ class CpuTower:
         self._arena = allocate(room.arena.num_bytes)
         base = int(self._arena.ctypes.data)
         self._tape = make_tape(lower_all(self.lowering, self.ops.ops, room.arena.offsets, base))
+        costs = [_cost(call.arguments, patches) for call in self._tape.calls]
+        self._ends = np.cumsum(costs) / sum(costs)
         self._num_patches, self._num_images = patches, images
 
-    @property
-    def tape(self) -> Tape:
-        """Of the largest pass so far."""
+    def part(self, begin: float, end: float) -> list[VxRecord]:
+        """The records of a part of the largest pass so far, by what ops cost."""
         assert self._tape is not None, "make_room came first"
-        return self._tape
+        return self._tape.records[self._place(begin) : self._place(end)]
+
+    def _place(self, share: float) -> int:
+        """How many records are over when so much of the pass is."""
+        if share >= 1.0:
+            return len(self._ends)
+        return int(np.searchsorted(self._ends, share, side="right"))
+
+
+def _cost(arguments: Structure, num_patches: int) -> float:
+    """Of a call, for each row: about its multiplications, and 64 for a number that is read."""
+    if isinstance(arguments, VxLinear):
+        return float(arguments.w.rows * arguments.w.cols)
+    if isinstance(arguments, VxSegmentAttention):
+        return float(2 * arguments.num_heads * arguments.head_size * num_patches)
+    return 64.0 * (getattr(arguments, "width", 0) + 64)
 
 
 def _power_of_two(least: int) -> int:

@@ -4,6 +4,7 @@ running decodes keep their pace while long prompts come in."""
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,13 +12,12 @@ import numpy as np
 from vllmx_core.plan import F32
 
 _REMEMBERED = 64
-_FEATURES = 7
+_FEATURES = 5
 _LEAST_SEEN = 5
 """Steps of a kind before they are compared with what was predicted for them."""
 _CHUNK_TOKENS, _CHUNK_WORK = 3, 4
-_PATCHES, _PATCH_WORK = 5, 6
-_TOWERS = 2
-"""The ring of steps with a tower."""
+_SEEN_BY_EACH = 6000.0
+"""Patches whose attention to one costs a tower about as much as everything else of that one."""
 _RATIOS = 256
 _KEPT_SHARE = 0.99
 """Of the steps with prefill, so many are to keep the target."""
@@ -54,6 +54,11 @@ class TowerLoad:
         """A pass over one image."""
         return cls(float(patches), float(patches) ** 2)
 
+    @property
+    def units(self) -> float:
+        """What time goes by, in patches that see few others."""
+        return self.patches + self.work / _SEEN_BY_EACH
+
     def part(self, share: float) -> TowerLoad:
         """Passes have many layers, which cost alike."""
         return TowerLoad(self.patches * share, self.work * share)
@@ -77,13 +82,15 @@ class StepLoad(NamedTuple):
 
 
 class StepCost:
-    """seconds = c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work + c5 patches
-    + c6 patch work, all c >= 0.
+    """seconds = c0 + c1 decodes + c2 context + c3 chunk tokens + c4 chunk work, all c >= 0.
 
-    Keeps the last 64 steps of decodes, with prefill and with a tower (a ring each, so that a long
-    time of decoding does not wash out what prefill costs) and fits relative errors by least
-    squares, but only when a chunk is to be sized beside running decodes; a step of decodes costs
-    one write.
+    Keeps the last 64 steps with and the last 64 without prefill (a ring each, so that a long time
+    of decoding does not wash out what prefill costs) and fits relative errors by least squares, but
+    only when a chunk is to be sized beside running decodes; a step of decodes costs one write.
+
+    Passes of a tower before a step are no part of the fit: what steps took beyond it, all together,
+    by what the passes were, all together, is what they cost, since a small part may be nearly free
+    and its neighbour dear.
 
     Beside the fit it keeps how steps with prefill compared with what was predicted for them before
     they were known: their pace now, which follows a machine that others load faster than the fit
@@ -95,9 +102,11 @@ class StepCost:
         self.min_chunk = min_chunk
         """Progress that prefill makes in each step whatever the target says."""
         self._rings: tuple[F32, ...] = tuple(
-            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32) for _ in range(3)
+            np.zeros((_REMEMBERED, _FEATURES + 1), np.float32) for _ in range(2)
         )
-        self._seen = [0, 0, 0]
+        self._seen = [0, 0]
+        self._passes: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        """Units of a tower, and the seconds that they added to a step."""
         self._is_timed = True
         self._fit: tuple[float, ...] | None = None
         self._ratios = np.ones(_RATIOS, np.float32)
@@ -109,10 +118,14 @@ class StepCost:
         self._is_timed = elapsed_s > 0.0
         if not self._is_timed:
             return
-        kind = _TOWERS if load.patches else 1 if load.chunk_tokens else 0
+        if load.patches:
+            added_s = max(0.0, elapsed_s - self.predict(load))
+            self._passes.append((TowerLoad(load.patches, load.patch_work).units, added_s))
+            return
+        kind = 1 if load.chunk_tokens else 0
         if kind and self._seen[kind] >= _LEAST_SEEN:  # a fit of fewer steps predicts nothing
             self._compare(self.predict(load), elapsed_s)
-        self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load, elapsed_s)
+        self._rings[kind][self._seen[kind] % _REMEMBERED] = (1.0, *load[: _FEATURES - 1], elapsed_s)
         self._seen[kind] += 1
         self._fit = None
 
@@ -127,8 +140,9 @@ class StepCost:
         self._pace = min(max(pace, 1 / _MAX_MARGIN), _MAX_MARGIN)
 
     def predict(self, load: StepLoad) -> float:
-        """Seconds, 0 before anything was seen."""
-        return sum(c * x for c, x in zip(self._coefficients(), (1.0, *load), strict=True))
+        """Seconds without a tower, 0 before anything was seen."""
+        known = (1.0, *load[: _FEATURES - 1])
+        return sum(c * x for c, x in zip(self._coefficients(), known, strict=True))
 
     def chunk_seconds(self, num_decodes: int, decode_context: int, num_prompts: int = 1) -> float:
         """What is left of the target for prefill beside these decodes; infinite without either.
@@ -163,7 +177,7 @@ class StepCost:
     @property
     def knows_towers(self) -> bool:
         """Whether a step with a tower was seen."""
-        return self._seen[_TOWERS] > 0
+        return len(self._passes) > 0
 
     def tower_budget(self, num_decodes: int, decode_context: int) -> float:
         """Seconds of a tower beside these decodes: as many as they take themselves, so that their
@@ -175,17 +189,17 @@ class StepCost:
 
     def tower_seconds(self, load: TowerLoad) -> float:
         """Seconds that a pass adds to a step, 0 before one was seen."""
-        each = self._coefficients()
-        return each[_PATCHES] * load.patches + each[_PATCH_WORK] * load.work
+        units = sum(units for units, _ in self._passes)
+        return load.units * sum(added_s for _, added_s in self._passes) / units if units else 0.0
 
     def tower_share(self, seconds: float, load: TowerLoad) -> float:
-        """How much of a pass `seconds` suffice for, at most twice as many patches as a remembered
-        step had; never nothing."""
+        """How much of a pass `seconds` suffice for, at most twice as much as a remembered step
+        had; never nothing."""
         if seconds == math.inf:
             return 1.0
         if not self.knows_towers:
             return min(1.0, _FIRST_PATCHES / load.patches)
-        known = _GROWTH * float(self._rings[_TOWERS][:, _PATCHES].max()) / load.patches
+        known = _GROWTH * max(units for units, _ in self._passes) / load.units
         needed = self.tower_seconds(load)
         share = min(known, seconds / needed) if needed > 0.0 else known
         return min(1.0, max(share, _LEAST_SHARE))
