@@ -147,6 +147,17 @@ def test_running_rows_keep_their_pace_while_images_arrive() -> None:
     core.close()
 
 
+def test_a_pass_ends_however_little_time_there_is() -> None:
+    model = SeeingModel()
+    core = make_core(model)
+    decoding(core)
+    core._cost.tower_budget = lambda *decodes: 1e-6  # type: ignore[method-assign]
+    core.add(request("image", [(32, 0)]))
+    run(core, 200)
+    assert model.num_images == 1
+    core.close()
+
+
 def test_without_running_rows_a_pass_is_whole_and_those_of_a_step_are_together() -> None:
     model = SeeingModel()
     core = make_core(model)

@@ -37,7 +37,7 @@ _FEW_DECODES = 16
 
 _FIRST_PATCHES = 64.0
 """Of a tower of which nothing is known yet."""
-_LEAST_SHARE = 1 / 256
+_LEAST_SHARE = 1 / 128
 """Of a pass of the tower, which comes to an end whatever the target says."""
 
 

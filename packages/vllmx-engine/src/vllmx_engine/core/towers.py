@@ -62,9 +62,8 @@ class StepTowers:
         if self.begun is None or self._is_advanced:
             return
         self._is_advanced = True
-        left = self.begun.load.part(1.0 - self.begun.done)
-        share = self._cost.tower_share(budget.tower_seconds, left)
-        self.begun_end = self.begun.done + share * (1.0 - self.begun.done) if share < 1.0 else 1.0
+        share = self._cost.tower_share(budget.tower_seconds, self.begun.load)
+        self.begun_end = min(1.0, self.begun.done + share)
         self._take(self.begun.load.part(self.begun_end - self.begun.done), budget)
 
     def finishes(self, wanted: Pass, budget: StepBudget) -> bool:
