@@ -3,47 +3,148 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 from vllmx_engine.images.processor import levels_of
+from vllmx_models.blocks.tower import merge_order
 
 PAD, START, END = 90, 91, 92
 """Tokens of the tiny vocabulary: an image's, and those around it."""
+Image = tuple[np.ndarray, tuple[int, int, int]]
+"""Patches and grid."""
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_TURNS: dict[str, Any] = {
+    "rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
+    "mrope_section": [4, 2, 2],
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+_TOWER: dict[str, Any] = {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2,
+    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "out_hidden_size": 48, "num_position_embeddings": 25,
+}  # fmt: skip
+_TOKENS: dict[str, Any] = {
+    "image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END,
+    "video_token_id": 93, "tie_word_embeddings": False,
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": _TURNS | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+
+
+def _random(kind: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = kind(config).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def qwen3_vl() -> Any:
     """Four layers over a tower of three, which gives two layers more."""
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
-                "mrope_section": [4, 2, 2],
-            },
-        },
-        vision_config={
-            "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2,
-            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "out_hidden_size": 48, "num_position_embeddings": 25,
-            "deepstack_visual_indexes": [0, 2],
-        },
-        image_token_id=PAD, vision_start_token_id=START, vision_end_token_id=END,
-        video_token_id=93, tie_word_embeddings=False,
+    text, tower = _TEXT | {"rope_parameters": _TURNS}, _TOWER | {"deepstack_visual_indexes": [0, 2]}
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, **_TOKENS)
+    return _random(Qwen3VLForConditionalGeneration, config)
+
+
+def qwen3_vl_moe() -> Any:
+    """Experts in the even layers."""
+    text = _TEXT | _EXPERTS | {"rope_parameters": _TURNS, "mlp_only_layers": [1]}
+    tower = _TOWER | {"deepstack_visual_indexes": [1]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=tower, **_TOKENS)
+    return _random(Qwen3VLMoeForConditionalGeneration, config)
+
+
+def qwen3_5() -> Any:
+    """Two layers that keep a state."""
+    config = Qwen3_5Config(text_config=_TEXT | _DELTA, vision_config=_TOWER, **_TOKENS)
+    return _random(Qwen3_5ForConditionalGeneration, config)
+
+
+def qwen3_5_moe() -> Any:
+    """The same with experts."""
+    text = _TEXT | _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 28}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=_TOWER, **_TOKENS)
+    return _random(Qwen3_5MoeForConditionalGeneration, config)
+
+
+def gemma3() -> Any:
+    """An image is longer than the window."""
+    text = _TEXT | {
+        "sliding_window": 8, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    tower = {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "patch_size": 4,
+        "num_attention_heads": 2, "image_size": 24, "vision_use_head": False,
+        "model_type": "siglip_vision_model",
+    }  # fmt: skip
+    config = Gemma3Config(
+        text_config=text, vision_config=tower, mm_tokens_per_image=9, image_token_index=PAD,
+        tie_word_embeddings=False,
     )  # fmt: skip
-    torch.manual_seed(0)
-    config._attn_implementation = "eager"
-    model = Qwen3VLForConditionalGeneration(config).float().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    return _random(Gemma3ForConditionalGeneration, config)
+
+
+def gemma4() -> Any:
+    """Images see both ways in every other layer; the last two layers share their pages."""
+    text = _TEXT | {
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "global_head_dim": 24,
+        "vocab_size_per_layer_input": 97, "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 30.0, "pad_token_id": 3, "tie_word_embeddings": True,
+    }  # fmt: skip
+    tower = {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "patch_size": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "pooling_kernel_size": 2, "position_embedding_size": 32, "standardize": True,
+        "model_type": "gemma4_vision",
+    }  # fmt: skip
+    config = Gemma4Config(
+        text_config=text, vision_config=tower, image_token_id=PAD, video_token_id=94,
+        audio_token_id=95, boi_token_id=START, eoi_token_id=END, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = _random(Gemma4ForConditionalGeneration, config)
+    for name, buffer in model.named_buffers():
+        if "std_" in name or "layer_scalar" in name:
+            torch.nn.init.normal_(buffer, std=0.5)
     return model
 
 
@@ -77,31 +178,85 @@ def save(model: Any, folder: Path) -> Path:
 LEVELS = levels_of(PROCESSOR)
 
 
-def image(rows: int, columns: int, seed: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches and grid of an image that is made up."""
-    random = np.random.default_rng(seed)
-    greys = random.integers(0, 256, (rows * columns, 3 * 2 * 4 * 4))
-    return LEVELS[0][greys], (1, rows, columns)
-
-
 def grey(patches: np.ndarray) -> np.ndarray:
     """The levels that such patches stand for."""
     return np.searchsorted(LEVELS[0], patches).astype(np.uint8)
 
 
-@torch.inference_mode()
-def logits(model: Any, ids: list[int], images: list[Any]) -> np.ndarray:
-    """(T, V) by transformers."""
-    given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
-    given["mm_token_type_ids"] = (given["input_ids"] == PAD).int()
-    if images:
-        given["pixel_values"] = torch.from_numpy(np.concatenate([one for one, _ in images]))
-        given["image_grid_thw"] = torch.tensor([grid for _, grid in images])
-    model.model.rope_deltas = None
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other where a machine is busy
-    try:
-        found: np.ndarray = model(**given).logits[0].numpy()
-    finally:
-        torch.set_num_threads(threads)
-    return found
+def colours_last(patches: np.ndarray) -> np.ndarray:
+    """The same with each pixel's colours together."""
+    return patches.reshape(len(patches), 3, -1).transpose(0, 2, 1).reshape(len(patches), -1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How images of models of one kind come, and what transformers is given of them."""
+
+    make: Callable[[], Any]
+    spans: int = 0
+    """Most tokens of an image, where they see each other both ways."""
+    form: Literal["qwen", "square", "gemma4"] = "qwen"
+    types: str = "mm_token_type_ids"
+
+    def image(self, rows: int, columns: int, seed: int) -> Image:
+        """Patches and grid of an image that is made up."""
+        random, width = np.random.default_rng(seed), 3 * 4 * 4
+        if self.form == "qwen":
+            width *= 2
+        elif self.form == "square":
+            rows = columns = 2 * math.isqrt(self.spans)
+        return LEVELS[0][random.integers(0, 256, (rows * columns, width))], (1, rows, columns)
+
+    def given(self, images: list[Image]) -> dict[str, Any]:
+        """The images for transformers."""
+        if not images:
+            return {}
+        if self.form == "gemma4":
+            return _gemma4_images(images)
+        patches = torch.from_numpy(np.concatenate([one for one, _ in images]))
+        if self.form == "qwen":
+            grids = torch.tensor([grid for _, grid in images])
+            return {"pixel_values": patches, "image_grid_thw": grids}
+        side = math.isqrt(self.spans)
+        cut = patches.reshape(len(images), side, side, 2, 2, 3, 4, 4)
+        cut = cut.permute(0, 5, 1, 3, 6, 2, 4, 7)
+        return {"pixel_values": cut.reshape(len(images), 3, 8 * side, 8 * side)}
+
+    @torch.inference_mode()
+    def logits(self, model: Any, ids: list[int], images: list[Image]) -> np.ndarray:
+        """(T, V) by transformers."""
+        tokens = torch.tensor([ids])
+        given = {"input_ids": tokens, self.types: (tokens == PAD).int(), **self.given(images)}
+        model.model.rope_deltas = None
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # several wait for each other where a machine is busy
+        try:
+            found: np.ndarray = model(**given).logits[0].numpy()
+        finally:
+            torch.set_num_threads(threads)
+        return found
+
+
+def _gemma4_images(images: list[Image]) -> dict[str, Any]:
+    """Padded to the largest, with the column and the row of each patch."""
+    most = max(len(patches) for patches, _ in images)
+    pixels = np.zeros((len(images), most, images[0][0].shape[1]), np.float32)
+    positions = np.full((len(images), most, 2), -1)
+    for number, (patches, (_, tall, wide)) in enumerate(images):
+        row, column = merge_order(tall, wide, 2)
+        pixels[number, : len(patches)] = colours_last(patches) / 2 + 0.5
+        positions[number, : len(patches)] = np.stack([column, row], axis=1)
+    return {
+        "pixel_values": torch.from_numpy(pixels),
+        "image_position_ids": torch.from_numpy(positions),
+    }
+
+
+FAMILIES = {
+    "qwen3_vl": Family(qwen3_vl),
+    "qwen3_vl_moe": Family(qwen3_vl_moe),
+    "qwen3_5": Family(qwen3_5),
+    "qwen3_5_moe": Family(qwen3_5_moe),
+    "gemma3": Family(gemma3, 9, "square", "token_type_ids"),
+    "gemma4": Family(gemma4, 16, "gemma4"),
+}

@@ -17,20 +17,25 @@ from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 
-from .image_models import END, PAD, START, image, logits, qwen3_vl, save
+from .image_models import END, FAMILIES, PAD, START, Family, colours_last, save
 
 REGISTRY = load_registry()
 TEXT = [5, 6, 7]
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Any:
-    return qwen3_vl()
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def oracle(family: Family) -> Any:
+    return family.make()
 
 
 @pytest.fixture(scope="module")
 def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(oracle, tmp_path_factory.mktemp("qwen3_vl"))
+    return save(oracle, tmp_path_factory.mktemp("images"))
 
 
 def load(folder: Path, backend: str, **changes: Any) -> tuple[Any, Any]:
@@ -67,34 +72,56 @@ def plans(model: Any, ids: list[int], images: list[Any], chunks: list[int]) -> A
     turns = turns_of(list(zip(starts, places, strict=True)))
     steps, begin = [], 0
     for size in chunks:
+        if begin == len(ids):
+            break
         end = min(begin + size, len(ids))
-        plan = make_plan([Row(ids[begin:end], begin, range(8), "all")], 16)
+        state = 0 if model.shape.states else None
+        plan = make_plan([Row(ids[begin:end], begin, range(8), "all", state)], 16)
         turned = None if turns is None else turns.at(begin, end)
-        steps.append(replace(plan, feature_rows=rows[begin:end], rope_positions=turned))
+        if model.shape.features.feeds is not None:
+            plan.tokens[rows[begin:end] >= 0] = model.shape.features.feeds
+        seen = None
+        if model.shape.features.spans:
+            seen = plan.positions.copy()
+            for start, count in zip(starts, counts, strict=True):
+                seen[max(start - begin, 0) : max(start + count - begin, 0)] = start + count - 1
+        arrays = {"feature_rows": rows[begin:end], "rope_positions": turned, "visible_to": seen}
+        steps.append(replace(plan, **arrays))
         begin = end
-    tower = tower_plan(encoder, [one for one, _ in images], places, keep) if images else None
+    shown = [colours_last(one) if encoder.colours_last else one for one, _ in images]
+    tower = tower_plan(encoder, shown, places, keep) if images else None
     return tower, steps
 
 
-CASES = {
-    "two images": ([image(4, 6, 0), image(8, 2, 1)], [64]),
-    "an image cut by chunks": ([image(6, 6, 2)], [5, 3, 1, 40]),
-    "equal images": ([image(2, 4, 3), image(2, 4, 3)], [64]),
-    "one token for an image": ([image(2, 2, 4)], [4, 1, 20]),
+CASES: dict[str, tuple[list[tuple[int, int, int]], list[int]]] = {
+    "two images": ([(4, 6, 0), (8, 2, 1)], [64]),
+    "an image cut by chunks": ([(6, 6, 2)], [5, 3, 1, 40]),
+    "equal images": ([(2, 4, 3), (2, 4, 3)], [64]),
+    "one token for an image": ([(2, 2, 4)], [4, 1, 20]),
     "no image": ([], [2, 9]),
 }
+WHOLE = {"an image cut by chunks": [3, 12, 40], "one token for an image": [4, 9, 20]}
+"""Chunks of models whose images must not be cut."""
 
 
-@pytest.mark.parametrize(
-    ("backend", "eager"),
-    [("numpy", False), ("torch", False), ("cpu", False), ("cpu", True), ("metal", False)],
-)
-def test_logits(oracle: Any, folder: Path, backend: str, eager: bool) -> None:
+RUNS = [
+    *((family, backend, False) for family in FAMILIES for backend in ("numpy", "torch")),
+    *((family, "cpu", False) for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")),
+    ("qwen3_vl", "cpu", True),
+    ("qwen3_vl", "metal", False),
+    ("qwen3_5", "metal", False),
+]
+
+
+@pytest.mark.parametrize(("family", "backend", "eager"), RUNS, indirect=["family"])
+def test_logits(family: Family, oracle: Any, folder: Path, backend: str, eager: bool) -> None:
     model, loaded = load(folder, backend, enforce_eager=eager)
     try:
-        for name, (images, chunks) in CASES.items():
+        for name, (sizes, chunks) in CASES.items():
+            images = [family.image(*size) for size in sizes]
+            chunks = WHOLE.get(name, chunks) if family.spans else chunks
             ids = [*prompt(images)[0], 11, 12]
-            wanted = logits(oracle, ids, images)
+            wanted = family.logits(oracle, ids, images)
             tower, steps = plans(model, ids, images, chunks)
             if tower is not None and loaded.info.encodes_in_parts:
                 ends = [0.0, 0.01, 0.4, 0.55, 1.0]

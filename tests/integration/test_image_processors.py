@@ -76,8 +76,27 @@ def test_gemma(tmp_path: Path) -> None:
         wanted = theirs(image, return_tensors="np")["pixel_values"][0]  # (3, 896, 896)
         found = ours.prepare(np.asarray(image), 256, "here")
         assert (found.grid, found.num_tokens) == ((1, 64, 64), 256)
-        cut = wanted.reshape(3, 64, 14, 64, 14).transpose(1, 3, 0, 2, 4).reshape(4096, -1)
+        cut = wanted.reshape(3, 16, 4, 14, 16, 4, 14).transpose(1, 4, 2, 5, 0, 3, 6)
+        cut = cut.reshape(4096, -1)  # 4 x 4 patches become a token
         np.testing.assert_array_equal(normalised(found.patches, found.levels), cut)
+
+
+def test_gemma4(tmp_path: Path) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    config = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}
+    ours, theirs = processor(tmp_path, config), Gemma4ImageProcessorPil.from_dict(config)
+    for size in [*SIZES[:3], (1000, 9), (9, 1000)]:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np")
+        found = ours.prepare(np.asarray(image), 256, "here")
+        _, tall, wide = found.grid
+        assert found.num_tokens == wanted["num_soft_tokens_per_image"][0]
+        values = normalised(found.patches, found.levels)
+        pixels = wanted["pixel_values"][0][: tall * wide].reshape(tall, wide, 16, 16, 3)
+        pixels = pixels.reshape(tall // 3, 3, wide // 3, 3, 16, 16, 3)
+        cut = 2 * (pixels.transpose(0, 2, 1, 3, 6, 4, 5).reshape(values.shape) - np.float32(0.5))
+        np.testing.assert_array_equal(values, cut)
 
 
 def test_digests_tell_pixels_and_sizes_apart(tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ class FeatureSpec:
     """Rows: the one that replaces the token's embedding, and those added behind layers."""
     width: int
     """Numbers of each."""
+    spans: bool = False
+    """Whether the tokens of an image see each other both ways: a step has all of them that are not
+    computed yet, or none; see `StepPlan.visible_to`."""
+    feeds: int | None = None
+    """The id that is fed for the tokens of images where layers look them up again; None: their
+    own."""
 
     @property
     def row_bytes(self) -> int:
@@ -188,6 +194,11 @@ class Encoder(Protocol):
         ...
 
     @property
+    def colours_last(self) -> bool:
+        """Whether a patch has its colours last: (frames, height, width, C); else they are first."""
+        ...
+
+    @property
     def patches_per_token(self) -> int:
         """Neighbouring patches that come to one feature."""
         ...
@@ -214,6 +225,15 @@ def encoder_of(model: Model) -> Encoder | None:
     """The tower of a model that has one: its attribute `encoder`."""
     found: Encoder | None = getattr(model, "encoder", None)
     return found
+
+
+def text_alone(model: Model) -> Model | None:
+    """A model that sees images without its tower, by its method `text_alone`; None: it has none."""
+    made = getattr(model, "text_alone", None)
+    if made is None or encoder_of(model) is None:
+        return None
+    alone: Model = made()
+    return alone
 
 
 class Model(Protocol):

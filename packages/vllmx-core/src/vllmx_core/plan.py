@@ -83,6 +83,10 @@ class StepPlan:
     axis, each at most the token's position; None: its position on all axes."""
     feature_rows: I32 | None = None
     """(T,) row of the store of features that stands for the token, -1: none does. None: all -1."""
+    visible_to: I32 | None = None
+    """(T,) last position that each token sees where an attention has `AttentionSpec.spans`: its
+    own, or of an image's token that of the image's last one, which is computed in this step. Never
+    less than for the token before it in its row. None: each token's own."""
     patches: PatchRows | None = None
     """Of a pass of the model's tower, see `SeeingModel.encode`; None: a step."""
 

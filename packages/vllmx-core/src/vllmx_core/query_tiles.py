@@ -23,8 +23,17 @@ class QueryTiles:
     last_key: I64
 
     @classmethod
-    def cut(cls, plan: StepPlan, window: int | None, causal: bool, most_queries: int) -> QueryTiles:
-        """Every query token of the step once, at most `most_queries` of a row together."""
+    def cut(
+        cls,
+        plan: StepPlan,
+        window: int | None,
+        causal: bool,
+        most_queries: int,
+        *,
+        spans: bool = False,
+    ) -> QueryTiles:
+        """Every query token of the step once, at most `most_queries` of a row together. `spans`:
+        tokens see up to `StepPlan.visible_to`."""
         start = plan.query_start.astype(np.int64)
         counts = -(-np.diff(start) // most_queries)  # (R,) tiles of each row
         row = np.repeat(np.arange(plan.num_rows), counts)
@@ -36,7 +45,9 @@ class QueryTiles:
             first_key = np.maximum(0, plan.positions[first_token].astype(np.int64) - window + 1)
         last_key = plan.context_len[row].astype(np.int64) - 1
         if causal:
-            last_key = plan.positions[first_token + queries - 1].astype(np.int64)
+            seen = plan.visible_to if spans else None
+            seen = plan.positions if seen is None else seen
+            last_key = seen[first_token + queries - 1].astype(np.int64)
         return cls(row, first_token, queries, first_key, last_key)
 
     def take(self, chosen: I64) -> QueryTiles:

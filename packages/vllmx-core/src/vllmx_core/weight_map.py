@@ -90,7 +90,7 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
     wanted = resolved(source, wanted)
     part = source.part(wanted.name)
     if spec.shape is not None:
-        if spec.kind == "linear":
+        if spec.kind in ("linear", "embedding"):
             return _flattened(part, spec.shape, (wanted.rows, spec.cols))
         return _shaped(part, spec.shape, wanted)
     if wanted.entry is not None:
@@ -101,7 +101,8 @@ def _part(spec: WeightSpec, wanted: PartSpec, source: WeightSource) -> WeightPar
                 " wanted: config.json and weights do not belong together"
             )
         part = entry_of(part, wanted.entry)
-    if wanted.transposed:
+    fits = len(part.shape) == 2 and part.shape[1] == spec.cols
+    if wanted.transposed or (wanted.transposed is None and not fits):
         part = transposed(part)
     if wanted.runs is not None:
         part = _picked(part, wanted.runs, spec.cols if wanted.turned else wanted.rows)

@@ -310,8 +310,9 @@ class PartSpec:
     differ; the first that is there."""
     entry: int | None = None
     """Of a tensor with one more axis in front, such as the expert of a stack."""
-    transposed: bool = False
-    """Whether the tensor lies as (input features, output features)."""
+    transposed: bool | None = False
+    """Whether the tensor lies as (input features, output features); None: where it does not fit
+    otherwise."""
     runs: RowRuns | None = None
     """Which rows; None: all, or those from the first on where the weight has columns picked."""
     first_col: int | None = None

@@ -113,7 +113,11 @@ class Decoder:
         """The model that gives vectors or scores of texts instead, as its config says."""
         from vllmx_models.pooled_decoder import pooled_decoder
 
-        return pooled_decoder(self.spec, output, config)
+        return pooled_decoder(self.text_alone().spec, output, config)
+
+    def text_alone(self) -> Decoder:
+        """The same without the tower, for backends that have none of its ops."""
+        return Decoder(replace(self.spec, features=None))
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """The weight map, by the names that the architecture's checkpoints have."""
@@ -162,8 +166,9 @@ class Decoder:
             x, num_added = ops.place(x, step), spec.features.parts - 1
         stream = ResidualStream(ops, w, spec.norm, x)
         cache = state = 0
+        spans = spec.features is not None and spec.features.spans
         for index, layer in enumerate(spec.layers):
-            scope = LayerScope(ops, w, step, index, cache, state, self._tables, x)
+            scope = LayerScope(ops, w, step, index, cache, state, self._tables, x, spans)
             self._layer(layer, stream, scope)
             if layer.mixer is not None:
                 cache += layer.mixer.cache is not None

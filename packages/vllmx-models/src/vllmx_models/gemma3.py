@@ -1,12 +1,14 @@
-"""Gemma 3 (Gemma3ForCausalLM, and the text of Gemma3ForConditionalGeneration): five layers with a
-window and a rotation of their own for each one without, norms on query and key heads."""
+"""Gemma 3 (Gemma3ForCausalLM and Gemma3ForConditionalGeneration): five layers with a window and a
+rotation of their own for each one without, norms on query and key heads. The tokens of an image
+see each other both ways."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from vllmx_core.model import Model
+from vllmx_core.model import FeatureSpec, Model
 
 from vllmx_models.blocks.norms import SANDWICH
 from vllmx_models.config import ConfigReader
@@ -27,6 +29,7 @@ from vllmx_models.gemma2 import query_scalar
 from vllmx_models.gguf.architecture import HEAD_NORM_TENSORS, SANDWICH_TENSORS, GGUFArchitecture
 from vllmx_models.gguf.encoders import text_modules
 from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.siglip_tower import SiglipTower
 from vllmx_models.text_config import inside_images, text_config
 
 EMBEDDER = "gemma-embedding"
@@ -46,9 +49,42 @@ def gemma3_text(config: Mapping[str, Any]) -> Decoder:
 
 
 def gemma3(config: Mapping[str, Any]) -> Decoder:
-    """The text model of one with images, or alone."""
+    """The text model alone, or behind SigLIP's tower."""
     read = ConfigReader(text_config(config, _DEFAULTS), "Gemma3ForCausalLM")
-    return _decoder(read, inside_images(config))
+    decoder = _decoder(read, inside_images(config))
+    if config.get("vision_config") is None:
+        return decoder
+    features = FeatureSpec(1, decoder.spec.hidden_size, spans=True)
+    return Decoder(replace(decoder.spec, features=features), _tower(config, features.width))
+
+
+def _tower(config: Mapping[str, Any], width: int) -> SiglipTower:
+    outer = ConfigReader(config, "Gemma3ForConditionalGeneration")
+    vision, tokens = config["vision_config"], outer.integer("mm_tokens_per_image", 256)
+    if not isinstance(vision, Mapping):
+        raise outer.error("vision_config", "must be an object")
+    read = ConfigReader(vision, outer.architecture)
+    size, patch = read.integer("hidden_size", 768), read.integer("patch_size", 16, high=256)
+    heads = read.integer("num_attention_heads", 12)
+    if size % heads:
+        raise read.error("num_attention_heads", f"must divide hidden_size = {size}")
+    if read.integer("num_channels", 3) != 3:
+        raise read.error("num_channels", "must be 3")
+    side, tall = read.integer("image_size", 224, high=1 << 14) // patch, round(tokens**0.5)
+    if tall * tall != tokens or side % tall:
+        raise outer.error("mm_tokens_per_image", f"must be a square that divides {side} x {side}")
+    return SiglipTower(
+        depth=read.integer("num_hidden_layers", 12, high=1024),
+        hidden_size=size,
+        num_heads=heads,
+        mlp_size=read.integer("intermediate_size", 3072),
+        activation=read.activation(default="gelu_pytorch_tanh"),
+        patch=patch,
+        side=side,
+        merge=side // tall,
+        out_size=width,
+        eps=read.number("layer_norm_eps", 1e-6),
+    )
 
 
 def gemma3_embedder(config: Mapping[str, Any]) -> Model:
@@ -81,6 +117,7 @@ def _decoder(read: ConfigReader, names: ModelNames, *, both_ways: bool = False) 
         scale=read.number("query_pre_attn_scalar", 256) ** -0.5,
         softcap=read.optional("attn_logit_softcapping", 0),
         both_ways=both_ways,
+        spans=True,
     )
     if both_ways and mixer.softcap is not None:
         raise read.error("attn_logit_softcapping", "must be null where tokens see both ways")

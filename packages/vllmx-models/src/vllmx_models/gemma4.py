@@ -1,10 +1,14 @@
-"""Gemma 4 (Gemma4ForCausalLM, and the text of Gemma4ForConditionalGeneration): large heads whose
-keys are their values in layers without a window, per-layer embeddings, experts beside the MLP."""
+"""Gemma 4 (Gemma4ForCausalLM and Gemma4ForConditionalGeneration, without sound): large heads whose
+keys are their values in layers without a window, per-layer embeddings, experts beside the MLP. The
+tokens of an image may see each other both ways in layers with a window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+from vllmx_core.model import FeatureSpec
 
 from vllmx_models.blocks.attention import AttentionMixer, AttentionNames
 from vllmx_models.blocks.dense import DenseMLP
@@ -24,6 +28,7 @@ from vllmx_models.decoder_config import (
 )
 from vllmx_models.gemma import HEAD_SIZE, gemma_activation
 from vllmx_models.gemma4_gguf import GGUF as GGUF
+from vllmx_models.gemma4_tower import gemma4_tower
 from vllmx_models.text_config import inside_images, text_config
 
 DEFAULT_POSITIONS = 131072
@@ -62,18 +67,23 @@ def gemma4(config: Mapping[str, Any]) -> Decoder:
     names = inside_images(config)
     sliding = sliding_pattern(read, 6)
     sliding[-1] = False
-    return Decoder(
-        decoder_spec(
-            read,
-            tuple(_layers(read, sliding, names)),
-            default_positions=DEFAULT_POSITIONS,
-            default_tied=True,
-            norm=rms(read),
-            embedding_scale=read.integer("hidden_size") ** 0.5,
-            logit_softcap=read.optional("final_logit_softcapping", 0),
-            names=names,
-        )
+    spec = decoder_spec(
+        read,
+        tuple(_layers(read, sliding, names)),
+        default_positions=DEFAULT_POSITIONS,
+        default_tied=True,
+        norm=rms(read),
+        embedding_scale=read.integer("hidden_size") ** 0.5,
+        logit_softcap=read.optional("final_logit_softcapping", 0),
+        names=names,
     )
+    tower = gemma4_tower(config, spec.hidden_size)
+    if tower is None:
+        return Decoder(spec)
+    spans = read.config.get("use_bidirectional_attention") == "vision"
+    padding = read.integer("pad_token_id", 0, low=0)
+    features = FeatureSpec(1, spec.hidden_size, spans=spans, feeds=padding)
+    return Decoder(replace(spec, features=features), tower)
 
 
 def _with_ropes(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,6 +128,7 @@ def _mixer(read: ConfigReader, layer: int, slides: bool, shared: int | None) -> 
         o_bias=bias,
         qk_norm=rms(read),
         v_norm=True,
+        spans=slides and read.config.get("use_bidirectional_attention") == "vision",
         shared_with=shared,
         names=AttentionNames(v="k_proj") if same else AttentionNames(),
     )

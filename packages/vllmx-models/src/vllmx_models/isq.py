@@ -22,9 +22,10 @@ from vllmx_core.encoding import Encoder
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.registry import Registry
-from vllmx_core.weight_map import name_in
+from vllmx_core.weight_map import name_in, resolved
 from vllmx_core.weights import (
     DENSE,
+    PartSpec,
     QuantLayout,
     RawTensor,
     WeightPart,
@@ -69,7 +70,8 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     tables = {named(part) for spec in words if spec.kind == "embedding" for part in spec.parts}
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
-    for part in (part for spec in specs for part in spec.parts if part.transposed):
+    across = partial(_lies_across, checkpoint.weights)
+    for part in (part for spec in specs for part in spec.parts if across(part, spec.cols)):
         raise ConfigError(
             f"--isq {name}: {named(part)!r} is stored with its input features first, across which"
             " blocks and scales would lie: leave --isq out, or give a checkpoint that is quantised"
@@ -91,6 +93,14 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
         checkpoint.weights,
         {n: encodings[kind] for n, kind in types.items() if kind in encodings},
     )
+
+
+def _lies_across(source: WeightSource, part: PartSpec, cols: int) -> bool:
+    """Whether the tensor has its input features first."""
+    found = resolved(source, part)
+    if found.transposed is None:
+        return source.part(found.name).shape[-1] != cols
+    return found.transposed
 
 
 def _quantised(spec: WeightSpec) -> bool:

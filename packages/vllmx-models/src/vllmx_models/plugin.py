@@ -75,6 +75,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         ),
         _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf="qwen35"),
         _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf=False),
+        _model("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl", gguf=False),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf="qwen3next"),
         _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),

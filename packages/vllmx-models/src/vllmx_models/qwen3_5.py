@@ -1,14 +1,14 @@
-"""Qwen3.5 and 3.6, dense and with experts, and the text of their models with images
-(Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM and the ...ForConditionalGeneration): Qwen3-Next with
-projections that lie apart."""
+"""Qwen3.5 and 3.6, dense and with experts, with images and without (Qwen3_5ForCausalLM,
+Qwen3_5MoeForCausalLM and the ...ForConditionalGeneration): Qwen3-Next with projections that lie
+apart, behind the tower of Qwen3-VL."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from vllmx_models.blocks.layer import FeedForward
 from vllmx_models.blocks.moe import EitherExperts
 from vllmx_models.blocks.recurrent import DeltaNames
 from vllmx_models.config import ConfigReader
@@ -27,17 +27,24 @@ from vllmx_models.qwen3_next import (
     gated_moe,
     qwen_hybrid,
 )
-from vllmx_models.text_config import has_text_config, text_config
+from vllmx_models.qwen_images import (
+    interleaved_axes,
+    qwen_tower,
+    sees_images,
+    with_images,
+    without_sections,
+)
+from vllmx_models.text_config import text_config
 
-logger = logging.getLogger("vllmx.models")
 NAMES = ModelNames(also=("model.", "model.language_model."))
 """Published files have the text beside the part for images, in a module of its own."""
 
 
 def qwen3_5(config: Mapping[str, Any]) -> Decoder:
     """A dense feed-forward in each layer."""
-    read = _read(config, "Qwen3_5ForCausalLM")
-    return qwen_hybrid(read, [dense_mlp(read)] * num_layers(read), DeltaNames(), names=NAMES)
+    read, sections = _read(config, "Qwen3_5ForCausalLM")
+    mlps: list[FeedForward] = [dense_mlp(read)] * num_layers(read)
+    return _seeing(config, qwen_hybrid(read, mlps, DeltaNames(), names=NAMES), sections)
 
 
 qwen3_5_text = qwen3_5
@@ -46,32 +53,33 @@ qwen3_5_text = qwen3_5
 
 def qwen3_5_moe(config: Mapping[str, Any]) -> Decoder:
     """Experts in each layer, as one tensor or as one for each."""
-    read = _read(config, "Qwen3_5MoeForCausalLM")
+    read, sections = _read(config, "Qwen3_5MoeForCausalLM")
     moe = gated_moe(read, tensors=EitherExperts())
-    return qwen_hybrid(read, [moe] * num_layers(read), DeltaNames(), names=NAMES)
+    moes: list[FeedForward] = [moe] * num_layers(read)
+    return _seeing(config, qwen_hybrid(read, moes, DeltaNames(), names=NAMES), sections)
 
 
 qwen3_5_moe_text = qwen3_5_moe
 """The text model alone."""
 
 
-def _read(config: Mapping[str, Any], architecture: str) -> ConfigReader:
-    if has_text_config(config):
-        logger.info("%s: text is served, the part of the model for images is not", architecture)
-    read = ConfigReader(_of_text({**DEFAULTS, **text_config(config, {})}), architecture)
+def _seeing(config: Mapping[str, Any], text: Decoder, sections: Any) -> Decoder:
+    """With the tower, where the config has one."""
+    if not sees_images(config):
+        return text
+    outer = ConfigReader(config, "Qwen3_5ForConditionalGeneration")
+    axes = interleaved_axes(outer, sections, [11, 11, 10])
+    return with_images(text, qwen_tower(outer, []), axes, outer)
+
+
+def _read(config: Mapping[str, Any], architecture: str) -> tuple[ConfigReader, Any]:
+    """The text model's config, and how its rotations turn the tokens of images."""
+    text, sections = without_sections({**DEFAULTS, **text_config(config, {})})
+    read = ConfigReader(text, architecture)
     read.refuse_quirks(*HONOURED)
     if not read.flag("attn_output_gate", True):
         raise read.error("attn_output_gate", "is not known here: true")
-    return read
-
-
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without what the rotation says of images: the three positions of a token of text are one."""
-    given = config.get("rope_parameters")
-    if not isinstance(given, Mapping):
-        return config
-    kept = {key: value for key, value in given.items() if not key.startswith("mrope_")}
-    return {**config, "rope_parameters": kept}
+    return read, sections
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.weights import PartSpec, WeightSpec
 
-from vllmx_models.blocks.layer import part, vector
+from vllmx_models.blocks.layer import part
+from vllmx_models.blocks.tower import linear, merge_order, norm, normed
 from vllmx_models.rope import Rope
 
 _EPS = 1e-6
@@ -40,6 +41,7 @@ class QwenTower:
     deepstack: tuple[int, ...]
     """Layers behind which features are made for the decoder's first layers."""
     module: str = "model.visual"
+    colours_last: bool = False
 
     @property
     def patch_width(self) -> int:
@@ -69,21 +71,21 @@ class QwenTower:
         yield WeightSpec("visual.positions", "embedding", (table,), size)
         for index in range(self.depth):
             ours, theirs = f"visual.{index}", f"{module}.blocks.{index}"
-            yield from _norm(f"{ours}.norm1", f"{theirs}.norm1", size)
-            yield _linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
-            yield _linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
-            yield from _norm(f"{ours}.norm2", f"{theirs}.norm2", size)
-            yield _linear(f"{ours}.up", f"{theirs}.mlp.linear_fc1", self.mlp_size, size)
-            yield _linear(f"{ours}.down", f"{theirs}.mlp.linear_fc2", size, self.mlp_size)
+            yield from norm(f"{ours}.norm1", f"{theirs}.norm1", size)
+            yield linear(f"{ours}.qkv", f"{theirs}.attn.qkv", 3 * size, size)
+            yield linear(f"{ours}.o", f"{theirs}.attn.proj", size, size)
+            yield from norm(f"{ours}.norm2", f"{theirs}.norm2", size)
+            yield linear(f"{ours}.up", f"{theirs}.mlp.linear_fc1", self.mlp_size, size)
+            yield linear(f"{ours}.down", f"{theirs}.mlp.linear_fc2", size, self.mlp_size)
         joined = size * self.patches_per_token
         mergers = [("visual.merger", f"{module}.merger", size)]
         for number in range(len(self.deepstack)):
             theirs = f"{module}.deepstack_merger_list.{number}"
             mergers.append((f"visual.deepstack.{number}", theirs, joined))
-        for ours, theirs, normed in mergers:
-            yield from _norm(f"{ours}.norm", f"{theirs}.norm", normed)
-            yield _linear(f"{ours}.up", f"{theirs}.linear_fc1", joined, joined)
-            yield _linear(f"{ours}.down", f"{theirs}.linear_fc2", self.out_size, joined)
+        for ours, theirs, width in mergers:
+            yield from norm(f"{ours}.norm", f"{theirs}.norm", width)
+            yield linear(f"{ours}.up", f"{theirs}.linear_fc1", joined, joined)
+            yield linear(f"{ours}.down", f"{theirs}.linear_fc2", self.out_size, joined)
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         """Frequencies of the row, then those of the column; an image of n tokens has at most so
@@ -106,16 +108,16 @@ class QwenTower:
         added = []
         for index in range(self.depth):
             ours = f"visual.{index}"
-            qkv = ops.linear(_normed(ops, x, w, f"{ours}.norm1"), w[f"{ours}.qkv"])
+            qkv = ops.linear(normed(ops, x, w, f"{ours}.norm1", _EPS), w[f"{ours}.qkv"])
             seen = ops.segment_attention(qkv, spec, step, rope=w["visual.rope"])
             x = ops.add(x, ops.linear(seen, w[f"{ours}.o"]))
-            up = ops.linear(_normed(ops, x, w, f"{ours}.norm2"), w[f"{ours}.up"])
+            up = ops.linear(normed(ops, x, w, f"{ours}.norm2", _EPS), w[f"{ours}.up"])
             x = ops.add(x, ops.linear(ops.activation(up, self.activation), w[f"{ours}.down"]))
             if index in self.deepstack:
                 ours = f"visual.deepstack.{self.deepstack.index(index)}"
-                joined = _normed(ops, ops.merge(x, self.patches_per_token), w, f"{ours}.norm")
+                joined = normed(ops, ops.merge(x, self.patches_per_token), w, f"{ours}.norm", _EPS)
                 added.append(self._merged(ops, joined, w, ours))
-        joined = ops.merge(_normed(ops, x, w, "visual.merger.norm"), self.patches_per_token)
+        joined = ops.merge(normed(ops, x, w, "visual.merger.norm", _EPS), self.patches_per_token)
         return (self._merged(ops, joined, w, "visual.merger"), *added)
 
     def _merged(self, ops: Ops, x: Array, w: Mapping[str, Weight], ours: str) -> Array:
@@ -131,12 +133,12 @@ class QwenTower:
         whole = frames == 1 and tall % merge == 0 and wide % merge == 0
         if not whole or not (merge <= tall <= most and merge <= wide <= most):
             raise InvalidRequestError(f"the model cannot see an image of {grid} patches")
-        row, column = _merge_order(tall, wide, merge)
+        row, column = merge_order(tall, wide, merge)
         rows, row_weights = _taps(row, tall, self.table_side)
         columns, column_weights = _taps(column, wide, self.table_side)
         table_rows = rows[:, :, None] * self.table_side + columns[:, None, :]  # (N, 2, 2)
         weights = row_weights[:, :, None] * column_weights[:, None, :]
-        token_row, token_column = _merge_order(tall // merge, wide // merge, 1)
+        token_row, token_column = merge_order(tall // merge, wide // merge, 1)
         positions = np.stack([np.zeros_like(token_row), token_row, token_column])
         return ImagePlaces(
             np.stack([row, column]),
@@ -147,15 +149,6 @@ class QwenTower:
         )
 
 
-def _merge_order(tall: int, wide: int, merge: int) -> tuple[I32, I32]:
-    """(N,) row and column of each patch, where merge x merge neighbours lie together."""
-    places = np.arange(tall * wide, dtype=np.int32).reshape(
-        tall // merge, merge, wide // merge, merge
-    )
-    order = places.transpose(0, 2, 1, 3).reshape(-1)
-    return order // np.int32(wide), order % np.int32(wide)
-
-
 def _taps(index: I32, size: int, side: int) -> tuple[I32, F32]:
     """(N, 2) neighbours in a line of `side` values stretched over `size` places, end to end, and
     their weights."""
@@ -164,16 +157,3 @@ def _taps(index: I32, size: int, side: int) -> tuple[I32, F32]:
     taps = np.clip(below.astype(np.int32)[:, None] + np.arange(2, dtype=np.int32), 0, side - 1)
     above = (at - below)[:, None]
     return taps, np.concatenate([1 - above, above], axis=1)
-
-
-def _norm(name: str, source: str, size: int) -> tuple[WeightSpec, WeightSpec]:
-    scale = vector(name, f"{source}.weight", size)
-    return scale, vector(f"{name}.bias", f"{source}.bias", size)
-
-
-def _normed(ops: Ops, x: Array, w: Mapping[str, Weight], name: str) -> Array:
-    return ops.layer_norm(x, w[name], w[f"{name}.bias"], _EPS)
-
-
-def _linear(name: str, source: str, rows: int, cols: int) -> WeightSpec:
-    return WeightSpec(name, "linear", (part(source, rows, bias=True),), cols)

@@ -105,7 +105,7 @@ def paged_attention(
         pages.k.write(step.slots[pages.group], k)
         pages.v.write(step.slots[pages.group], v)
     out = torch.empty_like(q)  # (T, H, D)
-    for batch in step.batches(pages.group, spec.window, spec.causal):
+    for batch in step.batches(pages.group, spec.window, spec.causal, spans=spec.spans):
         attended = _attend(q[batch.tokens], batch, spec, sinks, pages, scratch)
         out.index_copy_(0, batch.tokens, attended)
     return out

@@ -41,7 +41,9 @@ class TorchStep:
     block_tables: Tensor  # (G, R, B)
     logit_rows: Tensor  # (L,)
     token_types: Tensor  # (T,)
-    _batches: dict[tuple[int, int | None, bool], list[AttentionBatch]] = field(default_factory=dict)
+    _batches: dict[tuple[int, int | None, bool, bool], list[AttentionBatch]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def upload(
@@ -74,20 +76,28 @@ class TorchStep:
         column = torch.arange(len(axes), device=table.device)
         return torch.cat([table[at, column], table[at, len(axes) + column]], dim=1)
 
-    def batches(self, group: int, window: int | None, causal: bool) -> list[AttentionBatch]:
+    def batches(
+        self, group: int, window: int | None, causal: bool, *, spans: bool = False
+    ) -> list[AttentionBatch]:
         """Every query token of the step once, over the pages of a cache group; made for the first
-        layer that asks."""
-        key = (group, window, causal)
+        layer that asks. `spans`: tokens see up to `StepPlan.visible_to`."""
+        spans = spans and self.plan.visible_to is not None
+        key = (group, window, causal, spans)
         if key not in self._batches:
-            tiles = QueryTiles.cut(self.plan, window, causal, TILE_TOKENS)
+            tiles = QueryTiles.cut(self.plan, window, causal, TILE_TOKENS, spans=spans)
+            seen = self.positions
+            if spans and self.plan.visible_to is not None:
+                seen = upload(self.plan.visible_to, np.int64, seen.device)
             self._batches[key] = [
-                self._batch(found, group, window, causal) for found in tiles.groups(BATCH_KEYS)
+                self._batch(found, group, window, seen if causal else None)
+                for found in tiles.groups(BATCH_KEYS)
             ]
         return self._batches[key]
 
     def _batch(
-        self, tiles: QueryTiles, group: int, window: int | None, causal: bool
+        self, tiles: QueryTiles, group: int, window: int | None, seen: Tensor | None
     ) -> AttentionBatch:
+        """`seen` (T,): the last position that each token sees; None: they see both ways."""
         device, queries = self.tokens.device, int(tiles.queries[0])
         packed = np.stack([tiles.row, tiles.first_token, tiles.first_key, tiles.last_key])
         row, first_token, first_key, last_key = upload(packed, np.int64, device)[:, :, None]
@@ -99,8 +109,8 @@ class TorchStep:
         slots = blocks * self.block_size + held % self.block_size
         behind = self.positions[tokens][:, :, None] - keys[:, None, :]  # (N, Q, C)
         mask = (keys <= last_key)[:, None, :].expand_as(behind)
-        if causal:
-            mask = mask & (behind >= 0)
+        if seen is not None:
+            mask = mask & (keys[:, None, :] <= seen[tokens][:, :, None])
         if window is not None:
-            mask = mask & (behind.abs() < window)
+            mask = mask & ((behind.abs() if seen is None else behind) < window)
         return AttentionBatch(tokens.flatten(), slots, mask)

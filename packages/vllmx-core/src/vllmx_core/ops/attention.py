@@ -50,6 +50,9 @@ class AttentionSpec:
     rope_axes: tuple[int, ...] = ()
     """Which line of `StepPlan.rope_positions` turns each of the rotary_dim / 2 frequencies; empty:
     the token's position turns all."""
+    spans: bool = False
+    """Whether a token sees up to `StepPlan.visible_to`, as those of an image do that see each other
+    both ways. A window reaches back alone."""
     shared: bool = False
     """Whether the pages are another layer's, which `ModelShape.caches` names."""
 
@@ -206,7 +209,10 @@ def attention(
         blocks = plan.block_tables[group][row, key_positions // page]
         keys = k_pages[blocks, key_positions % page]  # (C, K, D)
         values = v_pages[blocks, key_positions % page]  # (C, K, D)
-        mask = attention_mask(spec, query_positions, key_positions)
+        seen = query_positions
+        if spec.spans and plan.visible_to is not None:
+            seen = plan.visible_to[tokens]
+        mask = attention_mask(spec, query_positions, key_positions, seen)
         out[tokens] = attend(q[tokens], keys, values, mask, spec, weights.sinks)
     return out.reshape(qkv.shape[0], heads * size)
 
@@ -224,15 +230,18 @@ def _visible(spec: AttentionSpec, query_positions: I32, context_len: int) -> I32
 
 
 def attention_mask(
-    spec: AttentionSpec, query_positions: I32, key_positions: I32
+    spec: AttentionSpec, query_positions: I32, key_positions: I32, seen: I32 | None = None
 ) -> npt.NDArray[np.bool_]:
-    """(Q, C) True where the query sees the key. Without `causal` a window reaches as far forward as
-    back."""
+    """(Q, C) True where the query sees the key, up to the position `seen` (its own). Without
+    `causal` a window reaches as far forward as back."""
     behind = query_positions[:, None] - key_positions[None, :]  # (Q, C)
-    mask = behind >= 0 if spec.causal else np.ones(behind.shape, np.bool_)
-    if spec.window is not None:
-        mask = mask & (np.abs(behind) < spec.window)
-    return mask
+    mask: npt.NDArray[np.bool_]
+    if spec.causal:
+        last = query_positions if seen is None else seen
+        mask = key_positions[None, :] <= last[:, None]
+    else:
+        mask, behind = np.ones(behind.shape, np.bool_), np.abs(behind)
+    return mask if spec.window is None else mask & (behind < spec.window)
 
 
 def attend(

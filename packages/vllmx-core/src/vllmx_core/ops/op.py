@@ -149,8 +149,9 @@ def expect_weight(w: object, kind: WeightKind) -> None:
 
 
 def expect_vector(w: object, size: int) -> None:
-    """`w` must be a vector of `size` values."""
-    expect_weight(w, "vector")
+    """`w` must be a vector of `size` values, or a constant that is one."""
+    constant = isinstance(w, WeightRef) and w.kind == "constant" and not w.cols
+    expect_weight(w, "constant" if constant else "vector")
     assert isinstance(w, WeightRef)
     expect(w.rows == size, f"{w.name!r} has {w.rows} values, not {size}")
 

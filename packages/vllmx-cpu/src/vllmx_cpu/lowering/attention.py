@@ -22,7 +22,7 @@ MAX_LATENT_ROW, MAX_HEADS = 1024, 1024
 """kMaxHeadSize and LatentRoom of the native sources."""
 
 
-@OPS.add(Attention)
+@OPS.add(Attention, when=lambda op: not op.spec.spans)
 def _attention(op: Attention, site: Site) -> list[Call]:
     spec, model = op.spec, site.model
     pages = model.pages[spec.layer]

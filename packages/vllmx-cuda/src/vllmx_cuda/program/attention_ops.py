@@ -68,6 +68,8 @@ class Layer:
 
 
 def can_attend(op: Attention | SegmentAttention) -> bool:
+    if isinstance(op, Attention) and op.spec.spans:
+        return False
     return op.spec.head_size in HEAD_SIZES and not op.spec.rope_axes
 
 

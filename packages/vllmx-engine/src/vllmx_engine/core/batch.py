@@ -108,6 +108,9 @@ class BatchBuilder:
         if self._images is not None and batch.chunks:
             starts = plan.query_start[batch.decodes.size : -1].tolist()
             plan.feature_rows = self._images.feature_rows(batch.chunks, starts, plan.num_tokens)
+            if plan.feature_rows is not None and self._images.feeds is not None:
+                plan.tokens[plan.feature_rows >= 0] = self._images.feeds
+            plan.visible_to = self._images.visible_to(batch.chunks, starts, plan.positions)
         if not table.num_turned:
             return
         lengths = np.diff(plan.query_start)

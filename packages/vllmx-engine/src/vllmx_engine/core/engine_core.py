@@ -83,7 +83,8 @@ class EngineCore:
         self._overlap = config.async_scheduling
         self.limits = _limits(model, config, max_model_len, vocab_size, shape)
         self._cost = _cost(config, self.limits)
-        self._images = Images(model, encoder)
+        features = None if shape is None else shape.features
+        self._images = Images(model, encoder, self.limits, features)
         self._scheduler = Scheduler(
             self.limits,
             self._cost,

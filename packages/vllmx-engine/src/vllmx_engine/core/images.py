@@ -18,12 +18,12 @@ import numpy as np
 from vllmx_core.backend import LoadedModel, SeeingModel
 from vllmx_core.errors import CapacityError, InvalidRequestError
 from vllmx_core.image_plan import Turns, tower_plan, turns_of
-from vllmx_core.model import Encoder, ImagePlaces
+from vllmx_core.model import Encoder, FeatureSpec, ImagePlaces
 from vllmx_core.plan import F32, I32, StepPlan
 
 from vllmx_engine.core.chunk import Chunk
 from vllmx_engine.core.cost import StepCost
-from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.sequence import Limits, Sequence
 from vllmx_engine.core.step_budget import StepBudget
 from vllmx_engine.core.towers import Pass, StepTowers
 from vllmx_engine.images.prepared import normalised
@@ -40,12 +40,31 @@ class SequenceImages:
     places: tuple[ImagePlaces, ...]
     turns: Turns | None
     """What rotations turn its tokens by; None: their positions."""
+    spans: bool = False
+    """As in `FeatureSpec`."""
 
     def within(self, start: int, end: int) -> Iterator[int]:
         """Numbers of the images with tokens in this part of the sequence."""
         for number, image in enumerate(self.inputs):
             if image.start < end and start < image.start + image.num_tokens:
                 yield number
+
+    def least(self, start: int) -> int:
+        """Tokens that a chunk from there on has at the least: it cuts no image whose tokens see
+        each other both ways."""
+        for number in self.within(start, start + 1) if self.spans else ():
+            return self.inputs[number].start + self.inputs[number].num_tokens - start
+        return 1
+
+    def whole(self, start: int, size: int) -> int:
+        """How many of so many next tokens a chunk has, if not `least`; 0: too few for that."""
+        if self.least(start) > size:
+            return 0
+        for number in self.within(start + size - 1, start + size) if self.spans else ():
+            image = self.inputs[number]
+            if image.start + image.num_tokens > start + size and image.start > start:
+                return image.start - start
+        return size
 
     def content(self, block_size: int) -> dict[int, bytes]:
         """By block what images it holds, and where they begin: see `Sequence.content`."""
@@ -151,10 +170,21 @@ class Images:
 
     Args:
         encoder: of the model; None: it sees no images.
+        features: what that makes.
     """
 
-    def __init__(self, model: LoadedModel, encoder: Encoder | None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        encoder: Encoder | None,
+        limits: Limits,
+        features: FeatureSpec | None,
+    ) -> None:
         self._model = model
+        self._limits = limits
+        self._spans = features is not None and features.spans
+        self.feeds = None if features is None else features.feeds
+        """As in `FeatureSpec`."""
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -176,6 +206,8 @@ class Images:
             end = image.start + image.num_tokens
             if not sound or end > len(request.prompt) // 4:
                 raise InvalidRequestError("an image does not fit its prompt", param="messages")
+        if self._spans:
+            self._check_spans(request)
         wanted = sum(image.num_tokens for image in request.images)
         if wanted > self._model.info.num_feature_rows:
             raise CapacityError(
@@ -187,7 +219,43 @@ class Images:
         places = tuple(encoder.places(image.grid) for image in request.images)
         starts = [image.start for image in request.images]
         turns = turns_of(list(zip(starts, places, strict=True)))
-        return SequenceImages(tuple(request.images), places, turns)
+        return SequenceImages(tuple(request.images), places, turns, self._spans)
+
+    def _check_spans(self, request: CoreRequest) -> None:
+        """A step must have room for each image, however many rows decode beside it."""
+        limits, longest = self._limits, max(image.num_tokens for image in request.images)
+        if longest > limits.token_budget - limits.max_rows + 1:
+            least = longest + limits.max_rows - 1
+            raise CapacityError(
+                f"an image of {longest} tokens, which this model sees in one step, does not fit"
+                f" beside {limits.max_rows - 1} sequences: raise --max-num-batched-tokens to"
+                f" {least} or lower --max-num-seqs",
+                param="messages",
+            )
+        if request.params.prompt_logprobs is not None and (
+            longest > limits.max_logit_rows - limits.max_rows + 1
+        ):
+            raise InvalidRequestError(
+                f"prompt_logprobs of an image of {longest} tokens, which this model sees in one"
+                " step, are more than a step gives: leave prompt_logprobs out",
+                param="prompt_logprobs",
+            )
+
+    def visible_to(
+        self, chunks: tuple[Chunk, ...], starts: list[int], positions: I32
+    ) -> I32 | None:
+        """(T,) for `StepPlan.visible_to`."""
+        found: I32 | None = None
+        for chunk, begin in zip(chunks, starts, strict=True) if self._spans else ():
+            images, end = chunk.sequence.images, chunk.start + chunk.num_tokens
+            for number in images.within(chunk.start, end) if images is not None else ():
+                assert images is not None
+                image = images.inputs[number]
+                found = positions.copy() if found is None else found
+                last = image.start + image.num_tokens
+                first = begin + max(image.start - chunk.start, 0)
+                found[first : begin + last - chunk.start] = last - 1
+        return found
 
     def for_step(self, cost: StepCost) -> StepImages:
         """For the chunks of the next step."""
@@ -236,7 +304,8 @@ class Images:
         """Of a pass over some images, with rows of the store for their features."""
         assert self._encoder is not None, "images were checked"
         keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
-        patches, places = [_values(one.image) for one in passes], [one.places for one in passes]
+        last, places = self._encoder.colours_last, [one.places for one in passes]
+        patches = [_values(one.image, colours_last=last) for one in passes]
         return tower_plan(self._encoder, patches, places, np.concatenate(keep))
 
     def feature_rows(self, chunks: tuple[Chunk, ...], starts: list[int], total: int) -> I32 | None:
@@ -259,7 +328,10 @@ class Images:
         return found
 
 
-def _values(image: ImageInput) -> F32:
+def _values(image: ImageInput, *, colours_last: bool) -> F32:
     """(N, D) normalised patches."""
     rows = np.frombuffer(image.patches, np.uint8).reshape(prod(image.grid), -1)
-    return normalised(rows, np.frombuffer(image.levels, np.float32).reshape(3, 256))
+    found = normalised(rows, np.frombuffer(image.levels, np.float32).reshape(3, 256))
+    if not colours_last:
+        return found
+    return found.reshape(len(rows), 3, -1).transpose(0, 2, 1).reshape(len(rows), -1)

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -21,9 +21,9 @@ from vllmx_core.checkpoint import (
     quantise_in_situ,
 )
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import CapacityError, ConfigError, shown
+from vllmx_core.errors import CapacityError, ConfigError, UnsupportedOpError, shown
 from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
-from vllmx_core.model import Model, encoder_of
+from vllmx_core.model import Model, encoder_of, text_alone
 from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.registry import architecture_names
 from vllmx_core.specs import BackendSpec, ExecutorSpec
@@ -59,12 +59,13 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     """
     started = time.monotonic()
     opened = open_planned(plan)
-    checkpoint, model, options = opened.checkpoint, opened.model, opened.options
+    checkpoint, options = opened.checkpoint, opened.options
     try:
-        loaded = _load(plan, opened)
+        opened, loaded = _loaded(plan, opened)
     finally:
         checkpoint.weights.close()
         return_unused_bytes()
+    model = opened.model
     try:
         max_model_len = fitting_length(plan.config, options, loaded.info)
         core = EngineCore(
@@ -122,6 +123,8 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
         spec, reason = plan.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
+        if plan.config.limit_images == 0:
+            model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(plan.config, model, text_limit=limit, progress=plan.progress)
     except BaseException:
@@ -146,6 +149,20 @@ def _load(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
         )
     run: Callable[[LoadPlan, OpenedModel], LoadedModel] = executor.load()
     return run(plan, opened)
+
+
+def _loaded(plan: LoadPlan, opened: OpenedModel) -> tuple[OpenedModel, LoadedModel]:
+    """The model, or its text alone where the backend lacks what images need."""
+    try:
+        return opened, _load(plan, opened)
+    except UnsupportedOpError as error:
+        alone = text_alone(opened.model)
+        if alone is None or plan.config.tensor_parallel_size > 1:
+            raise
+        opened = replace(opened, model=alone)
+        loaded = _load(plan, opened)
+        logger.warning("text alone is served, images are refused: %s", error.message)
+        return opened, loaded
 
 
 def load_options(

@@ -97,16 +97,18 @@ class RowBlocks:
         if not self._prefixes.enabled:
             table.never_file(row)
 
-    def cover(self, row: int, start: int, size: int, running: int) -> int:
+    def cover(self, row: int, start: int, size: int, running: int, least: int = 1) -> int:
         """Blocks for a chunk of a prompt, in groups with a window; returns how many of its tokens
-        they hold. Where blocks are scarce a chunk gets one in each group, if there is one."""
+        they hold. Where blocks are scarce a chunk gets in each group those of its `least` tokens,
+        which it cannot go without, as far as there are any."""
         if not self._windows:
             return size
         table, count = self._table, len(self._windows)
         end = int(table.num_blocks[row] - table.num_ahead[row])
         missing = -(-(start + size) // self._size) - end
         if missing > 0:
-            spare = max(count, self._pool.num_available - self.num_groups * running)
+            needed = max(1, -(-(start + least) // self._size) - end)
+            spare = max(needed * count, self._pool.num_available - self.num_groups * running)
             missing = min(missing, min(spare, self._pool.num_available) // count)
             blocks = self._pool.allocate(missing * count).reshape(count, missing)
             table.blocks[self._window_groups, row, end : end + missing] = blocks
@@ -128,8 +130,10 @@ class RowBlocks:
         if not self._windows or not prefills:
             return 0
         table, row = self._table, prefills[0].row
+        start = int(table.computed[row])
+        least = prefills[0].least_chunk(start)
         end = int(table.num_blocks[row] - table.num_ahead[row])
-        return len(self._windows) if int(table.computed[row]) >= end * self._size else 0
+        return len(self._windows) * max(0, -(-(start + least) // self._size) - end)
 
     def grow(self, rows: AnyArray) -> None:
         """One more block in each group."""

@@ -200,7 +200,10 @@ class Scheduler:
             if images is not None:
                 size = images.reach(sequence, start, size, budget)
             if size:
-                size = self.blocks.cover(sequence.row, start, size, len(self.running))
+                least = sequence.least_chunk(start)
+                size = self.blocks.cover(sequence.row, start, size, len(self.running), least)
+            if sequence.images is not None:
+                size = sequence.images.whole(start, size)
             if not size:
                 continue
             if self.states is not None:

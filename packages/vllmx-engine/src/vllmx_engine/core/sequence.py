@@ -171,6 +171,10 @@ class Sequence:
         parent = self.digests[index - 1] if index else self.root
         return self.digests[index], parent, self.content_of(index, block_size)
 
+    def least_chunk(self, start: int) -> int:
+        """Tokens that a chunk from there on has at the least: images may not be cut."""
+        return 1 if self.images is None else self.images.least(start)
+
     @property
     def all_scored(self) -> bool:
         """No prompt token waits for its logits any more."""

@@ -78,9 +78,10 @@ class StepBudget:
         wanted = len(sequence.tokens) - start
         if self._limits.whole_prompts:
             return wanted if wanted <= self._tokens else 0
-        size = min(wanted, self._tokens)
+        room = self._tokens
         if not sequence.all_scored:
-            size = min(size, self._logits + max(0, sequence.num_scored - start))
+            room = min(room, self._logits + max(0, sequence.num_scored - start))
+        size, least = min(wanted, room), sequence.least_chunk(start)
         seconds = self._seconds or 0.0
         if self._is_held_back:
             seconds = min(seconds, self._beside.seconds)
@@ -91,7 +92,7 @@ class StepBudget:
             size = int(min(size, affordable))
         if self._has_chunks and size < min(wanted, self._least_chunk):
             return 0
-        return size
+        return max(size, least) if least <= room else 0
 
     def _admits(self, rank: int) -> bool:
         """Beside an urgent prompt there is room for others of its kind alone."""

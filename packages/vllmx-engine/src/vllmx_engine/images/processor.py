@@ -178,8 +178,11 @@ class GemmaImages:
         self.height, self.width = int(size.get("height", 224)), int(size.get("width", 224))
         self.patch = _positive(config, "patch_size", 14)
         self.num_tokens = _positive(config, "image_seq_length", 256)
-        if min(self.height, self.width) < self.patch or config.get("do_pan_and_scan"):
+        side, tokens = self.height // self.patch, math.isqrt(self.num_tokens)
+        square = self.height == self.width and tokens**2 == self.num_tokens and side % tokens == 0
+        if side < tokens or not square or config.get("do_pan_and_scan"):
             raise ValueError("one square")
+        self._merge = side // tokens
         self._resample = int(config.get("resample", _BILINEAR))
         self._levels = levels_of({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **config})
 
@@ -192,8 +195,52 @@ class GemmaImages:
         _check_room(self.num_tokens, room, where)
         pixels = resized(image, self.height, self.width, self._resample)
         grid = (1, self.height // self.patch, self.width // self.patch)
-        patches = patches_of(pixels, self.patch, 1, 1)
+        patches = patches_of(pixels, self.patch, self._merge, 1)
         return PreparedImage.of(patches, self._levels, grid, self.num_tokens)
+
+
+class Gemma4Images:
+    """Gemma 4: images keep their shape, as large as so many tokens allow."""
+
+    mark = token = "<|image|>"  # noqa: S105 - of a vocabulary
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.patch = _positive(config, "patch_size", 16)
+        self.merge = _positive(config, "pooling_kernel_size", 3)
+        self.max_tokens = _positive(config, "max_soft_tokens", 280)
+        if not config.get("do_resize", True):
+            raise ValueError("a number of tokens to resize to")
+        self._resample = int(config.get("resample", _BICUBIC))
+        levels = levels_of({"do_normalize": False, **config})
+        self._levels: F32 = 2 * (levels - np.float32(0.5))  # by the model, in the original
+
+    def written(self, image: PreparedImage) -> str:
+        """See `ImageProcessor`."""
+        return f"<|image>{self.token * image.num_tokens}<image|>"
+
+    def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
+        """See `ImageProcessor`."""
+        tall, wide = self._size(image.shape[0], image.shape[1], where)
+        grid = (1, tall // self.patch, wide // self.patch)
+        num_tokens = grid[1] * grid[2] // self.merge**2
+        _check_room(num_tokens, room, where)
+        pixels = resized(image, tall, wide, self._resample)
+        patches = patches_of(pixels, self.patch, self.merge, 1)
+        return PreparedImage.of(patches, self._levels, grid, num_tokens)
+
+    def _size(self, height: int, width: int, where: str) -> tuple[int, int]:
+        """(height, width), both whole tokens, in nearly the same shape and as large as allowed."""
+        side = self.merge * self.patch
+        factor = math.sqrt(self.max_tokens * side**2 / (height * width))
+        tall, wide = (math.floor(factor * size / side) * side for size in (height, width))
+        most = self.max_tokens * side
+        if not tall and not wide:
+            raise InvalidRequestError(f"{where} is an image that no token holds", param=where)
+        if not tall:
+            tall, wide = side, min(width // height * side, most)
+        elif not wide:
+            tall, wide = min(height // width * side, most), side
+        return tall, wide
 
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -201,6 +248,7 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _KINDS: dict[str, Callable[[Mapping[str, Any]], ImageProcessor]] = {
     "Qwen2VLImageProcessor": QwenImages,
     "Gemma3ImageProcessor": GemmaImages,
+    "Gemma4ImageProcessor": Gemma4Images,
 }
 
 

@@ -73,6 +73,8 @@ class AttentionMixer:
     """The earlier layer whose keys and values this one reads, having none of its own."""
     sinks: bool = False
     """Whether each head has a logit of its own beside those of the tokens."""
+    spans: bool = False
+    """Whether the tokens of an image see each other both ways: `AttentionSpec.spans`."""
     both_ways: bool = False
     """Whether tokens see later ones too: then nothing is kept, and a text is one step."""
     gated: bool = False
@@ -128,7 +130,7 @@ class AttentionMixer:
             return ops.linear(x, scope.weight("o"))  # (T, E)
         x = ops.attention(
             qkv,
-            self._options(scope.cache),
+            self._options(scope.cache, spans=self.spans and scope.spans),
             scope.step,
             rope=scope.rope(self.rope),
             q_norm=q_norm,
@@ -139,7 +141,7 @@ class AttentionMixer:
             x = ops.gate(x, gate, "sigmoid")
         return ops.linear(x, scope.weight("o"))  # (T, E)
 
-    def _options(self, layer: int) -> AttentionSpec:
+    def _options(self, layer: int, *, spans: bool) -> AttentionSpec:
         return AttentionSpec(
             layer=layer,
             num_heads=self.num_heads,
@@ -152,6 +154,7 @@ class AttentionMixer:
             window=self.window,
             softcap=self.softcap,
             rope_axes=self.rope_axes,
+            spans=spans,
             shared=self.shared_with is not None,
         )
 

@@ -49,6 +49,8 @@ class LayerScope:
     """The model's rotations by the names of their tables among `weights`."""
     embedded: Array
     """(T, E) the embeddings of the tokens, as the first layer reads them."""
+    spans: bool = False
+    """As in `FeatureSpec`."""
     stream: Array | None = None
     """(T, E) what the feed-forward reads, before its norm."""
 

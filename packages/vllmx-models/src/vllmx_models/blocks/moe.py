@@ -58,8 +58,8 @@ class StackedExperts:
     down_name: str = "experts.down_proj"
     interleaved: bool = False
     """Whether a row of the gate and one of up take turns; else all rows of the gate come first."""
-    transposed: bool = False
-    """Whether both are stored as (X, input features, output features)."""
+    transposed: bool | None = False
+    """Whether both are stored as (X, input features, output features); None: by their shapes."""
     bias: bool = False
     """Named as the tensor with "_bias" behind it."""
 

@@ -89,7 +89,7 @@ HELP: Mapping[str, str] = {
     "enforce_eager": "Run op by op, for debugging.",
     "max_queue": "Requests that may wait; more get 429.",
     "max_logprobs": "Greatest logprobs of a request; -1: no limit.",
-    "limit_images": "Images in one request.",
+    "limit_images": "Images in one request; 0 leaves out the part of the model that sees them.",
     "max_image_bytes": "Bytes of one image as it is sent.",
     "max_image_pixels": "Pixels of one image, checked before it is decoded.",
     "encoder_cache_memory": "Bytes on the device for features of images that may be asked about"
