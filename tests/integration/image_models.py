@@ -19,6 +19,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
@@ -148,6 +150,21 @@ def gemma4() -> Any:
     return model
 
 
+def qwen2_5_vl() -> Any:
+    """One layer of the tower's three sees all of an image, the others windows of 2 x 2 tokens."""
+    text = {key: value for key, value in _TEXT.items() if key != "head_dim"} | {
+        "hidden_size": 64,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
+        },
+    }  # fmt: skip
+    tower = {key: value for key, value in _TOWER.items() if key != "num_position_embeddings"} | {
+        "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **_TOKENS)
+    return _random(Qwen2_5_VLForConditionalGeneration, config)
+
+
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
@@ -253,6 +270,7 @@ def _gemma4_images(images: list[Image]) -> dict[str, Any]:
 
 
 FAMILIES = {
+    "qwen2_5_vl": Family(qwen2_5_vl),
     "qwen3_vl": Family(qwen3_vl),
     "qwen3_vl_moe": Family(qwen3_vl_moe),
     "qwen3_5": Family(qwen3_5),

@@ -140,6 +140,7 @@ RUNS = [
     ("qwen3_vl", "cpu", 1),
     ("qwen3_vl", "metal", 64),
     ("qwen3_5_moe", "cpu", 5),
+    ("qwen2_5_vl", "torch", 7),
 ]
 
 
@@ -184,6 +185,21 @@ def test_preemption(family: Family, oracle: Any, folder: Path) -> None:
         assert engine._core.stats().num_preemptions > 0
         for output, (ids, _, images) in zip(found, made, strict=True):
             check(family, oracle, ids, images, output.outputs[0].token_ids)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+def test_a_step_must_hold_an_image_whose_tokens_see_each_other(
+    family: Family, folder: Path
+) -> None:
+    options = {"max_num_batched_tokens": 9, "max_num_seqs": 2}
+    engine = InlineEngine(config(folder, backend="numpy", **options))
+    try:
+        images = [family.image(6, 6, 0)]
+        state = engine.submit(request(engine, *prompt(images), images))
+        engine.run([state])
+        assert "--max-num-batched-tokens to 10" in str(state.error)
     finally:
         engine.close()
 

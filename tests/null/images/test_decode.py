@@ -51,6 +51,19 @@ def test_modes_are_converted(mode: str) -> None:
     assert (pixels(stored(image, form)) == np.asarray(image.convert("RGB"))).all()
 
 
+def test_sixteen_bits_of_grey_and_palettes() -> None:
+    deep = np.arange(0, 1 << 16, 1 << 12, dtype=np.uint16).reshape(2, 8)
+    wanted = (deep >> 8).astype(np.uint8)[:, :, None].repeat(3, axis=2)
+    assert (pixels(stored(Image.fromarray(deep))) == wanted).all()
+    few = Image.new("P", (4, 1))
+    few.putpalette([9, 8, 7, 200, 100, 50])
+    few.putdata([0, 1, 1, 0])
+    found = pixels(stored(few, "PNG", transparency=1))
+    assert found.tolist() == [[[9, 8, 7], [200, 100, 50], [200, 100, 50], [9, 8, 7]]]
+    both = Image.new("LA", (3, 2), (77, 0))
+    assert (pixels(stored(both)) == 77).all()
+
+
 def test_images_are_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn

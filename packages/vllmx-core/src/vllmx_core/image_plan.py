@@ -18,7 +18,12 @@ def tower_plan(
     store."""
     lengths = np.array([len(rows) for rows in patches], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
-    count = int(ends[-1])
+    count, size = int(ends[-1]), encoder.patches_per_token
+    kept = np.split(keep, ends[:-1] // size)
+    pairs = list(zip(patches, kept, places, strict=True))
+    patches = [rows if one.order is None else _ordered(rows, one.order) for rows, _, one in pairs]
+    keep = np.concatenate([to if one.order is None else to[one.order] for _, to, one in pairs])
+    windows = [one.windows for one in places if one.windows is not None]
     return StepPlan(
         tokens=np.zeros(count, np.int32),
         positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
@@ -33,8 +38,15 @@ def tower_plan(
             np.concatenate([each.table_rows for each in places]),
             np.concatenate([each.table_weights for each in places]),
             keep,
+            np.cumsum(np.concatenate([[0], *windows]), dtype=np.int32) if windows else None,
         ),
     )
+
+
+def _ordered(rows: F32, order: I32) -> F32:
+    """The patches of an image, those of each token together, token by token in this order."""
+    found: F32 = rows.reshape(len(order), -1)[order].reshape(rows.shape)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,11 @@ class ImagePlaces:
     those of text."""
     advance: int
     """By how much the position of the token behind the image is greater than that of its first."""
+    order: I32 | None = None
+    """(n,) tokens of the image in the order that the tower has their patches in, which everything
+    here that is said of patches follows; None: their own."""
+    windows: I32 | None = None
+    """(w,) patches of each window, in that order; see `PatchRows`."""
 
 
 class Encoder(Protocol):

@@ -36,6 +36,9 @@ class PatchRows:
     """(T, k) how much of each."""
     keep: I32
     """(M,) where the features go in the store that `StepPlan.feature_rows` reads."""
+    windows: I32 | None = None
+    """(W + 1,) first patch of each window, then T, for layers that see one window alone
+    (`SegmentSpec.windowed`); None: the tower has no such layer."""
 
 
 @dataclass(slots=True)

@@ -203,7 +203,7 @@ def _latent_attention(op: LatentAttention, frame: MetalFrame) -> None:
     )  # fmt: skip
 
 
-@OPS.add(SegmentAttention)
+@OPS.add(SegmentAttention, when=lambda op: not op.spec.windowed)
 def _segment_attention(op: SegmentAttention, frame: MetalFrame) -> None:
     rope = None if op.rope is None else frame.array(op.rope)
     frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)

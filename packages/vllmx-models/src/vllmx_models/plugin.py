@@ -65,6 +65,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("olmoe", "OlmoeForCausalLM", gguf=True),
         _model("phi3", "Phi3ForCausalLM", gguf=True),
         _model("qwen2", "Qwen2ForCausalLM", gguf=True),
+        _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf=False),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", gguf="qwen2moe"),
         _model("qwen3", "Qwen3ForCausalLM", gguf=True),
         _model("qwen3_5", "Qwen3_5ForConditionalGeneration", gguf=False),

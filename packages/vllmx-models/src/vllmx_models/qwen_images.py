@@ -12,6 +12,7 @@ from vllmx_core.model import FeatureSpec
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, LayerSpec
+from vllmx_models.qwen2_5_vl_tower import WindowTower
 from vllmx_models.qwen3_vl_tower import QwenTower
 
 Axes = Callable[[int], tuple[int, ...]]
@@ -57,6 +58,18 @@ def interleaved_axes(outer: ConfigReader, found: Any, default: list[int]) -> Axe
     return axes
 
 
+def sectioned_axes(outer: ConfigReader, found: Any, default: list[int]) -> Axes:
+    """Time has the first frequencies, row the next ones, column the rest."""
+
+    def axes(half: int) -> tuple[int, ...]:
+        sections = _sections(outer, half, found, default)
+        if sum(sections) != half:
+            raise outer.error("text_config", f"has a mrope_section that is no {half} together")
+        return tuple(axis for axis in range(3) for _ in range(sections[axis]))
+
+    return axes
+
+
 def _sections(outer: ConfigReader, half: int, found: Any, default: list[int]) -> list[int]:
     sections = default if found is None else found
     given = isinstance(sections, list) and len(sections) == 3
@@ -66,7 +79,9 @@ def _sections(outer: ConfigReader, half: int, found: Any, default: list[int]) ->
     return checked
 
 
-def with_images(text: Decoder, tower: QwenTower, axes: Axes, outer: ConfigReader) -> Decoder:
+def with_images(
+    text: Decoder, tower: QwenTower | WindowTower, axes: Axes, outer: ConfigReader
+) -> Decoder:
     """A text model that sees the images of a tower."""
     spec, features = text.spec, FeatureSpec(1 + len(tower.deepstack), tower.out_size)
     if features.width != spec.hidden_size or len(tower.deepstack) > len(spec.layers):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional
-from vllmx_core.ops.segment_attention import SegmentSpec
+from vllmx_core.ops.segment_attention import SegmentSpec, segments
 
 from vllmx_torch.attention import rotate
 from vllmx_torch.step import TorchStep
@@ -25,7 +25,7 @@ def segment_attention(
         k = rotate(k, table, interleaved=spec.interleaved)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (heads, T, D)
     out = torch.empty((heads, *k.shape[1:]), device=q.device)  # (H, T, D)
-    for start, end in pairwise(step.plan.query_start.tolist()):
+    for start, end in pairwise(segments(spec, step.plan)):
         out[:, start:end] = functional.scaled_dot_product_attention(
             q[:, start:end],
             k[:, start:end],

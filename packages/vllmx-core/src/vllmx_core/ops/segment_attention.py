@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllmx_core.ops.case import Case, Weights
 from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
-from vllmx_core.plan import StepPlan
+from vllmx_core.plan import I32, StepPlan
 
 if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
@@ -47,6 +48,8 @@ class SegmentSpec:
     """Tokens less than so many places away are seen, before and behind; None: all."""
     rope_axes: tuple[int, ...] = ()
     """As in `AttentionSpec`."""
+    windowed: bool = False
+    """In a tower: a segment is a window of an image, `PatchRows.windows`."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -120,12 +123,23 @@ def segment_attention(
         q = rotate(q, table, interleaved=spec.interleaved)
         k = rotate(k, table, interleaved=spec.interleaved)
     out = np.empty_like(q)  # (T, H, D)
-    for row in range(plan.num_rows):
-        tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
+    for start, end in pairwise(segments(spec, plan)):
+        tokens = slice(start, end)
         places = np.arange(tokens.stop - tokens.start, dtype=np.int32)
         mask = attention_mask(spec.attention, places, places)
         out[tokens] = attend(q[tokens], k[tokens], v[tokens], mask, spec.attention)
     return out.reshape(qkv.shape[0], heads * size)
+
+
+def segments(spec: SegmentSpec, plan: StepPlan) -> list[int]:
+    """The first token of each segment, then T."""
+    starts: I32 | None = plan.query_start
+    if spec.windowed:
+        assert plan.patches is not None, "towers have windows"
+        starts = plan.patches.windows
+    assert starts is not None, "`Encoder.places` says where windows are"
+    found: list[int] = starts.tolist()
+    return found
 
 
 def _case(name: str, spec: SegmentSpec) -> Case:

@@ -101,6 +101,8 @@ def segment_dtype(kv_dtype: str) -> str:
 
 
 def _has_pairs(op: SegmentAttention) -> bool:
+    if op.spec.windowed:
+        return False
     return op.spec.head_size % 2 == 0 and op.spec.head_size <= MAX_LATENT_ROW
 
 

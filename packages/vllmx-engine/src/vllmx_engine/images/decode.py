@@ -23,7 +23,8 @@ def check_pillow() -> None:
 
 def decode(data: bytes, limits: ImageLimits, where: str) -> Pixels:
     """The image, or the first of an animation, upright and in RGB: grey values are repeated,
-    transparency is dropped and CMYK converted, as transformers does it.
+    transparency is dropped and CMYK converted, as transformers does it. Of 16 bits of grey the
+    upper eight are taken, where Pillow alone would make all but the darkest white.
 
     Raises:
         InvalidRequestError: no image of a known format, a damaged one, or one of more pixels than
@@ -45,6 +46,8 @@ def decode(data: bytes, limits: ImageLimits, where: str) -> Pixels:
             _check_size(image.size, limits, where)
             image.load()
             upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I;16"):
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             return np.asarray(upright if upright.mode == "RGB" else upright.convert("RGB"))
     except VllmxError:
         raise
