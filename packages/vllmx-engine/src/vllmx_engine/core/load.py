@@ -123,7 +123,8 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
         spec, reason = plan.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
-        if plan.config.limit_images == 0:
+        # several ranks have no passes of towers
+        if plan.config.limit_images == 0 or plan.config.tensor_parallel_size > 1:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(plan.config, model, text_limit=limit, progress=plan.progress)
@@ -157,7 +158,7 @@ def _loaded(plan: LoadPlan, opened: OpenedModel) -> tuple[OpenedModel, LoadedMod
         return opened, _load(plan, opened)
     except UnsupportedOpError as error:
         alone = text_alone(opened.model)
-        if alone is None or plan.config.tensor_parallel_size > 1:
+        if alone is None:
             raise
         opened = replace(opened, model=alone)
         loaded = _load(plan, opened)
