@@ -28,7 +28,7 @@ ROWS = 4
 class Tower:
     """An `Encoder` of patches that nobody computes."""
 
-    patch_width, patches_per_token = 3, PER_TOKEN
+    patch_width, patches_per_token, colours_last = 3, PER_TOKEN, False
 
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
         count = grid[1] * grid[2]
