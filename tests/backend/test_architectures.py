@@ -359,8 +359,8 @@ ENCODERS = {
 RECURRENT = {
     f"{family}ForCausalLM"
     for family in (
-        "GraniteMoeHybrid", "KimiLinear", "Lfm2", "Lfm2Moe", "NemotronH", "Qwen3Next", "Qwen3_5",
-        "Qwen3_5Moe",
+        "Bamba", "GraniteMoeHybrid", "KimiLinear", "Lfm2", "Lfm2Moe", "NemotronH", "Qwen3Next",
+        "Qwen3_5", "Qwen3_5Moe",
     )
 }  # fmt: skip
 """test_recurrent_architectures.py."""
