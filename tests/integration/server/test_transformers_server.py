@@ -40,11 +40,11 @@ FLAGS = ("--dtype", "float32", "--num-kv-blocks", "32", "--max-num-seqs", "2")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a GPT-NeoX, and its model."""
     config = transformers.AutoConfig.for_model("gpt_neox", **CONFIG)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
         for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter += 0.3 * torch.randn(parameter.shape)
     folder = tmp_path_factory.mktemp("neox") / "model"
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -60,14 +60,14 @@ def body(prompt: list[int]) -> dict[str, Any]:
 
 
 def check(model: Any, prompt: list[int], answer: dict[str, Any]) -> None:
-    """Each id is the likeliest one behind those before it, and no near-tie."""
+    """Each id is the likeliest one behind those before it, or as good as that: near-ties may fall
+    either way."""
     ids = answer["choices"][0]["token_ids"]
     assert len(ids) == 16
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].numpy()
-    best = np.sort(logits, axis=-1)
-    assert (best[:, -1] - best[:, -2]).min() > 1e-4 * np.abs(logits).max()
-    assert logits.argmax(-1).tolist() == ids
+    chosen = logits[np.arange(16), ids]
+    assert (logits.max(-1) - chosen).max() < 1e-4 * np.abs(logits).max()
 
 
 async def test_over_http(saved: tuple[Path, Any]) -> None:

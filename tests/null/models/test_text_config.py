@@ -20,9 +20,10 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20, "sliding_window": 11,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }  # fmt: skip
+VISION = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 32, "patch_size": 2}
 INSIDE: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-    "torch_dtype": "bfloat16", "text_config": TEXT, "vision_config": {"hidden_size": 8},
+    "torch_dtype": "bfloat16", "text_config": TEXT, "vision_config": VISION,
 }  # fmt: skip
 ALONE: dict[str, Any] = {**TEXT, "architectures": ["Gemma3ForCausalLM"]}
 PREFIXES = ("language_model.model.", "model.language_model.")

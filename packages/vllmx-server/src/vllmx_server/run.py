@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllmx_core.config import EngineConfig
 from vllmx_engine.link.core_start import CoreStart
 
-from vllmx_server.address import bind
+from vllmx_server.address import bind, check_certificate
 from vllmx_server.config import ServerConfig
 from vllmx_server.signals import Signals
 
@@ -46,6 +46,9 @@ async def _serve(
     server: ServerConfig,
     on_ready: Callable[[AsyncLLM, str], None] | None,
 ) -> None:
+    check_certificate(
+        server
+    )  # before the core's process is there, which would log beside the error
     listener, url = bind(server)
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from collections.abc import Callable
 
 from hypercorn.config import Config
-from vllmx_core.errors import ConfigError, EngineDeadError
+from vllmx_core.errors import EngineDeadError
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link.core_start import CoreStart
 
-from vllmx_server.address import listen
+from vllmx_server.address import check_certificate, listen
 from vllmx_server.app import build_app
 from vllmx_server.config import ServerConfig
 from vllmx_server.connections.connection import Timeouts
@@ -107,13 +106,5 @@ def hypercorn_config(server: ServerConfig) -> Config:
     config.accesslog = None
     config.errorlog = logging.getLogger("vllmx.hypercorn")
     config.errorlog.setLevel(logging.WARNING)
-    try:
-        config.create_ssl_context()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"--ssl-certfile {server.ssl_certfile} and --ssl-keyfile {server.ssl_keyfile} cannot be"
-            f" used ({error.strerror or error}): both must be readable PEM files that belong"
-            " together",
-            param="ssl_certfile",
-        ) from None
+    check_certificate(server)
     return config
