@@ -138,6 +138,8 @@ RUNS = [
     *((family, "torch", budget) for family in TESTED for budget in (64, 7)),
     ("qwen3_vl", "cpu", 64),
     ("qwen3_vl", "cpu", 1),
+    ("gemma3", "cpu", 7),
+    ("gemma4", "cpu", 64),
     ("qwen3_vl", "metal", 64),
     ("qwen3_5_moe", "cpu", 5),
     ("qwen2_5_vl", "torch", 7),

@@ -24,7 +24,8 @@ class VxImages(Structure):
     _fields_ = [
         ("feature_rows", c_void_p), ("rope_positions", c_void_p), ("patches", c_void_p),
         ("table_rows", c_void_p), ("table_weights", c_void_p), ("keep", c_void_p),
-        ("taps", c_int32),
+        ("visible_to", c_void_p), ("windows", c_void_p), ("taps", c_int32),
+        ("num_windows", c_int32),
     ]  # fmt: skip
 
 
@@ -39,7 +40,7 @@ class VxSee(Structure):
 def see(plan: StepPlan, ops: VxImages) -> VxSee:
     """The first op of a step: its arguments keep copies of the plan's arrays."""
     arrays: dict[str, AnyArray] = {}
-    for name in ("feature_rows", "rope_positions"):
+    for name in ("feature_rows", "rope_positions", "visible_to"):
         if (given := getattr(plan, name)) is not None:
             arrays[name] = np.array(given, np.int32, order="C")
     step = VxImages()
@@ -50,11 +51,24 @@ def see(plan: StepPlan, ops: VxImages) -> VxSee:
         arrays["table_weights"] = np.array(rows.table_weights, np.float32, order="C")
         arrays["keep"] = np.array(rows.keep, np.int32, order="C")
         step.taps = rows.table_rows.shape[1]
+        if rows.windows is not None:
+            arrays["windows"] = np.array(rows.windows, np.int32, order="C")
+            step.num_windows = len(rows.windows) - 1
     for name, array in arrays.items():
         setattr(step, name, array.ctypes.data)
     arguments = VxSee(ctypes.addressof(ops), step)
     arguments.arrays = arrays
     return arguments
+
+
+def reads_images(ops: Iterable[Op]) -> bool:
+    """Whether any op reads arrays of a step that `see` brings, in a model without a tower."""
+    for op in ops:
+        if isinstance(op, Attention | SegmentAttention) and op.spec.rope_axes:
+            return True
+        if isinstance(op, Attention) and op.spec.spans:
+            return True
+    return False
 
 
 Rotation = tuple[str, tuple[int, ...]]

@@ -13,7 +13,7 @@ from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
 
-from vllmx_cpu.images import VxSee, see
+from vllmx_cpu.images import VxSee, reads_images, see
 from vllmx_cpu.lowering.images import turns
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower
@@ -51,6 +51,7 @@ class CpuLoadedModel:
     ) -> None:
         self._info = info
         self._tower = tower
+        self._sees = tower is not None or reads_images(steps.ops)
         self._pass: CpuStep | None = None
         """Of the tower; it may still run."""
         self._passes: list[VxJob] = []
@@ -194,8 +195,7 @@ class CpuLoadedModel:
 
     def seen(self, plan: StepPlan) -> VxSee | None:
         """The plan's arrays for images, where ops read them."""
-        reads = self._tower is not None or self._lowering.turned
-        return see(plan, self._lowering.images) if reads else None
+        return see(plan, self._lowering.images) if self._sees else None
 
     def finish(self, step: CpuStep) -> None:
         """Waits for the oldest step in flight."""

@@ -28,6 +28,9 @@ from vllmx_cpu.packing import MatrixShape, matrix_shapes, packed_bytes
 from vllmx_cpu.room import Extent, Room, plan_room
 from vllmx_cpu.structs import KV_DTYPES
 
+PATCHES_OF_WINDOW = 16
+"""At the least, on an average of an image: those at its edges may have fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class TowerPlan:
@@ -39,10 +42,10 @@ class TowerPlan:
     num_threads: int
     kv_dtype: str
 
-    def room(self, num_patches: int, num_images: int) -> Room:
+    def room(self, num_patches: int, num_images: int, num_windows: int) -> Room:
         """For a pass over so many."""
         rows: Mapping[Rows, int] = {"T": num_patches, "L": num_patches // self.patches_per_token}
-        extent = Extent(rows, num_images, num_patches)
+        extent = Extent(rows, num_images, num_patches, num_windows)
         return plan_room(self.ops, extent, self.shapes, self.num_threads, self.kv_dtype)
 
 
@@ -99,7 +102,7 @@ def plan_load(
     used = weight_bytes + room.num_bytes + feature_bytes(model.shape, options)
     if tower is not None:  # a step's images; room for more is made when they come
         patches = min(max_rows["T"], options.max_model_len) * tower.patches_per_token
-        used += tower.room(patches, 1).num_bytes
+        used += tower.room(patches, 1, patches // PATCHES_OF_WINDOW).num_bytes
     kv = plan_kv(model.shape, options, cached, free, used)
     return LoadPlan(
         recorded, fused, specs,

@@ -32,6 +32,8 @@ class Extent:
     """Sequences, or images of a tower."""
     longest: int
     """Tokens of one of them that others attend to."""
+    num_windows: int = 0
+    """Of the images of a tower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,10 @@ def _workspace_bytes(steps: OpList, extent: Extent, num_threads: int, kv_dtype: 
                 extent.longest, num_threads,
             )  # fmt: skip
         elif isinstance(op, SegmentAttention):
+            rows = extent.num_windows if op.spec.windowed else extent.num_rows
             needed = library().vx_segment_workspace_bytes(
-                op.spec.num_kv_heads, op.spec.head_size, max_tokens, extent.num_rows,
-                extent.longest, KV_DTYPES[segment_dtype(kv_dtype)],
+                op.spec.num_kv_heads, op.spec.head_size, max_tokens, rows, extent.longest,
+                KV_DTYPES[segment_dtype(kv_dtype)],
             )  # fmt: skip
         elif isinstance(op, Experts):
             needed = library().vx_experts_workspace_bytes(

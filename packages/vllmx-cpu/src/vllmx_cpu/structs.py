@@ -119,6 +119,12 @@ class VxAttention(Structure):
     ]  # fmt: skip
 
 
+class VxSpanAttention(Structure):
+    """Arguments of `span_attention`; native/attention.h."""
+
+    _fields_ = [("attention", VxAttention), ("images", c_void_p)]
+
+
 class VxRoute(Structure):
     """Arguments of `route`; native/route.cpp."""
 
@@ -152,6 +158,7 @@ class VxSegmentAttention(Structure):
         ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("num_heads", c_int32),
         ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_dim", c_int32),
         ("interleaved", c_int32), ("dtype", c_int32), ("window", c_int32), ("scale", c_float),
+        ("images", c_void_p),
     ]  # fmt: skip
 
 

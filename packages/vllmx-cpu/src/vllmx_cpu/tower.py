@@ -28,7 +28,8 @@ class CpuTower:
     def __init__(self, lowering: Lowering, plan: TowerPlan) -> None:
         self.lowering, self.ops = lowering, plan.ops
         self._plan = plan
-        self._num_patches = self._num_images = 0
+        self._size = (0, 0, 0)
+        """Patches, images and windows that there is room for."""
         self._arena: Bytes | None = None
         self._tape: Tape | None = None
         self._ends = np.zeros(0)
@@ -36,13 +37,13 @@ class CpuTower:
 
     def make_room(self, plan: StepPlan) -> None:
         """For a pass. None may be in flight. Raises CapacityError."""
-        patches, images = plan.num_tokens, plan.num_rows
-        if patches <= self._num_patches and images <= self._num_images:
+        wanted = (plan.num_tokens, plan.num_rows, _num_windows(plan))
+        sizes = list(zip(wanted, self._size, strict=True))
+        if all(new <= old for new, old in sizes):
             return
-        patches = max(_power_of_two(patches), self._num_patches)
-        images = max(_power_of_two(images), self._num_images)
-        room = self._plan.room(patches, images)
-        self._num_patches = self._num_images = 0
+        patches, images, windows = (max(_power_of_two(new), old) for new, old in sizes)
+        room = self._plan.room(patches, images, windows)
+        self._size = (0, 0, 0)
         self._tape = self._arena = None
         self.lowering = replace(
             self.lowering, panels=allocate(room.panel_bytes),
@@ -52,9 +53,9 @@ class CpuTower:
         self._arena = allocate(room.arena.num_bytes)
         base = int(self._arena.ctypes.data)
         self._tape = make_tape(lower_all(self.lowering, self.ops.ops, room.arena.offsets, base))
-        costs = [_cost(call.arguments, patches) for call in self._tape.calls]
+        costs = [_cost(call.arguments, patches, windows) for call in self._tape.calls]
         self._ends = np.cumsum(costs) / sum(costs)
-        self._num_patches, self._num_images = patches, images
+        self._size = (patches, images, windows)
 
     def part(self, begin: float, end: float) -> list[VxRecord]:
         """The records of a part of the largest pass so far, by what ops cost."""
@@ -68,14 +69,20 @@ class CpuTower:
         return int(np.searchsorted(self._ends, share, side="right"))
 
 
-def _cost(arguments: Structure, num_patches: int) -> float:
+def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:
     """Of a call, for each row: about its multiplications, and 64 for a number that is read."""
     if isinstance(arguments, VxLinear):
         return float(arguments.w.rows * arguments.w.cols)
     if isinstance(arguments, VxSegmentAttention):
-        return float(2 * arguments.num_heads * arguments.head_size * num_patches)
+        seen = num_patches / num_windows if arguments.images else num_patches
+        return float(2 * arguments.num_heads * arguments.head_size * seen)
     return 64.0 * (getattr(arguments, "width", 0) + 64)
 
 
+def _num_windows(plan: StepPlan) -> int:
+    windows = None if plan.patches is None else plan.patches.windows
+    return 0 if windows is None else len(windows) - 1
+
+
 def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    return 1 << (least - 1).bit_length() if least else 0

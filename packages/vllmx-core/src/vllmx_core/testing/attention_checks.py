@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vllmx_core.errors import ConfigError
+from vllmx_core.errors import ConfigError, UnsupportedOpError
 from vllmx_core.model import Array, AttentionSpec, Ops, StepInputs, Weight
-from vllmx_core.testing.harness import PAGE, VOCAB, Harness, mixed_steps
-from vllmx_core.testing.plans import Row
+from vllmx_core.recording import record
+from vllmx_core.testing.harness import (
+    PAGE,
+    VOCAB,
+    Harness,
+    all_logprobs,
+    load_options,
+    mixed_steps,
+)
+from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -43,6 +52,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "sinks": True, "scale": 0.4,
     },
 }  # fmt: skip
+SPANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped, with a window": {"num_kv_heads": 2, "window": 40},
+    "soft-cap and norms": {"num_kv_heads": 1, "softcap": 2.0, "norms": True},
+}
 HIDDEN = 24
 
 
@@ -113,6 +127,55 @@ class AttentionChecks(Harness):
         texts = [random.integers(0, VOCAB, length).tolist() for length in (1, 20, 33)]
         rows = [Row(text, 0, [3 * i, 3 * i + 2, 3 * i + 1], "all") for i, text in enumerate(texts)]
         self.compare(model, source, [rows, rows[:1]])
+
+    @pytest.mark.parametrize("features", SPANS.values(), ids=SPANS.keys())
+    def test_spans(self, features: dict[str, Any]) -> None:
+        """Tokens of an image see each other both ways: spans begin and end inside of pages, are
+        longer than a tile, follow each other, lie in a later chunk, or are not there at all."""
+        model, source = self._model_with_spans(**features)
+        random = np.random.default_rng(6)
+        texts = [random.integers(0, VOCAB, length).tolist() for length in (330, 20, 1)]
+        blocks = [random.permutation(21).tolist(), [21, 22], [23]]
+        first = Row(texts[0][:7], 0, blocks[0], "all")
+        images = Row(texts[0][7:325], 7, blocks[0], "all", spans=[(9, 25), (30, 310), (310, 311)])
+        steps = [
+            [first, Row(texts[1], 0, blocks[1], "all", spans=[(0, 20)])],
+            [Row(texts[2], 0, blocks[2]), images, Row([5], 20, blocks[1])],
+            [Row([3], 1, blocks[2]), Row(texts[0][325:], 325, blocks[0], "all")],
+        ]
+        limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
+        self.compare(model, source, steps, **limits)
+
+    @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8"])
+    def test_spans_are_exact(self, kv_dtype: str) -> None:
+        """Where chunks end, and who else is in the step, changes no bit."""
+        if not self.exact_batches or kv_dtype not in self.kv_dtypes:
+            pytest.skip("the backend does not promise it")
+        model, source = self._model_with_spans(num_kv_heads=2)
+        text = np.random.default_rng(7).integers(0, VOCAB, 330).tolist()
+        spans, mate = [(9, 25), (30, 310), (310, 311)], Row([3] * 20, 0, [22, 23], spans=[(1, 19)])
+        limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_dtype": kv_dtype}
+        found = []
+        for ends, mates in (([330], []), ([7, 325, 330], [mate]), ([25, 30, 311, 330], [])):
+            with self.loaded(model, source, **limits) as loaded:
+                parts = []
+                for begin, end in pairwise([0, *ends]):
+                    row = Row(text[begin:end], begin, range(21), "all", spans=spans)
+                    plan = make_plan([*mates, row], loaded.info.block_size)
+                    parts.append(all_logprobs(loaded, plan, VOCAB)[len(mates) :])
+                found.append(np.concatenate(parts))
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+
+    def _model_with_spans(self, **features: Any) -> tuple[SyntheticModel, ArraySource]:
+        """Skips where the backend refuses it by name, as it must unless it has spans."""
+        model, source = attention_model(spans=True, rotary_dim=16, **features)
+        backend = self.make_backend()
+        if not all(map(backend.supports, record(model, 512).steps.ops)):
+            with pytest.raises(UnsupportedOpError, match="needs the op 'attention'"):
+                backend.load(model, source, load_options(self.dtype, {}))
+            pytest.skip(f"{backend.name} refuses spans by name")
+        return model, source
 
     @pytest.mark.parametrize("block_size", [8, 32, 128])
     def test_block_sizes(self, block_size: int) -> None:

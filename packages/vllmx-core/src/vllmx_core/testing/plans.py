@@ -29,6 +29,16 @@ class Row:
     both stands for a sequence that begins where `start` is 0 and lives in that slot."""
     types: Sequence[int] = ()
     """Token types, 0 for those that are not listed."""
+    spans: Sequence[tuple[int, int]] = ()
+    """First position and end of runs of tokens that see each other both ways."""
+
+    @property
+    def seen(self) -> list[int]:
+        """The last position that each token sees."""
+        seen = list(range(self.start, self.start + len(self.tokens)))
+        for first, end in self.spans:
+            seen = [end - 1 if first <= position < end else position for position in seen]
+        return seen
 
     @property
     def state_slots(self) -> tuple[int, int]:
@@ -79,6 +89,9 @@ def make_plan(rows: Sequence[Row], block_size: int) -> StepPlan:
         state_from=_int32(row.state_slots[0] for row in rows) if kept else None,
         state_to=_int32(row.state_slots[1] for row in rows) if kept else None,
         token_types=_types(rows) if any(row.types for row in rows) else None,
+        visible_to=_int32(position for row in rows for position in row.seen)
+        if any(row.spans for row in rows)
+        else None,
     )
 
 

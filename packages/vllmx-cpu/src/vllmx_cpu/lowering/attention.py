@@ -6,7 +6,7 @@ from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.segment_attention import SegmentAttention
 
-from vllmx_cpu.lowering.images import rotation
+from vllmx_cpu.lowering.images import images, rotation
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.structs import (
     KV_DTYPES,
@@ -14,6 +14,7 @@ from vllmx_cpu.structs import (
     VxAttention,
     VxLatentAttention,
     VxSegmentAttention,
+    VxSpanAttention,
 )
 from vllmx_cpu.tape import Call
 
@@ -22,7 +23,7 @@ MAX_LATENT_ROW, MAX_HEADS = 1024, 1024
 """kMaxHeadSize and LatentRoom of the native sources."""
 
 
-@OPS.add(Attention, when=lambda op: not op.spec.spans)
+@OPS.add(Attention)
 def _attention(op: Attention, site: Site) -> list[Call]:
     spec, model = op.spec, site.model
     pages = model.pages[spec.layer]
@@ -55,6 +56,8 @@ def _attention(op: Attention, site: Site) -> list[Call]:
         group=pages.group,
         shared=int(spec.shared),
     )
+    if spec.spans:
+        return [site.call(op, "span_attention", VxSpanAttention(arguments, images(site)))]
     return [site.call(op, "attention", arguments)]
 
 
@@ -101,8 +104,6 @@ def segment_dtype(kv_dtype: str) -> str:
 
 
 def _has_pairs(op: SegmentAttention) -> bool:
-    if op.spec.windowed:
-        return False
     return op.spec.head_size % 2 == 0 and op.spec.head_size <= MAX_LATENT_ROW
 
 
@@ -125,5 +126,6 @@ def _segment_attention(op: SegmentAttention, site: Site) -> list[Call]:
         dtype=KV_DTYPES[segment_dtype(model.kv_dtype)],
         window=spec.window or 0,
         scale=spec.scale,
+        images=images(site) if spec.windowed else None,
     )
     return [site.call(op, "segment_attention", arguments)]

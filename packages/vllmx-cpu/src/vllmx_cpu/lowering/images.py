@@ -80,14 +80,14 @@ def rotation(
 
 @OPS.add(Patches)
 def _patches(op: Patches, site: Site) -> list[Call]:
-    arguments = VxPatches(_images(site), site.address(op.out), op.out.width)
+    arguments = VxPatches(images(site), site.address(op.out), op.out.width)
     return [site.call(op, "patches", arguments)]
 
 
 @OPS.add(Mix, when=lambda op: op.out.width * 4 <= SCRATCH_BYTES)
 def _mix(op: Mix, site: Site) -> list[Call]:
     matrix = site.model.weights.matrices[op.w.name]
-    arguments = VxMix(matrix.struct(), _images(site), site.address(op.out))
+    arguments = VxMix(matrix.struct(), images(site), site.address(op.out))
     return [site.call(op, "mix", arguments)]
 
 
@@ -103,7 +103,7 @@ def _merge(op: Merge, site: Site) -> list[Call]:
 @OPS.add(Keep)
 def _keep(op: Keep, site: Site) -> list[Call]:
     store = site.model.features[op.part].ctypes.data
-    arguments = VxFeatures(_images(site), site.address(op.x), None, store, op.x.width, 0)
+    arguments = VxFeatures(images(site), site.address(op.x), None, store, op.x.width, 0)
     return [site.call(op, "keep", arguments)]
 
 
@@ -111,10 +111,11 @@ def _keep(op: Keep, site: Site) -> list[Call]:
 def _place(op: Place, site: Site) -> list[Call]:
     store = site.model.features[op.part].ctypes.data
     arguments = VxFeatures(
-        _images(site), site.address(op.x), site.address(op.out), store, op.x.width, int(op.adds)
+        images(site), site.address(op.x), site.address(op.out), store, op.x.width, int(op.adds)
     )
     return [site.call(op, "place", arguments)]
 
 
-def _images(site: Site) -> int:
+def images(site: Site) -> int:
+    """Where ops find what the step that runs has for models that see."""
     return ctypes.addressof(site.model.images)

@@ -34,7 +34,7 @@ constexpr int kExpectedPartitions = 4;
 
 // The shares of the step. With `writes` each unit first writes its own token (see decodes_whole).
 template <class Pages>
-void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
+void attend(const PagedAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
   Worker<typename Computing<Pages>::Partition> worker(a, step, HeadEnds(a, step), ctx->scratch);
   PageMap<Pages> pages(a);
   Shares shares(a, step, ctx->nth);
@@ -55,7 +55,7 @@ void attend(const VxAttention& a, const VxStep& step, VxCtx* ctx, bool writes) {
 }
 
 template <class Pages>
-void run(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
+void run(const PagedAttention& a, const VxStep& step, VxCtx* ctx) {
   const bool alone = !a.shared && decodes_whole(a, step, ctx->nth);
   if (!alone && !a.shared) {
     write_kv<Pages>(a, step, ctx);
@@ -73,7 +73,7 @@ VxStep step_of_group(VxStep step, int group) {
 
 }  // namespace
 
-void attend_step(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
+void attend_step(const PagedAttention& a, const VxStep& step, VxCtx* ctx) {
   switch (a.kv_dtype) {
     case VX_BF16: return run<Bf16Pages>(a, step, ctx);
     case VX_F16: return run<F16Pages>(a, step, ctx);
@@ -85,9 +85,15 @@ void attend_step(const VxAttention& a, const VxStep& step, VxCtx* ctx) {
 
 void attention(const void* args, const VxStep* all_groups, VxCtx* ctx) {
   const VxAttention& a = *(const VxAttention*)args;
-  attend_step(a, step_of_group(*all_groups, a.group), ctx);
+  attend_step({a, nullptr}, step_of_group(*all_groups, a.group), ctx);
 }
 VX_OP(attention, VxAttention)
+
+void span_attention(const void* args, const VxStep* all_groups, VxCtx* ctx) {
+  const VxSpanAttention& spans = *(const VxSpanAttention*)args;
+  attend_step({spans.attention, spans.images->visible_to}, step_of_group(*all_groups, spans.attention.group), ctx);
+}
+VX_OP(span_attention, VxSpanAttention)
 
 }  // namespace VX_ISA
 }  // namespace vx

@@ -22,8 +22,9 @@
 // bf16 pages multiply bf16 by bf16 (q and the probabilities are rounded) and add in float32; f32 and
 // f16 pages compute in float32; the codes of int8 and fp8 pages are multiplied as bf16. A window means:
 // causal, positions p - window + 1 ... p; not causal, p - window + 1 ... p + window - 1.
+// With spans a token sees up to `visible_to`, which does not fall from one token of a row to the next.
 #pragma once
-#include "vx.h"
+#include "images.h"
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -36,11 +37,24 @@ size_t vx_attention_workspace_bytes(int32_t num_heads, int32_t num_kv_heads, int
 }
 #pragma GCC visibility pop
 
+// Attention in which the tokens of an image see each other both ways.
+struct VxSpanAttention {
+  VxAttention attention;
+  const VxImages* images;
+};
+
 namespace vx {
+// What a layer computes: its arguments, and beside them what the step lets each token see.
+struct PagedAttention : VxAttention {
+  const int32_t* seen;  // (T) last position that a causal layer's token sees, or null: its own
+};
+
 namespace VX_ISA {
 // One layer over a step whose slots and block table are those of its pages.
-void attend_step(const VxAttention& a, const VxStep& step, VxCtx* ctx);
+void attend_step(const PagedAttention& a, const VxStep& step, VxCtx* ctx);
 // args: VxAttention.
 void attention(const void* args, const VxStep* step, VxCtx* ctx);
+// args: VxSpanAttention.
+void span_attention(const void* args, const VxStep* step, VxCtx* ctx);
 }  // namespace VX_ISA
 }  // namespace vx

@@ -5,6 +5,7 @@
 // thread busy: it is cut into pieces of a few partitions, whose states go to the shared workspace and
 // are folded after a barrier, in the order in which an uncut unit folds them.
 #pragma once
+#include "attention.h"
 #include "attention_tile.h"
 
 namespace vx {
@@ -43,9 +44,9 @@ struct Cut {
   size_t workspace_state;  // first state of the tile in the workspace
 };
 
-VX_INLINE Visible visible_to(const VxAttention& a, const VxStep& step, int row, int token) {
+VX_INLINE Visible visible_to(const PagedAttention& a, const VxStep& step, int row, int token) {
   int position = step.positions[token], context = step.context_len[row];
-  Visible v = {0, a.causal ? position + 1 : context};
+  Visible v = {0, a.causal ? (a.seen ? a.seen[token] : position) + 1 : context};
   if (a.window > 0) {
     v.lo = maximum(0, position - a.window + 1);
     if (!a.causal) v.hi = minimum(context, position + a.window);
@@ -61,7 +62,7 @@ VX_INLINE int last_group(const Tile& tile) { return (tile.keys.hi - 1) / kGroup;
 // Walks the tiles of a step in order; all threads see the same.
 class Tiling {
  public:
-  Tiling(const VxAttention& a, const VxStep& step) : a_(a), step_(step) {
+  Tiling(const PagedAttention& a, const VxStep& step) : a_(a), step_(step) {
     group_heads_ = a.num_heads / a.num_kv_heads;
     heads = minimum(group_heads_, kTileRows);
     head_blocks = ceil_div(group_heads_, heads);
@@ -89,7 +90,7 @@ class Tiling {
   int head_blocks;  // units of a kv head
 
  private:
-  const VxAttention& a_;
+  const PagedAttention& a_;
   const VxStep& step_;
   int tile_tokens_, group_heads_;
   int row_ = 0, token_ = 0;
@@ -98,7 +99,7 @@ class Tiling {
 // Decides on the cuts, the same on all threads. Costs are in cycles, roughly.
 class Cutter {
  public:
-  Cutter(const VxAttention& a, const VxStep& step, int nth) : tiling_(a, step), nth_(nth) {
+  Cutter(const PagedAttention& a, const VxStep& step, int nth) : tiling_(a, step), nth_(nth) {
     state_floats_ = padded(a.head_size) + 16;
     capacity_ = a.workspace ? a.workspace_bytes / (state_floats_ * sizeof(float)) : 0;
     if (nth == 1) return;
@@ -145,7 +146,7 @@ struct Share {
 // Turns the numbers of the shared counter into shares, the same on all threads.
 class Shares {
  public:
-  Shares(const VxAttention& a, const VxStep& step, int nth) : cutter(a, step, nth), tiling_(a, step) {}
+  Shares(const PagedAttention& a, const VxStep& step, int nth) : cutter(a, step, nth), tiling_(a, step) {}
 
   // Share `number`, which grows from call to call. False behind the last one: every tile has been cut.
   bool find(int number, Share* share) {
@@ -171,7 +172,7 @@ class Shares {
 
 // Is every row one token, and every unit a kv head of one, uncut? Then nobody but its unit needs what
 // a token's kv head writes.
-VX_INLINE bool decodes_whole(const VxAttention& a, const VxStep& step, int nth) {
+VX_INLINE bool decodes_whole(const PagedAttention& a, const VxStep& step, int nth) {
   Tiling tiling(a, step);
   if (step.T != step.R || tiling.head_blocks > 1) return false;
   Cutter cutter(a, step, nth);

@@ -60,7 +60,7 @@ class HeadEnds {
 template <class Partition, class Ends = HeadEnds>
 class Worker {
  public:
-  Worker(const VxAttention& a, const VxStep& step, const Ends& ends, uint8_t* scratch)
+  Worker(const PagedAttention& a, const VxStep& step, const Ends& ends, uint8_t* scratch)
       : a_(a), step_(step), ends_(ends), width_(padded(a.head_size)), total_acc_((float*)scratch),
         partition_(a, step, total_acc_ + kTileRows * width_) {}
 
@@ -143,7 +143,7 @@ class Worker {
     ends_.answer(token, head, acc, factor / total.sum);
   }
 
-  const VxAttention& a_;
+  const PagedAttention& a_;
   const VxStep& step_;
   Ends ends_;
   int width_;
@@ -155,7 +155,7 @@ class Worker {
 
 // Folds what the pieces of cut units left in the workspace.
 template <class Worker>
-void combine(const VxAttention& a, const VxStep& step, VxCtx* ctx, Worker* worker) {
+void combine(const PagedAttention& a, const VxStep& step, VxCtx* ctx, Worker* worker) {
   Tiling tiling(a, step);
   Cutter cutter(a, step, ctx->nth);
   const size_t state_floats = cutter.state_floats();

@@ -12,5 +12,7 @@ struct VxImages {
   const int32_t* table_rows;      // (T, taps)
   const float* table_weights;     // (T, taps)
   const int32_t* keep;            // (L) rows of the store
-  int32_t taps;
+  const int32_t* visible_to;      // (T) last position that each token sees, or null: its own
+  const int32_t* windows;         // (num_windows + 1) first patch of each, then T; null: the tower has none
+  int32_t taps, num_windows;
 };

@@ -16,7 +16,7 @@ namespace {
 struct Pass {
   const VxLatentAttention& a;
   VxStep step;             // of these tokens alone
-  VxAttention attention;   // one key for all heads, with the rank as its size; what is not used is 0
+  PagedAttention attention;   // one key for all heads, with the rank as its size; what is not used is 0
   float *heads, *found;    // LatentRoom
   int32_t starts[LatentRoom::TOKENS + 1];
 
@@ -106,7 +106,7 @@ class LatentEnds {
 
 template <class Latents>
 void attend(const Pass& pass, VxCtx* ctx) {
-  const VxAttention& a = pass.attention;
+  const PagedAttention& a = pass.attention;
   Worker<LatentPartition<Latents>, LatentEnds> worker(a, pass.step, LatentEnds(pass), ctx->scratch);
   Shares shares(a, pass.step, ctx->nth);
   for (Share share; shares.find(vx_next(ctx), &share);) {

@@ -49,6 +49,7 @@ int32_t longest_row(const VxStep& step) {
 void segment_attention(const void* args, const VxStep* given, VxCtx* ctx) {
   const VxSegmentAttention& s = *(const VxSegmentAttention*)args;
   VxStep step = *given;
+  if (s.images) step.query_start = s.images->windows, step.R = s.images->num_windows;
   const int32_t width = pages_of(longest_row(step));
   const size_t key_bytes = vx_k_page_bytes(s.num_kv_heads, s.head_size, SegmentRoom::PAGE, s.dtype);
   const size_t value_bytes = vx_v_page_bytes(s.num_kv_heads, s.head_size, SegmentRoom::PAGE, s.dtype);
@@ -59,7 +60,7 @@ void segment_attention(const void* args, const VxStep* given, VxCtx* ctx) {
                              (int32_t*)(base + room.lengths), (int32_t*)(base + room.tables), width};
   segments.fill_all(step, ctx);
   vx_barrier(ctx);
-  VxAttention a = {};
+  PagedAttention a = {};
   a.qkv = s.qkv, a.out = s.out, a.out_dtype = VX_F32;
   a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_size = s.head_size;
   a.rope = s.rope, a.rotary_dim = s.rotary_dim, a.interleaved = s.interleaved;

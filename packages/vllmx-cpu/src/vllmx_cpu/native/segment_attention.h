@@ -1,10 +1,10 @@
-// Attention within the rows of a step, both ways and without a cache.
+// Attention within the rows of a step or the windows of its images, both ways and without a cache.
 //
 // Keys and values of the whole step are laid out in the workspace as if they were pages (attention.h), each row from
 // a page of its own on, and attention.cpp does the rest: its tiles, its partitions and its shares of
 // (row, tile of queries, kv head). So a token's bits are a function of its row alone.
 #pragma once
-#include "vx.h"
+#include "images.h"
 
 namespace vx {
 
@@ -19,6 +19,7 @@ struct VxSegmentAttention {
   int32_t dtype;           // VxDType of keys and values
   int32_t window;          // tokens less than so many places away are seen; 0 = all
   float scale;
+  const VxImages* images;  // segments are the windows of a tower's pass; null: the rows of the step
 };
 
 // Where things lie in the workspace for a step of so many tokens in so many rows, the longest of which
