@@ -25,7 +25,7 @@ from vllmx_core.errors import EngineDeadError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.client.async_text import AsyncText
+from vllmx_engine.client.async_text import INLINE_BYTES, AsyncText
 from vllmx_engine.client.chat import ChatMessage, ChatOptions, ChatRenderer, Message, load_tokenizer
 from vllmx_engine.client.chat_images import chat_images
 from vllmx_engine.client.forced_calls import asks_for_calls
@@ -273,7 +273,9 @@ class AsyncLLM(AsyncText):
         self.check_open(found.num_choices)
         conversation, pictures = await self.take_images(messages)
         if asks_for_calls(chat):
-            found = await asyncio.to_thread(self._renderer.with_calls, found, chat)
+            with_calls = partial(self._renderer.with_calls, found, chat)
+            is_short = self._renderer.has_format and 0 < num_bytes <= INLINE_BYTES
+            found = with_calls() if is_short else await asyncio.to_thread(with_calls)
         grammar = await self.grammars.checked(found, client)
 
         def build(stopped: Stopped) -> Request:

@@ -65,27 +65,37 @@ def finish_reason(choice: CompletionOutput, num_calls: int) -> str:
     return "tool_calls" if num_calls and choice.finish_reason == "stop" else choice.finish_reason
 
 
-def plain_chunk(chunks: Chunks, index: int, event: Event) -> bytes:
-    """The event of a stream without log-probabilities and the like, made of ready bytes."""
-    match event:
-        case ContentPiece(text):
-            delta = b'{"content":%b}' % encode(text)
-        case ReasoningPiece(text):
-            encoded = encode(text)
-            delta = b'{"reasoning_content":%b,"reasoning":%b}' % (encoded, encoded)
-        case ArgumentsPiece(call, text):
+class PlainChunks:
+    """Chunks of one choice of a stream without log-probabilities and the like, of ready bytes: one
+    is made for almost every token."""
+
+    def __init__(self, chunks: Chunks, index: int) -> None:
+        self._begin = b'%b{"index":%d,"delta":' % (chunks.head, index)
+        self._end = b',"logprobs":null,"finish_reason":null}' + chunks.tail
+        self._begin_content = self._begin + b'{"content":'
+        self._begin_reasoning = self._begin + b'{"reasoning_content":'
+        self._end_text = b"}" + self._end
+
+    def content(self, text: str) -> bytes:
+        """A piece of the answer."""
+        return b"%b%b%b" % (self._begin_content, encode(text), self._end_text)
+
+    def of(self, event: Event) -> bytes:
+        """What an event adds."""
+        if isinstance(event, ContentPiece):
+            return self.content(event.text)
+        if isinstance(event, ReasoningPiece):
+            text = encode(event.text)
+            found = (self._begin_reasoning, text, b',"reasoning":', text, self._end_text)
+            return b"".join(found)
+        if isinstance(event, ArgumentsPiece):
             delta = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
-                call,
-                encode(text),
+                event.index,
+                encode(event.text),
             )
-        case _:
+        else:
             delta = encode(delta_of(event))
-    return b'%b{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}%b' % (
-        chunks.head,
-        index,
-        delta,
-        chunks.tail,
-    )
+        return b"%b%b%b" % (self._begin, delta, self._end)
 
 
 def delta_of(event: Event) -> dict[str, Any]:

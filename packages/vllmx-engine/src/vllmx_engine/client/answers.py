@@ -151,8 +151,10 @@ class ReasoningCounter:
         if not reader.has_reasoned:
             self._num_waiting += len(ids)  # they may be the first part of a marker
             return 0
-        new = self._num_waiting + self._num_thoughts(ids, reader.in_thinking)
-        self._num_waiting = 0
+        new = self._num_thoughts(ids, reader.in_thinking)
+        if self._num_waiting:
+            new += self._num_waiting
+            self._num_waiting = 0
         self.count += new
         return new
 
@@ -161,10 +163,12 @@ class ReasoningCounter:
         was_thinking, self._was_thinking = self._was_thinking, is_thinking
         if not self._end:
             return len(ids) if is_thinking or was_thinking or not self.count else 0
-        both, size = [*self._tail, *ids], len(self._end)
+        size = len(self._end)
         if is_thinking:
-            self._tail = both[1 - size :] if size > 1 else []
+            if size > 1:
+                self._tail = [*self._tail, *ids][1 - size :]
             return len(ids)
+        both = [*self._tail, *ids]
         self._has_ended = True
         for at in range(len(both) - size + 1):
             if both[at : at + size] == self._end:

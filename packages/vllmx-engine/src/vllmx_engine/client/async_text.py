@@ -20,7 +20,9 @@ T = TypeVar("T")
 _FETCHES = 4
 """Images that are fetched at a time."""
 
-_INLINE_BYTES = 4096
+_INLINE_MESSAGES = 64
+"""More of them are looked through for images on a thread."""
+INLINE_BYTES = 4096
 """Longer texts and lists of ids are converted on a thread; the event loop goes on meanwhile."""
 
 
@@ -82,6 +84,8 @@ class AsyncText:
     ) -> tuple[Sequence[ChatMessage | Message], Pictures]:
         """The conversation without its images, and those, fetched. Cancelling ends the fetching.
         Raises InvalidRequestError."""
+        if _is_text_alone(messages):
+            return self._images.take(messages)
         # On a thread, for a message may have a hundred thousand parts.
         conversation, pictures = await asyncio.to_thread(self._images.take, messages)
         if pictures.far:
@@ -114,6 +118,19 @@ class AsyncText:
     async def convert(self, client: str, size: int, function: Callable[[], T]) -> T:
         """What `function` makes of so many bytes of text or ids, on a thread where the event loop
         would be held up noticeably. Raises QueueFullError and what `function` raises."""
-        if size <= _INLINE_BYTES:
+        if size <= INLINE_BYTES:
             return function()
         return await self.text.run(client, size, lambda _: function())
+
+
+def _is_text_alone(messages: object) -> bool:
+    """A few messages without parts, in which no image can be: found out sooner than a thread is
+    woken."""
+    return (
+        isinstance(messages, list)
+        and len(messages) <= _INLINE_MESSAGES
+        and all(
+            isinstance(message, dict) and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )

@@ -80,6 +80,11 @@ class ChatRenderer:
                 self._found = found
         return self._found
 
+    @property
+    def has_format(self) -> bool:
+        """`format` takes no time any more."""
+        return self._found is not None
+
     def _find_format(self) -> FoundFormat:
         if self._registry is None:
             return FoundFormat(OutputFormat("none"), "not read", "not read")

@@ -99,9 +99,10 @@ class AnswerReader(AnswerSink):
 
     def _taken(self) -> list[Event]:
         events = self._events
-        if events:
-            self._events = []
-        return events if len(events) < 2 else _joined(events)
+        if not events:
+            return []
+        self._events = []
+        return events if len(events) == 1 else _joined(events)
 
     # --- the answer -----------------------------------------------------------------------------
     def _answer(self) -> Steps[None]:

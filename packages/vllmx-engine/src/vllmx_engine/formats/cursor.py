@@ -71,9 +71,10 @@ class Cursor:
 
     def passes(self, text: str) -> bool:
         """Whether a text that follows was passed on; else it must be added."""
-        if self._passing is None or not self._passing[0](text):
+        passing = self._passing
+        if passing is None or not passing[0](text):
             return False
-        self._passing[1](text)
+        passing[1](text)
         return True
 
     def trim(self) -> None:

@@ -13,8 +13,7 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import CompletionOutput
 
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
-from vllmx_server.chat_events import ContentPiece
-from vllmx_server.chat_reading import ReadStream, WholeAnswer, deltas, plain_chunk
+from vllmx_server.chat_reading import PlainChunks, ReadStream, WholeAnswer, deltas
 from vllmx_server.chunks import Chunks
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
@@ -62,6 +61,8 @@ class ChatAnswer:
             body.stream_options,
             state.fingerprint,
         )
+        count = (body.n or 1) if body.stream else 0
+        self._plain = [PlainChunks(self._chunks, index) for index in range(count)]
 
     async def whole(self) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
@@ -122,7 +123,7 @@ class ChatAnswer:
                     elif choice.finish_reason is not None or not is_plain:
                         yield chunks.chunk(self._delta(choice), usage)
                     elif choice.text:
-                        yield plain_chunk(chunks, choice.index, ContentPiece(choice.text))
+                        yield self._plain[choice.index].content(choice.text)
         if chunks.has_last_usage:
             yield chunks.usage(usage)
         yield DONE
@@ -137,12 +138,12 @@ class ChatAnswer:
     def middle(self, text: str, ids: list[int]) -> bytes:
         """See `Answer.middle`."""
         if not self._readings:
-            return plain_chunk(self._chunks, 0, ContentPiece(text)) if text else b""
+            return self._plain[0].content(text) if text else b""
         reading, usage = self._readings[0], self._generation.usage
         events = reading.more(text, ids)
         if usage.reasoning_tokens is not None:
             usage.reasoning_tokens += reading.num_new_reasoning_tokens
-        return b"".join([plain_chunk(self._chunks, 0, event) for event in events])
+        return b"".join(map(self._plain[0].of, events))
 
     def _new_readings(self) -> list[ReadStream]:
         """One for each choice of a stream that is read."""
@@ -159,7 +160,7 @@ class ChatAnswer:
         if usage.reasoning_tokens is not None:
             usage.reasoning_tokens += reading.num_new_reasoning_tokens
         if is_plain and choice.finish_reason is None:
-            return b"".join(plain_chunk(chunks, choice.index, event) for event in events)
+            return b"".join(map(self._plain[choice.index].of, events))
         found: list[dict[str, Any]] = [
             {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
             for delta in deltas(events)
