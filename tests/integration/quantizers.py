@@ -109,7 +109,7 @@ def fp8(weight: Array, *, block: tuple[int, int], name: str, whole: bool = False
     for i, j in np.ndindex(scale.shape):
         part = weight[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
         scale[i, j] = max(np.abs(part).max(), 1e-6) / 448
-    wide = np.kron(scale, np.ones(block, np.float32))[:rows, :cols]
+    wide = np.repeat(np.repeat(scale, block[0], 0)[:rows], block[1], 1)[:, :cols]
     codes = (weight / wide).astype(ml_dtypes.float8_e4m3fn)
     stored = scale.reshape(()) if whole else scale
     return {"weight": codes, name: stored}, codes.astype(np.float32) * wide

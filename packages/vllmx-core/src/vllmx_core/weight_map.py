@@ -136,19 +136,16 @@ def _choices(wanted: PartSpec) -> Iterator[PartSpec]:
     yield wanted
     for other in wanted.alternatives:
         if isinstance(other, str):
-            yield replace(wanted, name=other)
+            yield replace(wanted, name=other, bias=_beside(wanted, other))
         else:
             yield from _choices(other)
 
 
-def bias_in(source: WeightSource, wanted: PartSpec) -> str:
-    """What its bias is called there: it is beside the matrix, where that has another name."""
-    assert wanted.bias is not None
-    name, end = name_in(source, wanted), ".weight"
+def _beside(wanted: PartSpec, name: str) -> str | None:
+    """The bias of a matrix that has another name: beside it, where it is beside this one."""
+    end = ".weight"
     beside = wanted.bias == wanted.name.removesuffix(end) + ".bias"
-    if name == wanted.name or not beside or not name.endswith(end):
-        return wanted.bias
-    return name.removesuffix(end) + ".bias"
+    return name.removesuffix(end) + ".bias" if beside and name.endswith(end) else wanted.bias
 
 
 def _picked(part: WeightPart, runs: RowRuns, rows: int) -> WeightPart:
@@ -213,7 +210,9 @@ def _bias(wanted: PartSpec, source: WeightSource) -> WeightPart:
     assert wanted.bias is not None
     if wanted.share is not None:
         return share_of(_bias(_unshared(wanted), source), replace(wanted.share, cols=None))
-    part = source.part(bias_in(source, wanted))
+    wanted = resolved(source, wanted)
+    assert wanted.bias is not None
+    part = source.part(wanted.bias)
     if wanted.entry is not None:
         part = entry_of(part, wanted.entry)
     if wanted.runs is not None:

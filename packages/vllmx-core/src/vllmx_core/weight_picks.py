@@ -53,6 +53,11 @@ def entry_of(part: WeightPart, entry: int) -> WeightPart:
     return rows_of(flat, np.arange(entry * rows, (entry + 1) * rows))
 
 
+def decoded_entries(part: WeightPart, first: int, last: int) -> F32:
+    """(last - first, rows, cols) of a stack, for layouts that decode matrices."""
+    return np.stack([entry_of(part, entry).dequantize() for entry in range(first, last)])
+
+
 def _made_entry(part: WeightPart, entry: int) -> WeightPart:
     """Of a stack whose entries are made when they are asked for; the matrix is made once, and kept
     as long as this part of it."""

@@ -1,7 +1,8 @@
 """gpt-oss 20b and 120b (GptOssForCausalLM): every other layer has a window, each head has
 a sink, and the gates of the experts are clamped.
 
-Checkpoints have the experts as MXFP4, which stays as it is, or dense with input features first.
+Checkpoints have the experts as MXFP4, which stays as it is, or dense with input features first, or
+in other quantised formats a tensor for each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
 
-from vllmx_models.blocks.moe import EachExpert, ExpertTensors, MoE, Router, StackedExperts
+from vllmx_models.blocks.moe import (
+    EachExpert,
+    EitherExperts,
+    ExpertTensors,
+    MoE,
+    Router,
+    StackedExperts,
+)
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import (
@@ -82,11 +90,13 @@ def _experts(read: ConfigReader) -> MoE:
 
 
 def _tensors(read: ConfigReader) -> ExpertTensors:
+    each = EachExpert(bias=True)
     if read.flag(SPLIT, False):
-        return EachExpert(bias=True)
+        return each
     quantised = read.config.get("quantization_config")
     packed = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
-    return StackedExperts(interleaved=True, transposed=not packed, bias=True)
+    stacked = StackedExperts(interleaved=True, transposed=not packed, bias=True)
+    return EitherExperts(stacked, each)
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from typing import Any
 
 from vllmx_core.ops.route import RouteSpec
 
-from vllmx_models.blocks.moe import EachExpert, MoE, Router, StackedExperts
+from vllmx_models.blocks.moe import (
+    EachExpert,
+    EitherExperts,
+    JoinedExperts,
+    MoE,
+    Router,
+    StackedExperts,
+)
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.gguf.architecture import (
@@ -27,6 +34,12 @@ from vllmx_models.moe_config import (
     num_experts,
 )
 
+TENSORS = EitherExperts(
+    StackedExperts("input_linear.weight", "output_linear.weight"),
+    JoinedExperts("input_linear", "output_linear"),
+)
+"""Quantised checkpoints have two tensors for each expert."""
+
 
 def granitemoe(config: Mapping[str, Any]) -> Decoder:
     """Softmax over the chosen experts alone."""
@@ -38,9 +51,7 @@ def granitemoe(config: Mapping[str, Any]) -> Decoder:
         read.integer("intermediate_size"),
         Router(RouteSpec(chosen_experts(read, count), renormalise=True), "router.layer"),
         experts_spec(read),
-        EachExpert()
-        if read.flag(SPLIT, False)
-        else StackedExperts("input_linear.weight", "output_linear.weight"),
+        EachExpert() if read.flag(SPLIT, False) else TENSORS,
         module="block_sparse_moe",
     )
     return granite_decoder(read, moe)

@@ -10,7 +10,7 @@ from vllmx_core.ops.route import RouteSpec
 
 from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.layer import FeedForward, Mixer
-from vllmx_models.blocks.moe import EachExpert, MoE, Router, StackedExperts
+from vllmx_models.blocks.moe import EachExpert, MoE, Router
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder
 from vllmx_models.decoder_config import (
@@ -35,6 +35,7 @@ from vllmx_models.gguf.hybrids import (
 )
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS, granite_config
+from vllmx_models.granitemoe import TENSORS
 from vllmx_models.hybrid_config import MAMBA_DEFAULTS, hybrid_layers, layer_kinds, mamba_mixer
 from vllmx_models.moe_config import EXPERT_KEYS, SPLIT, chosen_experts, experts_spec
 
@@ -94,7 +95,7 @@ def _feed_forward(read: ConfigReader) -> FeedForward:
         read.integer("intermediate_size"),
         Router(RouteSpec(chosen_experts(read, count), renormalise=True), "router.layer"),
         experts_spec(read),
-        EachExpert() if split else StackedExperts("input_linear.weight", "output_linear.weight"),
+        EachExpert() if split else TENSORS,
         shared=shared,
         module="block_sparse_moe",
     )

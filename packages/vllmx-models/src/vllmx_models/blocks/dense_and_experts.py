@@ -14,10 +14,11 @@ from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
-from vllmx_models.blocks.moe import StackedExperts
+from vllmx_models.blocks.moe import EachExpert, EitherExperts, StackedExperts
 from vllmx_models.blocks.norms import Norm
 
-_TENSORS = StackedExperts()
+_TENSORS = EitherExperts(StackedExperts(), EachExpert())
+"""Quantised checkpoints have a tensor for each expert."""
 
 
 @dataclass(frozen=True, slots=True)

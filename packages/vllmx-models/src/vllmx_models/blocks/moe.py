@@ -80,6 +80,21 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedExperts:
+    """Two tensors for every expert, the first with its gate above up: input_linear.5.weight"""
+
+    gate_up: str
+    down_name: str
+
+    def first(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        name = f"{module}.{self.gate_up}.{expert}.weight"
+        return tuple(PartSpec(name, rows, runs=RowRuns(at, rows, rows)) for at in (0, rows))
+
+    def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
+        return (PartSpec(f"{module}.{self.down_name}.{expert}.weight", rows),)
+
+
+@dataclass(frozen=True, slots=True)
 class EitherExperts:
     """Tensors of one form or of another, for checkpoints that differ."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32, AnyArray
+from vllmx_core.weight_picks import decoded_entries
 from vllmx_core.weights import WeightPart
 
 ROWS_AT_ONCE = 256
@@ -13,6 +14,8 @@ ROWS_AT_ONCE = 256
 
 def decode_coded(part: WeightPart, first: int, last: int) -> F32:
     """`WeightPart.decode` of parts that have `coded`."""
+    if len(part.shape) == 3:
+        return decoded_entries(part, first, last)
     result = np.empty((last - first, part.shape[1]), np.float32)
     for begin in range(first, last, ROWS_AT_ONCE):
         end = min(begin + ROWS_AT_ONCE, last)

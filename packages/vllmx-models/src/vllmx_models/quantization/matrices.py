@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 from vllmx_core.plan import F32
+from vllmx_core.weight_picks import decoded_entries
 from vllmx_core.weights import DType, QuantLayout, RawTensor, WeightPart, float8_to_f32
 
 from vllmx_models.quantization.options import FLOATS
@@ -26,9 +27,12 @@ def fp8_part(
     activations: Options,
 ) -> WeightPart:
     """X.weight (rows, cols) in float8 times its scale: of each block, the edge ones smaller, or
-    where `block` is None one for the tensor or for each row."""
-    weight = tensors.need(".weight", ("f8e4m3", "f8e5m2"), rank=2)
-    rows, cols = weight.shape
+    where `block` is None one for the tensor or for each row. A stack of matrices has one for each
+    row."""
+    weight = tensors.need(".weight", ("f8e4m3", "f8e5m2"))
+    if block is None and len(weight.shape) == 3:
+        return _fp8_stack(name, tensors, scale_suffix, activations)
+    rows, cols = tensors.need(".weight", (weight.dtype,), rank=2).shape
     options = {**activations, "dtype": weight.dtype}
     if block is None:
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (rows,), (rows, 1), (1, 1))
@@ -44,9 +48,26 @@ def fp8_part(
     return WeightPart(name, weight.shape, QuantLayout("fp8", 8, None, options), buffers, decode_fp8)
 
 
+def _fp8_stack(
+    name: str, tensors: ModuleTensors, scale_suffix: str, activations: Options
+) -> WeightPart:
+    """X.weight (count, rows, cols) and scales (count, rows, 1)."""
+    weight = tensors.need(".weight", ("f8e4m3", "f8e5m2"), rank=3)
+    count, rows, cols = weight.shape
+    scale = tensors.shaped(scale_suffix, SCALES, (count, rows, 1))
+    options = {
+        **activations, "dtype": weight.dtype, "strategy": "channel", "block_rows": 1,
+        "block_cols": cols,
+    }  # fmt: skip
+    layout = QuantLayout("fp8", 8, None, options)
+    return WeightPart(name, weight.shape, layout, {"weight": weight, "scale": scale}, decode_fp8)
+
+
 def decode_fp8(part: WeightPart, first: int, last: int) -> F32:
-    """(last - first, cols) float32; one rounding."""
+    """Entries of the first dimension as float32; one rounding."""
     weight, options = part.buffers["weight"], part.layout.options
+    if len(part.shape) == 3:
+        return decoded_entries(part, first, last)
     scales = scales_to_f32(part.buffers["scale"].in_memory())
     if options["strategy"] != "block":
         scales = np.broadcast_to(scales.reshape(-1, 1), (part.shape[0], 1))

@@ -138,7 +138,7 @@ class QuantizedSource:
     def _dense(self, name: str) -> WeightPart:
         part = self._source.part(name)
         tensor = part.buffers["weight"]
-        if name.endswith(".weight") and tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _FLOATS:
             raise WeightFormatError(
                 f"tensor {name!r} is stored as {tensor.dtype}, but {self._scheme.name} has none of"
                 f" its tensors {', '.join(self._scheme.markers)} here: the checkpoint is"
