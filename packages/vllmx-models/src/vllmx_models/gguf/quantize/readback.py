@@ -17,7 +17,7 @@ from vllmx_core.registry import Registry
 from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward, Mixer
-from vllmx_models.blocks.moe import EachExpert, MoE, StackedExperts
+from vllmx_models.blocks.moe import EachExpert, MoE
 from vllmx_models.blocks.per_layer import PerLayerInput
 from vllmx_models.decoder import DecoderSpec, LayerSpec, ModelNames
 from vllmx_models.gguf.hyperparameters import GGUFHeader
@@ -106,8 +106,7 @@ def _mixer(mixer: Mixer | None) -> Mixer | None:
 def _feed(feed_forward: FeedForward | None) -> FeedForward | None:
     if not isinstance(feed_forward, MoE):
         return feed_forward
-    tensors = feed_forward.tensors
-    biased = isinstance(tensors, EachExpert | StackedExperts) and tensors.bias
+    biased = feed_forward.tensors.down("", 0, 1)[0].bias is not None
     return replace(feed_forward, tensors=EachExpert(bias=biased), module="")
 
 
