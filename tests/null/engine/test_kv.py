@@ -156,6 +156,25 @@ def test_each_group_comes_and_goes_alone() -> None:
     assert not cache.is_known(digest)
 
 
+def test_what_is_known_is_what_would_be_found() -> None:
+    cache = PrefixCache(windows=(None, 8))
+    root, content = cache.root(""), tokens(1, 2)
+    digest = cache.digest(root, content)
+    assert cache.known(root, content) is None
+    cache.insert([3, -1], digest, root, content)
+    cache.insert([-1, 4], digest, root, content)
+    assert cache.insert([5, 6], digest, root, tokens(7, 8)) is None  # as if digests collided
+    assert cache.known(root, tokens(7, 8)) is None
+    assert cache.known(root, content) == (digest, cache.find(digest, root, content))
+    assert cache.known(digest, content) is None
+    cache.remove(3)
+    assert cache.known(root, content) == (digest, [-1, 4])
+    cache.remove(4)
+    assert cache.known(root, content) is None
+    cache.insert([1, 2], digest, root, content)
+    assert cache.known(root, content) == (digest, [1, 2])
+
+
 def test_a_block_that_two_rows_give_back_is_free_once() -> None:
     pool = BlockPool(3, PrefixCache())
     blocks = pool.allocate(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tracemalloc
 from array import array
+from collections.abc import Sequence as List
 
 import pytest
 from vllmx_core.sampling import SamplingParams
@@ -67,14 +68,14 @@ def test_a_further_look_at_a_cached_prefix_begins_where_the_last_one_ended(
     scheduler = harness.core._scheduler
     (sequence,) = scheduler.live.values()
     looked_up: list[bytes] = []
-    find = scheduler.cache.find
+    known = scheduler.cache.known
 
-    def counted(digest: bytes, parent: bytes, tokens: bytes) -> list[int] | None:
-        looked_up.append(tokens)
-        return find(digest, parent, tokens)
+    def counted(parent: bytes, content: bytes) -> tuple[bytes, List[int]] | None:
+        looked_up.append(content)
+        return known(parent, content)
 
-    monkeypatch.setattr(scheduler.cache, "find", counted)
-    for count in (101, 1, 1):  # a hundred blocks, and the one that is not there
+    monkeypatch.setattr(scheduler.cache, "known", counted)
+    for count in (102, 1, 1):  # a hundred blocks, the first one twice, and one that is not there
         first = scheduler.prefixes.look(sequence).blocks[0]
         assert (first.size, len(looked_up)) == (100, count)
         looked_up.clear()

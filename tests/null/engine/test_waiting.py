@@ -87,9 +87,10 @@ def test_the_order_is_that_of_a_search(
             if action == "admit" and (first := queue.first()) is not None:
                 chosen = first
                 running.append(chosen)
+                queue.admit()
             else:
                 share.leave({chosen.request.client: 1})
-            queue.remove(chosen)
+                queue.remove(chosen)
             inside.remove(chosen)
         assert len(queue) == len(inside)
         assert queue.first() is by_search(inside, share, fcfs=fcfs)

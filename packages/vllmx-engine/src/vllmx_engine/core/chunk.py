@@ -29,7 +29,10 @@ class Chunk(NamedTuple):
     def num_new(self) -> int:
         """Its tokens without those that were computed before a preemption: to make room for others
         is no service, and is not paid for twice."""
-        return max(0, self.start + self.num_tokens - max(self.start, self.sequence.num_charged))
+        charged = self.sequence.num_charged
+        if charged <= self.start:
+            return self.num_tokens
+        return max(0, self.start + self.num_tokens - charged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,5 +49,8 @@ class Batch:
 
 def load_of(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:
     """What a step costs by: see `StepCost`."""
-    work = sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in chunks)
-    return StepLoad(num_decodes, context, sum(chunk.num_tokens for chunk in chunks), work)
+    tokens, work = 0, 0.0
+    for chunk in chunks:
+        tokens += chunk.num_tokens
+        work += chunk.num_tokens * (chunk.start + chunk.num_tokens / 2)
+    return StepLoad(num_decodes, context, tokens, work)

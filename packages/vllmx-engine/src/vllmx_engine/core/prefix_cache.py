@@ -55,6 +55,9 @@ class PrefixCache:
         self._places: dict[bytes, list[int]] = {}
         """The block of each group that holds this digest; -1 where there is none."""
         self._entries: dict[int, Entry] = {}
+        self._known: dict[bytes, tuple[bytes, list[int]]] = {}
+        """`_places` by what their digests are of: to look one up takes a third of the time that
+        making a digest does."""
         self._children: list[dict[bytes, int] | None] = [
             {} if window is None else None for window in windows
         ]
@@ -75,7 +78,11 @@ class PrefixCache:
 
     def digest(self, parent: bytes, content: bytes) -> bytes:
         """Of a block that follows `parent`."""
-        return blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
+        return blake2b(parent + content).digest()[:_DIGEST_BYTES]
+
+    def known(self, parent: bytes, content: bytes) -> tuple[bytes, Sequence[int]] | None:
+        """What `digest` and then `find` would give; None where nothing is found."""
+        return self._known.get(parent + content)
 
     def entry(self, block: int) -> Entry | None:
         """Of a block that is cached. While it is the same object, the block was not forgotten, and
@@ -110,6 +117,7 @@ class PrefixCache:
             if max(blocks) < 0:
                 return blocks
             places = self._places[digest] = [-1] * len(blocks)
+            self._known[parent + content] = digest, places
         elif self._entries[max(places)] != entry:
             return None
         for group, block in enumerate(blocks):
@@ -123,14 +131,14 @@ class PrefixCache:
 
     def remove(self, block: int) -> None:
         """Forgets a cached block."""
-        digest, parent, _ = self._entries.pop(block)
+        digest, parent, content = self._entries.pop(block)
         if self.forgotten is not None:
             self.forgotten(digest)
         places = self._places[digest]
         group = places.index(block)
         places[group] = -1
         if max(places) < 0:
-            del self._places[digest]
+            del self._places[digest], self._known[parent + content]
         children = self._children[group]
         if children is not None:
             children[parent] -= 1

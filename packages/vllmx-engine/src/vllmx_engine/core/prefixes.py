@@ -101,49 +101,59 @@ class Prefixes:
         """Blocks of which groups without a window have all; without such groups, as many as may
         come from the cache at all. A further look begins where the last one ended, or where blocks
         were forgotten since."""
-        end = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
-        if sequence.found is None:
-            sequence.found = Found()
+        tokens = len(sequence.tokens) - 1 if sequence.all_scored else sequence.num_scored
+        end = tokens // self._size
+        if not self._full:
+            self._digest_all(sequence, end)
+            return end
         found = sequence.found
-        if found.blocks:
+        if found is None:
+            first = sequence.content_of(0, self._size)
+            if not end or self._cache.known(sequence.root, first) is None:
+                return 0  # as most do
+            found = sequence.found = Found(len(self._full))
+        elif found.blocks:
             self._drop_forgotten(found)
-        first = found.num_blocks
-        parent = sequence.digests[first - 1] if first else sequence.root
-        for index in range(first, end // self._size):
-            content = sequence.content_of(index, self._size)
-            digest = self._digest(sequence, index, parent, content)
-            if self._full:
-                places = self._cache.find(digest, parent, content)
-                if places is None or not self._remember(found, places):
-                    break
-            found.num_blocks += 1
-            parent = digest
+        self._look_on(sequence, found, end)
         return found.num_blocks
 
-    def _remember(self, found: Found, places: List[int]) -> bool:
-        """False when a group without a window lacks the block."""
-        blocks = [places[group] for group in self._full]
-        for block in blocks:
-            entry = self._cache.entry(block)
-            if entry is None:
-                del found.entries[len(found.blocks) :]
-                return False
-            found.entries.append(entry)
-        found.blocks.extend(blocks)
-        return True
+    def _digest_all(self, sequence: Sequence, num_blocks: int) -> None:
+        parent = sequence.digests[-1] if sequence.digests else sequence.root
+        for index in range(len(sequence.digests), num_blocks):
+            parent = self._digest(sequence, index, parent, sequence.content_of(index, self._size))
+
+    def _look_on(self, sequence: Sequence, found: Found, end: int) -> None:
+        """Adds the cached blocks behind those that were found, up to the `end`th of the sequence.
+        Of a long prompt this is most of what its admission takes."""
+        cache, digests, full, size = self._cache, sequence.digests, self._full, self._size
+        parent = digests[found.num_blocks - 1] if found.num_blocks else sequence.root
+        for index in range(found.num_blocks, end):
+            content = sequence.content_of(index, size)
+            known = cache.known(parent, content)
+            if known is None:
+                break
+            parent, places = known
+            if index == len(digests):
+                digests.append(parent)
+            for group in full:
+                entry = cache.entry(places[group])
+                if entry is None:
+                    found.cut(index)
+                    return
+                found.blocks.append(places[group])
+                found.entries.append(entry)
+            found.num_blocks += 1
 
     def _drop_forgotten(self, found: Found) -> None:
         """A block is forgotten before those that it continues: so it suffices to look at a few."""
-        count = len(self._full)
+        count = found.num_groups
 
         def is_forgotten(index: int) -> bool:
             part = range(count * index, count * (index + 1))
             return any(self._cache.entry(found.blocks[i]) is not found.entries[i] for i in part)
 
         if is_forgotten(found.num_blocks - 1):
-            found.num_blocks = bisect_left(range(found.num_blocks), True, key=is_forgotten)
-            del found.blocks[count * found.num_blocks :]
-            del found.entries[count * found.num_blocks :]
+            found.cut(bisect_left(range(found.num_blocks), True, key=is_forgotten))
 
     def _window_prefix(self, sequence: Sequence, length: int) -> int:
         """The greatest length up to this one whose end all windows have the blocks for. Where one
@@ -180,9 +190,9 @@ class Prefixes:
         return self._cache.find(digest, parent, sequence.content_of(index, self._size))
 
     def _hit_blocks(self, sequence: Sequence, length: int) -> tuple[I32, ...]:
-        assert sequence.found is not None
         count = len(self._full)
-        found = np.array(sequence.found.blocks, np.int32)[: length * count]
+        listed = sequence.found.blocks if sequence.found is not None else ()
+        found = np.array(listed, np.int32)[: length * count]
         if not self._windows and count == 1:
             return (found,)
         blocks: list[I32] = [self._miss.blocks[0]] * len(self._table.windows)

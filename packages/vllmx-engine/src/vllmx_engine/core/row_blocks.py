@@ -72,7 +72,8 @@ class RowBlocks:
         that is alone gets along with all that there are."""
         total = -(-len(sequence.tokens) // self._size)
         wanted = len(self._full) * (total - hit.num_blocks)
-        wanted += self._pool.num_idle_of(hit.all_blocks)
+        if hit.num_blocks:
+            wanted += self._pool.num_idle_of(hit.all_blocks)
         if self._windows:
             wanted += int(np.minimum(self._most(total), total - hit.num_blocks).sum())
         return min(wanted, self._pool.num_blocks)

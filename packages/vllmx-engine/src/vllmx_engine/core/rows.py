@@ -52,7 +52,8 @@ class RowTable:
         """A window let blocks go that were not filed."""
         self.computed = np.zeros(num_rows, np.int32)
         self.feed_end = np.zeros(num_rows, np.int32)
-        """Decoding goes on while computed < feed_end; 0 for rows that do not decode."""
+        """Decoding goes on while computed < feed_end; 0 for rows that do not decode, and free
+        ones."""
         self.last_token = np.zeros(num_rows, np.int32)
         self.sampled_in = np.zeros(num_rows, np.int64)
         self.filed = np.zeros(num_rows, np.int32)
@@ -106,10 +107,9 @@ class RowTable:
         sequence.row = row
         self.computed[row] = num_cached_blocks * self.block_size
         self.filed[row] = num_cached_blocks
-        self.feed_end[row] = 0
         self.client[row] = client
-        self.waits[row] = sequence.needs_last_token
-        self._num_waits += sequence.needs_last_token
+        self.waits[row] = waits = sequence.needs_last_token
+        self._num_waits += waits
         if sequence.images is not None and sequence.images.turns is not None:
             self.turn[row] = sequence.images.turns.offset
             self.turn_axes = sequence.images.turns.known.shape[0]

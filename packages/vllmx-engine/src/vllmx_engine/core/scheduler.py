@@ -165,7 +165,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed before a result comes in."""
         del self._dropped[-_MAX_FREED:]
         decodes, victim = self._decodes()
-        context = int(self.table.computed[decodes].sum()) + decodes.size
+        context = int(self.table.computed[decodes].sum()) + decodes.size if decodes.size else 0
         chunks: list[Chunk] = []
         images: StepImages | None = None
         if self.prefills or self.queue:
@@ -193,7 +193,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         prefilling = self._prefilling(victim)
         for sequence in prefilling:
-            start = int(self.table.computed[sequence.row])
+            start = self.table.computed.item(sequence.row)
             size = budget.fit(sequence, start, self.queue.asked(sequence))
             if not size:
                 break
@@ -358,7 +358,7 @@ class Scheduler:
             return False
         if self.states is not None and not self.states.has_room:
             return False
-        self.queue.admit(sequence)
+        self.queue.admit()
         sequence.found = None
         self.running.append(sequence)
         insort(self.prefills, sequence, key=self.queue.order)

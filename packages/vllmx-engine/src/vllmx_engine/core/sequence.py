@@ -61,11 +61,19 @@ class Limits:
 class Found:
     """What a look into the prefix cache came upon in the groups without a window."""
 
+    num_groups: int
+    """Without a window."""
     num_blocks: int = 0
     """All of those groups hold so many first blocks."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     """Of all those groups, one after the other for each block of the sequence."""
     entries: list[Entry] = field(default_factory=list)
+
+    def cut(self, num_blocks: int) -> None:
+        """Keeps so many first blocks."""
+        self.num_blocks = num_blocks
+        del self.blocks[self.num_groups * num_blocks :]
+        del self.entries[self.num_groups * num_blocks :]
 
 
 class Sequence:

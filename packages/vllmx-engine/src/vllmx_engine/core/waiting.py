@@ -82,7 +82,8 @@ class FairShare:
 
     def service(self, client: str) -> float:
         """Tokens computed for a live client, more or less."""
-        return float(self._service[self._slots[client]])
+        service: float = self._service.item(self._slots[client])
+        return service
 
     def charge(self, slots: AnyArray, tokens: AnyArray) -> None:
         """Adds to the clients in `slots` the tokens of a step, one entry a row."""
@@ -141,8 +142,20 @@ class _Class:
 
     def first(self) -> Sequence:
         """Of the client that was served least; there must be one."""
+        return self.ahead.first() if self.ahead else self._first_line().first()
+
+    def take_first(self) -> None:
+        """Takes `first` out."""
         if self.ahead:
-            return self.ahead.first()
+            self.ahead.pop(self.ahead.least())
+            return
+        line = self._first_line()
+        line.pop(line.least())
+        if not line:
+            del self._clients[heapq.heappop(self._heads)[2]]
+
+    def _first_line(self) -> Ordered[Sequence]:
+        """Of the client that was served least, whose head stands in front from now on."""
         while True:
             head = self._heads[0]
             line = self._clients.get(head[2])
@@ -151,7 +164,7 @@ class _Class:
             elif (now := self._head(head[2], line)) != head:
                 heapq.heapreplace(self._heads, now)
             else:
-                return line.first()
+                return line
 
     def _head(self, client: str, line: Ordered[Sequence]) -> _Head:
         return self._service(client), line.least(), client
@@ -241,15 +254,20 @@ class WaitingQueue:
                 self._classes.pop(priority)
             self._length -= len(members)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Takes one out that gets a row; this may make it another priority's turn."""
-        self.remove(sequence)
-        if not self._classes:
-            self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
-            return
-        rank = self.priority(sequence)
+    def admit(self) -> None:
+        """Takes out who is `first` and gets a row; this may make it another priority's turn."""
+        rank = self._classes.least()
+        group = self._classes.first()
+        group.take_first()
+        self._length -= 1
+        if not group:
+            self._classes.pop(rank)
+            if not self._classes:
+                self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
+                return
         self._num_admitted += 1
-        self._best_admitted = min(self._best_admitted, rank)
+        if rank < self._best_admitted:
+            self._best_admitted = rank
         if self._num_admitted >= _TURN_EVERY:
             best = min(self._best_admitted, self._classes.least())
             self._num_admitted, self._best_admitted = 0, _NO_PRIORITY
