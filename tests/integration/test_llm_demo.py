@@ -219,5 +219,5 @@ def test_tools_offline(llm: LLM) -> None:
         call = output.outputs[0].tool_calls[0]
         assert call.name == "count"
         assert isinstance(json.loads(call.arguments)["n"], int)
-    with pytest.raises(InvalidRequestError, match="the tools of the request are: count"):
+    with pytest.raises(InvalidRequestError, match="the tools of the request are: 'count'"):
         llm.chat(hello, params, tools=tools, tool_choice="other")

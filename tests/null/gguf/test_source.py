@@ -252,7 +252,7 @@ def test_a_folder_with_two_models_asks_for_one(registry: Registry, tmp_path: Pat
         write_model(tmp_path / f"{name}.gguf", BASE, tensors, of_type(TYPES.F32))
     open_checkpoint(registry, tmp_path).weights.close()
     write_model(tmp_path / "b.gguf", BASE, tensors, of_type(TYPES.F32))
-    with pytest.raises(ModelNotFoundError, match=r"2 GGUF models \(a.gguf, b.gguf\)"):
+    with pytest.raises(ModelNotFoundError, match=r"2 GGUF models \('a.gguf', 'b.gguf'\)"):
         open_checkpoint(registry, tmp_path)
 
 

@@ -31,6 +31,11 @@ def shown_entry(values: Mapping[str, object], key: str) -> str:
     return value[1:-1] if isinstance(values[key], str) else value
 
 
+def excerpt(text: str, limit: int = 200) -> str:
+    """The beginning of somebody else's prose, a library's reason for one, for a message."""
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
 def listing(items: Collection[object], limit: int = 20) -> str:
     """The first `limit` items for a message, and how many more there are."""
     found = ", ".join(map(shown, islice(items, limit)))

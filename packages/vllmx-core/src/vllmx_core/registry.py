@@ -25,6 +25,7 @@ from vllmx_core.errors import (
     PluginClashError,
     PluginError,
     UnsupportedModelError,
+    listing,
     shown,
 )
 from vllmx_core.hooks import GROUP, Hooks
@@ -295,7 +296,7 @@ class Registry:
     def unserved(self, config: dict[str, Any]) -> str:
         """What is said of an architecture that nobody serves, without a full stop."""
         names, model_type = architecture_names(config), config.get("model_type")
-        wanted = ", ".join(map(shown, names[:5])) or f"model_type {shown(model_type)}"
+        wanted = listing(names, 5) or f"model_type {shown(model_type)}"
         specs = [spec for _, spec in self.provided(ModelSpec)]
         known = sorted({name for spec in specs for name in spec.architectures})
         near = nearest_architecture(names[0] if names else str(model_type), known)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllmx_core.errors import InvalidRequestError
+from vllmx_core.errors import InvalidRequestError, shown
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Of a regular expression, a grammar, or all choices together."""
@@ -70,7 +70,7 @@ class StructuredOutputsParams:
 
     def _check_text(self, name: str, value: object) -> None:
         if not isinstance(value, str) or not 0 < len(value) <= MAX_GRAMMAR_CHARS:
-            size = f"{len(value)} characters" if isinstance(value, str) else repr(value)[:80]
+            size = f"{len(value)} characters" if isinstance(value, str) else shown(value)
             raise InvalidRequestError(
                 f"{name} must be a text of 1 to {MAX_GRAMMAR_CHARS} characters, got {size}",
                 param=self.field,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, excerpt, shown
 from vllmx_core.files import open_regular
 
 MIB = 1 << 20
@@ -29,7 +29,8 @@ def parse_json_object(text: bytes, source: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise WeightFormatError(
-            f"{source} is not valid JSON ({reason[:200]}): the file is damaged, download it again"
+            f"{source} is not valid JSON ({excerpt(reason)}): the file is damaged, download it"
+            " again"
         ) from error
     if not isinstance(value, dict):
         raise WeightFormatError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllmx_core.errors import UnsupportedModelError
+from vllmx_core.errors import UnsupportedModelError, shown
 
 from vllmx_models.decoder import ModelNames
 
@@ -24,8 +24,9 @@ def text_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mappi
         return config
     inner = config["text_config"]
     if not isinstance(inner, Mapping):
-        found = str(inner)[:80]
-        raise UnsupportedModelError(f"config.json: text_config must be an object, got {found}")
+        raise UnsupportedModelError(
+            f"config.json: text_config must be an object, got {shown(inner)}"
+        )
     outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
     given = {key: value for key, value in inner.items() if value is not None}
     return {**defaults, **outer, **given}

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
-from vllmx_core.errors import QueueFullError, VllmxError
+from vllmx_core.errors import QueueFullError, VllmxError, excerpt
 
 _TYPES = {
     400: "invalid_request_error",
@@ -125,8 +125,7 @@ class MethodNotAllowedError(VllmxError):
 
 def cut_message(error: VllmxError) -> str:
     """Messages quote what the client sent, which may be megabytes."""
-    message = error.message
-    return message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " ..."
+    return excerpt(error.message, _MAX_MESSAGE)
 
 
 def error_fields(error: VllmxError) -> dict[str, str | None]:
@@ -191,7 +190,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in the same shape."""
     assert isinstance(error, HTTPException)
     # Not request.url: building it fails for a Host header that is no host.
-    path = request.scope["path"][:200]
+    path = excerpt(request.scope["path"])
     kind = MethodNotAllowedError if error.status_code == 405 else RouteNotFoundError
     response = error_response(
         kind(f"{request.method} {path}: {error.detail.lower()}; docs/serving.md lists the routes"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import InvalidRequestError, listing, shown
 from vllmx_core.output_format import JsonArguments, NamedCall, OutputFormat
 from vllmx_core.sampling import SamplingParams
 from vllmx_core.structured import StructuredOutputsParams
@@ -54,7 +54,7 @@ def with_calls(params: SamplingParams, made_of: OutputFormat, chat: ChatOptions)
 
 def _check(params: SamplingParams, choice: str, tools: Tools) -> None:
     if not tools or (choice != "required" and choice not in tools):
-        known = ", ".join(sorted(tools)[:20]) or "none"
+        known = listing(sorted(tools)) or "none"
         raise InvalidRequestError(
             f"tool_choice asks for {'a call' if choice == 'required' else shown(choice)}, but"
             f" the tools of the request are: {known}",

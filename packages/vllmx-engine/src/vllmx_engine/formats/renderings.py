@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import VllmxError, excerpt
 
 from vllmx_engine.formats.writer import WrittenCall
 from vllmx_engine.text.chat_template import ChatTemplate
@@ -79,7 +79,7 @@ class Renderings:
         try:
             return self._template.render([_USER, turn], TOOLS, add_generation_prompt=False)
         except VllmxError as error:
-            raise NotDerivedError(f"it fails: {error.message[:200]}") from error
+            raise NotDerivedError(f"it fails: {excerpt(error.message)}") from error
 
 
 def common_prefix(left: str, right: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from vllmx_core.errors import GrammarError
+from vllmx_core.errors import GrammarError, excerpt, shown
 
 from vllmx_engine.grammar.schema import prepare
 from vllmx_engine.grammar.structural_tag import lark_of_tag
@@ -40,7 +40,7 @@ def with_options(schema: Any, spec: GrammarSpec) -> dict[str, Any]:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise GrammarError(f"a JSON schema is an object, got {json.dumps(schema)[:80]}")
+        raise GrammarError(f"a JSON schema is an object, got {shown(schema)}")
     options = {
         "item_separator": ",",
         "key_separator": ":",
@@ -92,5 +92,7 @@ def _from_grammar(text: str) -> str:
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply: flatten it") from None
         except Exception as error:  # the library's own types are not told apart
-            raise GrammarError(f"the grammar is not valid GBNF: {str(error)[:400]}") from None
+            raise GrammarError(
+                f"the grammar is not valid GBNF: {excerpt(str(error), 400)}"
+            ) from None
     return LLMatcher.grammar_from_lark(text)

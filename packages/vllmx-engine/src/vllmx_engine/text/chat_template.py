@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from vllmx_core.errors import InvalidRequestError, TemplateError
+from vllmx_core.errors import InvalidRequestError, TemplateError, excerpt
 
 from vllmx_engine.text.messages import (
     Message,
@@ -203,7 +203,7 @@ class _CompiledTemplate:
                 if num_chars > limit:
                     raise BoundsError(f"makes a prompt of more than {limit} characters")
         except RaisedByTemplate as error:
-            message = str(error)[:_MAX_MESSAGE_CHARS]
+            message = excerpt(str(error), _MAX_MESSAGE_CHARS)
             raise TemplateError(
                 f"the chat template refuses the conversation: {message}", param="messages"
             ) from error
@@ -219,7 +219,7 @@ class _CompiledTemplate:
         log.debug("chat template failed on line %s", line, exc_info=error)
         what = type(error).__name__
         if isinstance(error, jinja2.TemplateError) and error.message:
-            what = error.message[:_MAX_MESSAGE_CHARS]
+            what = excerpt(error.message, _MAX_MESSAGE_CHARS)
         return f"the chat template fails on this conversation: {what} (line {line})"
 
     def _line_of(self, error: Exception) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import VllmxError, excerpt
 
 
 @contextmanager
@@ -27,4 +27,4 @@ def library_errors(make: Callable[[str], VllmxError]) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].removeprefix("Cannot instantiate Tokenizer from buffer: ")[:200]
+    return excerpt(lines[0].removeprefix("Cannot instantiate Tokenizer from buffer: "))

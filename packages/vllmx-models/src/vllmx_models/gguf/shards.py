@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
+from vllmx_core.errors import ModelNotFoundError, WeightFormatError, listing, shown
 
 from vllmx_models.gguf.file import GGUFFile
 from vllmx_models.shard_names import first_shard, shard_names
@@ -18,9 +18,9 @@ def model_file(folder: Path) -> Path:
     models = sorted({first_shard(name) for name in names if not name.startswith("mmproj")})
     if len(models) == 1:
         return folder / models[0]
-    listed = ", ".join(models[:10]) + (" ..." if len(models) > 10 else "")
     raise ModelNotFoundError(
-        f"{folder} holds {len(models)} GGUF models ({listed or 'none'}): give one file by its path",
+        f"{folder} holds {len(models)} GGUF models ({listing(models, 10) or 'none'}): give one file"
+        " by its path",
         param="model",
     )
 

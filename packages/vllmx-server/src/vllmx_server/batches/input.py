@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import InvalidRequestError, excerpt, shown
 
 from vllmx_server.schema.batches import ENDPOINTS, LINE, BatchLine
 from vllmx_server.schema.decode import decode
@@ -90,7 +90,7 @@ class InputReader:
 
     def _fault(self, code: str, message: str, param: str | None = None) -> None:
         """Of the line that was read last."""
-        self.errors.append(LineError(code, message[:1000], self._number, param))
+        self.errors.append(LineError(code, excerpt(message, 1000), self._number, param))
 
 
 def read_line(data: bytes) -> BatchLine:

@@ -34,7 +34,7 @@ async def upload(request: Request) -> Response:
 def _lifetime(fields: dict[str, str]) -> int | None:
     for name in fields:
         if name not in _FIELDS:
-            raise InvalidRequestError(f"unknown field {shown(name)}: remove it", param=name[:100])
+            raise InvalidRequestError(f"unknown field {shown(name)}: remove it", param=name)
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
         raise InvalidRequestError(

@@ -23,7 +23,7 @@ def check_query(request: Request, *known: str) -> None:
     for name in request.query_params:
         if name not in known:
             raise InvalidRequestError(
-                f"unknown parameter {shown(name)} of the query: remove it", param=name[:100]
+                f"unknown parameter {shown(name)} of the query: remove it", param=name
             )
 
 

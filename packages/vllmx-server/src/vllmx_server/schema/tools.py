@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import msgspec
-from vllmx_core.errors import InvalidRequestError, shown
+from vllmx_core.errors import InvalidRequestError, listing, shown
 
 from vllmx_server.schema.decode import check_free_form, check_shape
 
@@ -106,8 +106,7 @@ def forced_tool(
     name = choice["function"]["name"]
     if choice["type"] != "function" or name not in names:
         raise InvalidRequestError(
-            f"tool_choice names {shown(name)}, which is none of the tools:"
-            f" {', '.join(names[:20])[:500]}",
+            f"tool_choice names {shown(name)}, which is none of the tools: {listing(names)}",
             param="tool_choice",
         )
     return str(name)

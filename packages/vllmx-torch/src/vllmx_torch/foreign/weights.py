@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllmx_core.errors import WeightFormatError, shown
+from vllmx_core.errors import WeightFormatError, listing, shown
 from vllmx_core.weights import DENSE, WeightPart, WeightSource
 
 from vllmx_torch.foreign.attention import NAME
@@ -74,7 +74,7 @@ def load_module(
 
 def _check(name: str, info: Mapping[str, Any]) -> None:
     problems = [
-        f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        f"{what} {listing(names, 5)}"
         for what, names in (
             ("lacks", sorted(map(shown, info["missing_keys"]))),
             ("has what the model has no place for:", sorted(map(shown, info["unexpected_keys"]))),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllmx_core.errors import excerpt
+
 
 @dataclass(slots=True)
 class Streamed:
@@ -75,6 +77,6 @@ def _take(line: bytes, result: Streamed) -> None:
         usage = json.loads(line[6:])["usage"]
         result.completion_tokens = usage["completion_tokens"]
     elif b'"error"' in line[:20]:
-        result.error = line.decode("utf-8", "replace")[:500]
+        result.error = excerpt(line.decode("utf-8", "replace"), 500)
     elif b'"role"' not in line:
         result.event_s.append(time.perf_counter())
