@@ -38,7 +38,7 @@ CODES8, WORDS = "test_cuda_codes8.py", "test_cuda_w4_words.py"
 MMA, WRAPPERS = "test_cuda_decode_mma.py", "test_cuda_wrappers.py"
 WGMMA = f"{ATTENTION}:wgmma"
 EXPERTS, LATENT = "test_cuda_experts.py", "test_cuda_latent.py"
-STATES = "test_cuda_states.py"
+STATES, IMAGES = "test_cuda_states.py", "test_cuda_images.py"
 DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
 PREFILL = f"{ATTENTION}:prefill and not wgmma"
 BUGS = (
@@ -200,8 +200,34 @@ BUGS = (
         "    __syncthreads();  // the second stage", "    // the second stage", PREFILL),
     Bug("paged_prefill.cu", "values are not transposed", "vx_ldmatrix_x4_trans(", "vx_ldmatrix_x4(",
         PREFILL),
-    Bug("paged_prefill.cu", "a query sees the next key", "key > position)", "key > position + 1)",
-        PREFILL),
+    Bug("paged_prefill.cu", "a query sees the next key", "causal ? position + 1",
+        "causal ? position + 2", PREFILL),
+    Bug("paged_prefill.cu", "a window reaches one too far back", "position - window + 1 : 0;",
+        "position - window : 0;", PREFILL),
+    Bug("paged_prefill.cu", "the last key of a span is not seen", "min(token, count - 1)] + 1",
+        "min(token, count - 1)]", f"{PREFILL} and span"),
+    Bug("paged_prefill.cu", "keys end with the tile, not with the span",
+        "seen ? seen[token0 + count - 1] : last_position", "last_position", f"{PREFILL} and span"),
+    Bug("paged_prefill.cu", "a window cuts what comes behind", "if (!causal) end", "end",
+        f"{PREFILL} and span"),
+    Bug("images.cu", "all frequencies are turned by the first axis", "j % 32 * 2) & 3",
+        "j % 32 * 2) & 0", f"{IMAGES}:turn"),
+    Bug("images.cu", "the axes of the first 32 frequencies for all", "j < 32 ? axes0 :",
+        "j < 64 ? axes0 :", f"{IMAGES}:turn"),
+    Bug("images.cu", "cosines for sines", "to[half + j] = row[half + j]", "to[half + j] = row[j]",
+        f"{IMAGES}:turn"),
+    Bug("images.cu", "a patch more than there is", "if (i >= count) return;\n  float v",
+        "if (i > count) return;\n  float v", f"{IMAGES}:patches"),
+    Bug("images.cu", "the first tap's weight for all", "weight = weights[tap]",
+        "weight = weights[first]", f"{IMAGES}:mix"),
+    Bug("images.cu", "the taps of the first patch", "first = blockIdx.x * taps", "first = 0",
+        f"{IMAGES}:mix"),
+    Bug("images.cu", "features in the order in which they come", "(size_t)to[blockIdx.x] * width",
+        "(size_t)blockIdx.x * width", f"{IMAGES}:kept"),
+    Bug("images.cu", "features replace what they are added to",
+        "adds ? v[j] + feature[j] : feature[j]", "feature[j]", f"{IMAGES}:placed"),
+    Bug("images.cu", "tokens without a feature get the first", "if (row >= 0) {",
+        "row = max(row, 0); {", f"{IMAGES}:placed"),
     Bug("paged_prefill.cu", "rows of a stage are too close", "#define STRIDE (VX_HEAD + 8)",
         "#define STRIDE (VX_HEAD + 4)", PREFILL),
     Bug("paged_prefill.cu", "the only stage is never filled again",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllmx_core import kv_quant, reference
 from vllmx_core.model import AttentionSpec
+from vllmx_core.ops.attention import attention_mask
 from vllmx_cuda.kernel_specs import KERNELS, Variant
 from vllmx_cuda.kernel_specs.attention import (
     KV_E4M3,
@@ -174,6 +175,8 @@ class Prefill(Case):
     contexts: tuple[int, ...] = (70, 150, 133)
     causal: bool = True
     arch: int = 80
+    span: tuple[int, int] | None = None
+    """Positions, last not included, whose queries see each other both ways, in every row."""
 
 
 PREFILLS = [
@@ -200,6 +203,12 @@ PREFILLS = [
     Prefill(size=288, heads=6, kv_heads=2, kv=KV_E4M3, window=20, queries=(19,), contexts=(60,)),
     # windows that begin with a page, of which the one before is gone
     Prefill(size=64, window=40, contexts=(70, 152, 136)),
+    # spans over tiles and steps of keys, up to the last key and not, longer than a window
+    Prefill(size=64, heads=6, kv_heads=2, queries=(133, 70), contexts=(150, 70), span=(40, 131)),
+    Prefill(dtype="f16", size=128, queries=(66, 9), contexts=(66, 30), window=20, span=(21, 66)),
+    Prefill(
+        size=192, heads=1, kv_heads=1, queries=(40,), contexts=(80,), kv=KV_INT8, span=(50, 60)
+    ),
 ]
 
 
@@ -249,11 +258,14 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
     keys, values = (random_pages(rng, pages, case) for _ in range(2))
     sinks = normal(rng, (case.heads,), "f32") if case.sinks else None
     tiles, out, scale = plan_tiles(case, tile_tokens), empty(q.shape, q.dtype), case.size**-0.5
+    last = [last_seen(case, c - n, c) for c, n in zip(case.contexts, case.queries, strict=True)]
+    seen = on_device(np.concatenate(last), np.int32) if case.span else None
     emulator.launch(
         variant,
         {"tiles": len(tiles), "heads": case.heads, "kv_heads": case.kv_heads},
         [q, keys[0], values[0], keys[1], values[1], on_device(tiles, np.int32),
-         on_device(case.contexts, np.int32), on_device(block_rows, np.int32), sinks, out,
+         on_device(case.contexts, np.int32), on_device(block_rows, np.int32), sinks,
+         *([seen] if variant.kernel.entry == "paged_prefill" else []), out,
          case.heads, case.kv_heads, width, case.page_shift, case.window, int(case.causal), scale,
          case.softcap],
     )  # fmt: skip
@@ -271,13 +283,21 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
         at = np.arange(context, dtype=np.int32)
         found = block_rows[row, at // page] % blocks  # gone pages are masked below
         k, v = (p[found, :, at % page] for p in (wide_keys, wide_values))
-        mask = reference.attention_mask(spec, positions, at)
+        mask = attention_mask(spec, positions, at, last[row])
         chunk = slice(first, first + count)
         extra = None if sinks is None else wide(sinks)
         want[chunk] = reference.attend(wide(q)[chunk], k, v, mask, spec, extra)
         first += count
     # the weights are rounded to elem before they meet the values
     np.testing.assert_allclose(wide(out), want, rtol=0, atol=6 * RELATIVE[case.dtype])
+
+
+def last_seen(case: Prefill, begin: int, end: int) -> Array:
+    """Of the queries at these positions."""
+    found = np.arange(begin, end, dtype=np.int32)
+    first, last = case.span or (0, 0)
+    found[(found >= first) & (found < last)] = min(last, end) - 1
+    return found
 
 
 def plan_tiles(case: Prefill, step: int) -> Array:

@@ -57,6 +57,7 @@ NOT_MET = {
     "paged_combine VX_VEC": "the same",
     "paged_combine tokens": "there is a token for padding",
     "begin_step VX_VEC": "it moves no elements",
+    "turn VX_VEC": "it moves no elements",
     "codes8_dequantize VX_TOKENS": "of gemv in the same source",
     "codes8_dequantize VX_OUT": "of gemv in the same source",
     "codes8_rescale VX_TOKENS": "of gemv in the same source",

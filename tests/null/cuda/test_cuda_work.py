@@ -119,7 +119,7 @@ def test_tiles_and_items_share_the_tokens(seed: int, tile_tokens: int) -> None:
 def test_segments_look_at_their_own_tokens(window: int | None) -> None:
     """Whatever their positions; the row of an item or a tile is the segment's first token."""
     plan = make_plan([Row([1] * n, 5, [0] * 20, "none") for n in (3, 1, 20, 2)], PAGE)
-    seen, count = Visibility(window, causal=False, segments=True), plan.num_tokens
+    seen, count = Visibility(window, causal=False, segments="rows"), plan.num_tokens
     items = plan_items(plan, seen, count, 2 * count).items
     assert sorted(items[items[:, 0] >= 0, 0].tolist()) == list(range(count))
     for token, first, begin, end in items[items[:, 0] >= 0].tolist():
@@ -128,7 +128,7 @@ def test_segments_look_at_their_own_tokens(window: int | None) -> None:
         assert first == plan.query_start[row]
         reach = length if window is None else window
         assert (begin, end) == (max(0, place - reach + 1), min(length, place + reach))
-    for first, token, size, place in plan_tiles(plan, TileKind(8, segments=True)).tolist():
+    for first, token, size, place in plan_tiles(plan, TileKind(8, segments="rows")).tolist():
         assert first in plan.query_start
         assert token - first == place
         assert size <= 8

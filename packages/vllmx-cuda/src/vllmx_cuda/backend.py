@@ -29,6 +29,7 @@ from vllmx_cuda.program.program import Program
 from vllmx_cuda.program.sampler import DeviceSampler
 from vllmx_cuda.program.staging import Staging
 from vllmx_cuda.program.state_ops import allocate_states
+from vllmx_cuda.program.tower import Tower
 from vllmx_cuda.program.vectors import DeviceVectors
 
 logger = logging.getLogger("vllmx.cuda")
@@ -133,7 +134,9 @@ def _load(
         kind_of(plan.kv.dtype),
         device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
         plan.layout.in_place, plan.layout.scratch(device), products, plan.max_rows["T"], wgmma,
+        features=[device.zeros(4 * rows * width) for rows, width in plan.features],
     )  # fmt: skip
+    tower = None if plan.tower is None else Tower(lowering, plan.tower)
     last_ids = device.zeros(4 * plan.max_rows["L"])
     result, most = lowering.place(plan.steps.logits), plan.max_rows["L"]
     ending: DeviceSampler | DeviceVectors
@@ -150,10 +153,14 @@ def _load(
         ),
         ending, Graphs(device, enabled=not options.enforce_eager),
     )  # fmt: skip
-    device.prepare([*lowering.variants, *ending.variants], progress=options.progress)
+    towers = [] if tower is None else tower.variants
+    device.prepare([*lowering.variants, *ending.variants, *towers], progress=options.progress)
     info = _info(plan, device, weights_s)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
-    return CudaLoadedModel(info, program), lowering.take_tunables(plan.max_rows)
+    tunables = lowering.take_tunables(plan.max_rows)
+    if tower is not None:
+        tunables += tower.take_tunables()
+    return CudaLoadedModel(info, program, tower), tunables
 
 
 def _info(plan: LoadPlan, device: Device, weights_s: float) -> LoadedInfo:
@@ -172,6 +179,8 @@ def _info(plan: LoadPlan, device: Device, weights_s: float) -> LoadedInfo:
         cache_windows=plan.kv.layout.windows,
         num_state_slots=plan.kv.states.num_slots,
         state_slot_bytes=plan.kv.states.slot_bytes,
+        num_feature_rows=plan.features[0][0] if plan.features else 0,
+        encodes_in_parts=plan.tower is not None,
         details={
             "architecture": device.info.arch,
             "ops": len(plan.steps.ops),

@@ -12,14 +12,25 @@ from vllmx_core.plan import SamplingRows, StepPlan, StepResult
 from vllmx_cuda.device.device import Event
 from vllmx_cuda.program.program import PlacedStep, Program
 from vllmx_cuda.program.sampler import Sampled
+from vllmx_cuda.program.tower import Tower
 from vllmx_cuda.program.vectors import Vectors
+
+Span = tuple[Event, Event]
+"""Of what was enqueued between two events."""
 
 
 class CudaLoadedModel:
-    """`vllmx_core.backend.LoadedModel`. At most two steps are in flight."""
+    """`vllmx_core.backend.SeeingModel`. At most two steps are in flight.
 
-    def __init__(self, info: LoadedInfo, program: Program) -> None:
+    Args:
+        tower: of a model that sees images.
+    """
+
+    def __init__(self, info: LoadedInfo, program: Program, tower: Tower | None = None) -> None:
         self._info = info
+        self._tower = tower
+        self._passes: list[Span] = []
+        """Parts of passes of the tower since the last step."""
         self._device = program.device
         self._program: Program | None = program
         self._in_flight: InFlight[CudaStep] = InFlight(info, samples=program.plan.steps.samples)
@@ -43,9 +54,23 @@ class CudaLoadedModel:
             begin = self._device.event()
             sampled = program.run(plan, rows)
             end = self._device.event()
-        step = CudaStep(self, begin, end, sampled)
+        step = CudaStep(self, self._spans(begin, end), sampled)
         self._in_flight.add(step)
         return step
+
+    def encode(self, plan: StepPlan, begin: float = 0.0, end: float = 1.0) -> None:
+        """See `vllmx_core.backend.SeeingModel.encode`."""
+        assert self._tower is not None, "the model sees no images"
+        with self._device.faults():
+            self._device.activate()
+            started = self._device.event()
+            self._tower.encode(plan, begin, end)
+            self._passes.append((started, self._device.event()))
+
+    def _spans(self, begin: Event, end: Event) -> list[Span]:
+        """Of a step, with the passes before it."""
+        spans, self._passes = [*self._passes, (begin, end)], []
+        return spans
 
     def forward(self, plan: StepPlan) -> CudaStep:
         """See `vllmx_core.backend.LoadedModel.forward`."""
@@ -57,7 +82,7 @@ class CudaLoadedModel:
             begin = self._device.event()
             placed = program.forward(plan)
             end = self._device.event()
-        step = CudaStep(self, begin, end)
+        step = CudaStep(self, self._spans(begin, end))
         step.placed = placed
         self._in_flight.add_unsampled(step, plan)
         return step
@@ -97,7 +122,8 @@ class CudaLoadedModel:
             self._device.activate()
             self._device.synchronize()
         self._in_flight.close()
-        self._program = None
+        self._program = self._tower = None
+        self._passes.clear()
         self._device.close()
 
 
@@ -105,18 +131,17 @@ class CudaStep:
     """`vllmx_core.backend.ForwardStep` and its `StepHandle`.
 
     Args:
-        begin, end: of what was enqueued of it.
+        spans: of what was enqueued of it.
         sampled: None until it was sampled.
     """
 
     def __init__(
         self,
         owner: CudaLoadedModel,
-        begin: Event,
-        end: Event,
+        spans: list[Span],
         sampled: Sampled | Vectors | None = None,
     ) -> None:
-        self._owner, self._spans, self._sampled = owner, [(begin, end)], sampled
+        self._owner, self._spans, self._sampled = owner, spans, sampled
         self.placed: PlacedStep | None = None
 
     def finish_sampling(self, sampled: Sampled | Vectors, begin: Event, end: Event) -> None:

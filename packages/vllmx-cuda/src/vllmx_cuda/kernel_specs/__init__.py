@@ -7,6 +7,7 @@ from vllmx_cuda.kernel_specs import (
     codes8,
     experts,
     gguf,
+    images,
     latent,
     linear,
     norms,
@@ -28,7 +29,8 @@ from vllmx_cuda.kernel_specs.types import (
 )
 
 _GROUPS = (
-    norms, attention, rows, linear, experts, latent, sampling, states, gguf, w4, codes8, wrappers,
+    norms, attention, rows, linear, experts, latent, sampling, states, images, gguf, w4, codes8,
+    wrappers,
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
 """By entry name."""

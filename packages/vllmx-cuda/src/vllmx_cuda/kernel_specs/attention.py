@@ -233,9 +233,9 @@ PAGED_PREFILL = Kernel(
     },
     arguments=arguments(
         "in elem* q, in kv* k_pages, in kv* v_pages, in f32* k_scales?, in f32* v_scales?,"
-        "in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?, out elem* out,"
-        "i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift, i32 window, i32 causal,"
-        "f32 scale, f32 softcap"
+        "in i32* tiles, in i32* context_len, in i32* block_table, in f32* sinks?, in i32* seen?,"
+        "out elem* out, i32 heads, i32 kv_heads, i32 table_stride, i32 page_shift, i32 window,"
+        "i32 causal, f32 scale, f32 softcap"
     ),
     sizes=("tiles", "heads", "kv_heads"),
     rule=_prefill,
@@ -250,7 +250,7 @@ PAGED_PREFILL_WGMMA = Kernel(
         "VX_HEAD": _WGMMA_HEAD_SIZES,
         "VX_GROUP": _MMA_GROUPS,
     },
-    arguments=PAGED_PREFILL.arguments,
+    arguments=tuple(one for one in PAGED_PREFILL.arguments if one.name != "seen"),
     sizes=PAGED_PREFILL.sizes,
     rule=_prefill_wgmma,
     tensor_cores=True,

@@ -31,7 +31,8 @@ def by_rows(sizes: Sizes, options: Options) -> Launch:
     return Launch((sizes["rows"], pieces, 1), _THREADS)
 
 
-def _flat(sizes: Sizes, options: Options) -> Launch:
+def flat(sizes: Sizes, options: Options) -> Launch:
+    """A thread for each VX_VEC of all elements."""
     at_least("count", sizes["count"], 1)
     return Launch((ceil_div(sizes["count"], _THREADS * options["VX_VEC"]), 1, 1), _THREADS)
 
@@ -64,7 +65,7 @@ ADD = Kernel(
     options=ROW_OPTIONS,
     arguments=arguments("in elem* x, in elem* y, out elem* z, u64 count"),
     sizes=("count",),
-    rule=_flat,
+    rule=flat,
 )
 SCALE = Kernel(
     entry="scale",
@@ -72,7 +73,7 @@ SCALE = Kernel(
     options=ROW_OPTIONS,
     arguments=arguments("in elem* x, out elem* y, u64 count, f32 factor"),
     sizes=("count",),
-    rule=_flat,
+    rule=flat,
 )
 SCALE_BY = Kernel(
     entry="scale_by",
@@ -96,7 +97,7 @@ SOFTCAP = Kernel(
     options=ROW_OPTIONS,
     arguments=arguments("inout f32* logits, u64 count, f32 cap"),
     sizes=("count",),
-    rule=_flat,
+    rule=flat,
 )
 GATHER_ROWS = Kernel(
     entry="gather_rows",

@@ -4,7 +4,8 @@
 // Layout: as paged_decode. `tiles` (N, 4) from a device buffer: row, first token, tokens, position of
 //         the first token; rows of 0 tokens are unused. A tile holds 64 / VX_GROUP tokens: the
 //         query heads of one kv head lie side by side, so that they share every key and value.
-//         elem is bf16 or f16, D a multiple of 16.
+//         elem is bf16 or f16, D a multiple of 16. seen (T) or null: the last position that a token of a causal layer sees,
+//         where that is not its own; never less than that of the token before it.
 // Grid:   (N, H / VX_GROUP), 128 threads: a warp has 16 of 64 query rows; with heads above 256, whose sums no warp has
 //         registers for, two warps have the same 16 of 32 rows, and half of the output's dimensions each. VX_KEYS keys at a time
 //         come by cp.async into one of two stages while the other is used; 16 (Turing, large heads)
@@ -124,20 +125,21 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
               const kv_elem* __restrict__ v_pages, const float* __restrict__ k_scales,
               const float* __restrict__ v_scales, const int* __restrict__ tiles,
               const int* __restrict__ context_len, const int* __restrict__ block_table,
-              const float* __restrict__ sinks, elem* __restrict__ out, int heads, int kv_heads,
-              int table_stride, int page_shift, int window, int causal, float scale,
-              float softcap) {
+              const float* __restrict__ sinks, const int* __restrict__ seen,
+              elem* __restrict__ out, int heads, int kv_heads, int table_stride, int page_shift,
+              int window, int causal, float scale, float softcap) {
   VX_DYNAMIC_SHARED(memory);
   const int4 tile = reinterpret_cast<const int4*>(tiles)[blockIdx.x];
   int row = tile.x, token0 = tile.y, count = tile.z, position0 = tile.w;
   if (count == 0) return;
   int warp = threadIdx.x / 32 / SPLIT, part = threadIdx.x / 32 % SPLIT * PART;
   int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-  int head0 = blockIdx.y * VX_GROUP, last_position = position0 + count - 1;
-  int end = causal ? last_position + 1 : context_len[row], begin = 0;
+  int head0 = blockIdx.y * VX_GROUP, last_position = position0 + count - 1, begin = 0;
+  int end = context_len[row];
+  if (causal) end = (seen ? seen[token0 + count - 1] : last_position) + 1;
   if (window > 0) {
     begin = max(0, position0 - window + 1);  // pages of earlier positions may be gone
-    end = min(end, last_position + window);
+    if (!causal) end = min(end, last_position + window);
   }
   Context context = {k_pages, v_pages, k_scales, v_scales,
                      block_table + (size_t)row * table_stride,
@@ -166,6 +168,15 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
     __syncthreads();  // the second stage is filled next
   }
 
+  int low[2], high[2];  // keys that the rows of this lane see
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    int token = (warp * 16 + group + 8 * r) / VX_GROUP, position = position0 + token;
+    low[r] = window > 0 ? position - window + 1 : 0;
+    high[r] = causal ? position + 1 : window > 0 ? position + window : end;
+    if (seen) high[r] = seen[token0 + min(token, count - 1)] + 1;
+    high[r] = min(high[r], end);
+  }
   float o[PART / 8][4], top[2] = {NOTHING, NOTHING}, sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < PART / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
@@ -191,10 +202,8 @@ paged_prefill(const elem* __restrict__ q, const kv_elem* __restrict__ k_pages,
     for (int i = 0; i < VX_KEYS / 8; i++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        int position = position0 + (warp * 16 + group + e / 2 * 8) / VX_GROUP;
         int key = first + i * 8 + 2 * quarter + e % 2;
-        bool visible = key < end && !(causal && key > position);
-        if (window > 0) visible = visible && key > position - window && key < position + window;
+        bool visible = key >= low[e / 2] && key < high[e / 2];
         s[i][e] = visible ? to_log2(s[i][e] * scale, softcap) : -VX_INFINITY;
         greatest[e / 2] = fmaxf(greatest[e / 2], s[i][e]);
       }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -73,6 +73,14 @@ class WeightPlan:
         """Device memory that the weights take."""
         return sum(matrix.num_bytes for matrix in self.matrices.values()) + self.rest_bytes
 
+    def scratch_of(self, specs: Iterable[WeightSpec], tokens: int) -> ScratchBytes:
+        """Enough for the product of at most so many tokens with any of these matrices."""
+        need = ScratchBytes()
+        for spec in specs:
+            if spec.kind != "vector":
+                need |= self.matrices[tie_key(spec)].scratch(tokens)
+        return need
+
 
 def plan_weights(
     specs: Sequence[WeightSpec],
@@ -81,6 +89,7 @@ def plan_weights(
     target: Target,
     max_tokens: int,
     experts: Collection[str] = (),
+    dense: Collection[str] = (),
 ) -> WeightPlan:
     """Raises WeightFormatError that names the tensor when one is missing or has another shape than
     the map says.
@@ -89,6 +98,7 @@ def plan_weights(
         table_values: of all constants.
         max_tokens: of a step.
         experts: names of the stacks that experts multiply by.
+        dense: names of those that kernels read in no other form.
     """
     gathered = {tie_key(spec) for spec in specs if spec.kind == "embedding"}
     matrices: dict[TieKey, MatrixPlan] = {}
@@ -103,14 +113,21 @@ def plan_weights(
         key = tie_key(spec)
         if key not in matrices:
             matrices[key] = _plan_matrix(
-                spec, source, target, gathered=key in gathered, experts=spec.name in experts
-            )
+                spec, source, target, gathered=key in gathered, experts=spec.name in experts,
+                dense=spec.name in dense,
+            )  # fmt: skip
         scratch |= matrices[key].scratch(max_tokens)
     return WeightPlan(target.dtype, matrices, rest, scratch)
 
 
 def _plan_matrix(
-    spec: WeightSpec, source: WeightSource, target: Target, *, gathered: bool, experts: bool
+    spec: WeightSpec,
+    source: WeightSource,
+    target: Target,
+    *,
+    gathered: bool,
+    experts: bool,
+    dense: bool,
 ) -> MatrixPlan:
     """A table that rows are gathered from is one segment, of a form that can do it; so is a stack,
     which kernels find an expert's rows in."""
@@ -119,7 +136,7 @@ def _plan_matrix(
     blocks = [expert_blocks(part, target) if experts else None for part in parts]
     if blocks[0] is not None and not spec.offset and all(one == blocks[0] for one in blocks):
         return MatrixPlan((Run(blocks[0], tuple(parts)),), spec.cols)
-    is_plain = bool(spec.offset) or spec.kind == "stack"
+    is_plain = bool(spec.offset) or spec.kind == "stack" or dense
     forms = [plain if is_plain else form_of(part, target, gathered=gathered) for part in parts]
     if gathered and any(form != forms[0] for form in forms):
         forms = [plain] * len(parts)

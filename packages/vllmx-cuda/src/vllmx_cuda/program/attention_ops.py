@@ -22,11 +22,18 @@ from vllmx_cuda.kernel_specs.attention import (
     group_tile,
     store_vector,
 )
+from vllmx_cuda.kernel_specs.images import MAX_AXES, MAX_FREQUENCIES
 from vllmx_cuda.program.kv_cache import LayerPages
 from vllmx_cuda.program.layout import decodes_on_tensor_cores
 from vllmx_cuda.program.prefill import PrefillKernel, prefill_kernel
 from vllmx_cuda.program.staging import StepMemory, StepSizes
-from vllmx_cuda.program.step_arrays import SEGMENTS
+from vllmx_cuda.program.step_arrays import (
+    LastSeen,
+    Segments,
+    TurnedRows,
+    segment_arrays,
+    segments_of_op,
+)
 from vllmx_cuda.program.work import TileKind, Visibility
 
 if TYPE_CHECKING:
@@ -60,17 +67,17 @@ class Layer:
     """Value of VX_KV."""
     page_shift: int
     rows: Callable[[StepMemory], KeyRows]
-    segments: bool
+    segments: Segments | None
 
     @property
     def visibility(self) -> Visibility:
-        return Visibility(self.spec.window, self.spec.causal, self.segments)
+        return Visibility(self.spec.window, self.spec.causal, self.segments, self.spec.spans)
 
 
 def can_attend(op: Attention | SegmentAttention) -> bool:
-    if isinstance(op, Attention) and op.spec.spans:
-        return False
-    return op.spec.head_size in HEAD_SIZES and not op.spec.rope_axes
+    axes = op.spec.rope_axes
+    turns = len(axes) <= MAX_FREQUENCIES and max(axes, default=0) < MAX_AXES
+    return op.spec.head_size in HEAD_SIZES and turns
 
 
 def attention(op: Attention, to: Lowering) -> Enqueue:
@@ -81,18 +88,18 @@ def attention(op: Attention, to: Lowering) -> Enqueue:
         slots = step.slots[pages.group]
         return KeyRows(slots, table, step.table_stride, step.positions, step.context_len)
 
-    layer = Layer(op, op.spec, pages, to.kv, to.page_shift, rows, segments=False)
+    layer = Layer(op, op.spec, pages, to.kv, to.page_shift, rows, segments=None)
     return _launches(layer, to)
 
 
 def segment_attention(op: SegmentAttention, to: Lowering) -> Enqueue:
-    pages = LayerPages(to.scratch.keys, to.scratch.values)
+    pages, segments = LayerPages(to.scratch.keys, to.scratch.values), segments_of_op(op)
 
     def rows(step: StepMemory) -> KeyRows:
-        numbers, places, lengths = (step.arrays[array] for array in SEGMENTS)
+        numbers, places, lengths = (step.arrays[array] for array in segment_arrays(segments))
         return KeyRows(numbers, numbers, 1, places, lengths)
 
-    return _launches(Layer(op, op.spec.attention, pages, KV_ELEM, 0, rows, segments=True), to)
+    return _launches(Layer(op, op.spec.attention, pages, KV_ELEM, 0, rows, segments), to)
 
 
 def _launches(layer: Layer, to: Lowering) -> Enqueue:
@@ -116,7 +123,9 @@ def _launches(layer: Layer, to: Lowering) -> Enqueue:
 def _store(layer: Layer, to: Lowering) -> Enqueue:
     spec, op, pages = layer.spec, layer.op, layer.pages
     q_norm, k_norm = (op.q_norm, op.k_norm) if isinstance(op, Attention) else (None, None)
-    qkv, vectors = to.place(op.qkv), tuple(map(to.vector, (q_norm, k_norm, op.rope)))
+    axes = op.spec.rope_axes
+    rope = to.turned(op.rope, axes) if op.rope and axes else to.vector(op.rope)
+    qkv, vectors = to.place(op.qkv), (to.vector(q_norm), to.vector(k_norm), rope)
     kernel = to.variant(
         "kv_store", VX_HEAD=spec.head_size, VX_KV=layer.kv, VX_VEC=store_vector(spec.head_size)
     )
@@ -129,7 +138,8 @@ def _store(layer: Layer, to: Lowering) -> Enqueue:
         to.device.launch(
             kernel, {"tokens": sizes.tokens, **heads},
             (
-                qkv, step.positions, layer.rows(step).slots, *vectors, to.scratch.queries,
+                qkv, step.arrays[TurnedRows()] if axes else step.positions,
+                layer.rows(step).slots, *vectors, to.scratch.queries,
                 pages.k, pages.v, pages.k_scales, pages.v_scales, *values,
             ),
         )  # fmt: skip
@@ -154,7 +164,9 @@ def _decode(layer: Layer, to: Lowering) -> Enqueue:
     else:
         decode = to.variant("paged_decode", **options)
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
-    values = layer.page_shift, spec.window or 0, spec.scale, spec.softcap or 0.0
+    # items keep to the window, which reaches back alone where tokens see what comes behind them
+    window = 0 if spec.spans else spec.window or 0
+    values = layer.page_shift, window, spec.scale, spec.softcap or 0.0
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         items, first_item, rows = step.items[seen], step.first_item[seen], layer.rows(step)
@@ -185,11 +197,14 @@ def _prefill(layer: Layer, to: Lowering, chosen: PrefillKernel) -> Enqueue:
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         tiles, rows = step.tiles[kind], layer.rows(step)
+        seen: tuple[Memory | None, ...] = ()
+        if chosen.spans:
+            seen = (step.arrays[LastSeen()] if spec.spans else None,)
         to.device.launch(
             kernel, {"tiles": tiles.num_bytes // 16, **heads},
             (
                 to.scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, tiles,
-                rows.context_len, rows.table, sinks, y, *heads.values(), rows.stride,
+                rows.context_len, rows.table, sinks, *seen, y, *heads.values(), rows.stride,
                 layer.page_shift, *values,
             ),
         )  # fmt: skip

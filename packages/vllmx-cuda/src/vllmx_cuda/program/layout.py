@@ -13,7 +13,7 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.op import Op, OpList, last_reads
 from vllmx_core.ops.segment_attention import SegmentAttention
-from vllmx_core.ops.values import Rows, Value
+from vllmx_core.ops.values import Rows, Value, WeightRef
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device, Memory
@@ -23,7 +23,7 @@ from vllmx_cuda.matrices.form import ProductScratch, ScratchBytes
 from vllmx_cuda.program import latent_ops
 from vllmx_cuda.program.expert_ops import Spaces
 from vllmx_cuda.program.prefill import prefill_kernel
-from vllmx_cuda.program.step_arrays import arrays_of
+from vllmx_cuda.program.step_arrays import Segments, arrays_of, segments_of_op
 from vllmx_cuda.program.work import TileKind, Visibility, WorkKinds, item_capacity
 
 ALIGNMENT = 256
@@ -41,6 +41,7 @@ class Scratch:
     keys: Memory  # (T, K, D), of segments, as is `values`
     values: Memory
     experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
+    turned: Memory  # (T, rotary_dim) float32 of each of `rotations`, which live as long as the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class StepLayout:
     found: int
     keys: int
     experts: int
+    turned: int
     products: ScratchBytes
 
     @property
@@ -65,8 +67,10 @@ class StepLayout:
 
     @property
     def _scratch(self) -> tuple[int, ...]:
-        kept = self.keys, self.keys
-        return self.queries, self.partial, self.weights, self.rows, self.found, *kept, self.experts
+        return (
+            self.queries, self.partial, self.weights, self.rows, self.found, self.keys, self.keys,
+            self.experts, self.turned,
+        )  # fmt: skip
 
     def scratch(self, device: Device) -> Scratch:
         return Scratch(*map(device.empty, self._scratch))
@@ -112,8 +116,39 @@ def lay_out(
             (Spaces.of(op, max_rows["T"], item).num_bytes for op in ops if isinstance(op, Experts)),
             default=0,
         ),
+        turned=sum(_turned_bytes(max_rows["T"], axes) for _, axes in rotations(ops)),
         products=products,
     )
+
+
+Rotation = tuple[WeightRef, tuple[int, ...]]
+"""A table of rotations, and the axis that turns each of its frequencies."""
+
+
+def rotations(ops: Sequence[Op]) -> tuple[Rotation, ...]:
+    """Those with axes, which layers share."""
+    return tuple(
+        dict.fromkeys(
+            (op.rope, op.spec.rope_axes)
+            for op in ops
+            if isinstance(op, Attention | SegmentAttention) and op.rope and op.spec.rope_axes
+        )
+    )
+
+
+def place_turned(turned: Memory, ops: Sequence[Op], max_tokens: int) -> Mapping[Rotation, Memory]:
+    """Where each rotation's rows lie."""
+    found: dict[Rotation, Memory] = {}
+    begin = 0
+    for rotation in rotations(ops):
+        size = _turned_bytes(max_tokens, rotation[1])
+        found[rotation] = turned.at(begin, size)
+        begin += size
+    return found
+
+
+def _turned_bytes(max_tokens: int, axes: tuple[int, ...]) -> int:
+    return -(-4 * max_tokens * 2 * len(axes) // ALIGNMENT) * ALIGNMENT
 
 
 def _in_place(ops: Sequence[Op]) -> dict[Value, Value]:
@@ -136,20 +171,20 @@ class _Seen:
     """What attention's work is planned by."""
 
     spec: AttentionSpec
-    segments: bool
+    segments: Segments | None
 
     @property
     def visibility(self) -> Visibility:
-        return Visibility(self.spec.window, self.spec.causal, self.segments)
+        return Visibility(self.spec.window, self.spec.causal, self.segments, self.spec.spans)
 
 
 def _attention(ops: Sequence[Op]) -> list[_Seen]:
     found = []
     for op in ops:
         if isinstance(op, Attention):
-            found.append(_Seen(op.spec, segments=False))
+            found.append(_Seen(op.spec, segments=None))
         elif isinstance(op, SegmentAttention):
-            found.append(_Seen(op.spec.attention, segments=True))
+            found.append(_Seen(op.spec.attention, segments_of_op(op)))
     return found
 
 

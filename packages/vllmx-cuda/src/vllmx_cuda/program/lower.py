@@ -20,10 +20,15 @@ from vllmx_core.ops.gate import Gate
 from vllmx_core.ops.gated_act import GatedAct
 from vllmx_core.ops.head import Head
 from vllmx_core.ops.head_norm import HeadNorm
+from vllmx_core.ops.keep import Keep
 from vllmx_core.ops.latent_attention import LatentAttention
 from vllmx_core.ops.layer_norm import LayerNorm
 from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.patches import Patches
+from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
 from vllmx_core.ops.rms_norm import RmsNorm
@@ -47,10 +52,11 @@ from vllmx_cuda.matrices.form import ProductScratch, Target
 from vllmx_cuda.matrices.matrix import Matrix, MatrixProduct
 from vllmx_cuda.program.attention_ops import attention, can_attend, segment_attention
 from vllmx_cuda.program.expert_ops import can_multiply, can_route, experts, route
+from vllmx_cuda.program.image_ops import keep, merge, mix, patches, place, turn
 from vllmx_cuda.program.kv_cache import LayerPages
 from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
 from vllmx_cuda.program.latent_ops import latent_attention
-from vllmx_cuda.program.layout import Scratch
+from vllmx_cuda.program.layout import Rotation, Scratch, place_turned
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
@@ -82,20 +88,25 @@ class Lowering:
     """Whether paged_prefill_wgmma takes the prompts that it can take."""
     variants: list[Variant] = field(default_factory=list)
     """Every kernel that was lowered to."""
+    features: Sequence[Memory] = ()
+    """The store of features of images, part by part."""
     fed: dict[Value, MatrixProduct] = field(default_factory=dict)
     """Norms' results whose only reader is the linear behind them -> its product."""
     shapes: dict[Hashable, tuple[Rows, Callable[[int], None]]] = field(default_factory=dict)
     """One product of each shape, and what its rows are."""
+    rotations: dict[Rotation, Memory] = field(default_factory=dict)
+    """What each rotation with axes is for the tokens of the step."""
 
     def lower(self, steps: OpList) -> list[Enqueue]:
-        """In the order of the ops. A norm whose result one linear reads, and at once, may write it
-        as codes."""
+        """Rotations with axes first, one each, then the ops in their order. A norm whose result one
+        linear reads, and at once, may write it as codes."""
         for norm, following in read_at_once(steps):
             if isinstance(norm, RmsNorm | AddRmsNorm) and isinstance(following, Linear):
                 self.fed[norm.out] = self.product(following)
+        self.rotations.update(place_turned(self.scratch.turned, steps.ops, self.max_tokens))
         launches = [_where_rows(op, OPS(op, self)) for op in steps.ops]
         self.fed.clear()  # products know this object: no cycle may keep the device's memory
-        return launches
+        return [*(turn(one, self) for one in self.rotations), *launches]
 
     def take_tunables(self, max_rows: Mapping[Rows, int]) -> list[Tunable]:
         """One product of each shape that was lowered; once, for products know this object."""
@@ -130,6 +141,10 @@ class Lowering:
         weight = self.weights[ref.name]
         assert isinstance(weight, Memory), f"{ref.name} is a matrix"
         return weight
+
+    def turned(self, rope: WeightRef, axes: tuple[int, ...]) -> Memory:
+        """The rotation of each token of the step, by `TurnedRows`."""
+        return self.rotations[rope, axes]
 
     def matrix(self, ref: WeightRef) -> Matrix:
         """A matrix on the device."""
@@ -172,6 +187,11 @@ OPS.add(Route, when=can_route)(route)
 OPS.add(Experts, when=can_multiply)(experts)
 OPS.add(ShortConv)(short_conv)
 OPS.add(Recurrence, when=can_hold)(recurrence)
+OPS.add(Patches)(patches)
+OPS.add(Mix)(mix)
+OPS.add(Merge)(merge)
+OPS.add(Keep)(keep)
+OPS.add(Place)(place)
 
 
 @OPS.add(Embedding)

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
+from vllmx_core.backend_kit.features import feature_bytes, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
 from vllmx_core.kv_capacity import CachePlan, layout_of
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model
+from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.values import Rows
 from vllmx_core.plan import AnyArray
@@ -29,6 +31,7 @@ from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
 from vllmx_cuda.program.sampler import sampler_bytes
 from vllmx_cuda.program.staging import Layout, StepSizes
+from vllmx_cuda.program.tower_plan import TowerPlan, plan_tower
 from vllmx_cuda.program.work import WorkKinds
 
 logger = logging.getLogger("vllmx.cuda")
@@ -58,6 +61,10 @@ class LoadPlan:
     layout: StepLayout
     staging_bytes: int
     kv: CachePlan
+    tower: TowerPlan | None = None
+    """Of a model that sees images."""
+    features: tuple[tuple[int, int], ...] = ()
+    """(rows, width) of each part of the store of features."""
 
 
 def plan_load(
@@ -81,7 +88,8 @@ def plan_load(
     table_values = sum(table.size for table in constants.values())
     target = Target(dtype, number(device.info.arch))
     stacks = expert_stacks(steps.ops)
-    weights = plan_weights(specs, table_values, source, target, tokens, stacks)
+    mixed = {op.w.name for op in recording.all_ops if isinstance(op, Mix)}
+    weights = plan_weights(specs, table_values, source, target, tokens, stacks, mixed)
     check_weights_fit(
         weights.num_bytes,
         free,
@@ -104,6 +112,9 @@ def plan_load(
     used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     if steps.samples:
         used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
+    tower = plan_tower(model, recording, weights, device, dtype, options, wgmma=wgmma)
+    if tower is not None:
+        used += tower.num_bytes + feature_bytes(model.shape, options)
     kv = plan_kv(model.shape, options, kv_dtype, free, used)
     logger.info(
         "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
@@ -114,5 +125,5 @@ def plan_load(
     )  # fmt: skip
     return LoadPlan(
         steps, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
-        layout, staging_bytes, kv,
+        layout, staging_bytes, kv, tower, tuple(feature_shapes(model.shape, options)),
     )  # fmt: skip

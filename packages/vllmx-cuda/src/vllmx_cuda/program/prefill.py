@@ -33,6 +33,8 @@ class PrefillKernel:
     """But for VX_DTYPE."""
     tile_tokens: int
     """Query tokens of a tile, at most."""
+    spans: bool = True
+    """Whether it takes the last position that each token sees."""
 
 
 def wants_wgmma() -> bool:
@@ -56,8 +58,9 @@ def prefill_kernel(
     """
     group, size = mma_group(spec.num_heads // spec.num_kv_heads), spec.head_size
     head = {"VX_HEAD": size, "VX_GROUP": group}
-    if wgmma and prefills_by_wgmma(dtype, size, kv, number(arch)):
-        return PrefillKernel("paged_prefill_wgmma", head, wgmma_tile_tokens(group))
+    if wgmma and not spec.spans and prefills_by_wgmma(dtype, size, kv, number(arch)):
+        tokens = wgmma_tile_tokens(group)
+        return PrefillKernel("paged_prefill_wgmma", head, tokens, spans=False)
     keys = prefill_keys(size, number(arch))
     if size % 16 or not keys or not has_tensor_cores(dtype, number(arch)):
         return None

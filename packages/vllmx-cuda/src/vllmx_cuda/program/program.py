@@ -22,7 +22,7 @@ from vllmx_cuda.program.planning import LoadPlan
 from vllmx_cuda.program.sampler import DeviceSampler, Sampled
 from vllmx_cuda.program.staging import Layout, Staging, StepMemory, StepSizes
 from vllmx_cuda.program.vectors import DeviceVectors, Vectors
-from vllmx_cuda.program.work import StepWork, Visibility, WorkItems, plan_items, plan_tiles
+from vllmx_cuda.program.work import StepWork, item_tokens, plan_all_items, plan_tiles
 
 logger = logging.getLogger("vllmx.cuda")
 
@@ -91,14 +91,14 @@ class Program:
             size = bucket_of(plan.num_tokens, self.plan.buckets)
         if size is not None:
             bucket = self._bucket(size)
-            work = StepWork(self._items(plan, bucket.layout.sizes), self._no_tiles)
+            work = self._work(plan, bucket.layout.sizes, self._no_tiles)
             self.staging.upload(plan, rows, bucket.layout, work)
             self._replay_forward(bucket)
             return bucket
         tiles = tuple(plan_tiles(plan, kind) for kind in self.plan.work.tiles)
         sizes = self._sizes(plan, tiles)
         layout = self.staging.layout(sizes)
-        self.staging.upload(plan, rows, layout, StepWork(self._items(plan, sizes), tiles))
+        self.staging.upload(plan, rows, layout, self._work(plan, sizes, tiles))
         placed = PlacedStep(layout, self.staging.memory(layout), captured=False)
         self._enqueue(sizes, placed.memory)
         return placed
@@ -151,9 +151,7 @@ class Program:
         return found
 
     def _sizes(self, plan: StepPlan, tiles: tuple[I32, ...]) -> StepSizes:
-        by_items = plan.num_tokens
-        if tiles:
-            by_items = int((np.diff(plan.query_start) == 1).sum())
+        by_items = item_tokens(plan, self.plan.work)
         processors = self.device.info.num_processors
         items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
         num_tiles = tuple(map(len, tiles))
@@ -162,14 +160,8 @@ class Program:
             has_states=self._has_states,
         )  # fmt: skip
 
-    def _items(self, plan: StepPlan, sizes: StepSizes) -> dict[Visibility, WorkItems]:
-        kinds = self.plan.work
-        return {
-            seen: plan_items(
-                plan, seen, sizes.tokens, sizes.items, single_rows_only=bool(kinds.tiles)
-            )
-            for seen in kinds.visibilities
-        }
+    def _work(self, plan: StepPlan, sizes: StepSizes, tiles: tuple[I32, ...]) -> StepWork:
+        return StepWork(plan_all_items(plan, self.plan.work, sizes.tokens, sizes.items), tiles)
 
     @property
     def _groups(self) -> int:
@@ -184,7 +176,7 @@ class Program:
         return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tiles)
 
     def _no_work(self, sizes: StepSizes) -> StepWork:
-        return StepWork(self._items(_nothing(self._groups), sizes), self._no_tiles)
+        return self._work(_nothing(self._groups), sizes, self._no_tiles)
 
 
 def _nothing(groups: int) -> StepPlan:

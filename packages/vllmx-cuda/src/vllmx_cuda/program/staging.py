@@ -40,10 +40,16 @@ class StepSizes:
     """Cache groups, each with slots and a block table of its own."""
     has_states: bool = False
     """Whether rows keep states of recurrent layers."""
+    taps: int = 0
+    """Rows of the table of positions that each patch of a tower mixes."""
 
     def of(self, rows: Rows) -> int:
         """Rows of a value."""
         return self.tokens if rows == "T" else self.logit_rows
+
+    def words(self, array: StepArray) -> int:
+        """Values of an array."""
+        return self.of(array.rows) * array.columns(self)
 
     @property
     def patches(self) -> int:
@@ -100,7 +106,7 @@ class Layout:
         tiles = tuple(take(4 * count) for count in sizes.tiles)
         patches = take(2 * sizes.patches)
         states = tuple(take(count) for count in _state_counts(sizes))
-        arrays = tuple(take(sizes.of(array.rows)) for array in kinds.arrays)
+        arrays = tuple(take(sizes.words(array)) for array in kinds.arrays)
         parameters = {
             name: take_bytes(parameter_bytes(name, sizes.logit_rows)) for name in PARAMETERS
         }
@@ -163,6 +169,7 @@ class Staging:
     ) -> None:
         self._device = device
         self._kinds = kinds
+        self.num_bytes = num_bytes
         self._max_blocks = max_blocks
         self._packed = device.zeros(num_bytes)
         self.tables = device.zeros(4 * groups * max_rows * max_blocks)
@@ -199,7 +206,7 @@ class Staging:
                 )
             },
             arrays={
-                array: self._packed.at(at, 4 * sizes.of(array.rows))
+                array: self._packed.at(at, 4 * sizes.words(array))
                 for array, at in zip(self._kinds.arrays, layout.arrays, strict=True)
             },
             patches=self._packed.at(layout.patches, 8 * sizes.patches),
@@ -244,7 +251,7 @@ class Staging:
         if layout.states:
             _put_states(packed, layout, plan)
         for array, begin in zip(self._kinds.arrays, layout.arrays, strict=True):
-            _put(packed, begin, sizes.of(array.rows), array.values(plan), array.padding)
+            _put(packed, begin, sizes.words(array), array.values(plan), array.padding)
         end = layout.parameters_begin
         if rows is not None:
             _put_parameters(packed, layout, rows)
@@ -266,7 +273,7 @@ class Staging:
     def _patches(self, plan: StepPlan, capacity: int, slot: int) -> I32:
         """(N, 2) where the plan's block tables differ from those on the device; none of a group
         whose whole table is sent, because more entries differ than are left of `capacity`."""
-        found = []
+        found = [] if plan.block_tables else [np.zeros((0, 2), np.int32)]
         for group, table in enumerate(plan.block_tables):
             found.append(self._patches_of(group, table, capacity, slot))
             capacity -= len(found[-1])

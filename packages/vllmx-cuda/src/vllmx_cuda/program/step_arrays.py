@@ -1,33 +1,60 @@
-"""Arrays of a step that few models read: numbers of table rows, ends of texts, segments. A model's
-ops say which it has (`arrays_of`); `Staging` makes them on the host and sends them with the rest.
+"""Arrays of a step that few models read: numbers of table rows, ends of texts, segments, images. A
+model's ops say which it has (`arrays_of`); `Staging` makes them on the host and sends them with the
+rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
+from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding, numbers
+from vllmx_core.ops.keep import Keep
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.mix import Mix
 from vllmx_core.ops.op import Op
+from vllmx_core.ops.patches import Patches, patches_in
+from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import IdSource, Rows, TokenIds
-from vllmx_core.plan import I32, StepPlan
+from vllmx_core.plan import I32, AnyArray, StepPlan
+
+if TYPE_CHECKING:
+    from vllmx_cuda.program.staging import StepSizes
+
+Segments = Literal["rows", "windows"]
+"""What attention without pages keeps within: rows of the step, or windows of images."""
 
 
 class StepArray(Protocol):
-    """int32, one for each row. Equal ones are one array."""
+    """Words of 32 bits, of each row as many as `columns` says. Equal ones are one array."""
 
     rows: ClassVar[Rows]
     padding: ClassVar[int]
 
-    def values(self, plan: StepPlan) -> I32: ...
+    def columns(self, sizes: StepSizes) -> int: ...
+
+    def values(self, plan: StepPlan) -> I32:
+        """Flat."""
+        ...
+
+
+class OneColumn:
+    """A `StepArray` with a word for each row."""
+
+    __slots__ = ()
+
+    def columns(self, sizes: StepSizes) -> int:
+        """One."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
-class TableRows:
+class TableRows(OneColumn):
     """Rows of a table of positions or token types."""
 
     rows: ClassVar[Rows] = "T"
@@ -44,7 +71,7 @@ class TableRows:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstTokens:
+class FirstTokens(OneColumn):
     """Of each logit row: the first token of its row."""
 
     rows: ClassVar[Rows] = "L"
@@ -56,7 +83,7 @@ class FirstTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenNumbers:
+class TokenNumbers(OneColumn):
     """0, 1, ...: the step's tokens as the slots of their own keys."""
 
     rows: ClassVar[Rows] = "T"
@@ -67,33 +94,158 @@ class TokenNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Places(OneColumn):
     """Of each token: its place in its segment."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
+    segments: Segments = "rows"
 
     def values(self, plan: StepPlan) -> I32:
-        counts = np.diff(plan.query_start)
-        return (np.arange(plan.num_tokens) - np.repeat(plan.query_start[:-1], counts)).astype(
-            np.int32
-        )
+        starts = segment_starts(plan, self.segments)
+        before = np.repeat(starts[:-1], np.diff(starts))
+        return (np.arange(plan.num_tokens) - before).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentLengths:
+class SegmentLengths(OneColumn):
     """Of each token: how many its segment has."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = 0
+    segments: Segments = "rows"
+
+    def values(self, plan: StepPlan) -> I32:
+        counts = np.diff(segment_starts(plan, self.segments))
+        return np.repeat(counts, counts).astype(np.int32)
+
+
+def segment_arrays(segments: Segments) -> tuple[StepArray, ...]:
+    """What `segment_attention` reads."""
+    return TokenNumbers(), Places(segments), SegmentLengths(segments)
+
+
+def segment_starts(plan: StepPlan, segments: Segments | None) -> I32:
+    """The first token of each segment, then T."""
+    if segments != "windows":
+        return plan.query_start
+    windows = patches_in(plan).windows
+    assert windows is not None, "`Encoder.places` says where windows are"
+    return windows
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedRows(OneColumn):
+    """0, 1, ...: rows of what `turn` wrote for each token."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
 
     def values(self, plan: StepPlan) -> I32:
-        counts = np.diff(plan.query_start)
-        return np.repeat(counts, counts).astype(np.int32)
+        return np.arange(plan.num_tokens, dtype=np.int32)
 
 
-SEGMENTS: tuple[StepArray, ...] = (TokenNumbers(), Places(), SegmentLengths())
-"""What `segment_attention` reads."""
+@dataclass(frozen=True, slots=True)
+class AxisPositions:
+    """Of each token: its position on each axis."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = 0
+    axes: int
+
+    def columns(self, sizes: StepSizes) -> int:
+        """One an axis."""
+        return self.axes
+
+    def values(self, plan: StepPlan) -> I32:
+        if plan.rope_positions is None:
+            return np.repeat(plan.positions, self.axes)
+        return np.ascontiguousarray(plan.rope_positions[: self.axes].T).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class LastSeen(OneColumn):
+    """Of each token: the last position that it sees."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = 0
+
+    def values(self, plan: StepPlan) -> I32:
+        return plan.positions if plan.visible_to is None else plan.visible_to
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRows(OneColumn):
+    """Of each token: the row of the store of features that stands for it."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = -1
+
+    def values(self, plan: StepPlan) -> I32:
+        none = np.zeros(0, np.int32)  # padding alone
+        return none if plan.feature_rows is None else plan.feature_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PatchValues:
+    """The normalised pixels of each patch, float32."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = 0
+    width: int
+
+    def columns(self, sizes: StepSizes) -> int:
+        """One a pixel and colour."""
+        return self.width
+
+    def values(self, plan: StepPlan) -> I32:
+        return _words(patches_in(plan).values)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRows:
+    """Of each patch: rows of the table of positions, or how much of each, float32."""
+
+    rows: ClassVar[Rows] = "T"
+    padding: ClassVar[int] = 0
+    weights: bool
+
+    def columns(self, sizes: StepSizes) -> int:
+        """One a row of the table."""
+        return sizes.taps
+
+    def values(self, plan: StepPlan) -> I32:
+        found = patches_in(plan)
+        return _words(found.table_weights if self.weights else found.table_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows(OneColumn):
+    """Of each feature: the row of the store that it becomes."""
+
+    rows: ClassVar[Rows] = "L"
+    padding: ClassVar[int] = 0
+
+    def values(self, plan: StepPlan) -> I32:
+        return patches_in(plan).keep
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours(OneColumn):
+    """Of each feature: the first or the last of `count` patches that it is the mean of."""
+
+    rows: ClassVar[Rows] = "L"
+    padding: ClassVar[int] = 0
+    count: int
+    last: bool
+
+    def values(self, plan: StepPlan) -> I32:
+        first = np.arange(0, plan.num_tokens, self.count, dtype=np.int32)
+        return first + np.int32(self.count - 1) if self.last else first
+
+
+def _words(values: AnyArray) -> I32:
+    return np.ascontiguousarray(values).view(np.int32).reshape(-1)
 
 
 def table_rows(op: Embedding) -> TableRows:
@@ -101,14 +253,42 @@ def table_rows(op: Embedding) -> TableRows:
     return TableRows(op.ids.source, op.offset, op.w.rows - 1)
 
 
+def segments_of_op(op: SegmentAttention) -> Segments:
+    """What it keeps within."""
+    return "windows" if op.spec.windowed else "rows"
+
+
+def axis_positions(axes: Sequence[int]) -> AxisPositions:
+    """What a rotation with these axes reads."""
+    return AxisPositions(max(axes) + 1)
+
+
 def arrays_of(ops: Sequence[Op]) -> tuple[StepArray, ...]:
     """Those that the kernels of a model's ops read, each once."""
-    found: list[StepArray] = []
-    for op in ops:
-        if isinstance(op, Embedding) and op.ids.source != "tokens":
-            found.append(table_rows(op))
-        elif isinstance(op, Pool) and op.kind != "last":
-            found.append(FirstTokens())
-        elif isinstance(op, SegmentAttention):
-            found += SEGMENTS
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(array for op in ops for array in _arrays(op)))
+
+
+def _arrays(op: Op) -> tuple[StepArray, ...]:
+    if isinstance(op, Embedding):
+        return () if op.ids.source == "tokens" else (table_rows(op),)
+    if isinstance(op, Pool):
+        return () if op.kind == "last" else (FirstTokens(),)
+    if isinstance(op, Attention):
+        return (*((LastSeen(),) if op.spec.spans else ()), *_turns(op))
+    if isinstance(op, SegmentAttention):
+        return (*segment_arrays(segments_of_op(op)), *_turns(op))
+    if isinstance(op, Place):
+        return (FeatureRows(),)
+    if isinstance(op, Patches):
+        return (PatchValues(op.out.width),)
+    if isinstance(op, Mix):
+        return MixedRows(weights=False), MixedRows(weights=True)
+    if isinstance(op, Merge):
+        ends = Neighbours(op.count, last=False), Neighbours(op.count, last=True)
+        return ends if op.kind == "mean" else ()
+    return (KeptRows(),) if isinstance(op, Keep) else ()
+
+
+def _turns(op: Attention | SegmentAttention) -> tuple[StepArray, ...]:
+    axes = op.spec.rope_axes
+    return (axis_positions(axes), TurnedRows()) if axes else ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from vllmx_core.plan import I32, I64, StepPlan
 
-from vllmx_cuda.program.step_arrays import Places, StepArray
+from vllmx_cuda.program.step_arrays import Places, Segments, StepArray, segment_starts
 
 MIN_SPLIT = 128
 """Positions that are worth a block of their own, a multiple of every page."""
@@ -27,8 +27,10 @@ class Visibility:
 
     window: int | None = None
     causal: bool = True
-    segments: bool = False
-    """Instead of pages the tokens of its own row in this step, see `segments_of`."""
+    segments: Segments | None = None
+    """Instead of pages the tokens of its own segment in this step, see `segments_of`."""
+    spans: bool = False
+    """As in `AttentionSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class TileKind:
 
     tokens: int
     """Of a tile, at most."""
-    segments: bool = False
+    segments: Segments | None = None
     """As in `Visibility`."""
 
 
@@ -77,10 +79,34 @@ def item_capacity(num_tokens: int, num_processors: int, blocks_an_item: int) -> 
     return num_tokens + -(-WAVES * num_processors // blocks_an_item)
 
 
-def segments_of(plan: StepPlan) -> StepPlan:
-    """The step as attention without pages sees it: each row begins in it, at position 0."""
-    places, counts = Places().values(plan), np.diff(plan.query_start).astype(np.int32)
-    return replace(plan, positions=places, context_len=counts)
+def segments_of(plan: StepPlan, segments: Segments | None) -> StepPlan:
+    """The step as attention without pages sees it: each segment is a row that begins in it, at
+    position 0. The step itself for None."""
+    if segments is None:
+        return plan
+    starts = segment_starts(plan, segments)
+    places, counts = Places(segments).values(plan), np.diff(starts).astype(np.int32)
+    return replace(plan, query_start=starts, positions=places, context_len=counts)
+
+
+def item_tokens(plan: StepPlan, kinds: WorkKinds) -> int:
+    """Tokens that get items, in whatever layer has most: all, or with tiles those of rows and
+    segments of one token."""
+    if not kinds.tiles:
+        return plan.num_tokens
+    starts = [segment_starts(plan, one) for one in {seen.segments for seen in kinds.visibilities}]
+    return max(int((np.diff(each) == 1).sum()) for each in starts)
+
+
+def plan_all_items(
+    plan: StepPlan, kinds: WorkKinds, num_tokens: int, capacity: int
+) -> dict[Visibility, WorkItems]:
+    """Of each visibility; see `plan_items`."""
+    single = bool(kinds.tiles)
+    return {
+        seen: plan_items(plan, seen, num_tokens, capacity, single_rows_only=single)
+        for seen in kinds.visibilities
+    }
 
 
 def plan_tiles(plan: StepPlan, kind: TileKind) -> I32:
@@ -89,7 +115,7 @@ def plan_tiles(plan: StepPlan, kind: TileKind) -> I32:
     that the short ones fill the gaps at the end. Of segments the row is its first token: all look
     into one table of the step's tokens, each from there on."""
     tile_tokens = kind.tokens
-    plan = segments_of(plan) if kind.segments else plan
+    plan = segments_of(plan, kind.segments)
     counts = np.diff(plan.query_start).astype(np.int64)  # (R,)
     pieces = np.where(counts > 1, -(-counts // tile_tokens), 0)
     row = np.repeat(np.arange(plan.num_rows), pieces)
@@ -119,7 +145,7 @@ def plan_items(
         capacity: at least as many as tokens that get items.
         single_rows_only: tokens of rows that bring more than one get none.
     """
-    plan = segments_of(plan) if visibility.segments else plan
+    plan = segments_of(plan, visibility.segments)
     begin, end, rows = _ranges(plan, visibility)
     if single_rows_only:
         end = np.where(np.diff(plan.query_start)[rows] == 1, end, begin)
@@ -156,6 +182,7 @@ def _ranges(plan: StepPlan, visibility: Visibility) -> tuple[I64, I64, I64]:
     if window is not None:
         begin = np.maximum(0, positions - window + 1)
     if visibility.causal:
-        return begin, positions + 1, rows
+        seen = plan.visible_to if visibility.spans else None
+        return begin, (positions if seen is None else seen.astype(np.int64)) + 1, rows
     end = context if window is None else np.minimum(context, positions + window)
     return begin, end, rows

@@ -1,0 +1,112 @@
+"""Images as launches: patches and their positions, features in their store, rotations with axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllmx_core.ops.keep import Keep
+from vllmx_core.ops.merge import Merge
+from vllmx_core.ops.mix import Mix
+from vllmx_core.ops.patches import Patches
+from vllmx_core.ops.place import Place
+
+from vllmx_cuda.kernel_specs import vector_width
+from vllmx_cuda.kernel_specs.images import axis_words
+from vllmx_cuda.program.layout import Rotation
+from vllmx_cuda.program.staging import StepMemory, StepSizes
+from vllmx_cuda.program.step_arrays import (
+    FeatureRows,
+    KeptRows,
+    MixedRows,
+    Neighbours,
+    PatchValues,
+    axis_positions,
+)
+
+if TYPE_CHECKING:
+    from vllmx_cuda.program.lower import Enqueue, Lowering
+
+
+def turn(rotation: Rotation, to: Lowering) -> Enqueue:
+    """In front of the ops: the rotation of each token."""
+    rope, axes = rotation
+    kernel, table, y = to.variant("turn", VX_VEC=1), to.vector(rope), to.turned(rope, axes)
+    half, positions, words = len(axes), axis_positions(axes), axis_words(axes)
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        count = sizes.tokens * half
+        arguments = table, step.arrays[positions], y, count, half, positions.axes, *words
+        to.device.launch(kernel, {"count": count}, arguments)
+
+    return enqueue
+
+
+def patches(op: Patches, to: Lowering) -> Enqueue:
+    y, width = to.place(op.out), op.out.width
+    kernel = to.variant("patches", VX_VEC=vector_width(width))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        count = sizes.tokens * width
+        to.device.launch(kernel, {"count": count}, (step.arrays[PatchValues(width)], y, count))
+
+    return enqueue
+
+
+def mix(op: Mix, to: Lowering) -> Enqueue:
+    (table,) = to.matrix(op.w).segments  # dense: see `plan_weights`
+    y, width = to.place(op.out), op.out.width
+    kernel = to.variant("mix", VX_VEC=vector_width(width))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        rows, weights = (step.arrays[MixedRows(weights)] for weights in (False, True))
+        to.device.launch(
+            kernel, {"rows": sizes.tokens, "width": width},
+            (table.data, rows, weights, y, width, sizes.taps),
+        )  # fmt: skip
+
+    return enqueue
+
+
+def merge(op: Merge, to: Lowering) -> Enqueue:
+    """Rows beside each other lie in memory as they do below each other."""
+    x, y, width = to.place(op.x), to.place(op.out), op.x.width
+    if op.kind == "join":
+        row_bytes = to.item_bytes(op.out.width)
+
+        def copy(sizes: StepSizes, step: StepMemory) -> None:
+            num_bytes = sizes.logit_rows * row_bytes
+            to.device.copy(y.at(0, num_bytes), x.at(0, num_bytes))
+
+        return copy
+    kernel = to.variant("pool_mean", VX_VEC=vector_width(width))
+    ends = Neighbours(op.count, last=False), Neighbours(op.count, last=True)
+
+    def mean(sizes: StepSizes, step: StepMemory) -> None:
+        first, last = (step.arrays[end] for end in ends)
+        shape = {"rows": sizes.logit_rows, "width": width}
+        to.device.launch(kernel, shape, (x, first, last, y, width))
+
+    return mean
+
+
+def keep(op: Keep, to: Lowering) -> Enqueue:
+    x, store, width = to.place(op.x), to.features[op.part], op.x.width
+    kernel = to.variant("keep", VX_VEC=vector_width(width))
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        shape = {"rows": sizes.logit_rows, "width": width}
+        to.device.launch(kernel, shape, (x, step.arrays[KeptRows()], store, width))
+
+    return enqueue
+
+
+def place(op: Place, to: Lowering) -> Enqueue:
+    x, y, width = to.place(op.x), to.place(op.out), op.x.width
+    kernel, store = to.variant("place", VX_VEC=vector_width(width)), to.features[op.part]
+
+    def enqueue(sizes: StepSizes, step: StepMemory) -> None:
+        shape = {"rows": sizes.tokens, "width": width}
+        arguments = x, step.arrays[FeatureRows()], store, y, width, int(op.adds)
+        to.device.launch(kernel, shape, arguments)
+
+    return enqueue
