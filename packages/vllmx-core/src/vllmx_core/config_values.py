@@ -18,20 +18,39 @@ from vllmx_core.errors import ConfigError
 
 AUTOMATIC = frozenset(
     {
-        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks",
-        "kv_cache_memory_bytes", "num_threads", "step_timeout_s",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_kv_blocks",
+        "kv_cache_memory_bytes",
+        "num_threads",
+        "step_timeout_s",
     }
-)  # fmt: skip
+)
 """Fields whose None means that vllmx chooses; `auto` and -1 say the same."""
 
 _SUFFIXES = {
-    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
 _BYTE_UNITS = {
-    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _NUMBER = re.compile(r"([+-]?\d{1,20}(?:\.\d{1,9})?) ?([A-Za-z]{0,3})")
 
 

@@ -16,10 +16,19 @@ from vllmx_core.specs import ModelSpec, ParserSpec
 
 OUR_DISTRIBUTIONS = frozenset(
     {
-        "vllmx", "vllmx-core", "vllmx-engine", "vllmx-models", "vllmx-cpu", "vllmx-cuda",
-        "vllmx-metal", "vllmx-torch", "vllmx-server", "vllmx-demo", "vllmx-tp",
+        "vllmx",
+        "vllmx-core",
+        "vllmx-engine",
+        "vllmx-models",
+        "vllmx-cpu",
+        "vllmx-cuda",
+        "vllmx-metal",
+        "vllmx-torch",
+        "vllmx-server",
+        "vllmx-demo",
+        "vllmx-tp",
     }
-)  # fmt: skip
+)
 
 S = TypeVar("S")
 

@@ -20,7 +20,20 @@ from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.route import route
 
 __all__ = [
-    "Floats", "activation", "add_rms_norm", "attend", "attention", "attention_mask", "embedding",
-    "experts", "gated_act", "layer_norm", "linear", "logits", "rms_norm", "rotate", "route",
+    "Floats",
+    "activation",
+    "add_rms_norm",
+    "attend",
+    "attention",
+    "attention_mask",
+    "embedding",
+    "experts",
+    "gated_act",
+    "layer_norm",
+    "linear",
+    "logits",
+    "rms_norm",
+    "rotate",
+    "route",
     "softcap",
-]  # fmt: skip
+]

@@ -177,9 +177,14 @@ class ReferenceBackend:
         recording = prepare(model, options.max_model_len, self.name, self.supports)
         weights = _weights(recording, source, dtype)
         cache = plan_cache(
-            model.shape, options, name, _BLOCK_SIZES, free_bytes(),
-            feature_bytes(model.shape, options), default_bytes=_DEFAULT_KV_BYTES,
-        )  # fmt: skip
+            model.shape,
+            options,
+            name,
+            _BLOCK_SIZES,
+            free_bytes(),
+            feature_bytes(model.shape, options),
+            default_bytes=_DEFAULT_KV_BYTES,
+        )
         info = LoadedInfo(
             backend=self.name,
             device=f"numpy {np.__version__}",
@@ -203,9 +208,15 @@ class ReferenceBackend:
         states = _states(model.shape, cache, dtype)
         features = tuple(np.zeros(size, dtype) for size in feature_shapes(model.shape, options))
         return ReferenceLoadedModel(
-            recording.steps, weights, _pages(cache, dtype), states, info, recording.tower, features,
+            recording.steps,
+            weights,
+            _pages(cache, dtype),
+            states,
+            info,
+            recording.tower,
+            features,
             options.communicator,
-        )  # fmt: skip
+        )
 
     def environment(self) -> dict[str, str]:
         return {"numpy": np.__version__}

@@ -33,8 +33,12 @@ _POOLING = {
     "lasttoken": "last",
 }
 _ACTIVATIONS = {
-    "Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"
-}  # fmt: skip
+    "Identity": "identity",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
 
 
 def with_text_modules(registry: Registry, checkpoint: Checkpoint, task: str) -> Checkpoint:
@@ -126,9 +130,13 @@ def _dense(folder: Path, path: str, settings: Mapping[str, Any]) -> dict[str, An
         raise UnsupportedModelError(f"{folder} is a dense layer {sizes} with {shown(name)}")
     bias = settings.get("bias", True) is not False
     return {
-        "kind": "dense", "folder": path, "in": sizes[0], "out": sizes[1], "bias": bias,
+        "kind": "dense",
+        "folder": path,
+        "in": sizes[0],
+        "out": sizes[1],
+        "bias": bias,
         "activation": _ACTIVATIONS[name],
-    }  # fmt: skip
+    }
 
 
 def _read(path: Path) -> Any:

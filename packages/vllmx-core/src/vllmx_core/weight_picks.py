@@ -71,9 +71,12 @@ def _made_entry(part: WeightPart, entry: int) -> WeightPart:
         return replace(one, shape=part.shape[1:], buffers=buffers, cut=None)
 
     return made_part(
-        part.name, part.shape[1:], part.layout, lambda begin, end: made().rows(begin, end),
+        part.name,
+        part.shape[1:],
+        part.layout,
+        lambda begin, end: made().rows(begin, end),
         coded=part.coded is not None,
-    )  # fmt: skip
+    )
 
 
 def _joined_axes(raw: RawTensor, shape: tuple[int, ...]) -> RawTensor:

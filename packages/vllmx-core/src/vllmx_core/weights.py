@@ -100,10 +100,21 @@ class RawTensor:
     def view(self) -> npt.NDArray[np.generic]:
         """The tensor in its own dtype, `data` without a copy; bf16 as uint16, fp8 as uint8."""
         numpy_dtype = {
-            "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "i64": "<i8", "i32": "<i4",
-            "i16": "<i2", "i8": "i1", "u32": "<u4", "u8": "u1", "bool": "?", "f8e4m3": "u1",
-            "f8e5m2": "u1", "f8e8m0": "u1",
-        }[self.dtype]  # fmt: skip
+            "f32": "<f4",
+            "f16": "<f2",
+            "bf16": "<u2",
+            "f64": "<f8",
+            "i64": "<i8",
+            "i32": "<i4",
+            "i16": "<i2",
+            "i8": "i1",
+            "u32": "<u4",
+            "u8": "u1",
+            "bool": "?",
+            "f8e4m3": "u1",
+            "f8e5m2": "u1",
+            "f8e8m0": "u1",
+        }[self.dtype]
         return self.data.view(numpy_dtype).reshape(self.shape)
 
     def rows(self, begin: int, end: int) -> RawTensor:

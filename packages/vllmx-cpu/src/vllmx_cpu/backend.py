@@ -69,17 +69,28 @@ class CpuBackend:
         threads = _num_threads(options)
         plan = plan_load(model, source, options, dtype, threads)
         weights = load_weights(
-            plan.specs, plan.constants, source, plan.shapes, num_threads=threads,
+            plan.specs,
+            plan.constants,
+            source,
+            plan.shapes,
+            num_threads=threads,
             progress=options.progress,
-        )  # fmt: skip
+        )
         lowering = Lowering(
-            isa, weights, plan.segments, allocate_pages(plan.kv),
-            allocate_states(model.shape.states, plan.kv.states), plan.kv.block_size, plan.kv.dtype,
-            allocate(plan.room.panel_bytes), allocate(plan.room.workspace_bytes), VxImages(),
+            isa,
+            weights,
+            plan.segments,
+            allocate_pages(plan.kv),
+            allocate_states(model.shape.states, plan.kv.states),
+            plan.kv.block_size,
+            plan.kv.dtype,
+            allocate(plan.room.panel_bytes),
+            allocate(plan.room.workspace_bytes),
+            VxImages(),
             allocate_turned(plan.fused.ops, plan.max_rows["T"]),
             allocate_features(feature_shapes(model.shape, options)),
             ranks_of(options.communicator),
-        )  # fmt: skip
+        )
         recorded = None if options.enforce_eager else _lower(lowering, plan)
         info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})
         info = replace(

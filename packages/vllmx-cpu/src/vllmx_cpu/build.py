@@ -36,11 +36,23 @@ PER_ISA = "// VX: per instruction set"
 MARKER = b"vllmx-cpu-sources:"
 
 COMMON_FLAGS = (
-    "-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden",
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread",
-    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function",
-    "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC 12 warns inside its own intrinsics
-)  # fmt: skip
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-unused-function",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",  # GCC 12 warns inside its own intrinsics
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_BF16 = (*_AVX512, "-mprefer-vector-width=512", "-mavx512bf16", "-mavx512vnni")

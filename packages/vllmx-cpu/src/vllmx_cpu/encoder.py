@@ -15,10 +15,17 @@ from vllmx_cpu.native import Isa, choose_isa, library
 from vllmx_cpu.structs import BLOCK_KINDS, ROW_KINDS, VX_DTYPES, VxEncode
 
 _BLOCKS = {
-    "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176),
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
     "Q6_K": (256, 210),
-}  # fmt: skip
+}
 """Values and bytes of a block."""
 
 
@@ -45,10 +52,17 @@ class NativeEncoder:
             data = np.empty(count * cols // values * num_bytes, np.uint8)
         stored = rows.data  # read now, and there until the call has ended
         job = VxEncode(
-            ROW_KINDS.get(kind) or BLOCK_KINDS[kind], VX_DTYPES[rows.dtype],
-            stored.ctypes.data, count, cols, measure, data.ctypes.data,
-            None if scales is None else scales.ctypes.data, 0.0, 0.0,
-        )  # fmt: skip
+            ROW_KINDS.get(kind) or BLOCK_KINDS[kind],
+            VX_DTYPES[rows.dtype],
+            stored.ctypes.data,
+            count,
+            cols,
+            measure,
+            data.ctypes.data,
+            None if scales is None else scales.ctypes.data,
+            0.0,
+            0.0,
+        )
         if self._library.vx_encode(self._isa, byref(job)):
             raise WeightFormatError(
                 f"tensor {rows.name!r} has a value that is not finite, which {kind} cannot"

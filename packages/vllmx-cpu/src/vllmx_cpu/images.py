@@ -22,11 +22,17 @@ class VxImages(Structure):
     """The arrays of a step; native/images.h."""
 
     _fields_ = [
-        ("feature_rows", c_void_p), ("rope_positions", c_void_p), ("patches", c_void_p),
-        ("table_rows", c_void_p), ("table_weights", c_void_p), ("keep", c_void_p),
-        ("visible_to", c_void_p), ("windows", c_void_p), ("taps", c_int32),
+        ("feature_rows", c_void_p),
+        ("rope_positions", c_void_p),
+        ("patches", c_void_p),
+        ("table_rows", c_void_p),
+        ("table_weights", c_void_p),
+        ("keep", c_void_p),
+        ("visible_to", c_void_p),
+        ("windows", c_void_p),
+        ("taps", c_int32),
         ("num_windows", c_int32),
-    ]  # fmt: skip
+    ]
 
 
 class VxSee(Structure):

@@ -45,9 +45,15 @@ def allocate_pages(plan: CachePlan) -> tuple[LayerPages, ...]:
 def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used: int) -> CachePlan:
     """See `vllmx_core.kv_capacity.plan_cache`; without a flag no more than DEFAULT_BYTES."""
     return plan_cache(
-        shape, options, dtype, BLOCK_SIZES, free, used, default_bytes=DEFAULT_BYTES,
+        shape,
+        options,
+        dtype,
+        BLOCK_SIZES,
+        free,
+        used,
+        default_bytes=DEFAULT_BYTES,
         page_bytes=_page_bytes,
-    )  # fmt: skip
+    )
 
 
 def _page_bytes(kv: OwnedKV, block_size: int, dtype: str) -> tuple[int, int]:

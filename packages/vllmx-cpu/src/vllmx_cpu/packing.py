@@ -89,9 +89,15 @@ class PackedMatrix:
         columns = None if self.columns is None else self.columns.ctypes.data
         shape = self.shape
         return VxWeight(
-            self.data.ctypes.data, bias, WEIGHT_KINDS[shape.kind], shape.rows, shape.cols,
-            shape.tiles, int(shape.gated), columns,
-        )  # fmt: skip
+            self.data.ctypes.data,
+            bias,
+            WEIGHT_KINDS[shape.kind],
+            shape.rows,
+            shape.cols,
+            shape.tiles,
+            int(shape.gated),
+            columns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +260,14 @@ def _piece(
     def pack_blocks() -> None:
         blocks = np.ascontiguousarray(blocks_of(part.rows(begin, end)).in_memory(room).data)
         library().vx_pack_blocks(
-            matrix.address, BLOCK_KINDS[shape.kind], shape.cols, features,
-            blocks.ctypes.data, first + begin, end - begin,
-        )  # fmt: skip
+            matrix.address,
+            BLOCK_KINDS[shape.kind],
+            shape.cols,
+            features,
+            blocks.ctypes.data,
+            first + begin,
+            end - begin,
+        )
 
     def pack_coded() -> None:
         if shape.kind == FLOAT8_KIND:
@@ -264,17 +275,29 @@ def _piece(
         else:
             rows = affine_rows(part, shape.kind, begin, end)
         library().vx_pack_coded(
-            matrix.address, CODED_KINDS[shape.kind], shape.cols, features,
-            rows.codes.ctypes.data, rows.scales.ctypes.data,
-            None if rows.zeros is None else rows.zeros.ctypes.data, first + begin, end - begin,
-        )  # fmt: skip
+            matrix.address,
+            CODED_KINDS[shape.kind],
+            shape.cols,
+            features,
+            rows.codes.ctypes.data,
+            rows.scales.ctypes.data,
+            None if rows.zeros is None else rows.zeros.ctypes.data,
+            first + begin,
+            end - begin,
+        )
 
     def pack() -> None:
         values, kind = _values(part, offset, begin, end, room)
         library().vx_pack_rows(
-            matrix.address, VX_DTYPES[shape.kind], shape.cols, features,
-            values.ctypes.data, VX_DTYPES[kind], first + begin, end - begin,
-        )  # fmt: skip
+            matrix.address,
+            VX_DTYPES[shape.kind],
+            shape.cols,
+            features,
+            values.ctypes.data,
+            VX_DTYPES[kind],
+            first + begin,
+            end - begin,
+        )
 
     if shape.kind in CODED_KINDS:
         return pack_coded
@@ -302,8 +325,12 @@ def _log_decoded(decoded: Sequence[tuple[WeightPart, str]]) -> None:
     used = sum(math.prod(part.shape) * ITEM_BYTES[kind] for part, kind in decoded)
     logger.info(
         "%d matrices stored as %s are dequantised to %s at load: %.1f MiB instead of %.1f MiB",
-        len(decoded), ", ".join(layouts), decoded[0][1], used / (1 << 20), stored / (1 << 20),
-    )  # fmt: skip
+        len(decoded),
+        ", ".join(layouts),
+        decoded[0][1],
+        used / (1 << 20),
+        stored / (1 << 20),
+    )
 
 
 def _run(jobs: Sequence[Callable[[], None]], num_threads: int, progress: bool) -> None:

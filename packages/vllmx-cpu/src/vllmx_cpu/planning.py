@@ -105,10 +105,17 @@ def plan_load(
         used += tower.room(patches, 1, patches // PATCHES_OF_WINDOW).num_bytes
     kv = plan_kv(model.shape, options, cached, free, used)
     return LoadPlan(
-        recorded, fused, specs,
+        recorded,
+        fused,
+        specs,
         {name: [spec.name for spec in group] for name, group in cut.items()},
-        shapes, max_rows, room, kv, recording.constants, tower,
-    )  # fmt: skip
+        shapes,
+        max_rows,
+        room,
+        kv,
+        recording.constants,
+        tower,
+    )
 
 
 def _gated_stacks(steps: OpList) -> frozenset[str]:

@@ -107,15 +107,23 @@ def _workspace_bytes(steps: OpList, extent: Extent, num_threads: int, kv_dtype: 
         elif isinstance(op, LatentAttention):
             latent = op.spec
             needed = library().vx_latent_workspace_bytes(
-                latent.num_heads, latent.rank, latent.nope_size, latent.value_size,
-                extent.longest, num_threads,
-            )  # fmt: skip
+                latent.num_heads,
+                latent.rank,
+                latent.nope_size,
+                latent.value_size,
+                extent.longest,
+                num_threads,
+            )
         elif isinstance(op, SegmentAttention):
             rows = extent.num_windows if op.spec.windowed else extent.num_rows
             needed = library().vx_segment_workspace_bytes(
-                op.spec.num_kv_heads, op.spec.head_size, max_tokens, rows, extent.longest,
+                op.spec.num_kv_heads,
+                op.spec.head_size,
+                max_tokens,
+                rows,
+                extent.longest,
                 KV_DTYPES[segment_dtype(kv_dtype)],
-            )  # fmt: skip
+            )
         elif isinstance(op, Experts):
             needed = library().vx_experts_workspace_bytes(
                 max_tokens, op.ids.width, op.inner, op.x.width, op.gate_up.count, num_threads

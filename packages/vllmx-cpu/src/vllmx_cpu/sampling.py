@@ -22,11 +22,18 @@ from vllmx_cpu.memory import Bytes
 from vllmx_cpu.structs import VxSampler
 
 COLUMNS: tuple[tuple[str, npt.DTypeLike], ...] = (
-    ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32),
-    ("min_p", np.float32), ("repetition_penalty", np.float32), ("frequency_penalty", np.float32),
-    ("presence_penalty", np.float32), ("seed", np.uint64), ("position", np.int32),
-    ("target", np.int32), ("num_logprobs", np.int32),
-)  # fmt: skip
+    ("temperature", np.float32),
+    ("top_k", np.int32),
+    ("top_p", np.float32),
+    ("min_p", np.float32),
+    ("repetition_penalty", np.float32),
+    ("frequency_penalty", np.float32),
+    ("presence_penalty", np.float32),
+    ("seed", np.uint64),
+    ("position", np.int32),
+    ("target", np.int32),
+    ("num_logprobs", np.int32),
+)
 
 
 class SamplerCall:

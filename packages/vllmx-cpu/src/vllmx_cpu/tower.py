@@ -46,10 +46,11 @@ class CpuTower:
         self._size = (0, 0, 0)
         self._tape = self._arena = None
         self.lowering = replace(
-            self.lowering, panels=allocate(room.panel_bytes),
+            self.lowering,
+            panels=allocate(room.panel_bytes),
             workspace=allocate(room.workspace_bytes),
             turned=allocate_turned(self.ops.ops, patches),
-        )  # fmt: skip
+        )
         self._arena = allocate(room.arena.num_bytes)
         base = int(self._arena.ctypes.data)
         self._tape = make_tape(lower_all(self.lowering, self.ops.ops, room.arena.offsets, base))

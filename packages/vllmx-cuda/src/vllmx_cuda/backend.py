@@ -123,19 +123,33 @@ def _load(
     products = plan.layout.product_scratch(device)
     begin = time.perf_counter()
     weights = load_weights(
-        plan.specs, plan.constants, source, plan.weights, device, products.work,
+        plan.specs,
+        plan.constants,
+        source,
+        plan.weights,
+        device,
+        products.work,
         progress=options.progress,
-    )  # fmt: skip
+    )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
     lowering = Lowering(
-        device, dtype, weights, allocate(plan.kv, device),
-        allocate_states(model.shape.states, plan.kv.states, device), plan.kv.block_size,
+        device,
+        dtype,
+        weights,
+        allocate(plan.kv, device),
+        allocate_states(model.shape.states, plan.kv.states, device),
+        plan.kv.block_size,
         kind_of(plan.kv.dtype),
-        device.empty(plan.layout.arena.num_bytes), plan.layout.arena.offsets,
-        plan.layout.in_place, plan.layout.scratch(device), products, plan.max_rows["T"], wgmma,
+        device.empty(plan.layout.arena.num_bytes),
+        plan.layout.arena.offsets,
+        plan.layout.in_place,
+        plan.layout.scratch(device),
+        products,
+        plan.max_rows["T"],
+        wgmma,
         features=[device.zeros(4 * rows * width) for rows, width in plan.features],
-    )  # fmt: skip
+    )
     tower = None if plan.tower is None else Tower(lowering, plan.tower)
     last_ids = device.zeros(4 * plan.max_rows["L"])
     result, most = lowering.place(plan.steps.logits), plan.max_rows["L"]
@@ -145,14 +159,23 @@ def _load(
     else:
         ending = DeviceVectors(device, result, most, plan.steps.logits.width, dtype)
     program = Program(
-        device, plan, lowering.lower(plan.steps), lowering.variant("begin_step", VX_VEC=1),
-        result, last_ids,
+        device,
+        plan,
+        lowering.lower(plan.steps),
+        lowering.variant("begin_step", VX_VEC=1),
+        result,
+        last_ids,
         Staging(
-            device, plan.work, plan.staging_bytes, plan.max_rows["T"], plan.max_blocks,
+            device,
+            plan.work,
+            plan.staging_bytes,
+            plan.max_rows["T"],
+            plan.max_blocks,
             len(plan.kv.layout.groups),
         ),
-        ending, Graphs(device, enabled=not options.enforce_eager),
-    )  # fmt: skip
+        ending,
+        Graphs(device, enabled=not options.enforce_eager),
+    )
     towers = [] if tower is None else tower.variants
     device.prepare([*lowering.variants, *ending.variants, *towers], progress=options.progress)
     info = _info(plan, device, weights_s)

@@ -80,7 +80,7 @@ class AsyncLLM(AsyncText):
             self._take_loss,
             self._take_restart,
             self._dead.set,
-        )  # fmt: skip
+        )
 
     @classmethod
     async def start(

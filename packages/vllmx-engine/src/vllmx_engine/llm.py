@@ -207,9 +207,11 @@ class LLM(HasEngine):
             InvalidRequestError: the model makes no vectors, or a text cannot be served.
         """
         choice = PoolingChoice(
-            max_tokens=self._most(truncate_prompt_tokens), normalize=normalize,
-            dimensions=dimensions, prompt_name=prompt_name,
-        )  # fmt: skip
+            max_tokens=self._most(truncate_prompt_tokens),
+            normalize=normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+        )
         texts = [_pooling_text(each) for each in _as_prompts(prompts)]
         return self._pool("embed", texts, choice, use_tqdm)
 

@@ -111,9 +111,18 @@ class MetalBackend:
         keep_resident(device, held, step_bytes)
         features = [mx.zeros(size) for size in feature_shapes(model.shape, options)]
         return MetalLoadedModel(
-            recording.steps, weights, pages, states, DTYPES[dtype], info, owner, device, kernels,
-            recording.tower, features,
-        )  # fmt: skip
+            recording.steps,
+            weights,
+            pages,
+            states,
+            DTYPES[dtype],
+            info,
+            owner,
+            device,
+            kernels,
+            recording.tower,
+            features,
+        )
 
 
 def _check_weights(size: int, dtype: str, device: Device) -> None:

@@ -74,18 +74,28 @@ class QuantisedMatrix:
             x = x[..., self.order]
         product = mx.quantized_matmul(
             x.astype(self.dtype if self.biases is None else self.scales.dtype),
-            self.codes, self.scales, self.biases,
-            group_size=self.group_size, bits=self.bits, mode=self.mode,
-        )  # fmt: skip
+            self.codes,
+            self.scales,
+            self.biases,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
         return product if self.factor is None else product.astype(mx.float32) * self.factor
 
     def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
         assert self.order is None, "stacks are in order"
         product = mx.gather_qmm(
             x.astype(self.dtype if self.biases is None else self.scales.dtype),
-            self.codes, self.scales, self.biases, rhs_indices=ids, sorted_indices=ordered,
-            group_size=self.group_size, bits=self.bits, mode=self.mode,
-        )  # fmt: skip
+            self.codes,
+            self.scales,
+            self.biases,
+            rhs_indices=ids,
+            sorted_indices=ordered,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
         if self.factor is None:
             return product
         return product.astype(mx.float32) * self.factor[ids][:, None]
@@ -93,9 +103,14 @@ class QuantisedMatrix:
     def rows(self, ids: mx.array) -> mx.array:
         assert self.order is None, "a table of embeddings is in order"
         found = mx.dequantize(
-            self.codes[ids], self.scales[ids], None if self.biases is None else self.biases[ids],
-            group_size=self.group_size, bits=self.bits, mode=self.mode, dtype=mx.float32,
-        )  # fmt: skip
+            self.codes[ids],
+            self.scales[ids],
+            None if self.biases is None else self.biases[ids],
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            dtype=mx.float32,
+        )
         return found if self.factor is None else found * self.factor[ids][:, None]
 
     def joins(self, other: Matrix) -> bool:

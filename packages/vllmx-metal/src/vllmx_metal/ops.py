@@ -198,9 +198,16 @@ def _attention(op: Attention, frame: MetalFrame) -> None:
 @OPS.add(LatentAttention)
 def _latent_attention(op: LatentAttention, frame: MetalFrame) -> None:
     frame[op.out] = latent_attention(
-        frame[op.q], frame[op.latent], op.spec, frame.array(op.rope), frame.array(op.norm),
-        frame.matrix(op.k_b), frame.matrix(op.v_b), frame.step, frame.pages[op.spec.layer],
-    )  # fmt: skip
+        frame[op.q],
+        frame[op.latent],
+        op.spec,
+        frame.array(op.rope),
+        frame.array(op.norm),
+        frame.matrix(op.k_b),
+        frame.matrix(op.v_b),
+        frame.step,
+        frame.pages[op.spec.layer],
+    )
 
 
 @OPS.add(SegmentAttention, when=lambda op: not op.spec.windowed)

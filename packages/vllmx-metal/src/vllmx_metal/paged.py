@@ -21,9 +21,16 @@ SIMDS = 4
 MOST_HEAD_VALUES = 1024
 """Query heads of a threadgroup times their size: bounds its shared memory at about 16 KiB."""
 INPUTS = (
-    "q", "k_pages", "v_pages", "k_scales", "v_scales", "block_table", "first_key", "key_end",
+    "q",
+    "k_pages",
+    "v_pages",
+    "k_scales",
+    "v_scales",
+    "block_table",
+    "first_key",
+    "key_end",
     "factors",
-)  # fmt: skip
+)
 OUTPUTS = ("sums", "tops", "masses")
 
 
@@ -77,22 +84,38 @@ def paged_decode(
         nothing if side.scales is None else side.scales for side in (pages.k, pages.v)
     )
     template: list[tuple[str, Any]] = [
-        ("T", q.dtype), ("S", pages.k.data.dtype), ("D", size), ("H", heads),
-        ("K", spec.num_kv_heads), ("GROUP", group), ("HEADS", together), ("SPLITS", splits),
-        ("PAGE", rows.page), ("PART", PART), ("SIMDS", SIMDS),
-        ("SCALED", pages.k.scales is not None), ("CAPPED", spec.softcap is not None),
-    ]  # fmt: skip
+        ("T", q.dtype),
+        ("S", pages.k.data.dtype),
+        ("D", size),
+        ("H", heads),
+        ("K", spec.num_kv_heads),
+        ("GROUP", group),
+        ("HEADS", together),
+        ("SPLITS", splits),
+        ("PAGE", rows.page),
+        ("PART", PART),
+        ("SIMDS", SIMDS),
+        ("SCALED", pages.k.scales is not None),
+        ("CAPPED", spec.softcap is not None),
+    ]
     sums, tops, masses = kernel()(
         inputs=[
-            q, pages.k.data, pages.v.data, k_scales, v_scales, rows.block_table, rows.first_key,
-            rows.key_end, mx.array([spec.scale, spec.softcap or 1.0], mx.float32),
+            q,
+            pages.k.data,
+            pages.v.data,
+            k_scales,
+            v_scales,
+            rows.block_table,
+            rows.first_key,
+            rows.key_end,
+            mx.array([spec.scale, spec.softcap or 1.0], mx.float32),
         ],
         template=template,
         grid=(parts * SIMDS * 32, spec.num_kv_heads * splits, count),
         threadgroup=(SIMDS * 32, 1, 1),
         output_shapes=[(count, heads, parts, size), (count, heads, parts), (count, heads, parts)],
         output_dtypes=[mx.float32, mx.float32, mx.float32],
-    )  # fmt: skip
+    )
     return _joined(sums, tops, masses, sinks).astype(q.dtype)
 
 

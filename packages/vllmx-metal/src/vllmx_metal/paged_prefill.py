@@ -22,8 +22,16 @@ ROWS = 8 * SIMDS
 MOST_HEAD_SIZE = 128
 """Longer vectors would not fit into a threadgroup's memory beside the scores."""
 INPUTS = (
-    "q", "k_pages", "v_pages", "k_scales", "v_scales", "block_table", "items", "sinks", "factors"
-)  # fmt: skip
+    "q",
+    "k_pages",
+    "v_pages",
+    "k_scales",
+    "v_scales",
+    "block_table",
+    "items",
+    "sinks",
+    "factors",
+)
 OUTPUTS = ("out",)
 
 
@@ -90,14 +98,28 @@ def paged_prefill(
         nothing if side.scales is None else side.scales for side in (pages.k, pages.v)
     )
     template: list[tuple[str, Any]] = [
-        ("T", q.dtype), ("S", pages.k.data.dtype), ("D", size), ("H", heads),
-        ("K", spec.num_kv_heads), ("GROUP", group), ("PAGE", tiles.page), ("SIMDS", SIMDS),
-        ("WINDOW", spec.window or 0), ("SCALED", pages.k.scales is not None),
-        ("CAPPED", spec.softcap is not None), ("SINKS", sinks is not None),
-    ]  # fmt: skip
+        ("T", q.dtype),
+        ("S", pages.k.data.dtype),
+        ("D", size),
+        ("H", heads),
+        ("K", spec.num_kv_heads),
+        ("GROUP", group),
+        ("PAGE", tiles.page),
+        ("SIMDS", SIMDS),
+        ("WINDOW", spec.window or 0),
+        ("SCALED", pages.k.scales is not None),
+        ("CAPPED", spec.softcap is not None),
+        ("SINKS", sinks is not None),
+    ]
     (out,) = kernel()(
         inputs=[
-            q, pages.k.data, pages.v.data, k_scales, v_scales, tiles.block_table, items,
+            q,
+            pages.k.data,
+            pages.v.data,
+            k_scales,
+            v_scales,
+            tiles.block_table,
+            items,
             nothing if sinks is None else sinks,
             mx.array([spec.scale, spec.softcap or 1.0], mx.float32),
         ],
@@ -106,5 +128,5 @@ def paged_prefill(
         threadgroup=(SIMDS * 32, 1, 1),
         output_shapes=[q.shape],
         output_dtypes=[mx.float32],
-    )  # fmt: skip
+    )
     return out.astype(q.dtype)

@@ -85,10 +85,15 @@ class MetalStep:
             tokens = mx.where(tokens < 0, referred, tokens)
         types = np.zeros_like(plan.tokens) if plan.token_types is None else plan.token_types
         return cls(
-            plan, block_size, kernels, tokens, mx.array(plan.positions),
-            tuple(mx.array(slots) for slots in plan.slots), mx.array(plan.logit_rows),
+            plan,
+            block_size,
+            kernels,
+            tokens,
+            mx.array(plan.positions),
+            tuple(mx.array(slots) for slots in plan.slots),
+            mx.array(plan.logit_rows),
             mx.array(types),
-        )  # fmt: skip
+        )
 
     def rotation(self, table: mx.array, axes: tuple[int, ...] = ()) -> tuple[mx.array, mx.array]:
         """Cosines and sines (T, 1, rotary_dim / 2) of the step's tokens, by the axes of

@@ -26,9 +26,11 @@ NORMS = LayerNorms(before_mlp="pre_ff_layernorm")
 MLP = MLPNames("feed_forward")
 NAMES = ModelNames(norm="model.final_layernorm")
 DEFAULTS: Mapping[str, Any] = {
-    **MAMBA_DEFAULTS, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+    **MAMBA_DEFAULTS,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
-}  # fmt: skip
+}
 """What transformers takes where a config.json is silent."""
 
 

@@ -37,13 +37,16 @@ V2: Mapping[str, Any] = {
 }
 """What transformers takes where a config.json is silent."""
 V3: Mapping[str, Any] = {
-    "first_k_dense_replace": 3, "max_position_embeddings": 4096, "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4,
-}  # fmt: skip
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+}
 V32 = {**V3, "max_position_embeddings": 163840}
-GLM = {
-    **V3, "max_position_embeddings": 202752, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+GLM = {**V3, "max_position_embeddings": 202752, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 GLM_LITE = {**GLM, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}
 
 
@@ -112,10 +115,15 @@ def sigmoid_router(read: ConfigReader, count: int) -> Router:
     _only(read, "scoring_func", "sigmoid")
     groups, kept = _groups(read, count)
     route = RouteSpec(
-        _chosen(read, count, groups, kept), "sigmoid", groups, kept, "best_two",
-        renormalise=read.flag("norm_topk_prob", True), eps=1e-20,
+        _chosen(read, count, groups, kept),
+        "sigmoid",
+        groups,
+        kept,
+        "best_two",
+        renormalise=read.flag("norm_topk_prob", True),
+        eps=1e-20,
         scale=read.number("routed_scaling_factor"),
-    )  # fmt: skip
+    )
     return Router(route, choice_bias=CHOICE_BIAS)
 
 
@@ -237,14 +245,15 @@ def expert_states(spec: DecoderSpec) -> dict[str, Any]:
     route, shared = moe.router.route, moe.shared
     return {
         "leading_dense_block_count": numbers[0],
-        "expert_shared_count": 0 if shared is None
+        "expert_shared_count": 0
+        if shared is None
         else shared.intermediate_size // moe.intermediate_size,
         "expert_weights_scale": float(route.scale),
         "expert_weights_norm": route.renormalise,
         "expert_gating_func": 2 if route.score == "sigmoid" else 1,
         "expert_group_count": route.groups,
         "expert_group_used_count": route.groups_kept,
-    }  # fmt: skip
+    }
 
 
 def indexer(config: Mapping[str, Any]) -> dict[str, Any]:

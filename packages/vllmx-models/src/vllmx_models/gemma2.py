@@ -31,9 +31,13 @@ def gemma2(config: Mapping[str, Any]) -> Decoder:
     """Scores are scaled by a number of their own, not by the head size."""
     read = ConfigReader(config, "Gemma2ForCausalLM")
     read.refuse_quirks(
-        "attention_bias", "layer_types", "sliding_window", "query_pre_attn_scalar",
-        "attn_logit_softcapping", "final_logit_softcapping",
-    )  # fmt: skip
+        "attention_bias",
+        "layer_types",
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    )
     bias, head = read.flag("attention_bias", False), head_size(read, HEAD_SIZE)
     sliding = sliding_pattern(read, 2)
     mixer = attention_mixer(

@@ -37,9 +37,13 @@ EMBEDDER = "gemma-embedding"
 DEFAULT_POSITIONS = 131072
 DEFAULT_WINDOW = 4096
 _DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4,
-}  # fmt: skip
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 """What configs with images leave out."""
 
 
@@ -101,9 +105,13 @@ def _decoder(read: ConfigReader, names: ModelNames, *, both_ways: bool = False) 
     way where it reaches both ways."""
     read.refuse_quirks(
         *(("use_bidirectional_attention",) if both_ways else ()),
-        "attention_bias", "layer_types", "sliding_window", "query_pre_attn_scalar",
-        "attn_logit_softcapping", "final_logit_softcapping",
-    )  # fmt: skip
+        "attention_bias",
+        "layer_types",
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    )
     bias, head = read.flag("attention_bias", False), head_size(read, HEAD_SIZE)
     sliding = sliding_pattern(read, read.integer("sliding_window_pattern", 6))
     norm = rms(read, offset=1.0)

@@ -59,9 +59,13 @@ def gemma4(config: Mapping[str, Any]) -> Decoder:
     kind before them."""
     read = ConfigReader(_with_ropes(text_config(config, _DEFAULTS)), "Gemma4ForCausalLM")
     read.refuse_quirks(
-        "attention_bias", "layer_types", "sliding_window", "final_logit_softcapping",
-        "num_experts", "use_bidirectional_attention",
-    )  # fmt: skip
+        "attention_bias",
+        "layer_types",
+        "sliding_window",
+        "final_logit_softcapping",
+        "num_experts",
+        "use_bidirectional_attention",
+    )
     if read.config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise read.error("use_bidirectional_attention", "is not served: text sees what came before")
     names = inside_images(config)

@@ -51,9 +51,13 @@ _STILL = 1e20
 def _config(header: GGUFHeader) -> dict[str, Any]:
     cap = "final_logit_softcapping"
     header.refuse_quirks(
-        "attention.shared_kv_layers", "attention.sliding_window",
-        "attention.sliding_window_pattern", "rope.freq_base_swa", "expert_count", cap,
-    )  # fmt: skip
+        "attention.shared_kv_layers",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "rope.freq_base_swa",
+        "expert_count",
+        cap,
+    )
     count = header.integer("block_count")
     slides = header.flags("attention.sliding_window_pattern", count)
     shared = header.integer("attention.shared_kv_layers", 0, low=0, high=count - 1)

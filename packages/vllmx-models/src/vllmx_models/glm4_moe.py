@@ -37,10 +37,15 @@ from vllmx_models.moe_config import EXPERT_KEYS, with_feed_forward
 
 logger = logging.getLogger("vllmx.models")
 DEFAULTS: Mapping[str, Any] = {
-    "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
-    "n_shared_experts": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
-    "routed_scaling_factor": 1.0, "topk_group": 1,
-}  # fmt: skip
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
 """What transformers takes where a config.json is silent."""
 HONOURED = ("attention_bias", "partial_rotary_factor", "use_qk_norm", *EXPERT_KEYS)
 

@@ -46,9 +46,13 @@ from vllmx_models.moe_config import EXPERT_KEYS, SPLIT, chosen_experts, num_expe
 
 DEFAULT_POSITIONS = 131072
 YARN: Mapping[str, Any] = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 """What transformers takes where config.json has no rotation."""
 
 

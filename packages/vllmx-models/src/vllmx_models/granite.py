@@ -23,8 +23,11 @@ from vllmx_models.gguf.hyperparameters import GGUFHeader
 
 DEFAULT_POSITIONS = 2048
 MULTIPLIERS = (
-    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-)  # fmt: skip
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+)
 """Of the embeddings, of what blocks add, of the scores; what logits are divided by."""
 
 

@@ -45,9 +45,11 @@ SHARED = MLPNames("shared_mlp", down="output_linear", gate_up="input_linear")
 APART = MLPNames("shared_mlp", down="output_linear")
 HONOURED = ("attention_bias", "layer_types", "position_embedding_type", *EXPERT_KEYS, *MULTIPLIERS)
 DEFAULTS: Mapping[str, Any] = {
-    **MAMBA_DEFAULTS, "num_local_experts": 8, "shared_intermediate_size": 1024,
+    **MAMBA_DEFAULTS,
+    "num_local_experts": 8,
+    "shared_intermediate_size": 1024,
     "num_experts_per_tok": 2,
-}  # fmt: skip
+}
 """What transformers takes where a config.json is silent."""
 
 

@@ -13,9 +13,12 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import LayerSpec
 
 MAMBA_DEFAULTS: Mapping[str, Any] = {
-    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
     "mamba_expand": 2,
-}  # fmt: skip
+}
 """What transformers takes where a config.json is silent."""
 
 

@@ -25,18 +25,32 @@ MODULE = "block_sparse_moe"
 DENSE = MLPNames(also=MODULE)
 """As transformers writes it, named like the experts."""
 RENAMED = {
-    "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
-}  # fmt: skip
+}
 """What published files call otherwise."""
 DEFAULTS: Mapping[str, Any] = {
-    "max_position_embeddings": 1048576, "num_experts": 256, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "n_group": 1, "topk_group": 1,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "rms_norm_eps": 1e-5,
-    "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "max_position_embeddings": 1048576,
+    "num_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "rms_norm_eps": 1e-5,
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_conv_kernel_dim": 4,
+}
 """What transformers takes where a config.json is silent."""
 
 
@@ -66,9 +80,11 @@ def _linear(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         return {}
     names = {
-        "head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
-        "short_conv_kernel_size": "linear_conv_kernel_dim", "full_attn_layers": "full_attn_layers",
-    }  # fmt: skip
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+        "full_attn_layers": "full_attn_layers",
+    }
     return {new: given[old] for old, new in names.items() if given.get(old) is not None}
 
 

@@ -35,9 +35,13 @@ MLP = MLPNames("feed_forward", "w1", "w3", "w2")
 NORMS = LayerNorms("operator_norm", None, "ffn_norm")
 NAMES = ModelNames(norm="model.embedding_norm")
 DEFAULTS: Mapping[str, Any] = {
-    "norm_eps": 1e-5, "max_position_embeddings": 128000, "rope_theta": 1_000_000.0,
-    "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-}  # fmt: skip
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 128000,
+    "rope_theta": 1_000_000.0,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+}
 """What transformers takes where a config.json is silent."""
 
 
@@ -103,9 +107,12 @@ def _inner_size(read: ConfigReader) -> int:
 def _experts(read: ConfigReader) -> MoE:
     count = num_experts(read)
     route = RouteSpec(
-        chosen_experts(read, count), "sigmoid", renormalise=read.flag("norm_topk_prob", True),
-        eps=1e-6, scale=read.number("routed_scaling_factor", 1.0),
-    )  # fmt: skip
+        chosen_experts(read, count),
+        "sigmoid",
+        renormalise=read.flag("norm_topk_prob", True),
+        eps=1e-6,
+        scale=read.number("routed_scaling_factor", 1.0),
+    )
     bias = "expert_bias" if read.flag("use_expert_bias", True) else None
     return MoE(
         count,

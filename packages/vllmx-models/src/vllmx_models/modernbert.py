@@ -72,9 +72,13 @@ def _spec(read: ConfigReader) -> EncoderSpec:
     sliding = sliding_layers(read, [layer % every != 0 for layer in range(num_layers(read))])
     bias, size = read.flag("attention_bias", False), head_size(read)
     mixer = attention_mixer(
-        read, size, qkv_bias=bias, o_bias=bias, both_ways=True,
+        read,
+        size,
+        qkv_bias=bias,
+        o_bias=bias,
+        both_ways=True,
         names=AttentionNames("attn", qkv="Wqkv", o="Wo"),
-    )  # fmt: skip
+    )
     mlp = dense_mlp(
         read,
         read.activation("hidden_activation", "gelu"),

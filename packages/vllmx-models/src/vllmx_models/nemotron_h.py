@@ -49,12 +49,24 @@ ATTENTION = AttentionNames("mixer")
 MLP = MLPNames("mixer")
 SHARED = MLPNames("mixer.shared_experts")
 DEFAULTS: Mapping[str, Any] = {
-    "head_dim": 128, "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5,
-    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
-    "conv_kernel": 4, "time_step_min": 0.001, "intermediate_size": 21504, "n_routed_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
-    "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0,
-}  # fmt: skip
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "layer_norm_epsilon": 1e-5,
+    "ssm_state_size": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "time_step_min": 0.001,
+    "intermediate_size": 21504,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_shared_expert_intermediate_size": 7688,
+    "routed_scaling_factor": 1.0,
+}
 """What transformers takes where a config.json is silent."""
 
 

@@ -25,16 +25,27 @@ _NOMIC_ATTENTION = AttentionNames("attn", qkv="Wqkv", o="out_proj")
 _NOMIC_MLP = MLPNames("mlp", gate="fc12", up="fc11", down="fc2")
 _NOMIC_NORMS = LayerNorms(None, "norm1", None, "norm2")
 _NOMIC_KEYS: Mapping[str, str] = {
-    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
-    "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
-}  # fmt: skip
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
 _NOMIC_FIXED: Mapping[str, Any] = {
-    "activation_function": "swiglu", "qkv_proj_bias": False, "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False, "prenorm": False, "rotary_emb_interleaved": False,
-    "rotary_emb_fraction": 1.0, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
-    "parallel_block": False, "moe_every_n_layers": 0,
-}  # fmt: skip
+    "activation_function": "swiglu",
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "prenorm": False,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "parallel_block": False,
+    "moe_every_n_layers": 0,
+}
 """What configs as they were published say of the layers; the others are other models."""
 _GTE = EncoderNames(prefixes=("gte.", "new."))
 _GTE_ATTENTION = AttentionNames("attention", qkv="qkv_proj", o="o_proj")

@@ -38,9 +38,8 @@ def olmoe(config: Mapping[str, Any]) -> Decoder:
     read.refuse_quirks("attention_bias", *EXPERT_KEYS)
     bias = read.flag("attention_bias", False)
     mixer = attention_mixer(
-        read, head_size(read), qkv_bias=bias, o_bias=bias, qk_norm=rms(read),
-        norm_weights="across",
-    )  # fmt: skip
+        read, head_size(read), qkv_bias=bias, o_bias=bias, qk_norm=rms(read), norm_weights="across"
+    )
     sliding = [False] * num_layers(read)
     ropes = layer_ropes(read, mixer.head_size, sliding, default_positions=DEFAULT_POSITIONS)
     moe = qwen_moe(read, "intermediate_size")

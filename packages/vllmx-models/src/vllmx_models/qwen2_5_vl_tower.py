@@ -88,9 +88,13 @@ class WindowTower:
         """See `vllmx_core.model.Encoder`."""
         head = self.hidden_size // self.num_heads
         spec = SegmentSpec(
-            self.num_heads, self.num_heads, head, head**-0.5, head,
+            self.num_heads,
+            self.num_heads,
+            head,
+            head**-0.5,
+            head,
             rope_axes=(0,) * (head // 4) + (1,) * (head // 4),
-        )  # fmt: skip
+        )
         x = ops.linear(ops.patches(step, self.patch_width), w["visual.patch"])  # (T, E)
         for index in range(self.depth):
             ours = f"visual.{index}"

@@ -38,11 +38,19 @@ from vllmx_models.qwen2_moe import SHARED, qwen_moe
 KINDS = ("linear_attention", "full_attention")
 HONOURED = ("attention_bias", "layer_types", "partial_rotary_factor", *EXPERT_KEYS)
 DEFAULTS: Mapping[str, Any] = {
-    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 32768,
-    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
-}  # fmt: skip
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 """What transformers takes where a config.json is silent."""
 INTERLEAVED = DeltaNames(qkvz="in_proj_qkvz", ba="in_proj_ba")
 
@@ -155,8 +163,10 @@ SHARED_EXPERT_TENSORS: Mapping[str, str] = {
     "blk.{}.ffn_down_shexp": f"{_SHARED}.down_proj",
 }
 CONVERTED: Mapping[str, Any] = {
-    "norm_offset": 1.0, "plain_norms": ("blk.{}.ssm_norm",), "decays": ("blk.{}.ssm_a",),
-}  # fmt: skip
+    "norm_offset": 1.0,
+    "plain_norms": ("blk.{}.ssm_norm",),
+    "decays": ("blk.{}.ssm_a",),
+}
 """What files have otherwise than the originals."""
 GGUF = GGUFArchitecture(
     "Qwen3NextForCausalLM",

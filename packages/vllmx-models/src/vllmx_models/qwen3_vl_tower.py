@@ -102,9 +102,13 @@ class QwenTower:
         x = ops.add(x, ops.mix(step, w["visual.positions"]))
         quarter = self.head_size // 4
         spec = SegmentSpec(
-            self.num_heads, self.num_heads, self.head_size, self.head_size**-0.5, self.head_size,
+            self.num_heads,
+            self.num_heads,
+            self.head_size,
+            self.head_size**-0.5,
+            self.head_size,
             rope_axes=(0,) * quarter + (1,) * quarter,
-        )  # fmt: skip
+        )
         added = []
         for index in range(self.depth):
             ours = f"visual.{index}"

@@ -24,11 +24,20 @@ from vllmx_models.config import LARGEST_FLOAT
 _ALIASES = {"su": "longrope"}  # the name of the first Phi-3 configs
 _OPTIONS = frozenset(
     (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-        "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor", "low_freq_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "long_factor",
+        "low_freq_factor",
         "high_freq_factor",
     )
-)  # fmt: skip
+)
 _OTHER_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"))
 MAX_CONTEXT = 1 << 31
 _CHUNK = 4096

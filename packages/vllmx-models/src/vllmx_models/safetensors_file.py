@@ -29,10 +29,21 @@ _BITS: Mapping[str, int] = {
     "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 _DTYPES: Mapping[str, DType] = {
-    "F64": "f64", "F32": "f32", "F16": "f16", "BF16": "bf16", "I64": "i64", "I32": "i32",
-    "I16": "i16", "I8": "i8", "U32": "u32", "U8": "u8", "BOOL": "bool", "F8_E4M3": "f8e4m3",
-    "F8_E5M2": "f8e5m2", "F8_E8M0": "f8e8m0",
-}  # fmt: skip
+    "F64": "f64",
+    "F32": "f32",
+    "F16": "f16",
+    "BF16": "bf16",
+    "I64": "i64",
+    "I32": "i32",
+    "I16": "i16",
+    "I8": "i8",
+    "U32": "u32",
+    "U8": "u8",
+    "BOOL": "bool",
+    "F8_E4M3": "f8e4m3",
+    "F8_E5M2": "f8e5m2",
+    "F8_E8M0": "f8e8m0",
+}
 
 
 class SafetensorsFile:

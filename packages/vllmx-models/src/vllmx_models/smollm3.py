@@ -29,9 +29,13 @@ def smollm3(config: Mapping[str, Any]) -> Decoder:
     to the layers that do not."""
     read = ConfigReader(config, "SmolLM3ForCausalLM")
     read.refuse_quirks(
-        "attention_bias", "mlp_bias", "no_rope_layers", "sliding_window", "use_sliding_window",
+        "attention_bias",
+        "mlp_bias",
+        "no_rope_layers",
+        "sliding_window",
+        "use_sliding_window",
         "layer_types",
-    )  # fmt: skip
+    )
     rotates, window = _rotating_layers(read), switched_window(read, None)
     sliding = sliding_layers(read, [window is not None and not turns for turns in rotates])
     head, bias = head_size(read), read.flag("attention_bias", False)

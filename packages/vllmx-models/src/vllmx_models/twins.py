@@ -25,9 +25,13 @@ from vllmx_models.qwen2 import qwen2
 logger = logging.getLogger("vllmx.models")
 
 _CWM_ROPE: Mapping[str, Any] = {
-    "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def seed_oss(config: Mapping[str, Any]) -> Decoder:
@@ -51,9 +55,16 @@ def ernie4_5(config: Mapping[str, Any]) -> Decoder:
     read = ConfigReader(config, "Ernie4_5ForCausalLM")
     biases = (read.flag("use_bias", False),) * 3
     return _decoder(
-        read, head=128, kv_heads=2, positions=131072, theta=500_000.0, biases=biases, eps=1e-5,
-        tied=True, interleaved=True,
-    )  # fmt: skip
+        read,
+        head=128,
+        kv_heads=2,
+        positions=131072,
+        theta=500_000.0,
+        biases=biases,
+        eps=1e-5,
+        tied=True,
+        interleaved=True,
+    )
 
 
 def helium(config: Mapping[str, Any]) -> Decoder:

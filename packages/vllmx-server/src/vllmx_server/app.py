@@ -154,9 +154,13 @@ def _batch_runner(app: App, state: ServerState) -> BatchRunner:
     )
     answerer = LineAnswerer(app, endpoints)
     return BatchRunner(
-        storage.batches, storage.files, answerer, places, state.config.max_body_bytes,
+        storage.batches,
+        storage.files,
+        answerer,
+        places,
+        state.config.max_body_bytes,
         lambda: llm.is_ready,
-    )  # fmt: skip
+    )
 
 
 def name_route(scope: Scope) -> tuple[str, str]:

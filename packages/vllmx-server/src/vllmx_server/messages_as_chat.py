@@ -43,9 +43,18 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
         if body.thinking is not None and body.thinking.type == "enabled":
             chat.thinking_token_budget = body.thinking.budget_tokens
         for name in (
-            "stream", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "priority",
-            "cache_salt", "session_id", "request_id",
-        ):  # fmt: skip
+            "stream",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "ignore_eos",
+            "priority",
+            "cache_salt",
+            "session_id",
+            "request_id",
+        ):
             setattr(chat, name, getattr(body, name))
     return chat
 

@@ -91,8 +91,12 @@ class RequestContext:
         if self.log and path not in PUBLIC_PATHS:
             access.info(
                 "%s %s %s %.1f ms %s",
-                method, path, status, elapsed_s * 1e3, scope["state"]["request_id"],
-            )  # fmt: skip
+                method,
+                path,
+                status,
+                elapsed_s * 1e3,
+                scope["state"]["request_id"],
+            )
 
 
 class Authorization:

@@ -131,9 +131,16 @@ class TorchBackend:
             torch.zeros(size, device=device) for size in feature_shapes(model.shape, options)
         )
         return TorchLoadedModel(
-            recording.steps, weights, pages, states, info, device, sampling_device,
-            recording.tower, features,
-        )  # fmt: skip
+            recording.steps,
+            weights,
+            pages,
+            states,
+            info,
+            device,
+            sampling_device,
+            recording.tower,
+            features,
+        )
 
 
 def _num_threads(options: LoadOptions) -> int:

@@ -169,10 +169,17 @@ def _attention(op: Attention, frame: TorchFrame) -> None:
 @OPS.add(LatentAttention)
 def _latent_attention(op: LatentAttention, frame: TorchFrame) -> None:
     frame[op.out] = latent_attention(
-        frame[op.q], frame[op.latent], op.spec, frame.tensor(op.rope), frame.tensor(op.norm),
-        frame.matrix(op.k_b), frame.matrix(op.v_b), frame.step, frame.pages[op.spec.layer],
+        frame[op.q],
+        frame[op.latent],
+        op.spec,
+        frame.tensor(op.rope),
+        frame.tensor(op.norm),
+        frame.matrix(op.k_b),
+        frame.matrix(op.v_b),
+        frame.step,
+        frame.pages[op.spec.layer],
         frame.scratch,
-    )  # fmt: skip
+    )
 
 
 @OPS.add(ShortConv)

@@ -22,15 +22,34 @@ from vllmx_core.plan import (
 )
 
 _PLAN = (
-    "tokens", "positions", "query_start", "context_len", "logit_rows", "state_from", "state_to",
-    "token_types", "rope_positions", "feature_rows",
-)  # fmt: skip
+    "tokens",
+    "positions",
+    "query_start",
+    "context_len",
+    "logit_rows",
+    "state_from",
+    "state_to",
+    "token_types",
+    "rope_positions",
+    "feature_rows",
+)
 _PATCHES = ("values", "table_rows", "table_weights", "keep")
 _FLOAT_PATCHES = ("values", "table_weights")
 _ROWS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "position", "target", "num_logprobs", "mask_index", "masks", "whole",
-)  # fmt: skip
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "position",
+    "target",
+    "num_logprobs",
+    "mask_index",
+    "masks",
+    "whole",
+)
 _FLOAT_ROWS = frozenset(
     ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 )

@@ -81,16 +81,26 @@ class Group:
         # A thread's end would end ranks that are tied to it; the main thread's is the process's.
         tied = int(threading.current_thread() is threading.main_thread())
         command = [
-            sys.executable, "-P", "-m", "vllmx_tp.rank_process", str(rank),
-            str(self.region.num_ranks), str(self.region.fd), str(theirs.fileno()),
-            str(os.getpid()), str(tied), ",".join(map(str, cores)),
-        ]  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "vllmx_tp.rank_process",
+            str(rank),
+            str(self.region.num_ranks),
+            str(self.region.fd),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            str(tied),
+            ",".join(map(str, cores)),
+        ]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             process = subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.DEVNULL, stdout=2,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
                 pass_fds=(self.region.fd, theirs.fileno()),
-            )  # fmt: skip
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()

@@ -48,9 +48,15 @@ class RankReady(msgspec.Struct, frozen=True):
 
 
 ALIKE = (
-    "backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows", "max_num_batched_tokens",
-    "max_logit_rows", "num_feature_rows",
-)  # fmt: skip
+    "backend",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "cache_windows",
+    "max_num_batched_tokens",
+    "max_logit_rows",
+    "num_feature_rows",
+)
 """Of `RankReady`: equal on every rank."""
 
 

@@ -100,9 +100,14 @@ class Attention(Op):
         expect_features(qkv=qkv)
         expect(isinstance(step, StepInputs), f"layer {spec.layer}: pass on the step itself")
         return cls(
-            qkv, spec, weights.rope, weights.q_norm, weights.k_norm, weights.sinks,
+            qkv,
+            spec,
+            weights.rope,
+            weights.q_norm,
+            weights.k_norm,
+            weights.sinks,
             Value(spec.num_heads * spec.head_size),
-        )  # fmt: skip
+        )
 
     def bound(self, get: Callable[[WeightRef], W]) -> AttentionWeights[W]:
         """Its weights as a backend has them."""
@@ -138,9 +143,15 @@ class Attention(Op):
     def compute(self, frame: NumpyFrame) -> None:
         pages, weights = frame.pages[self.spec.layer], self.bound(frame.weight)
         frame[self.out] = attention(
-            frame[self.qkv], self.spec, frame.plan, pages.k, pages.v, frame.kv_dtype, weights,
+            frame[self.qkv],
+            self.spec,
+            frame.plan,
+            pages.k,
+            pages.v,
+            frame.kv_dtype,
+            weights,
             pages.group,
-        )  # fmt: skip
+        )
 
 
 def expect_axes(axes: tuple[int, ...], rotary_dim: int) -> None:

@@ -96,16 +96,27 @@ class Experts(Op):
     def compute(self, frame: NumpyFrame) -> None:
         gate_up, down = self.gate_up, self.down
         frame[self.out] = experts(
-            frame[self.x], frame[self.ids], frame[self.slot_weights], frame.weight(gate_up),
-            frame.weight(down), self.spec, frame.bias(gate_up), frame.bias(down),
-        )  # fmt: skip
+            frame[self.x],
+            frame[self.ids],
+            frame[self.slot_weights],
+            frame.weight(gate_up),
+            frame.weight(down),
+            self.spec,
+            frame.bias(gate_up),
+            frame.bias(down),
+        )
 
     @classmethod
     def cases(cls) -> Iterator[Case]:
         for width, inner, count, chosen in (
-            (16, 24, 4, 2), (33, 17, 5, 3), (48, 64, 6, 6), (130, 20, 3, 1), (24, 1, 1, 1),
-            (20, 259, 2, 2), (16, 8, 40, 1),
-        ):  # fmt: skip
+            (16, 24, 4, 2),
+            (33, 17, 5, 3),
+            (48, 64, 6, 6),
+            (130, 20, 3, 1),
+            (24, 1, 1, 1),
+            (20, 259, 2, 2),
+            (16, 8, 40, 1),
+        ):
             yield _case(width, inner, count, chosen, ExpertsSpec())
             yield _case(width, inner, count, chosen, ExpertsSpec(), biased=True)
         for kind in KINDS:

@@ -92,9 +92,15 @@ class LatentAttention(Op):
         expect_features(q=q, latent=latent)
         expect(isinstance(step, StepInputs), f"layer {spec.layer}: pass on the step itself")
         return cls(
-            q, latent, spec, weights.rope, weights.norm, weights.k_b, weights.v_b,
+            q,
+            latent,
+            spec,
+            weights.rope,
+            weights.norm,
+            weights.k_b,
+            weights.v_b,
             Value(spec.num_heads * spec.value_size),
-        )  # fmt: skip
+        )
 
     def check(self) -> None:
         spec, where = self.spec, f"layer {self.spec.layer}"
@@ -116,9 +122,14 @@ class LatentAttention(Op):
         refs = (self.rope, self.norm, self.k_b, self.v_b)
         weights = LatentWeights(*(frame.weight(ref) for ref in refs))
         frame[self.out] = latent_attention(
-            frame[self.q], frame[self.latent], self.spec, frame.plan,
-            frame.pages[self.spec.layer], frame.kv_dtype, weights,
-        )  # fmt: skip
+            frame[self.q],
+            frame[self.latent],
+            self.spec,
+            frame.plan,
+            frame.pages[self.spec.layer],
+            frame.kv_dtype,
+            weights,
+        )
 
 
 def _expect_stack(w: WeightRef, count: int, rows: int, cols: int) -> None:

@@ -139,9 +139,14 @@ class Recurrence(Op):
     def compute(self, frame: NumpyFrame) -> None:
         b = None if self.b is None else frame[self.b]
         frame[self.out] = recurrence(
-            frame[self.qkv], frame[self.a], b, self.spec, self.bound(frame.weight), frame.plan,
+            frame[self.qkv],
+            frame[self.a],
+            b,
+            self.spec,
+            self.bound(frame.weight),
+            frame.plan,
             frame.states[self.spec.state],
-        )  # fmt: skip
+        )
 
 
 def recurrence(

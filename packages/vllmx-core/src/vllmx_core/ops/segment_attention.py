@@ -55,9 +55,16 @@ class SegmentSpec:
     def attention(self) -> AttentionSpec:
         """The same options for a formula that is shared with `attention`."""
         return AttentionSpec(
-            0, self.num_heads, self.num_kv_heads, self.head_size, self.scale,
-            self.rotary_dim, self.interleaved, window=self.window, causal=False,
-        )  # fmt: skip
+            0,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            self.scale,
+            self.rotary_dim,
+            self.interleaved,
+            window=self.window,
+            causal=False,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

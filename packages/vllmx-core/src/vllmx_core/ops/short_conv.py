@@ -66,9 +66,13 @@ class ShortConv(Op):
     def compute(self, frame: NumpyFrame) -> None:
         bias = None if self.bias is None else frame.weight(self.bias)
         frame[self.out] = short_conv(
-            frame[self.x], frame.weight(self.w), bias, self.spec, frame.plan,
+            frame[self.x],
+            frame.weight(self.w),
+            bias,
+            self.spec,
+            frame.plan,
             frame.states[self.spec.state],
-        )  # fmt: skip
+        )
 
 
 def short_conv(

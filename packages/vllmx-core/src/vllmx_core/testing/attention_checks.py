@@ -48,10 +48,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "scale": {"scale": 1.0},
     "everything": {
-        "num_kv_heads": 2, "norms": True, "rotary_dim": 8, "window": 20, "softcap": 3.0,
-        "sinks": True, "scale": 0.4,
+        "num_kv_heads": 2,
+        "norms": True,
+        "rotary_dim": 8,
+        "window": 20,
+        "softcap": 3.0,
+        "sinks": True,
+        "scale": 0.4,
     },
-}  # fmt: skip
+}
 SPANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped, with a window": {"num_kv_heads": 2, "window": 40},

@@ -141,9 +141,11 @@ class FakeLoadedModel:
         self._strict = strict
         slots = 2 * max_num_seqs + 2 if num_state_slots is None else num_state_slots
         self._memory = FakeMemory(
-            self.rules.windows, (num_blocks, block_size), slots if self.rules.has_states else 0,
+            self.rules.windows,
+            (num_blocks, block_size),
+            slots if self.rules.has_states else 0,
             verify_pages=verify_pages,
-        )  # fmt: skip
+        )
         self._last_ids: I32 = np.zeros(0, np.int32)
         self._busy_until = 0.0
         self._info = LoadedInfo(

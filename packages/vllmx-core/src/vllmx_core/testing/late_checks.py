@@ -45,17 +45,23 @@ def rows_of(kind: str, count: int) -> SamplingRows:
         "edits": {"edits": _edits(count)},
         "masks": {"temperature": 0.7, **_masks(count)},
         "penalties": {
-            "repetition_penalty": 1.3, "frequency_penalty": 2.0, "presence_penalty": -0.5,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 2.0,
+            "presence_penalty": -0.5,
             "counts": _counts(count),
         },
         "logprobs": {"temperature": 1.0, "num_logprobs": 4},
         "scored": {"target": np.arange(count) % VOCAB, "num_logprobs": 2},
         "all": {
-            "temperature": 0.8, "num_logprobs": VOCAB, "presence_penalty": 0.3,
-            "counts": _counts(count), "edits": _edits(count), **_masks(count),
+            "temperature": 0.8,
+            "num_logprobs": VOCAB,
+            "presence_penalty": 0.3,
+            "counts": _counts(count),
+            "edits": _edits(count),
+            **_masks(count),
             "whole": np.arange(0, count, 2, dtype=np.int32),
         },
-    }  # fmt: skip
+    }
     rows = sampling_rows(count, **own, **{k: v for k, v in columns[kind].items() if k != "masks"})
     rows.masks = columns[kind].get("masks")
     return rows

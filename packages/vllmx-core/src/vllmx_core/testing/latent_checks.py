@@ -23,11 +23,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "many heads": {"num_heads": 40, "rank": 64, "nope_size": 16, "value_size": 16},
     "wide": {"num_heads": 5, "rank": 128, "nope_size": 48, "rotary_dim": 32, "value_size": 64},
     "as released": {
-        "num_heads": 2, "rank": 512, "nope_size": 128, "rotary_dim": 64, "value_size": 128,
+        "num_heads": 2,
+        "rank": 512,
+        "nope_size": 128,
+        "rotary_dim": 64,
+        "value_size": 128,
     },
     "norm eps": {"norm_eps": 0.4},
     "scale": {"scale": 1.0},
-}  # fmt: skip
+}
 HIDDEN = 24
 
 
@@ -35,9 +39,13 @@ def latent_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, ArrayS
     """Two layers of nothing but latent attention, so that a wrong row of the first is seen in the
     second."""
     values: dict[str, Any] = {
-        "num_heads": 4, "rank": 32, "nope_size": 12, "rotary_dim": 8, "value_size": 10,
+        "num_heads": 4,
+        "rank": 32,
+        "nope_size": 12,
+        "rotary_dim": 8,
+        "value_size": 10,
         "scale": 0.3,
-    }  # fmt: skip
+    }
     specs = [LatentSpec(layer, **(values | features)) for layer in range(2)]
     first, builder = specs[0], Builder(VOCAB, seed)
     heads, head = first.num_heads, first.nope_size + first.rotary_dim
@@ -55,9 +63,15 @@ def latent_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, ArrayS
         for layer, spec in enumerate(specs):
             q, latent = ops.linear(x, w[f"{layer}.q"]), ops.linear(x, w[f"{layer}.latent"])
             attended = ops.latent_attention(
-                q, latent, spec, step, rope=w["rope"], norm=w[f"{layer}.norm"],
-                k_b=w[f"{layer}.k_b"], v_b=w[f"{layer}.v_b"],
-            )  # fmt: skip
+                q,
+                latent,
+                spec,
+                step,
+                rope=w["rope"],
+                norm=w[f"{layer}.norm"],
+                k_b=w[f"{layer}.k_b"],
+                v_b=w[f"{layer}.v_b"],
+            )
             x = ops.add(x, ops.linear(attended, w[f"{layer}.out"]))
         return ops.logits(x, step.logit_rows, w["head"])
 

@@ -263,9 +263,13 @@ def _centres(model: Model) -> dict[str, float]:
 
 def _options(**more: Any) -> LoadOptions:
     return LoadOptions(
-        dtype="f32", max_model_len=MAX_MODEL_LEN, block_size=PAGE, max_num_seqs=2,
-        num_kv_blocks=2 * MAX_MODEL_LEN // PAGE, **more,
-    )  # fmt: skip
+        dtype="f32",
+        max_model_len=MAX_MODEL_LEN,
+        block_size=PAGE,
+        max_num_seqs=2,
+        num_kv_blocks=2 * MAX_MODEL_LEN // PAGE,
+        **more,
+    )
 
 
 def _row(model: Model, text: Sequence[int], at: int, chunk: int) -> Row:

@@ -25,9 +25,21 @@ from vllmx_core.specs import (
 )
 
 HEAVY = (
-    "numpy", "torch", "cupy", "mlx", "jax", "scipy", "pandas", "transformers", "tokenizers",
-    "safetensors", "gguf", "huggingface_hub", "PIL", "asyncio",
-)  # fmt: skip
+    "numpy",
+    "torch",
+    "cupy",
+    "mlx",
+    "jax",
+    "scipy",
+    "pandas",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "huggingface_hub",
+    "PIL",
+    "asyncio",
+)
 """Modules that neither a plugin's module nor a probe may import."""
 
 _SCRIPT = """

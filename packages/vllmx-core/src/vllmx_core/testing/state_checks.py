@@ -31,18 +31,27 @@ RULES: dict[str, dict[str, Any]] = {
     "delta, tiled": DELTA | {"tiled": True},
     "delta, a decay a channel": DELTA | {"decay": "channel", "num_key_heads": 6},
     "delta, shared keys, a decay a channel": DELTA | {"decay": "channel"},
-    "delta, odd sizes": DELTA | {
-        "num_heads": 3, "num_key_heads": 1, "key_size": 5, "value_size": 9,
+    "delta, odd sizes": DELTA
+    | {
+        "num_heads": 3,
+        "num_key_heads": 1,
+        "key_size": 5,
+        "value_size": 9,
     },
     "delta, norm eps": DELTA | {"norm_eps": 0.5},
     "delta, as released": DELTA | {"num_heads": 2, "key_size": 128, "value_size": 128},
     "ssd": SSD,
     "ssd, one group": SSD | {"num_key_heads": 1},
     "ssd, limits": SSD | {"dt_min": 0.3, "dt_max": 0.6},
-    "ssd, as released": SSD | {
-        "num_heads": 4, "num_key_heads": 2, "key_size": 128, "value_size": 64, "scale": 0.01,
+    "ssd, as released": SSD
+    | {
+        "num_heads": 4,
+        "num_key_heads": 2,
+        "key_size": 128,
+        "value_size": 64,
+        "scale": 0.01,
     },
-}  # fmt: skip
+}
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {},
     "silu": {"activation": "silu"},
@@ -80,8 +89,12 @@ def conv_model(
 def recurrent_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, ArraySource]:
     """Two layers of a convolution and a recurrence behind it, decays between 0.3 and 0.95."""
     values: dict[str, Any] = {
-        "num_heads": 6, "num_key_heads": 2, "key_size": 8, "value_size": 10, "rule": "delta",
-    } | features  # fmt: skip
+        "num_heads": 6,
+        "num_key_heads": 2,
+        "key_size": 8,
+        "value_size": 10,
+        "rule": "delta",
+    } | features
     builder = Builder(VOCAB, seed)
     builder.embedding("embed", HIDDEN)
     layers = [_recurrent_layer(builder, layer, values) for layer in range(2)]
@@ -94,11 +107,15 @@ def recurrent_model(seed: int = 0, **features: Any) -> tuple[SyntheticModel, Arr
             qkv = ops.short_conv(qkv, w[f"{layer}.taps"], conv, step)
             delta = spec.rule == "delta"
             y = ops.recurrence(
-                qkv, ops.linear(x, w[f"{layer}.a"]),
-                ops.linear(x, w[f"{layer}.b"]) if delta else None, spec, step,
-                a_log=w[f"{layer}.a_log"], dt_bias=w[f"{layer}.dt_bias"],
+                qkv,
+                ops.linear(x, w[f"{layer}.a"]),
+                ops.linear(x, w[f"{layer}.b"]) if delta else None,
+                spec,
+                step,
+                a_log=w[f"{layer}.a_log"],
+                dt_bias=w[f"{layer}.dt_bias"],
                 d=None if delta else w[f"{layer}.d"],
-            )  # fmt: skip
+            )
             x = ops.add(x, ops.linear(y, w[f"{layer}.out"]))
         return ops.logits(x, step.logit_rows, w["head"])
 

@@ -24,9 +24,12 @@ class VxTurn(Structure):
     """Arguments of `turn`; native/images.cpp."""
 
     _fields_ = [
-        ("images", c_void_p), ("table", c_void_p), ("axes", c_void_p), ("y", c_void_p),
+        ("images", c_void_p),
+        ("table", c_void_p),
+        ("axes", c_void_p),
+        ("y", c_void_p),
         ("half", c_int32),
-    ]  # fmt: skip
+    ]
 
 
 class VxPatches(Structure):
@@ -51,9 +54,13 @@ class VxFeatures(Structure):
     """Arguments of `keep` and `place`; native/images.cpp."""
 
     _fields_ = [
-        ("images", c_void_p), ("x", c_void_p), ("y", c_void_p), ("store", c_void_p),
-        ("width", c_int32), ("adds", c_int32),
-    ]  # fmt: skip
+        ("images", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("store", c_void_p),
+        ("width", c_int32),
+        ("adds", c_int32),
+    ]
 
 
 def turns(model: Lowering) -> list[Call]:
@@ -61,9 +68,12 @@ def turns(model: Lowering) -> list[Call]:
     calls = []
     for turned in model.turned.values():
         arguments = VxTurn(
-            ctypes.addressof(model.images), model.vector(turned.table),
-            turned.axes.ctypes.data, turned.values.ctypes.data, turned.axes.size,
-        )  # fmt: skip
+            ctypes.addressof(model.images),
+            model.vector(turned.table),
+            turned.axes.ctypes.data,
+            turned.values.ctypes.data,
+            turned.axes.size,
+        )
         calls.append(Call("turn", model.isa.op("turn", VxTurn), arguments))
     return calls
 

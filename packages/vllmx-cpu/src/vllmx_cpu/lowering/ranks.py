@@ -20,10 +20,15 @@ class VxRanks(Structure):
     """Where ranks meet; native/ranks.cpp. `counter` is what `count` points to."""
 
     _fields_ = [
-        ("abort", c_void_p), ("arrived", c_void_p), ("buffers", c_void_p), ("count", c_void_p),
-        ("arrived_stride", c_size_t), ("buffer_bytes", c_size_t), ("rank", c_int32),
+        ("abort", c_void_p),
+        ("arrived", c_void_p),
+        ("buffers", c_void_p),
+        ("count", c_void_p),
+        ("arrived_stride", c_size_t),
+        ("buffer_bytes", c_size_t),
+        ("rank", c_int32),
         ("ranks", c_int32),
-    ]  # fmt: skip
+    ]
     counter: c_uint32
 
 
@@ -53,9 +58,15 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
         )
     counter = c_uint32(0)
     ranks = VxRanks(
-        shared.abort, shared.arrived, shared.buffers, ctypes.addressof(counter),
-        shared.arrived_stride, shared.buffer_bytes, shared.rank, shared.num_ranks,
-    )  # fmt: skip
+        shared.abort,
+        shared.arrived,
+        shared.buffers,
+        ctypes.addressof(counter),
+        shared.arrived_stride,
+        shared.buffer_bytes,
+        shared.rank,
+        shared.num_ranks,
+    )
     ranks.counter = counter
     return ranks
 

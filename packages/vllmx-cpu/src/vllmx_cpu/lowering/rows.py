@@ -38,18 +38,27 @@ def _rms_norm(op: RmsNorm, site: Site) -> list[Call]:
 @OPS.add(AddRmsNorm)
 def _add_rms_norm(op: AddRmsNorm, site: Site) -> list[Call]:
     arguments = VxNorm(
-        x=site.address(op.x), residual=site.address(op.residual), weight=site.vector(op.w),
-        sum=site.address(op.total), y=site.address(op.out), width=op.out.width, eps=op.eps,
-    )  # fmt: skip
+        x=site.address(op.x),
+        residual=site.address(op.residual),
+        weight=site.vector(op.w),
+        sum=site.address(op.total),
+        y=site.address(op.out),
+        width=op.out.width,
+        eps=op.eps,
+    )
     return [site.call(op, "rms_norm", arguments)]
 
 
 @OPS.add(LayerNorm)
 def _layer_norm(op: LayerNorm, site: Site) -> list[Call]:
     arguments = VxNorm(
-        x=site.address(op.x), weight=site.vector(op.w), bias=site.vector(op.bias),
-        y=site.address(op.out), width=op.out.width, eps=op.eps,
-    )  # fmt: skip
+        x=site.address(op.x),
+        weight=site.vector(op.w),
+        bias=site.vector(op.bias),
+        y=site.address(op.out),
+        width=op.out.width,
+        eps=op.eps,
+    )
     return [site.call(op, "layer_norm", arguments)]
 
 
@@ -95,8 +104,12 @@ class VxScaleBy(Structure):
     """Arguments of `scale_by`; native/scale_by.cpp."""
 
     _fields_ = [
-        ("x", c_void_p), ("w", c_void_p), ("y", c_void_p), ("width", c_int32), ("span", c_int32)
-    ]  # fmt: skip
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int32),
+        ("span", c_int32),
+    ]
 
 
 @OPS.add(ScaleBy)
@@ -111,20 +124,36 @@ class VxHeadNorm(Structure):
     """Arguments of `head_norm`; native/head_norm.cpp."""
 
     _fields_ = [
-        ("x", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("y", c_void_p),
-        ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32), ("across", c_int32),
-        ("centred", c_int32), ("values", c_int32), ("eps", c_float),
-    ]  # fmt: skip
+        ("x", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("y", c_void_p),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("across", c_int32),
+        ("centred", c_int32),
+        ("values", c_int32),
+        ("eps", c_float),
+    ]
 
 
 @OPS.add(HeadNorm)
 def _head_norm(op: HeadNorm, site: Site) -> list[Call]:
     spec = op.spec
     arguments = VxHeadNorm(
-        site.address(op.qkv), site.vector(op.q_norm), site.vector(op.k_norm), site.address(op.out),
-        spec.num_heads, spec.num_kv_heads, spec.head_size, int(spec.across),
-        int(spec.kind == "layer"), int(spec.values), spec.eps,
-    )  # fmt: skip
+        site.address(op.qkv),
+        site.vector(op.q_norm),
+        site.vector(op.k_norm),
+        site.address(op.out),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_size,
+        int(spec.across),
+        int(spec.kind == "layer"),
+        int(spec.values),
+        spec.eps,
+    )
     return [site.call(op, "head_norm", arguments)]
 
 
@@ -132,17 +161,25 @@ class VxGate(Structure):
     """Arguments of `gate`; native/gate.cpp."""
 
     _fields_ = [
-        ("x", c_void_p), ("g", c_void_p), ("y", c_void_p), ("width", c_int32), ("span", c_int32),
+        ("x", c_void_p),
+        ("g", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int32),
+        ("span", c_int32),
         ("kind", c_int32),
-    ]  # fmt: skip
+    ]
 
 
 @OPS.add(Gate)
 def _gate(op: Gate, site: Site) -> list[Call]:
     arguments = VxGate(
-        site.address(op.x), site.address(op.g), site.address(op.out), op.x.width, op.span,
+        site.address(op.x),
+        site.address(op.g),
+        site.address(op.out),
+        op.x.width,
+        op.span,
         GATES[op.kind],
-    )  # fmt: skip
+    )
     return [site.call(op, "gate", arguments)]
 
 

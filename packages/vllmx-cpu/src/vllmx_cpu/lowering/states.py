@@ -24,9 +24,15 @@ class VxShortConv(Structure):
     """Arguments of `short_conv`; native/short_conv.cpp."""
 
     _fields_ = [
-        ("x", c_void_p), ("w", c_void_p), ("bias", c_void_p), ("y", c_void_p),
-        ("states", VxStates), ("channels", c_int32), ("kernel", c_int32), ("activation", c_int32),
-    ]  # fmt: skip
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("states", VxStates),
+        ("channels", c_int32),
+        ("kernel", c_int32),
+        ("activation", c_int32),
+    ]
     taps: F32
     """What `w` points to."""
 
@@ -35,12 +41,26 @@ class VxRecurrence(Structure):
     """Arguments of `recurrence`; native/recurrence.cpp."""
 
     _fields_ = [
-        ("qkv", c_void_p), ("a", c_void_p), ("b", c_void_p), ("a_log", c_void_p),
-        ("dt_bias", c_void_p), ("d", c_void_p), ("out", c_void_p), ("states", VxStates),
-        ("heads", c_int32), ("key_heads", c_int32), ("key_size", c_int32), ("value_size", c_int32),
-        ("delta", c_int32), ("channels", c_int32), ("tiled", c_int32), ("scale", c_float),
-        ("norm_eps", c_float), ("dt_min", c_float), ("dt_max", c_float),
-    ]  # fmt: skip
+        ("qkv", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("d", c_void_p),
+        ("out", c_void_p),
+        ("states", VxStates),
+        ("heads", c_int32),
+        ("key_heads", c_int32),
+        ("key_size", c_int32),
+        ("value_size", c_int32),
+        ("delta", c_int32),
+        ("channels", c_int32),
+        ("tiled", c_int32),
+        ("scale", c_float),
+        ("norm_eps", c_float),
+        ("dt_min", c_float),
+        ("dt_max", c_float),
+    ]
 
 
 def _has_taps(op: ShortConv) -> bool:

@@ -21,7 +21,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "nvrtcGetNumSupportedArchs": [POINTER(c_int)],
     "nvrtcGetSupportedArchs": [POINTER(c_int)],
     "nvrtcCreateProgram": [
-        POINTER(c_void_p), c_char_p, c_char_p, c_int, POINTER(c_char_p), POINTER(c_char_p),
+        POINTER(c_void_p),
+        c_char_p,
+        c_char_p,
+        c_int,
+        POINTER(c_char_p),
+        POINTER(c_char_p),
     ],
     "nvrtcCompileProgram": [c_void_p, c_int, POINTER(c_char_p)],
     "nvrtcGetProgramLogSize": [c_void_p, POINTER(c_size_t)],
@@ -29,7 +34,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "nvrtcGetCUBINSize": [c_void_p, POINTER(c_size_t)],
     "nvrtcGetCUBIN": [c_void_p, c_char_p],
     "nvrtcDestroyProgram": [POINTER(c_void_p)],
-}  # fmt: skip
+}
 
 
 class CompileError(VllmxError):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from vllmx_core.errors import BackendUnavailableError
 
-ARCHITECTURES = (
-    "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a",
-)  # fmt: skip
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """What kernels are compiled for and held to the budget. An "a" architecture has instructions that
 no other has (wgmma, tcgen05), and its cubins run nowhere else."""
 _BY_CAPABILITY = {

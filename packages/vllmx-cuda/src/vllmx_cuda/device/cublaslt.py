@@ -223,9 +223,17 @@ class Matmul:
                     )
                 )
             status = self._library.cublasLtMatmulAlgoGetHeuristic(
-                self._lt.handle, self._descriptor, self._w, self._x, self._y, self._y, preference,
-                most, found, byref(count),
-            )  # fmt: skip
+                self._lt.handle,
+                self._descriptor,
+                self._w,
+                self._x,
+                self._y,
+                self._y,
+                preference,
+                most,
+                found,
+                byref(count),
+            )
         finally:
             self._library.cublasLtMatmulPreferenceDestroy(preference)
         self._check(status)
@@ -246,9 +254,15 @@ class Matmul:
         another GPU of the same name may lack it, and a file may be damaged."""
         chosen, found = _Algorithm.from_buffer_copy(algorithm.data), _Proposal()
         status = self._library.cublasLtMatmulAlgoCheck(
-            self._lt.handle, self._descriptor, self._w, self._x, self._y, self._y, byref(chosen),
+            self._lt.handle,
+            self._descriptor,
+            self._w,
+            self._x,
+            self._y,
+            self._y,
+            byref(chosen),
             byref(found),
-        )  # fmt: skip
+        )
         if status or found.workspace_bytes > workspace_bytes:
             return None
         return Algorithm(algorithm.data, found.workspace_bytes)
@@ -259,10 +273,23 @@ class Matmul:
         """Enqueues the product of the arrays at these device addresses."""
         chosen = _Algorithm.from_buffer_copy(algorithm.data)
         status = self._library.cublasLtMatmul(
-            self._lt.handle, self._descriptor, byref(self._one), w, self._w, x, self._x,
-            byref(self._zero), y, self._y, y, self._y, byref(chosen), workspace,
-            algorithm.workspace_bytes, stream,
-        )  # fmt: skip
+            self._lt.handle,
+            self._descriptor,
+            byref(self._one),
+            w,
+            self._w,
+            x,
+            self._x,
+            byref(self._zero),
+            y,
+            self._y,
+            y,
+            self._y,
+            byref(chosen),
+            workspace,
+            algorithm.workspace_bytes,
+            stream,
+        )
         self._check(status)
 
     def close(self) -> None:

@@ -39,9 +39,7 @@ logger = logging.getLogger("vllmx.cuda")
 
 _DEFAULT_SHARED_BYTES = 48 << 10
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_VALUES = {
-    "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f32": np.float32,
-}  # fmt: skip
+_VALUES = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64, "f32": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +166,15 @@ class CupyDevice:
 
     def upload_rows(self, target: Memory, pitch: int, source: Bytes, width: int) -> None:
         self._runtime.memcpy2DAsync(
-            target.address, pitch, source.ctypes.data, width, width, source.nbytes // width,
-            self._runtime.memcpyHostToDevice, self._stream.ptr,
-        )  # fmt: skip
+            target.address,
+            pitch,
+            source.ctypes.data,
+            width,
+            width,
+            source.nbytes // width,
+            self._runtime.memcpyHostToDevice,
+            self._stream.ptr,
+        )
 
     def download(self, target: Bytes, source: Memory) -> None:
         self._copy(target.ctypes.data, source.address, target.nbytes, "DeviceToHost")

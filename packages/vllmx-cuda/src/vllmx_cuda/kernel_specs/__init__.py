@@ -29,13 +29,31 @@ from vllmx_cuda.kernel_specs.types import (
 )
 
 _GROUPS = (
-    norms, attention, rows, linear, experts, latent, sampling, states, images, gguf, w4, codes8,
+    norms,
+    attention,
+    rows,
+    linear,
+    experts,
+    latent,
+    sampling,
+    states,
+    images,
+    gguf,
+    w4,
+    codes8,
     wrappers,
-)  # fmt: skip
+)
 KERNELS: dict[str, Kernel] = {kernel.entry: kernel for group in _GROUPS for kernel in group.KERNELS}
 """By entry name."""
 
 __all__ = [
-    "DTYPES", "ITEM_BYTES", "KERNELS", "Argument", "Kernel", "Launch", "Variant",
-    "has_tensor_cores", "vector_width",
-]  # fmt: skip
+    "DTYPES",
+    "ITEM_BYTES",
+    "KERNELS",
+    "Argument",
+    "Kernel",
+    "Launch",
+    "Variant",
+    "has_tensor_cores",
+    "vector_width",
+]

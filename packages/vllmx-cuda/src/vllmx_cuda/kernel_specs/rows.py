@@ -14,9 +14,15 @@ from vllmx_cuda.kernel_specs.types import (
 )
 
 GATES = {
-    "silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "identity": 5, "tanh": 6,
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "sigmoid": 4,
+    "identity": 5,
+    "tanh": 6,
     "relu2": 7,
-}  # fmt: skip
+}
 """Values of VX_ACT."""
 GATED = ("silu", "gelu", "gelu_tanh", "relu")
 ACTIVATIONS = {kind: GATES[kind] for kind in (*GATED, "tanh", "relu2")}
@@ -136,6 +142,15 @@ BEGIN_STEP = Kernel(
 )
 
 KERNELS = (
-    GATED_ACT, ACTIVATION, ADD, SCALE, SCALE_BY, GATE, SOFTCAP, GATHER_ROWS, POOL_MEAN,
-    GATHER_COLUMNS, BEGIN_STEP,
-)  # fmt: skip
+    GATED_ACT,
+    ACTIVATION,
+    ADD,
+    SCALE,
+    SCALE_BY,
+    GATE,
+    SOFTCAP,
+    GATHER_ROWS,
+    POOL_MEAN,
+    GATHER_COLUMNS,
+    BEGIN_STEP,
+)

@@ -259,8 +259,15 @@ class Codes8:
                 w = codes.at(first * cols, count * cols)
                 ops.device.multiply(product, scratch.codes, w, scratch.work)
                 w_scales = scales.at(4 * first, 4 * count)
-                arguments = (scratch.work, scratch.scales, w_scales, part.bias, part.y, count,
-                             operands.pitch)  # fmt: skip
+                arguments = (
+                    scratch.work,
+                    scratch.scales,
+                    w_scales,
+                    part.bias,
+                    part.y,
+                    count,
+                    operands.pitch,
+                )
                 ops.device.launch(rescale, {"tokens": m, "outputs": count}, arguments)
                 first += count
 

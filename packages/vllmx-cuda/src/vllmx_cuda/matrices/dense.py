@@ -70,9 +70,16 @@ class Dense:
                 sizes |= {"width": k, "splits": parts}
                 shared = (scratch.work, scratch.counters) if parts > 1 else (None, None)
             arguments = (
-                operands.x, segment.data, operands.bias, operands.y, *shared, m, n, k,
+                operands.x,
+                segment.data,
+                operands.bias,
+                operands.y,
+                *shared,
+                m,
+                n,
+                k,
                 operands.pitch,
-            )  # fmt: skip
+            )
             ops.device.launch(kernel, sizes, arguments)
 
         return SegmentProduct(enqueue)

@@ -42,9 +42,16 @@ class BlockProduct:
         spans = [self.ops.products.codes, segment.data, operands.y]
         spans += [self._bias] if self._bias else []
         return Product(
-            X_CODES.pitch(m), segment.rows, segment.cols, "f8e4m3", operands.out_dtype,
-            self._bias is not None, operands.pitch, alignment(*spans), blocks=True,
-        )  # fmt: skip
+            X_CODES.pitch(m),
+            segment.rows,
+            segment.cols,
+            "f8e4m3",
+            operands.out_dtype,
+            self._bias is not None,
+            operands.pitch,
+            alignment(*spans),
+            blocks=True,
+        )
 
     @property
     def _bias(self) -> Memory | None:
@@ -66,9 +73,18 @@ class BlockProduct:
                 )
                 return
             arguments = (
-                scratch.codes, scratch.scales, segment.data, self.scales, operands.bias,
-                operands.y, m, rows, cols, X_CODES.pitch(m), operands.pitch,
-            )  # fmt: skip
+                scratch.codes,
+                scratch.scales,
+                segment.data,
+                self.scales,
+                operands.bias,
+                operands.y,
+                m,
+                rows,
+                cols,
+                X_CODES.pitch(m),
+                operands.pitch,
+            )
             ops.device.launch(own, {"tokens": m, "outputs": rows, "width": cols}, arguments)
 
         return multiply

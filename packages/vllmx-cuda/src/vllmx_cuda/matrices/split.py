@@ -46,9 +46,17 @@ def split_product(
     def multiply(m: int) -> None:
         kernel = kernels[next((tokens for tokens in kernels if tokens >= m), TOKENS)]
         arguments = (
-            operands.x, *matrix, operands.bias, operands.y, *shared, m, n, k, operands.pitch,
+            operands.x,
+            *matrix,
+            operands.bias,
+            operands.y,
+            *shared,
+            m,
+            n,
+            k,
+            operands.pitch,
             *layout,
-        )  # fmt: skip
+        )
         sizes = {"tokens": m, "outputs": n, "width": k, "splits": parts}
         ops.device.launch(kernel, sizes, arguments)
 

@@ -158,9 +158,13 @@ class W4:
         def variant(tokens: int) -> Variant:
             tiles = token_tiles(tokens, self.packing.zero, in_tile, ops.target.arch)
             return ops.variant(
-                "w4_linear", VX_TILES=tiles,
-                VX_ROWS=row_tiles(tokens), VX_FOLDS=in_tile, VX_OUT=out, **self.packing.options,
-            )  # fmt: skip
+                "w4_linear",
+                VX_TILES=tiles,
+                VX_ROWS=row_tiles(tokens),
+                VX_FOLDS=in_tile,
+                VX_OUT=out,
+                **self.packing.options,
+            )
 
         layout = (self.packing.group_shift,)
         return split_product(ops, segment, operands, counters, variant, (segment.data,), layout)

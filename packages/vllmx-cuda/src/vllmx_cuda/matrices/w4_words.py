@@ -109,9 +109,18 @@ class StoredWords:
         zero_steps = self.zeros.steps(rows) if self.zeros else (0, 0)
         cols = self.part.shape[1]
         arguments = (
-            *spans[:2], zeros, self.columns, tiles, fault, cols, self.packing.group_shift, pitch,
-            *self.scales.steps(rows), *zero_steps, self.zero_add,
-        )  # fmt: skip
+            *spans[:2],
+            zeros,
+            self.columns,
+            tiles,
+            fault,
+            cols,
+            self.packing.group_shift,
+            pitch,
+            *self.scales.steps(rows),
+            *zero_steps,
+            self.zero_add,
+        )
         device.launch(self.kernel, {"outputs": rows, "width": cols}, arguments)
 
     def refusal(self, fault: int) -> WeightFormatError:
@@ -130,14 +139,26 @@ def stored_words(part: WeightPart, packing: Packing, columns: Memory | None) -> 
     if kind == "gptq":
         zeros = _field(raw["qzeros"], True, per) if "qzeros" in raw else None
         return StoredWords(
-            part, packing, TRANSPOSED, _field(raw["qweight"], True),
-            _field(raw["scales"], True), zeros, int(options["zero_offset"]), columns,
-        )  # fmt: skip
+            part,
+            packing,
+            TRANSPOSED,
+            _field(raw["qweight"], True),
+            _field(raw["scales"], True),
+            zeros,
+            int(options["zero_offset"]),
+            columns,
+        )
     if kind == "awq" and options["packing"] == "gemm":
         return StoredWords(
-            part, packing, PACKED_ROWS, _field(raw["qweight"], True, per),
-            _field(raw["scales"], True), _field(raw["qzeros"], True, per), 0, columns,
-        )  # fmt: skip
+            part,
+            packing,
+            PACKED_ROWS,
+            _field(raw["qweight"], True, per),
+            _field(raw["scales"], True),
+            _field(raw["qzeros"], True, per),
+            0,
+            columns,
+        )
     if kind == "pack_int":
         scales, zeros, add = _by_row(part, raw["scale"]), None, 0
         if packing.zero == ZERO_CODES:

@@ -131,18 +131,30 @@ def _store(layer: Layer, to: Lowering) -> Enqueue:
     )
     heads = {"heads": spec.num_heads, "kv_heads": 0 if spec.shared else spec.num_kv_heads}
     values = (
-        *heads.values(), spec.rotary_dim, int(spec.interleaved), layer.page_shift, spec.norm_eps,
-    )  # fmt: skip
+        *heads.values(),
+        spec.rotary_dim,
+        int(spec.interleaved),
+        layer.page_shift,
+        spec.norm_eps,
+    )
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         to.device.launch(
-            kernel, {"tokens": sizes.tokens, **heads},
+            kernel,
+            {"tokens": sizes.tokens, **heads},
             (
-                qkv, step.arrays[TurnedRows()] if axes else step.positions,
-                layer.rows(step).slots, *vectors, to.scratch.queries,
-                pages.k, pages.v, pages.k_scales, pages.v_scales, *values,
+                qkv,
+                step.arrays[TurnedRows()] if axes else step.positions,
+                layer.rows(step).slots,
+                *vectors,
+                to.scratch.queries,
+                pages.k,
+                pages.v,
+                pages.k_scales,
+                pages.v_scales,
+                *values,
             ),
-        )  # fmt: skip
+        )
 
     return enqueue
 
@@ -171,13 +183,27 @@ def _decode(layer: Layer, to: Lowering) -> Enqueue:
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         items, first_item, rows = step.items[seen], step.first_item[seen], layer.rows(step)
         to.device.launch(
-            decode, {"items": sizes.items, **heads},
+            decode,
+            {"items": sizes.items, **heads},
             (
-                scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, items,
-                first_item, rows.positions, rows.table, sinks, y, scratch.partial,
-                scratch.weights, *heads.values(), rows.stride, *values,
+                scratch.queries,
+                pages.k,
+                pages.v,
+                pages.k_scales,
+                pages.v_scales,
+                items,
+                first_item,
+                rows.positions,
+                rows.table,
+                sinks,
+                y,
+                scratch.partial,
+                scratch.weights,
+                *heads.values(),
+                rows.stride,
+                *values,
             ),
-        )  # fmt: skip
+        )
         to.device.launch(
             combine,
             {"tokens": sizes.tokens, "heads": spec.num_heads},
@@ -201,13 +227,26 @@ def _prefill(layer: Layer, to: Lowering, chosen: PrefillKernel) -> Enqueue:
         if chosen.spans:
             seen = (step.arrays[LastSeen()] if spec.spans else None,)
         to.device.launch(
-            kernel, {"tiles": tiles.num_bytes // 16, **heads},
+            kernel,
+            {"tiles": tiles.num_bytes // 16, **heads},
             (
-                to.scratch.queries, pages.k, pages.v, pages.k_scales, pages.v_scales, tiles,
-                rows.context_len, rows.table, sinks, *seen, y, *heads.values(), rows.stride,
-                layer.page_shift, *values,
+                to.scratch.queries,
+                pages.k,
+                pages.v,
+                pages.k_scales,
+                pages.v_scales,
+                tiles,
+                rows.context_len,
+                rows.table,
+                sinks,
+                *seen,
+                y,
+                *heads.values(),
+                rows.stride,
+                layer.page_shift,
+                *values,
             ),
-        )  # fmt: skip
+        )
 
     return enqueue
 

@@ -42,9 +42,14 @@ def route(op: Route, to: Lowering) -> Enqueue:
     logits, ids, weights = map(to.place, (op.logits, op.ids, op.slot_weights))
     vectors = to.vector(op.bias), to.vector(op.factor)
     choice = (
-        spec.chosen, spec.groups, spec.groups_kept, int(spec.group_score == "best_two"),
-        int(spec.renormalise), spec.eps, spec.scale,
-    )  # fmt: skip
+        spec.chosen,
+        spec.groups,
+        spec.groups_kept,
+        int(spec.group_score == "best_two"),
+        int(spec.renormalise),
+        spec.eps,
+        spec.scale,
+    )
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         shape = {"tokens": sizes.tokens, "experts": experts, "groups": spec.groups}
@@ -238,7 +243,7 @@ def _product(
     quantise = to.variant("quantize_q8")
     return BlockProduct(
         quantise, kernels, *coded, segment.data, stack.bias, share, rows, stack.cols
-    )  # fmt: skip
+    )
 
 
 def _activate(spec: ExpertsSpec, width: int, to: Lowering) -> Callable[[Memory, Memory, int], None]:

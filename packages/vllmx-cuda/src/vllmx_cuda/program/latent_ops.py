@@ -48,24 +48,47 @@ def latent_attention(op: LatentAttention, to: Lowering) -> Enqueue:
         shape = {"tokens": sizes.tokens, "heads": heads}
         absorb(sizes.tokens)
         to.device.launch(
-            store, shape,
+            store,
+            shape,
             (
-                latent, q, step.positions, step.slots[pages.group], *vectors, scratch.queries,
-                pages.k, heads, *sizes_of_head, int(spec.interleaved), spec.norm_eps,
+                latent,
+                q,
+                step.positions,
+                step.slots[pages.group],
+                *vectors,
+                scratch.queries,
+                pages.k,
+                heads,
+                *sizes_of_head,
+                int(spec.interleaved),
+                spec.norm_eps,
             ),
-        )  # fmt: skip
+        )
         to.device.launch(
             decode,
             {
-                "items": sizes.items, "heads": heads, "rank": spec.rank,
+                "items": sizes.items,
+                "heads": heads,
+                "rank": spec.rank,
                 "rotary": spec.rotary_dim,
             },
             (
-                scratch.queries, pages.k, items, first_item, step.block_tables[pages.group], found,
-                scratch.partial, scratch.weights, heads, spec.rank, spec.rotary_dim,
-                step.table_stride, to.page_shift, spec.scale,
+                scratch.queries,
+                pages.k,
+                items,
+                first_item,
+                step.block_tables[pages.group],
+                found,
+                scratch.partial,
+                scratch.weights,
+                heads,
+                spec.rank,
+                spec.rotary_dim,
+                step.table_stride,
+                to.page_shift,
+                spec.scale,
             ),
-        )  # fmt: skip
+        )
         joined = (scratch.partial, scratch.weights, first_item, found, heads, spec.rank)
         to.device.launch(combine, shape, joined)
         bring_out(sizes.tokens)

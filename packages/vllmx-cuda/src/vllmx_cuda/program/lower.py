@@ -262,8 +262,13 @@ def _pool(op: Pool, to: Lowering) -> Enqueue:
 def _layer_norm(op: LayerNorm, to: Lowering) -> Enqueue:
     width, vec = op.x.width, vector_width(op.x.width)
     arguments = (
-        to.place(op.x), to.vector(op.w), to.vector(op.bias), to.place(op.out), width, op.eps
-    )  # fmt: skip
+        to.place(op.x),
+        to.vector(op.w),
+        to.vector(op.bias),
+        to.place(op.out),
+        width,
+        op.eps,
+    )
     return _by_rows(to, to.variant("layer_norm", VX_VEC=vec), op.out, arguments)
 
 

@@ -57,10 +57,18 @@ def head_norm(op: HeadNorm, to: Lowering) -> Enqueue:
         "width": heads * size if spec.across else size,
     }
     arguments = (
-        to.place(op.qkv), to.vector(op.q_norm), to.vector(op.k_norm), to.place(op.out),
-        heads, kv_heads, size, int(spec.across), int(spec.kind == "layer"), int(spec.values),
+        to.place(op.qkv),
+        to.vector(op.q_norm),
+        to.vector(op.k_norm),
+        to.place(op.out),
+        heads,
+        kv_heads,
+        size,
+        int(spec.across),
+        int(spec.kind == "layer"),
+        int(spec.values),
         spec.eps,
-    )  # fmt: skip
+    )
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         to.device.launch(kernel, {"rows": sizes.tokens, **shape}, arguments)

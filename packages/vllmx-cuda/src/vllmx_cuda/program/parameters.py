@@ -9,12 +9,18 @@ import numpy.typing as npt
 from vllmx_core.plan import F32, AnyArray, SamplingRows
 
 PARAMETERS: dict[str, tuple[npt.DTypeLike, float]] = {
-    "temperature": (np.float32, 0), "target": (np.int32, -1), "top_k": (np.int32, 0),
-    "top_p": (np.float32, 1), "min_x": (np.float32, -np.inf), "seed": (np.uint64, 0),
-    "position": (np.int32, 0), "repetition_penalty": (np.float32, 1),
-    "frequency_penalty": (np.float32, 0), "presence_penalty": (np.float32, 0),
+    "temperature": (np.float32, 0),
+    "target": (np.int32, -1),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_x": (np.float32, -np.inf),
+    "seed": (np.uint64, 0),
+    "position": (np.int32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "frequency_penalty": (np.float32, 0),
+    "presence_penalty": (np.float32, 0),
     "num_logprobs": (np.int32, -1),
-}  # fmt: skip
+}
 """Name -> type, and what a padding row has: a greedy one that nobody reads."""
 _GREEDY = ("temperature", "target")
 

@@ -119,11 +119,27 @@ def plan_load(
     logger.info(
         "memory of %s: %s of %s are free; --memory-fraction %.2f of it is for weights (%s), buffers"
         " (%s) and KV cache (%s)",
-        device.info.name, format_bytes(free), format_bytes(device.info.memory_bytes),
-        options.memory_fraction, format_bytes(weights.num_bytes),
-        format_bytes(used - weights.num_bytes), format_bytes(kv.num_bytes),
-    )  # fmt: skip
+        device.info.name,
+        format_bytes(free),
+        format_bytes(device.info.memory_bytes),
+        options.memory_fraction,
+        format_bytes(weights.num_bytes),
+        format_bytes(used - weights.num_bytes),
+        format_bytes(kv.num_bytes),
+    )
     return LoadPlan(
-        steps, specs, constants, dtype, weights, max_rows, max_blocks, buckets, work,
-        layout, staging_bytes, kv, tower, tuple(feature_shapes(model.shape, options)),
-    )  # fmt: skip
+        steps,
+        specs,
+        constants,
+        dtype,
+        weights,
+        max_rows,
+        max_blocks,
+        buckets,
+        work,
+        layout,
+        staging_bytes,
+        kv,
+        tower,
+        tuple(feature_shapes(model.shape, options)),
+    )

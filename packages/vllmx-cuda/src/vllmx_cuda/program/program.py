@@ -127,12 +127,17 @@ class Program:
 
     def _enqueue(self, sizes: StepSizes, memory: StepMemory) -> None:
         self.device.launch(
-            self.begin, {"count": sizes.tokens, "patches": sizes.patches},
+            self.begin,
+            {"count": sizes.tokens, "patches": sizes.patches},
             (
-                memory.tokens, self.last_ids, self.staging.tables, memory.patches, sizes.tokens,
+                memory.tokens,
+                self.last_ids,
+                self.staging.tables,
+                memory.patches,
+                sizes.tokens,
                 sizes.patches,
             ),
-        )  # fmt: skip
+        )
         for op in self.ops:
             op(sizes, memory)
 
@@ -156,9 +161,14 @@ class Program:
         items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
         num_tiles = tuple(map(len, tiles))
         return StepSizes(
-            plan.num_tokens, plan.num_logit_rows, plan.num_rows, items, num_tiles, self._groups,
+            plan.num_tokens,
+            plan.num_logit_rows,
+            plan.num_rows,
+            items,
+            num_tiles,
+            self._groups,
             has_states=self._has_states,
-        )  # fmt: skip
+        )
 
     def _work(self, plan: StepPlan, sizes: StepSizes, tiles: tuple[I32, ...]) -> StepWork:
         return StepWork(plan_all_items(plan, self.plan.work, sizes.tokens, sizes.items), tiles)
@@ -183,14 +193,29 @@ def _nothing(groups: int) -> StepPlan:
     """Padding alone: nothing is stored, nothing attended to."""
     empty = np.zeros(0, np.int32)
     return StepPlan(
-        empty, empty, (empty,) * groups, np.zeros(1, np.int32), empty,
-        (empty.reshape(0, 0),) * groups, empty,
-    )  # fmt: skip
+        empty,
+        empty,
+        (empty,) * groups,
+        np.zeros(1, np.int32),
+        empty,
+        (empty.reshape(0, 0),) * groups,
+        empty,
+    )
 
 
 def _no_rows(drawn: bool) -> SamplingRows:
     f32, i32 = np.zeros(0, np.float32), np.zeros(0, np.int32)
     return SamplingRows(
-        f32, i32, f32, f32, f32, f32, f32, np.zeros(0, np.uint64), i32, i32, i32,
+        f32,
+        i32,
+        f32,
+        f32,
+        f32,
+        f32,
+        f32,
+        np.zeros(0, np.uint64),
+        i32,
+        i32,
+        i32,
         all_greedy=not drawn,
-    )  # fmt: skip
+    )

@@ -21,9 +21,15 @@ from vllmx_cuda.program.parameters import is_plain
 from vllmx_cuda.program.staging import ALIGNMENT, SLOTS, StepMemory
 
 _ENTRIES = (
-    "mask_logits", "edit_logits", "sample_max", "sample_threshold", "sample_draw", "sample_pick",
-    "logprob_chunks", "logprob_rows",
-)  # fmt: skip
+    "mask_logits",
+    "edit_logits",
+    "sample_max",
+    "sample_threshold",
+    "sample_draw",
+    "sample_pick",
+    "logprob_chunks",
+    "logprob_rows",
+)
 _FIRST_BYTES = 1 << 16
 
 
@@ -182,17 +188,43 @@ class DeviceSampler:
         """Masked and edited in a buffer of their own."""
         given, sparse, count = step.parameters, self._upload(_sparse(rows)), rows.num_rows
         words = 0 if rows.masks is None else rows.masks.shape[1]
-        self._launch("mask_logits", count, [
-            logits, sparse.get("mask_index"), sparse.get("masks"), given["target"], self._edited,
-            self._vocab_size, words,
-        ])  # fmt: skip
-        names = ("edit_start", "edit_ids", "edit_values", "count_start", "count_ids", "counts",
-                 "pending")  # fmt: skip
-        self._launch("edit_logits", count, [
-            self._edited, *(sparse.get(name) for name in names), step.tokens, step.logit_rows,
-            given["repetition_penalty"], given["frequency_penalty"], given["presence_penalty"],
-            given["target"], self._vocab_size,
-        ])  # fmt: skip
+        self._launch(
+            "mask_logits",
+            count,
+            [
+                logits,
+                sparse.get("mask_index"),
+                sparse.get("masks"),
+                given["target"],
+                self._edited,
+                self._vocab_size,
+                words,
+            ],
+        )
+        names = (
+            "edit_start",
+            "edit_ids",
+            "edit_values",
+            "count_start",
+            "count_ids",
+            "counts",
+            "pending",
+        )
+        self._launch(
+            "edit_logits",
+            count,
+            [
+                self._edited,
+                *(sparse.get(name) for name in names),
+                step.tokens,
+                step.logit_rows,
+                given["repetition_penalty"],
+                given["frequency_penalty"],
+                given["presence_penalty"],
+                given["target"],
+                self._vocab_size,
+            ],
+        )
         return self._edited
 
     def _pick(self, edited: Memory, step: StepMemory, count: int, drawn: bool) -> None:
@@ -200,37 +232,92 @@ class DeviceSampler:
         given, vocab, chunks = step.parameters, self._vocab_size, self._chunks
         self._launch("sample_max", count, [edited, best, argmax, vocab])
         if drawn:
-            self._launch("sample_threshold", count, [
-                edited, best, argmax, given["temperature"], given["min_x"], given["top_k"],
-                given["top_p"], given["target"], self._threshold, vocab, chunks,
-            ])  # fmt: skip
-            self._launch("sample_draw", count, [
-                edited, best, argmax, given["temperature"], self._threshold, given["seed"],
-                given["position"], given["target"], score, ids, vocab,
-            ])  # fmt: skip
-        self._launch("sample_pick", count, [
-            best, argmax, score, ids, given["temperature"], given["target"], self._last_ids,
-            chunks,
-        ])  # fmt: skip
+            self._launch(
+                "sample_threshold",
+                count,
+                [
+                    edited,
+                    best,
+                    argmax,
+                    given["temperature"],
+                    given["min_x"],
+                    given["top_k"],
+                    given["top_p"],
+                    given["target"],
+                    self._threshold,
+                    vocab,
+                    chunks,
+                ],
+            )
+            self._launch(
+                "sample_draw",
+                count,
+                [
+                    edited,
+                    best,
+                    argmax,
+                    given["temperature"],
+                    self._threshold,
+                    given["seed"],
+                    given["position"],
+                    given["target"],
+                    score,
+                    ids,
+                    vocab,
+                ],
+            )
+        self._launch(
+            "sample_pick",
+            count,
+            [
+                best,
+                argmax,
+                score,
+                ids,
+                given["temperature"],
+                given["target"],
+                self._last_ids,
+                chunks,
+            ],
+        )
 
     def _score(self, logits: Memory, step: StepMemory, count: int, width: int) -> Bytes:
         packed = self._logprobs.reserve(4 * count * (2 + 2 * width))
         out, word = self._logprobs.memory, 4 * count
-        parts = [out.at(0, word), out.at(word, word), out.at(2 * word, word * width),
-                 out.at((2 + width) * word, word * width)]  # fmt: skip
+        parts = [
+            out.at(0, word),
+            out.at(word, word),
+            out.at(2 * word, word * width),
+            out.at((2 + width) * word, word * width),
+        ]
         best, sums = self._chunk_results[2:]  # of the draw, which is over
         entries = word * self._chunks * width
         if 2 * entries > self._chunk_top.num_bytes:
             self._chunk_top = self._device.empty(2 * entries)
         top, top_ids = self._chunk_top.at(0, entries), self._chunk_top.at(entries, entries)
         wanted = step.parameters["num_logprobs"]
-        self._launch("logprob_chunks", count, [
-            logits, wanted, best, sums, top, top_ids, self._vocab_size, width,
-        ])  # fmt: skip
-        self._launch("logprob_rows", count, [
-            logits, wanted, self._last_ids, best, sums, top, top_ids, *parts, self._vocab_size,
-            self._chunks, width,
-        ])  # fmt: skip
+        self._launch(
+            "logprob_chunks",
+            count,
+            [logits, wanted, best, sums, top, top_ids, self._vocab_size, width],
+        )
+        self._launch(
+            "logprob_rows",
+            count,
+            [
+                logits,
+                wanted,
+                self._last_ids,
+                best,
+                sums,
+                top,
+                top_ids,
+                *parts,
+                self._vocab_size,
+                self._chunks,
+                width,
+            ],
+        )
         self._device.download(packed, out)
         return packed
 
@@ -245,8 +332,12 @@ def _sparse(rows: SamplingRows) -> dict[str, AnyArray]:
             "edit_values": rows.edits.values,
         }
     if rows.counts is not None:
-        arrays |= {"count_start": rows.counts.start, "count_ids": rows.counts.ids,
-                   "counts": rows.counts.output_counts, "pending": rows.counts.pending}  # fmt: skip
+        arrays |= {
+            "count_start": rows.counts.start,
+            "count_ids": rows.counts.ids,
+            "counts": rows.counts.output_counts,
+            "pending": rows.counts.pending,
+        }
     if rows.masks is not None and rows.mask_index is not None:
         arrays |= {"masks": rows.masks, "mask_index": rows.mask_index}
     return arrays

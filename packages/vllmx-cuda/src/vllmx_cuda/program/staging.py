@@ -111,9 +111,21 @@ class Layout:
             name: take_bytes(parameter_bytes(name, sizes.logit_rows)) for name in PARAMETERS
         }
         return cls(
-            sizes, tokens, positions, slots, logit_rows, context_len, items, first_items, tiles,
-            patches, states, arrays, parameters, end,
-        )  # fmt: skip
+            sizes,
+            tokens,
+            positions,
+            slots,
+            logit_rows,
+            context_len,
+            items,
+            first_items,
+            tiles,
+            patches,
+            states,
+            arrays,
+            parameters,
+            end,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,17 +59,32 @@ def short_conv(op: ShortConv, to: Lowering) -> Enqueue:
         rows = step.states
         assert rows is not None, "a step of a model with states"
         arguments = (
-            x, w, bias, rows.token_rows, rows.query_start, rows.state_from, states.memory, y,
-            *shape, activates, states.slot_floats,
-        )  # fmt: skip
+            x,
+            w,
+            bias,
+            rows.token_rows,
+            rows.query_start,
+            rows.state_from,
+            states.memory,
+            y,
+            *shape,
+            activates,
+            states.slot_floats,
+        )
         to.device.launch(compute, {"count": sizes.tokens, "width": width}, arguments)
         to.device.launch(
-            keep, {"count": sizes.rows, "width": width},
+            keep,
+            {"count": sizes.rows, "width": width},
             (
-                x, rows.query_start, rows.state_from, rows.state_to, states.memory, *shape,
+                x,
+                rows.query_start,
+                rows.state_from,
+                rows.state_to,
+                states.memory,
+                *shape,
                 states.slot_floats,
             ),
-        )  # fmt: skip
+        )
 
     return enqueue
 
@@ -81,18 +96,28 @@ def recurrence(op: Recurrence, to: Lowering) -> Enqueue:
     kernel = to.variant("recurrence", VX_KEYS=keys_of(spec.key_size), VX_VEC=vec)
     b = None if op.b is None else to.place(op.b)
     operands = (
-        to.place(op.qkv), to.place(op.a), b, to.vector(op.a_log), to.vector(op.dt_bias),
+        to.place(op.qkv),
+        to.place(op.a),
+        b,
+        to.vector(op.a_log),
+        to.vector(op.dt_bias),
         to.vector(op.d),
-    )  # fmt: skip
+    )
     out = to.place(op.out)
     shape = (
-        spec.num_heads, spec.num_key_heads, spec.key_size, spec.value_size,
-        int(spec.decay == "channel"), int(spec.tiled), states.slot_floats, spec.scale,
-        spec.norm_eps, spec.dt_min, spec.dt_max,
-    )  # fmt: skip
-    sizes_of_head = {
-        "heads": spec.num_heads, "keys": spec.key_size, "values": spec.value_size,
-    }  # fmt: skip
+        spec.num_heads,
+        spec.num_key_heads,
+        spec.key_size,
+        spec.value_size,
+        int(spec.decay == "channel"),
+        int(spec.tiled),
+        states.slot_floats,
+        spec.scale,
+        spec.norm_eps,
+        spec.dt_min,
+        spec.dt_max,
+    )
+    sizes_of_head = {"heads": spec.num_heads, "keys": spec.key_size, "values": spec.value_size}
 
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         rows = step.states

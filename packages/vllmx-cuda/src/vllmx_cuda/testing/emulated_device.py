@@ -247,9 +247,13 @@ def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 _NUMPY = {
-    "bf16": np.uint16, "f16": np.float16, "f32": np.float32, "i8": np.int8, "i32": np.int32,
+    "bf16": np.uint16,
+    "f16": np.float16,
+    "f32": np.float32,
+    "i8": np.int8,
+    "i32": np.int32,
     "f8e4m3": np.uint8,
-}  # fmt: skip
+}
 
 
 def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:

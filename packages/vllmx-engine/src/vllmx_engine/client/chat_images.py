@@ -113,9 +113,13 @@ class Pictures:
 def image_input(start: int, image: PreparedImage) -> ImageInput:
     """An image whose tokens begin at `start`, as it travels to the core."""
     return ImageInput(
-        start, image.num_tokens, image.digest, image.grid, image.patches.tobytes(),
+        start,
+        image.num_tokens,
+        image.digest,
+        image.grid,
+        image.patches.tobytes(),
         image.levels.tobytes(),
-    )  # fmt: skip
+    )
 
 
 class ChatImages:

@@ -125,10 +125,17 @@ class PoolingBuilder:
             )
         name = f"pool-{next(self._numbers)}"
         core = CoreRequest(
-            request_id=name, prompt=pack_ids(ids), params=_PARAMS, max_tokens=1, seed=0, pools=True,
-            token_types=pack_ids(types) if any(types) else b"", priority=options.priority,
-            client=options.client, cache_salt=options.cache_salt,
-        )  # fmt: skip
+            request_id=name,
+            prompt=pack_ids(ids),
+            params=_PARAMS,
+            max_tokens=1,
+            seed=0,
+            pools=True,
+            token_types=pack_ids(types) if any(types) else b"",
+            priority=options.priority,
+            client=options.client,
+            cache_salt=options.cache_salt,
+        )
         return Request(name, None, ids, _PARAMS, [core], None)
 
     def _tokens(

@@ -47,10 +47,16 @@ class Batch:
     """What is done for the chunks' images before the step; None: the model sees none."""
 
 
-def load_of(num_decodes: int, context: int, chunks: list[Chunk]) -> StepLoad:
+def load_of(
+    num_decodes: int, context: int, chunks: list[Chunk], images: StepImages | None
+) -> StepLoad:
     """What a step costs by: see `StepCost`."""
     tokens, work = 0, 0.0
     for chunk in chunks:
         tokens += chunk.num_tokens
         work += chunk.num_tokens * (chunk.start + chunk.num_tokens / 2)
-    return StepLoad(num_decodes, context, tokens, work)
+    load = StepLoad(num_decodes, context, tokens, work)
+    if images is None:
+        return load
+    tower = images.towers.load
+    return load._replace(patches=tower.patches, patch_work=tower.work)

@@ -59,16 +59,21 @@ def pooling_info(checkpoint: Checkpoint, shape: ModelShape) -> PoolingInfo | Non
         normalize = modules is None or any(each["kind"] == "normalize" for each in modules)
         prompts, default = _prompts(config)
         return PoolingInfo(
-            tasks=["embed", "score"], size=shape.output_size, normalize=normalize,
-            prompts=prompts, default_prompt=default,
-        )  # fmt: skip
+            tasks=["embed", "score"],
+            size=shape.output_size,
+            normalize=normalize,
+            prompts=prompts,
+            default_prompt=default,
+        )
     if "score_tokens" in config:
         return PoolingInfo(tasks=["score"], size=1, activation="yes", pair=JUDGE)
     tasks: list[PoolingTask] = ["score", "classify"] if shape.output_size == 1 else ["classify"]
     return PoolingInfo(
-        tasks=tasks, size=shape.output_size, labels=_labels(config, shape.output_size),
+        tasks=tasks,
+        size=shape.output_size,
+        labels=_labels(config, shape.output_size),
         activation=_activation(config, shape.output_size),
-    )  # fmt: skip
+    )
 
 
 def _prompts(config: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:

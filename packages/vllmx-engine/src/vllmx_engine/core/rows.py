@@ -12,9 +12,13 @@ from vllmx_core.plan import I32, AnyArray
 from vllmx_engine.core.sequence import Sequence
 
 FLOAT_DEFAULTS = {
-    "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0, "presence_penalty": 0.0,
-}  # fmt: skip
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 """What a logit row has that scores a prompt token: greedy, and everything else off."""
 FLOAT_FIELDS = tuple(FLOAT_DEFAULTS)
 """Rows of `RowTable.floats`, by their names in SamplingParams and SamplingRows."""

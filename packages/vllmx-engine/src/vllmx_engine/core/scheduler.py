@@ -173,10 +173,7 @@ class Scheduler:
             chunks = self._chunks((decodes.size, context), victim, images)
         if not decodes.size and not chunks:
             return None
-        load = load_of(decodes.size, context, chunks)
-        if images is not None:
-            tower = images.towers.load
-            load = load._replace(patches=tower.patches, patch_work=tower.work)
+        load = load_of(decodes.size, context, chunks, images)
         batch = Batch(decodes, tuple(chunks), load, images)
         self._charge(batch)
         return batch
@@ -187,9 +184,8 @@ class Scheduler:
         """Of prompts, beside so many decodes over so many tokens, and after `victim` was the last
         to be preempted."""
         budget = StepBudget(
-            self.limits, self.cost, self._beside, decodes,
-            least_chunk=self._least_chunk, num_prompts=self._num_prompts,
-        )  # fmt: skip
+            self.limits, self.cost, self._beside, decodes, self._least_chunk, self._num_prompts
+        )
         chunks: list[Chunk] = []
         prefilling = self._prefilling(victim)
         for sequence in prefilling:

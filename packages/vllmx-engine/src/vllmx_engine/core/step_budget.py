@@ -27,7 +27,6 @@ class StepBudget:
         cost: StepCost,
         beside: Beside,
         decodes: tuple[int, int],
-        *,
         least_chunk: int,
         num_prompts: Callable[[], int],
     ) -> None:

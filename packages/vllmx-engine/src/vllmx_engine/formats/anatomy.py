@@ -154,9 +154,15 @@ def _calls(
     if is_bare and isinstance(made, NamedCall):
         raise NotDerivedError("nothing stands before a call's name, so that no call could be told")
     return Calls(
-        made, begin, end, frame.section_begin, frame.section_end, frame.separator,
-        is_bare=is_bare, is_compact=is_compact,
-    )  # fmt: skip
+        made,
+        begin,
+        end,
+        frame.section_begin,
+        frame.section_end,
+        frame.separator,
+        is_bare=is_bare,
+        is_compact=is_compact,
+    )
 
 
 def _split_list(frame: _Frame, begin: str) -> tuple[str, str]:

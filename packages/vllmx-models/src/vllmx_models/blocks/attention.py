@@ -190,9 +190,14 @@ class AttentionMixer:
         norm = self.qk_norm
         assert norm is not None
         spec = HeadNormSpec(
-            self.num_heads, self.num_kv_heads, self.head_size, norm.eps, norm.kind,
-            across=self.norm_weights == "across", values=self.v_norm,
-        )  # fmt: skip
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            norm.eps,
+            norm.kind,
+            across=self.norm_weights == "across",
+            values=self.v_norm,
+        )
         if not self._own_norms:
             return ops.head_norm(qkv, spec), q_norm, k_norm
         return ops.head_norm(qkv, spec, q_norm, k_norm), None, None

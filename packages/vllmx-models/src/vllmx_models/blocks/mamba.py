@@ -63,9 +63,15 @@ class MambaMixer:
 
     def _rule(self, state: int) -> RecurrenceSpec:
         return RecurrenceSpec(
-            state, self.num_heads, self.num_groups, self.state_size, self.head_size, "ssd",
-            dt_min=self.dt_min, dt_max=self.dt_max,
-        )  # fmt: skip
+            state,
+            self.num_heads,
+            self.num_groups,
+            self.state_size,
+            self.head_size,
+            "ssd",
+            dt_min=self.dt_min,
+            dt_max=self.dt_max,
+        )
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs, size = names.ours, f"{names.theirs}.{self.module}", names.hidden_size

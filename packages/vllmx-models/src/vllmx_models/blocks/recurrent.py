@@ -72,9 +72,15 @@ class DeltaMixer:
 
     def _rule(self, state: int) -> RecurrenceSpec:
         return RecurrenceSpec(
-            state, self.num_heads, self.num_key_heads, self.key_size, self.value_size, "delta",
-            scale=self.key_size**-0.5, tiled=self.tiled,
-        )  # fmt: skip
+            state,
+            self.num_heads,
+            self.num_key_heads,
+            self.key_size,
+            self.value_size,
+            "delta",
+            scale=self.key_size**-0.5,
+            tiled=self.tiled,
+        )
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
         ours, theirs, size = names.ours, f"{names.theirs}.{self.names.module}", names.hidden_size
@@ -87,11 +93,13 @@ class DeltaMixer:
             vector(f"{ours}.a_log", f"{theirs}.A_log", self.num_heads),
             vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", self.num_heads),
             repeated(
-                f"{ours}.norm", f"{theirs}.{self.names.norm}.weight", self.value_size,
+                f"{ours}.norm",
+                f"{theirs}.{self.names.norm}.weight",
+                self.value_size,
                 self.num_heads,
             ),
             linear(f"{ours}.o", out, width, "row"),
-        )  # fmt: skip
+        )
 
     def _inputs(self, theirs: str) -> tuple[tuple[str, tuple[PartSpec, ...]], ...]:
         """The matrices that read the stream: by name, their parts."""
@@ -100,8 +108,10 @@ class DeltaMixer:
         if names.qkvz is None or names.ba is None:
             plain = (
                 ("qkv", names.qkv, 2 * all_keys + width),
-                ("z", names.z, width), ("a", names.a, heads), ("b", names.b, heads),
-            )  # fmt: skip
+                ("z", names.z, width),
+                ("a", names.a, heads),
+                ("b", names.b, heads),
+            )
             return tuple(
                 (name, (part(f"{theirs}.{source}", rows, False),)) for name, source, rows in plain
             )

@@ -14,18 +14,28 @@ KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
 NEXT_TOKENS: Mapping[str, str] = {
     f"blk.{{}}.nextn.{name}": f"model.layers.{{}}.nextn.{name}"
     for name in (
-        "eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm",
+        "eh_proj",
+        "embed_tokens",
+        "enorm",
+        "hnorm",
+        "shared_head_head",
+        "shared_head_norm",
     )
-}  # fmt: skip
+}
 """Of layers of multi-token prediction, which nobody reads."""
 
 
 def mamba_tensors(module: str) -> dict[str, str]:
     """The names of Mamba-2's; `module` has a place for the layer."""
     names = {
-        "ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_a": "A_log", "ssm_d": "D",
-        "ssm_dt.bias": "dt_bias", "ssm_norm": "norm", "ssm_out": "out_proj",
-    }  # fmt: skip
+        "ssm_in": "in_proj",
+        "ssm_conv1d": "conv1d",
+        "ssm_a": "A_log",
+        "ssm_d": "D",
+        "ssm_dt.bias": "dt_bias",
+        "ssm_norm": "norm",
+        "ssm_out": "out_proj",
+    }
     return {f"blk.{{}}.{theirs}": f"{module}.{ours}" for theirs, ours in names.items()}
 
 

@@ -29,11 +29,19 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS: Mapping[int, tuple[str, np.dtype[Any]]] = {
     code: (form, np.dtype(kind))
     for code, form, kind in (
-        (0, "<B", "u1"), (1, "<b", "i1"), (2, "<H", "<u2"), (3, "<h", "<i2"), (4, "<I", "<u4"),
-        (5, "<i", "<i4"), (6, "<f", "<f4"), (7, "<B", "u1"), (10, "<Q", "<u8"), (11, "<q", "<i8"),
+        (0, "<B", "u1"),
+        (1, "<b", "i1"),
+        (2, "<H", "<u2"),
+        (3, "<h", "<i2"),
+        (4, "<I", "<u4"),
+        (5, "<i", "<i4"),
+        (6, "<f", "<f4"),
+        (7, "<B", "u1"),
+        (10, "<Q", "<u8"),
+        (11, "<q", "<i8"),
         (12, "<d", "<f8"),
     )
-}  # fmt: skip
+}
 _LENGTH = struct.Struct("<Q")
 
 Value = Any

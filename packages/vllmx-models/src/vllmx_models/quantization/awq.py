@@ -24,9 +24,19 @@ from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 VERSIONS = {"gemm": "gemm", "exllama": "gemm", "gemv": "gemv"}
 BACKENDS = (
-    "auto", "auto_trainable", "autoawq", "exllama_v1", "exllama_v2", "gemm", "gemm_triton", "gemv",
-    "machete", "marlin", "torch_awq", "torch_fused_awq",
-)  # fmt: skip
+    "auto",
+    "auto_trainable",
+    "autoawq",
+    "exllama_v1",
+    "exllama_v2",
+    "gemm",
+    "gemm_triton",
+    "gemv",
+    "machete",
+    "marlin",
+    "torch_awq",
+    "torch_fused_awq",
+)
 """Whose kernels ran it last; all of them read the same tensors. llm-awq has its own."""
 BITS = 4
 PER_WORD = 8

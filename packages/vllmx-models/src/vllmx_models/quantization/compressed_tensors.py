@@ -22,9 +22,15 @@ from vllmx_models.quantization.options import QuantReader
 from vllmx_models.quantization.source import ModuleTensors, QuantizedSource
 
 FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense",
-)  # fmt: skip
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "dense",
+)
 
 
 def compressed_tensors(source: WeightSource, config: Mapping[str, Any]) -> QuantizedSource:
@@ -53,9 +59,14 @@ class CompressedTensorsScheme:
     weight_suffix = ".weight"
     markers = (".weight_packed", ".weight_scale")
     companions = (
-        ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight_global_scale",
-        ".input_scale", ".input_zero_point", ".input_global_scale",
-    )  # fmt: skip
+        ".weight_shape",
+        ".weight_zero_point",
+        ".weight_g_idx",
+        ".weight_global_scale",
+        ".input_scale",
+        ".input_zero_point",
+        ".input_global_scale",
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         read = QuantReader(config, self.name)

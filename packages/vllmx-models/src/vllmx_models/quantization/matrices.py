@@ -56,9 +56,12 @@ def _fp8_stack(
     count, rows, cols = weight.shape
     scale = tensors.shaped(scale_suffix, SCALES, (count, rows, 1))
     options = {
-        **activations, "dtype": weight.dtype, "strategy": "channel", "block_rows": 1,
+        **activations,
+        "dtype": weight.dtype,
+        "strategy": "channel",
+        "block_rows": 1,
         "block_cols": cols,
-    }  # fmt: skip
+    }
     layout = QuantLayout("fp8", 8, None, options)
     return WeightPart(name, weight.shape, layout, {"weight": weight, "scale": scale}, decode_fp8)
 

@@ -22,10 +22,23 @@ from vllmx_server.schema.responses import InputItem, InputPart, ResponsesRequest
 from vllmx_server.schema.structured import JSONSchemaFormat, ResponseFormat
 
 _SAME = (
-    "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
-    "frequency_penalty", "ignore_eos", "priority", "cache_salt", "session_id", "request_id",
-    "parallel_tool_calls", "chat_template_kwargs",
-)  # fmt: skip
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "priority",
+    "cache_salt",
+    "session_id",
+    "request_id",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+)
 """Fields that mean the same in chats."""
 _EFFORTS = {"xhigh": "high", "max": "high", "minimal": "low"}
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

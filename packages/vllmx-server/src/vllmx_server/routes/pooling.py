@@ -117,9 +117,14 @@ async def classify(request: Request) -> Response:
 
     body, inputs = await _read(request, state, CLASSIFY, prepare)
     pooled = await _pool(
-        request, state, body, "classify", inputs,
-        special=body.add_special_tokens is not False, normalize=body.activation is not False,
-    )  # fmt: skip
+        request,
+        state,
+        body,
+        "classify",
+        inputs,
+        special=body.add_special_tokens is not False,
+        normalize=body.activation is not False,
+    )
     assert state.pooler is not None
     labels = state.pooler.labels
 

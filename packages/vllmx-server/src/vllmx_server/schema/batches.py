@@ -12,9 +12,18 @@ from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_server.schema.metadata import Metadata
 
 ENDPOINTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages",
-    "/v1/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
-)  # fmt: skip
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/classify",
+    "/pooling",
+)
 MAX_LIFETIME_S = 30 * 86400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

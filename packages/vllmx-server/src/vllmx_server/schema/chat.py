@@ -143,8 +143,13 @@ def check_messages(messages: list[ChatMessage]) -> None:
 
 
 RESERVED_ARGUMENTS = (
-    "messages", "tools", "documents", "template", "add_generation_prompt", "continue_final_message"
-)  # fmt: skip
+    "messages",
+    "tools",
+    "documents",
+    "template",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 def template_arguments(given: dict[str, Any] | None) -> dict[str, Any]:

@@ -116,11 +116,25 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
         """The request's parameters over the model's defaults. Raises InvalidRequestError."""
         values: dict[str, Any] = {k: v for k, v in defaults.items() if k in DEFAULTED}
         for name in (
-            *DEFAULTED, "frequency_penalty", "presence_penalty", "n", "best_of", "seed", "stop",
-            "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-            "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-            "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "thinking_token_budget",
-        ):  # fmt: skip
+            *DEFAULTED,
+            "frequency_penalty",
+            "presence_penalty",
+            "n",
+            "best_of",
+            "seed",
+            "stop",
+            "min_tokens",
+            "stop_token_ids",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "prompt_logprobs",
+            "allowed_token_ids",
+            "bad_words",
+            "truncate_prompt_tokens",
+            "thinking_token_budget",
+        ):
             value = getattr(self, name, None)
             if value is not None:
                 values[name] = value

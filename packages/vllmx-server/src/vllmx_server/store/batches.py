@@ -13,9 +13,15 @@ from vllmx_core.errors import VllmxError, shown
 from vllmx_server.store.database import Database
 
 Status = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
     "cancelled",
-]  # fmt: skip
+]
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """What is still to be worked on."""
 
@@ -87,15 +93,22 @@ class Batch(msgspec.Struct, kw_only=True):
             **{
                 f"{status}_at": self.times.get(status)
                 for status in (
-                    "in_progress", "finalizing", "completed", "failed", "expired", "cancelling",
+                    "in_progress",
+                    "finalizing",
+                    "completed",
+                    "failed",
+                    "expired",
+                    "cancelling",
                     "cancelled",
                 )
             },
             "request_counts": {
-                "total": self.total, "completed": self.completed, "failed": self.failed,
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
             },
             "metadata": self.metadata,
-        }  # fmt: skip
+        }
 
 
 class Line(msgspec.Struct, frozen=True, gc=False):

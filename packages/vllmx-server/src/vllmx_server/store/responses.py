@@ -72,10 +72,15 @@ class Responses:
                 " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
                 " is_open = excluded.is_open, bytes = excluded.bytes, record = excluded.record",
                 (
-                    stored.id, owner, created, created + self._lifetime_s, stored.is_open,
-                    len(data), data,
+                    stored.id,
+                    owner,
+                    created,
+                    created + self._lifetime_s,
+                    stored.is_open,
+                    len(data),
+                    data,
                 ),
-            )  # fmt: skip
+            )
             _make_room(connection, owner, self._max_bytes)
 
         await self._database.run(write)

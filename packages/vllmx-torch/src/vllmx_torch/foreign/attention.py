@@ -23,11 +23,21 @@ NAME = "vllmx"
 _SEAM = "vllmx_seam"
 _HARMLESS = frozenset(
     {
-        "cache_position", "dropout", "layer_idx", "logits_to_keep", "output_attentions",
-        "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
-        "position_ids", "return_dict", "training", "use_cache",
+        "cache_position",
+        "dropout",
+        "layer_idx",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "training",
+        "use_cache",
     }
-)  # fmt: skip
+)
 """What a module may pass on to its attention beside what `AttentionCall` has: what is about
 training or outputs, or was used before. The batch has no padding and there is no cache, so what
 says so changes nothing."""

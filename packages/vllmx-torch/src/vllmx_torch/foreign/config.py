@@ -11,11 +11,19 @@ from vllmx_core.errors import UnsupportedModelError, shown
 
 _DROPPED = frozenset(
     {
-        "attn_implementation", "auto_map", "compression_config", "custom_pipelines",
-        "distributed_config", "experts_implementation", "fusion_config", "quantization_config",
-        "transformers_weights", "transformers_version", "use_cache",
+        "attn_implementation",
+        "auto_map",
+        "compression_config",
+        "custom_pipelines",
+        "distributed_config",
+        "experts_implementation",
+        "fusion_config",
+        "quantization_config",
+        "transformers_weights",
+        "transformers_version",
+        "use_cache",
     }
-)  # fmt: skip
+)
 """What a config may say about loading and running rather than about the model. Keys that begin with
 an underscore are of this kind, too."""
 QUANTISED = (

@@ -49,9 +49,14 @@ class Layer:
         """How our attention runs it."""
         shape = self.shape
         return AttentionSpec(
-            number, shape.num_heads, shape.num_kv_heads, self.head_size, shape.scale,
-            window=self.window, softcap=shape.softcap,
-        )  # fmt: skip
+            number,
+            shape.num_heads,
+            shape.num_kv_heads,
+            self.head_size,
+            shape.scale,
+            window=self.window,
+            softcap=shape.softcap,
+        )
 
 
 @dataclass(frozen=True, slots=True)

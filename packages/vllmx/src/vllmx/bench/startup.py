@@ -28,9 +28,19 @@ def startup(repeat: int, flags: Sequence[str]) -> dict[str, float | int]:
 def _run(flags: Sequence[str]) -> tuple[float, float]:
     prompt = "Once upon a time"
     command = [
-        sys.executable, "-m", "vllmx", "complete", *flags,
-        "--prompts", prompt, "--max-tokens", "8", "--ignore-eos", "--temperature", "0",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllmx",
+        "complete",
+        *flags,
+        "--prompts",
+        prompt,
+        "--max-tokens",
+        "8",
+        "--ignore-eos",
+        "--temperature",
+        "0",
+    ]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # noqa: S603
     assert process.stdout is not None

@@ -120,9 +120,14 @@ def serve(
     from vllmx.bench.serving import Load, closed_loop, open_loop
 
     load = Load(
-        url.rstrip("/"), _served_model(url, api_key), vocab_size, input_len, output_len,
-        num_requests, api_key,
-    )  # fmt: skip
+        url.rstrip("/"),
+        _served_model(url, api_key),
+        vocab_size,
+        input_len,
+        output_len,
+        num_requests,
+        api_key,
+    )
     if request_rate is not None:
         if request_rate <= 0:
             raise ConfigError(f"--request-rate must be above 0, got {request_rate}")

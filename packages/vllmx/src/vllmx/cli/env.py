@@ -14,9 +14,20 @@ from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 
 LIBRARIES = (
-    "numpy", "tokenizers", "jinja2", "llguidance", "msgspec", "pluggy", "starlette", "hypercorn",
-    "huggingface_hub", "torch", "transformers", "mlx", "cupy",
-)  # fmt: skip
+    "numpy",
+    "tokenizers",
+    "jinja2",
+    "llguidance",
+    "msgspec",
+    "pluggy",
+    "starlette",
+    "hypercorn",
+    "huggingface_hub",
+    "torch",
+    "transformers",
+    "mlx",
+    "cupy",
+)
 
 
 def collect() -> dict[str, dict[str, str]]:

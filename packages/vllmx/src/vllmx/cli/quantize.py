@@ -17,11 +17,14 @@ from vllmx_core.progress import show_progress
 @click.argument("model")
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option(
-    "--type", "mix", default="q4_k_m", show_default=True,
+    "--type",
+    "mix",
+    default="q4_k_m",
+    show_default=True,
     help="q8_0, q6_k, q5_k_m, q5_k_s, q4_k_m, q4_k_s, q3_k_l, q3_k_m, q3_k_s, q2_k, q2_k_s, q5_1,"
     " q5_0, q4_1, q4_0, mxfp4_moe, f16, bf16 or f32. Experts in MXFP4 stay so unless the type has"
     " fewer bits.",
-)  # fmt: skip
+)
 @click.option("--revision", help="Branch, tag or commit on the hub.")
 @click.option("--threads", "-t", type=click.IntRange(1, 1024), help="Default: the cores at hand.")
 @click.option("--pre", help="The pre-tokenizer's name in llama.cpp, where vllmx cannot tell.")

@@ -10,9 +10,19 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 NAMES = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "sampling_seed", "stop", "min_tokens", "ignore_eos",
-)  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "sampling_seed",
+    "stop",
+    "min_tokens",
+    "ignore_eos",
+)
 
 
 def sampling_options(command: F) -> F:

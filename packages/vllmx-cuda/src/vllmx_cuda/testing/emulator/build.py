@@ -21,9 +21,17 @@ KERNELS = Path(__file__).parent.parent.parent / "kernels"
 NATIVE = Path(__file__).parent / "native"
 RUNTIME_SOURCES = ("runtime.cpp", "collectives.cpp", "warpgroup.cpp", "checker.cpp")
 COMPILE = (
-    "-std=c++17", "-fPIC", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
-    "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Winvalid-pch",
-)  # fmt: skip
+    "-std=c++17",
+    "-fPIC",
+    "-g1",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-U_FORTIFY_SOURCE",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Winvalid-pch",
+)
 # Instrumentation that calls the hooks of checker.cpp
 CHECK = ("-fsanitize=thread,alignment,bounds", "-fsanitize-recover=alignment,bounds")
 
@@ -73,10 +81,14 @@ def build_module(
         [*how, "-include", str(_prelude(how)), *given, "-x", "c++", "-c"], source, headers, folders
     )
     runtime = [
-        _compile(["-O2", *(["-DEMU_CHECK"] if check else []), "-c"], NATIVE / name,
-                 sorted(NATIVE.glob("*.h")), (NATIVE,))
+        _compile(
+            ["-O2", *(["-DEMU_CHECK"] if check else []), "-c"],
+            NATIVE / name,
+            sorted(NATIVE.glob("*.h")),
+            (NATIVE,),
+        )
         for name in RUNTIME_SOURCES
-    ]  # fmt: skip
+    ]
     return _once(["g++", "-shared", "-Wl,-z,now"], [kernel, *runtime], ".so")
 
 

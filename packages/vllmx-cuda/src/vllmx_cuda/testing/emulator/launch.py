@@ -122,9 +122,14 @@ class _Module:
         self.library.emu_error.restype = ctypes.c_char_p
         self.library.emu_add_buffer.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
         self.library.emu_launch.argtypes = [
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
-            ctypes.c_uint, ctypes.c_void_p,
-        ]  # fmt: skip
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_uint,
+            ctypes.c_void_p,
+        ]
         self.library.emu_make_stacks.restype = ctypes.c_void_p
 
     def launch(

@@ -24,18 +24,33 @@ class Mix:
 
 
 MIXES: Mapping[str, Mix] = {
-    "f32": Mix("F32", 0), "f16": Mix("F16", 1), "bf16": Mix("BF16", 32),
-    "q8_0": Mix("Q8_0", 7), "q4_0": Mix("Q4_0", 2), "q4_1": Mix("Q4_1", 3),
-    "q5_0": Mix("Q5_0", 8), "q5_1": Mix("Q5_1", 9),
-    "q2_k": Mix("Q2_K", 10), "q2_k_s": Mix("Q2_K", 21),
-    "q3_k_s": Mix("Q3_K", 11), "q3_k_m": Mix("Q3_K", 12), "q3_k_l": Mix("Q3_K", 13),
-    "q4_k_s": Mix("Q4_K", 14), "q4_k_m": Mix("Q4_K", 15),
-    "q5_k_s": Mix("Q5_K", 16), "q5_k_m": Mix("Q5_K", 17), "q6_k": Mix("Q6_K", 18),
+    "f32": Mix("F32", 0),
+    "f16": Mix("F16", 1),
+    "bf16": Mix("BF16", 32),
+    "q8_0": Mix("Q8_0", 7),
+    "q4_0": Mix("Q4_0", 2),
+    "q4_1": Mix("Q4_1", 3),
+    "q5_0": Mix("Q5_0", 8),
+    "q5_1": Mix("Q5_1", 9),
+    "q2_k": Mix("Q2_K", 10),
+    "q2_k_s": Mix("Q2_K", 21),
+    "q3_k_s": Mix("Q3_K", 11),
+    "q3_k_m": Mix("Q3_K", 12),
+    "q3_k_l": Mix("Q3_K", 13),
+    "q4_k_s": Mix("Q4_K", 14),
+    "q4_k_m": Mix("Q4_K", 15),
+    "q5_k_s": Mix("Q5_K", 16),
+    "q5_k_m": Mix("Q5_K", 17),
+    "q6_k": Mix("Q6_K", 18),
     "mxfp4_moe": Mix("Q8_0", 38),
-}  # fmt: skip
+}
 _NARROWER: Mapping[str, str] = {
-    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
-}  # fmt: skip
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
 """For rows that are no multiple of 256."""
 
 _TABLES = ("token_embd", "per_layer_token_embd")
@@ -88,9 +103,13 @@ def _ruled(mix: str, base: str, name: str, shape: tuple[int, ...], layers: Layer
     if role == "attn_k" and layers.experts == _FEW_EXPERTS:
         return "Q8_0"
     rule = {
-        "attn_v": _values, "attn_qkv": _packed, "attn_output": _attention_output,
-        "ffn_down": _down, "ffn_down_exps": _down, "ffn_down_shexp": _down,
-    }.get(role)  # fmt: skip
+        "attn_v": _values,
+        "attn_qkv": _packed,
+        "attn_output": _attention_output,
+        "ffn_down": _down,
+        "ffn_down_exps": _down,
+        "ffn_down_shexp": _down,
+    }.get(role)
     return base if rule is None else rule(mix, layer, layers) or base
 
 

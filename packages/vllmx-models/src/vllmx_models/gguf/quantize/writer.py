@@ -24,9 +24,18 @@ from vllmx_models.gguf.metadata import StringArray
 VERSION = 3
 _U8, _I8, _U16, _I16, _U32, _I32, _F32, _BOOL, _STRING, _ARRAY, _U64, _I64, _F64 = range(13)
 _OF_DTYPE: Mapping[str, int] = {
-    "u1": _U8, "i1": _I8, "u2": _U16, "i2": _I16, "u4": _U32, "i4": _I32, "f4": _F32, "u8": _U64,
-    "i8": _I64, "f8": _F64, "b1": _BOOL,
-}  # fmt: skip
+    "u1": _U8,
+    "i1": _I8,
+    "u2": _U16,
+    "i2": _I16,
+    "u4": _U32,
+    "i4": _I32,
+    "f4": _F32,
+    "u8": _U64,
+    "i8": _I64,
+    "f8": _F64,
+    "b1": _BOOL,
+}
 _CODES = {kind.name: code for code, kind in TENSOR_TYPES.items()}
 
 
