@@ -113,9 +113,13 @@ def plan_weights(
         key = tie_key(spec)
         if key not in matrices:
             matrices[key] = _plan_matrix(
-                spec, source, target, gathered=key in gathered, experts=spec.name in experts,
+                spec,
+                source,
+                target,
+                gathered=key in gathered,
+                experts=spec.name in experts,
                 dense=spec.name in dense,
-            )  # fmt: skip
+            )
         scratch |= matrices[key].scratch(max_tokens)
     return WeightPlan(target.dtype, matrices, rest, scratch)
 

@@ -60,9 +60,10 @@ def mix(op: Mix, to: Lowering) -> Enqueue:
     def enqueue(sizes: StepSizes, step: StepMemory) -> None:
         rows, weights = (step.arrays[MixedRows(weights)] for weights in (False, True))
         to.device.launch(
-            kernel, {"rows": sizes.tokens, "width": width},
+            kernel,
+            {"rows": sizes.tokens, "width": width},
             (table.data, rows, weights, y, width, sizes.taps),
-        )  # fmt: skip
+        )
 
     return enqueue
 

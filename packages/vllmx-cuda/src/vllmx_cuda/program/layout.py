@@ -68,9 +68,16 @@ class StepLayout:
     @property
     def _scratch(self) -> tuple[int, ...]:
         return (
-            self.queries, self.partial, self.weights, self.rows, self.found, self.keys, self.keys,
-            self.experts, self.turned,
-        )  # fmt: skip
+            self.queries,
+            self.partial,
+            self.weights,
+            self.rows,
+            self.found,
+            self.keys,
+            self.keys,
+            self.experts,
+            self.turned,
+        )
 
     def scratch(self, device: Device) -> Scratch:
         return Scratch(*map(device.empty, self._scratch))

@@ -102,11 +102,18 @@ class Tower:
         self._lowering, self._num_patches = None, 0
         layout = plan.layout(num_patches)
         self._lowering = replace(
-            self.model, arena=device.empty(layout.arena.num_bytes), offsets=layout.arena.offsets,
-            in_place=layout.in_place, scratch=layout.scratch(device),
-            products=layout.product_scratch(device), max_tokens=num_patches, variants=[], fed={},
-            shapes={}, rotations={},
-        )  # fmt: skip
+            self.model,
+            arena=device.empty(layout.arena.num_bytes),
+            offsets=layout.arena.offsets,
+            in_place=layout.in_place,
+            scratch=layout.scratch(device),
+            products=layout.product_scratch(device),
+            max_tokens=num_patches,
+            variants=[],
+            fed={},
+            shapes={},
+            rotations={},
+        )
         self._launches = self._lowering.lower(plan.ops)
         self._num_patches = num_patches
 

@@ -72,10 +72,14 @@ class TowerPlan:
         """Of the room that is made at load, with the arrays of a pass."""
         patches = self.num_patches
         largest = StepSizes(
-            patches, patches // self.patches_per_token, patches,
+            patches,
+            patches // self.patches_per_token,
+            patches,
             max_items(self.ops.ops, patches, self.num_processors),
-            (patches,) * len(self.work.tiles), 0, taps=_TAPS,
-        )  # fmt: skip
+            (patches,) * len(self.work.tiles),
+            0,
+            taps=_TAPS,
+        )
         return self.layout(patches).num_bytes + Layout.of(largest, self.work).num_bytes
 
     def groups(self, plan: StepPlan) -> list[StepPlan]:
@@ -101,16 +105,22 @@ class TowerPlan:
         if windows is not None:
             windows = windows[(windows >= begin) & (windows <= stop)] - np.int32(begin)
         patches = PatchRows(
-            rows.values[some], rows.table_rows[some], rows.table_weights[some],
-            rows.keep[begin // size : stop // size], windows,
-        )  # fmt: skip
+            rows.values[some],
+            rows.table_rows[some],
+            rows.table_weights[some],
+            rows.keep[begin // size : stop // size],
+            windows,
+        )
         return replace(
-            plan, tokens=plan.tokens[some], positions=plan.positions[some],
+            plan,
+            tokens=plan.tokens[some],
+            positions=plan.positions[some],
             query_start=plan.query_start[first : end + 1] - np.int32(begin),
             context_len=plan.context_len[first:end],
             logit_rows=np.arange(0, stop - begin, size, dtype=np.int32),
-            rope_positions=None if turns is None else turns[:, some], patches=patches,
-        )  # fmt: skip
+            rope_positions=None if turns is None else turns[:, some],
+            patches=patches,
+        )
 
     def costs(self, plan: StepPlan) -> F32:
         """Of each op, about its multiplications."""
@@ -147,9 +157,12 @@ def plan_tower(
     specs = [spec for spec in recording.specs if spec.name in named]
     tokens = min(options.max_num_batched_tokens, options.max_model_len)
     plan = TowerPlan(
-        ops, encoder.patches_per_token, dtype, device.info.num_processors,
+        ops,
+        encoder.patches_per_token,
+        dtype,
+        device.info.num_processors,
         work_kinds(ops.ops, dtype, KV_ELEM, device.info.arch, wgmma=wgmma),
         lambda rows: weights.scratch_of(specs, rows),
         min(tokens * encoder.patches_per_token, PASS_PATCHES),
-    )  # fmt: skip
+    )
     return replace(plan, num_patches=plan.rounded(plan.num_patches))
