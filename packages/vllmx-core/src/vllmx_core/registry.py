@@ -183,14 +183,19 @@ class Registry:
                     f"plugin {key}: {hook} returned {type(specs).__name__}, expected a tuple of"
                     f" {kind.__name__}"
                 )
+            claimed: set[str] = set()
             for spec in specs:
-                self._check(spec, kind, key, hook, found)
+                self._check(spec, kind, key, hook)
+                for claim in {*claims(spec)}:
+                    if claim in claimed:
+                        raise PluginClashError(
+                            f"{claim} is provided twice by {key}: give it one name"
+                        )
+                    claimed.add(claim)
                 found.append(spec)
         return found
 
-    def _check(
-        self, spec: Any, kind: type[Spec], key: str, hook: str, found: Iterable[Spec]
-    ) -> None:
+    def _check(self, spec: Any, kind: type[Spec], key: str, hook: str) -> None:
         if type(spec) is not kind:
             raise PluginError(
                 f"plugin {key}: {hook} returned {type(spec).__name__}, expected {kind.__name__}"
@@ -200,9 +205,6 @@ class Registry:
                 f"plugin {key}: {spec.name!r} needs vllmx plugin API {spec.api}, this vllmx has"
                 f" {API_VERSION}: upgrade vllmx"
             )
-        for other in found:
-            for claim in {*claims(spec)} & {*claims(other)} if type(other) is kind else ():
-                raise PluginClashError(f"{claim} is provided twice by {key}: give it one name")
 
     def record_failure(self, info: PluginInfo) -> None:
         """Remembers a plugin that could not be loaded, for `vllmx plugins`."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import binascii
-import http.client
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.files import open_regular
 
 from vllmx_engine.images.limits import ImageLimits
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 Stopped = Callable[[], bool]
 
@@ -145,6 +148,8 @@ def _check_host(parts: SplitResult, source: ImageSource, limits: ImageLimits) ->
 
 def _fetch(parts: SplitResult, source: ImageSource, limits: ImageLimits, stopped: Stopped) -> bytes:
     """Follows redirects to allowed hosts alone."""
+    import http.client  # most starts need neither it nor ssl, which take some ms
+
     deadline_s = time.monotonic() + _DEADLINE_S
     for _ in range(_MAX_REDIRECTS + 1):
         _check_host(parts, source, limits)
@@ -173,7 +178,7 @@ def _fetch(parts: SplitResult, source: ImageSource, limits: ImageLimits, stopped
 
 
 def _body(
-    answer: http.client.HTTPResponse,
+    answer: HTTPResponse,
     source: ImageSource,
     limits: ImageLimits,
     stopped: Stopped,
