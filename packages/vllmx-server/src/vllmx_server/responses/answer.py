@@ -38,6 +38,7 @@ class ResponseAnswer:
 
     Attributes:
         stored: the response as it is now.
+        is_cancelled: its client wants no more of it; set before the engine gives it up.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ResponseAnswer:
         self._events = ChatEvents(generation, self._logprobs)
         self._output = Output(self._logprobs, forms_of(body.tools))
         self._number = 0
+        self.is_cancelled = False
         self.stored = StoredResponse(
             response=_fields(body, state.llm.config.name), input=_named(items_of(body))
         )
@@ -111,16 +113,13 @@ class ResponseAnswer:
         return self._event(("created", shown)) + self._event(("in_progress", shown))
 
     def fail(self, error: VllmxError) -> bytes:
-        """It ends with an error; what is told of that."""
-        self._response["error"] = {"code": "server_error", "message": cut_message(error)}
+        """It ends with an error, or because its client wants so; what is told of that."""
         closing = b"".join(map(self._event, self._output.close("incomplete")))
-        self._end("failed")
-        return closing + self._event(("failed", {"response": self._response}))
-
-    def cancel(self) -> None:
-        """It ends because its client wants so."""
-        self._response["error"] = None
-        self._end("cancelled")
+        status = "cancelled" if self.is_cancelled else "failed"
+        if not self.is_cancelled:
+            self._response["error"] = {"code": "server_error", "message": cut_message(error)}
+        self._end(status)
+        return closing + self._event((status, {"response": self._response}))
 
     async def keep(self) -> None:
         """Keeps it as it is now, unless the client wants none."""

@@ -31,7 +31,11 @@ class Running:
         self._news = asyncio.Event()
         self._kept = asyncio.Event()
         self._has_ended = False
-        self._wants_cancel = False
+
+    @property
+    def has_begun(self) -> bool:
+        """It is being answered, which what is kept does not say."""
+        return self.answer.stored.response["status"] == "in_progress"
 
     async def run(self) -> None:
         """Returns at its end, of whatever kind; it is kept then."""
@@ -53,7 +57,7 @@ class Running:
 
     async def cancel(self) -> None:
         """Takes it out of the engine, and returns when it is kept as cancelled."""
-        self._wants_cancel = True
+        self.answer.is_cancelled = True
         self._generation.close()
         await self._kept.wait()
 
@@ -80,8 +84,6 @@ class Running:
         self._tell(self.answer.begin() + self.answer.fail(error))
 
     async def _keep(self) -> None:
-        if self._wants_cancel and self.answer.stored.response["status"] == "failed":
-            self.answer.cancel()
         try:
             await self.answer.keep()
         except VllmxError as error:

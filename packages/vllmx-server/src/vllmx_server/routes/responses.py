@@ -105,9 +105,10 @@ async def retrieve(request: Request) -> Response:
     check_query(request, "stream", "starting_after", "include", "include[]", "include_obfuscation")
     state = state_of(request)
     found = await state.storage.responses.get(owner_of(request), request.path_params["id"])
-    if request.query_params.get("stream", "false") != "true":
-        return answer(found.response)
     running = state.running_responses.get(found.id)
+    if request.query_params.get("stream", "false") != "true":
+        has_begun = running is not None and running.has_begun
+        return answer(found.response | {"status": "in_progress"} if has_begun else found.response)
     if running is None:
         raise InvalidRequestError(
             f"response {found.id} has no events any more: it is {found.response['status']};"
