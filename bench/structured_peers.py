@@ -6,8 +6,8 @@
 The servers run already, with the same model and room for twice the rows. Rounds go through engines
 and cases in turn. Of each engine: tokens a second of rows that are free and of rows that follow a
 schema; the time to the first token of a prompt that is free, and of one whose schema the engine
-has seen; p99 between the tokens of one free stream, alone and while clients send schemas that are
-refused or that take long to compile.
+has seen; p99 between the tokens of one free stream while clients send plain prompts, and while they
+send schemas that are refused or that take long to compile.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _MOST_S = 45
 """A stream that takes longer beside an attack counts as endless."""
 LONG = ENDLESS | {"minItems": 60}
 """llama.cpp writes every repetition out, and refuses more than some thousands."""
+_PLAIN_S = 1.1
+"""Between plain prompts, so that as many are answered as of those with hostile schemas."""
 _HOSTILE: tuple[Body, ...] = (
     {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}},
     {"enum": [f"choice number {i} of many" for i in range(20_000)]},
@@ -85,9 +87,10 @@ class Engine:
                 answer = await self.ask("A person:", 2, schema)
                 self.found[f"{case}: first token ms"].append(1000 * answer.first_token_s)
 
-    async def gaps(self, case: str, tokens: int, num_attackers: int) -> None:
-        """p99 of one stream, while so many clients send hostile schemas."""
-        attackers = [asyncio.ensure_future(self._attack()) for _ in range(num_attackers)]
+    async def gaps(self, case: str, tokens: int, *, hostile: bool) -> None:
+        """p99 of one stream, while two clients send short prompts, free ones or with hostile
+        schemas: some of those pass, and so cost steps as other prompts do."""
+        attackers = [asyncio.ensure_future(self._attack(hostile)) for _ in range(2)]
         try:
             async with asyncio.timeout(_MOST_S):
                 answer = await self.ask("Once upon a time", tokens)
@@ -104,12 +107,12 @@ class Engine:
         self.found[case].append(value)
         print(f"{self.name}: {case} {value:.2f}", file=sys.stderr, flush=True)
 
-    async def _attack(self) -> None:
+    async def _attack(self, is_hostile: bool) -> None:
         while True:
             self.num_hostile += 1
-            body = self._body("x", 1, hostile(self.num_hostile))
-            await stream_completion(self._url, PATH, body)
-            await asyncio.sleep(0.2)
+            schema = hostile(self.num_hostile) if is_hostile else None
+            await stream_completion(self._url, PATH, self._body("x", 1, schema))
+            await asyncio.sleep(0.2 if is_hostile else _PLAIN_S)
 
 
 async def measure(engines: list[Engine], rows: int, tokens: int, rounds: int) -> None:
@@ -126,9 +129,9 @@ async def measure(engines: list[Engine], rows: int, tokens: int, rounds: int) ->
             await engine.first_tokens(10)
     for engine in engines:
         for _ in range(rounds):
-            await engine.gaps("alone", 4 * tokens, 0)
+            await engine.gaps("beside plain prompts", 4 * tokens, hostile=False)
         for _ in range(rounds):
-            await engine.gaps("beside hostile schemas", 4 * tokens, 2)
+            await engine.gaps("beside hostile schemas", 4 * tokens, hostile=True)
 
 
 def main() -> None:
