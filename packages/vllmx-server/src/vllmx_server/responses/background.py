@@ -35,7 +35,7 @@ class Running:
     @property
     def has_begun(self) -> bool:
         """It is being answered, which what is kept does not say."""
-        return self.answer.stored.response["status"] == "in_progress"
+        return bool(self.answer.stored.response["status"] == "in_progress")
 
     async def run(self) -> None:
         """Returns at its end, of whatever kind; it is kept then."""
