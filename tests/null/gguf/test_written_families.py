@@ -76,6 +76,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-5": ("glm-dsa", LATENT | INDEX | {"architectures": ["GlmMoeDsaForCausalLM"]}),
     "gemma4-shared": ("gemma4", GEMMA4 | {"architectures": ["Gemma4ForCausalLM"]}),
     "gemma4-experts": ("gemma4", MIXED | {"architectures": ["Gemma4ForCausalLM"]}),
+    "qwen3-vl": ("qwen3vl", {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": SMALL | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    }),
+    "qwen3-vl-moe": ("qwen3vlmoe", {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": SMALL | {"num_experts": 4, "rope_theta": 1e4},
+    }),
+    "qwen2.5-vl": ("qwen2vl", {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "text_config": SMALL | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}},
+    }),
     "gemma4-inside-images": ("gemma4", {
         "architectures": ["Gemma4ForConditionalGeneration"], "text_config": MIXED,
     }),

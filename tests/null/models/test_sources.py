@@ -27,6 +27,8 @@ FILES = {
     "model.gguf": b"another format",
     "Q8/big-00001-of-00002.gguf": b"first half",
     "Q8/big-00002-of-00002.gguf": b"second half",
+    "mmproj-F16.gguf": b"a tower",
+    "mmproj-BF16.gguf": b"the same in bfloat16",
     "pytorch_model.bin": b"pickle",
     "onnx/config.json": b"{}",
     "consolidated.safetensors": b"second copy",
@@ -39,11 +41,15 @@ WANTED = {
 SCRIPT = """
 import json, sys
 from vllmx_core.errors import ModelNotFoundError
-from vllmx_models.sources import hub_file, hub_snapshot
+from vllmx_models.sources import hub_file, hub_snapshot, hub_tower
 model, revision, progress = json.loads(sys.argv[1])
 try:
     source = hub_file if ":" in model else hub_snapshot
-    print(json.dumps({"path": str(source(model, revision, progress))}))
+    path = source(model, revision, progress)
+    found = {"path": str(path)}
+    if model.endswith(".gguf"):
+        found["tower"] = str(hub_tower(path))
+    print(json.dumps(found))
 except ModelNotFoundError as error:
     print(json.dumps({"error": error.message, "param": error.param}))
 """
@@ -252,9 +258,10 @@ def test_one_file_of_a_model_and_its_shards(
     assert path.name == min(files).rpartition("/")[2]
     folder = path.parents[name.count("/")]
     found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert found == files
+    assert found == {*files, "mmproj-BF16.gguf"}
+    assert answer["tower"] == str(folder / "mmproj-BF16.gguf")
     offline, _ = snapshot(tmp_path, closed_endpoint(), f"org/model:{name}", HF_HUB_OFFLINE="1")
-    assert offline == answer
+    assert offline == {**answer, "tower": "None"}  # the folder is looked into first
 
 
 def test_a_file_that_the_model_lacks(tmp_path: Path, endpoint: str) -> None:

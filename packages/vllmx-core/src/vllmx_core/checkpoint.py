@@ -35,6 +35,9 @@ class Checkpoint:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     """What the format itself knows of the tokenizer (GGUF); None: files in `path`."""
+    image_processor: Mapping[str, Any] = field(default_factory=dict)
+    """What the format itself knows of how images are prepared, in the terms of
+    preprocessor_config.json; empty: files in `path`."""
 
 
 def resolve_path(
@@ -80,6 +83,25 @@ def open_checkpoint(registry: Registry, path: Path, load_format: str = "auto") -
     except BaseException:
         checkpoint.weights.close()
         raise
+
+
+def with_tower(
+    registry: Registry, checkpoint: Checkpoint, mmproj: Path | None, load_format: str = "auto"
+) -> Checkpoint:
+    """The checkpoint with the tower for images that lies in a file of its own: in `mmproj`, or
+    where the format finds one. Raises ConfigError where a tower was given for a model that takes
+    none, and what the format raises for a file that it cannot read."""
+    spec = _format_of(registry, checkpoint.path, load_format)
+    if spec.tower:
+        joined: Checkpoint = spec.load_tower()(checkpoint, mmproj)
+        return joined
+    if mmproj is not None:
+        raise ConfigError(
+            f"--mmproj is for models in GGUF files: {checkpoint.path} is a checkpoint of the format"
+            f" {spec.name!r}, which has its tower in it where it has one; leave --mmproj out",
+            param="mmproj",
+        )
+    return checkpoint
 
 
 def _quantised(registry: Registry, checkpoint: Checkpoint, quantization: Any) -> Checkpoint:

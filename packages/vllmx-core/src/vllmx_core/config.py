@@ -29,6 +29,9 @@ class EngineConfig:
     revision: str | None = None
     tokenizer: str | None = None
     """A folder with another tokenizer; None: the model's own."""
+    mmproj: str | None = None
+    """The GGUF file with the tower for images of a model in a GGUF file: a path, or
+    "org/repo:file.gguf"; None: the one that lies beside the model."""
     chat_template: str | None = None
     """A template file that replaces the model's own."""
     backend: str = "auto"

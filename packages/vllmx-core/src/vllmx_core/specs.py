@@ -103,13 +103,20 @@ class WeightFormatSpec(_Spec):
     `patterns` are globs of file names; a folder that holds a match, or a file that is one, is
     opened by this format. `priority` decides when several match. A format whose files name weights
     in their own way `needs_registry` to find the architectures that know them: its callable is
-    `open(path, registry)`.
+    `open(path, registry)`. `tower` is "package.module:attribute" of what puts a tower from a file
+    of its own before a text model, `(checkpoint, path: Path | None) -> Checkpoint`; without a path
+    it looks for the file itself.
     """
 
     patterns: tuple[str, ...]
     priority: int = 0
     needs_registry: bool = False
+    tower: str = ""
     api: int = API_VERSION
+
+    def load_tower(self) -> Any:
+        """Imports and returns what `tower` names; raises PluginError."""
+        return self._load(self.tower)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
         **_inputs(header),
         **_experts(header),
         "rope_parameters": _ropes(header),
+        "pad_token_id": header.metadata.get("tokenizer.ggml.padding_token_id", 0),
     }
 
 

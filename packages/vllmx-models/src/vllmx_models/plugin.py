@@ -65,7 +65,7 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
         _model("olmoe", "OlmoeForCausalLM", gguf=True),
         _model("phi3", "Phi3ForCausalLM", gguf=True),
         _model("qwen2", "Qwen2ForCausalLM", gguf=True),
-        _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf=False),
+        _model("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", gguf="qwen2vl"),
         _model("qwen2_moe", "Qwen2MoeForCausalLM", gguf="qwen2moe"),
         _model("qwen3", "Qwen3ForCausalLM", gguf=True),
         _model("qwen3_5", "Qwen3_5ForConditionalGeneration", gguf=False),
@@ -75,8 +75,13 @@ def vllmx_models() -> tuple[ModelSpec, ...]:
             gguf="vllmx_models.qwen3_5:GGUF_MOE",
         ),
         _model("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5", gguf="qwen35"),
-        _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf=False),
-        _model("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl", gguf=False),
+        _model("qwen3_vl", "Qwen3VLForConditionalGeneration", gguf="qwen3vl"),
+        replace(
+            _model(
+                "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl", gguf="qwen3vlmoe"
+            ),
+            gguf="vllmx_models.qwen3_vl:GGUF_MOE",
+        ),
         _model("qwen3_moe", "Qwen3MoeForCausalLM", gguf="qwen3moe"),
         _model("qwen3_next", "Qwen3NextForCausalLM", gguf="qwen3next"),
         _model("seed_oss", "SeedOssForCausalLM", "twins", gguf=False),
@@ -155,6 +160,7 @@ def vllmx_weight_formats() -> tuple[WeightFormatSpec, ...]:
             ("*.gguf",),
             priority=-1,
             needs_registry=True,
+            tower="vllmx_models.gguf.mmproj:with_tower",
         ),
     )
 

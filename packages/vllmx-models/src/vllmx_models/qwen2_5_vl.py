@@ -9,6 +9,9 @@ from typing import Any
 
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, ModelNames
+from vllmx_models.gguf.architecture import GGUFArchitecture, decoder_config
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.gguf.rope import SECTIONS, stated_sections, with_sections
 from vllmx_models.qwen2 import qwen2
 from vllmx_models.qwen2_5_vl_tower import WindowTower
 from vllmx_models.qwen_images import (
@@ -67,3 +70,14 @@ def _tower(outer: ConfigReader) -> WindowTower:
         out_size=read.integer("out_hidden_size", 3584),
         theta=ConfigReader(rope, outer.architecture).number("rope_theta", 10000.0),
     )
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    return with_sections(decoder_config(header, SECTIONS), header)
+
+
+GGUF = GGUFArchitecture(
+    "Qwen2_5_VLForConditionalGeneration",
+    config=_gguf_config,
+    kept=lambda config: stated_sections(config, _SECTIONS),
+)

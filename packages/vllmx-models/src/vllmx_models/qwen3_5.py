@@ -16,6 +16,7 @@ from vllmx_models.decoder import Decoder, ModelNames
 from vllmx_models.decoder_config import dense_mlp, num_layers
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.gguf.rope import SECTIONS, with_sections
 from vllmx_models.qwen3_next import (
     CONVERTED,
     DEFAULTS,
@@ -84,7 +85,8 @@ def _read(config: Mapping[str, Any], architecture: str) -> tuple[ConfigReader, A
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     """Heads lie so that head h reads key head h % Hk."""
-    return delta_config(header, "rope.dimension_sections") | {"vllmx_tiled_heads": True}
+    config = with_sections(delta_config(header, SECTIONS), header)
+    return config | {"vllmx_tiled_heads": True}
 
 
 _TENSORS = {

@@ -11,6 +11,16 @@ from typing import Any
 from vllmx_models.blocks.moe import EachExpert, EitherExperts, MoE, StackedExperts
 from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import Decoder, ModelNames
+from vllmx_models.gguf.architecture import (
+    DECODER_TENSORS,
+    EXPERT_TENSORS,
+    HEAD_NORM_TENSORS,
+    GGUFArchitecture,
+    decoder_config,
+    experts_config,
+)
+from vllmx_models.gguf.hyperparameters import GGUFHeader
+from vllmx_models.gguf.rope import SECTIONS, stated_sections, with_sections
 from vllmx_models.qwen3 import qwen3
 from vllmx_models.qwen3_moe import qwen3_moe
 from vllmx_models.qwen_images import (
@@ -61,3 +71,29 @@ def _seeing(
     outer = ConfigReader(config, name)
     axes = interleaved_axes(outer, sections, _SECTIONS)
     return with_images(decoder, qwen_tower(outer, _DEEPSTACK), axes, outer)
+
+
+def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
+    config = with_sections(decoder_config(header, SECTIONS, "expert_count"), header)
+    if header.integer("expert_count", 0, low=0):
+        config |= experts_config(header)
+    return config | {"vllmx_deepstack_layers": header.integer("n_deepstack_layers", 0, low=0)}
+
+
+def _kept(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    vision = config.get("vision_config") or {}
+    layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if vision else ()
+    return {**stated_sections(config, _SECTIONS), "n_deepstack_layers": len(layers or ())}
+
+
+GGUF = GGUFArchitecture(
+    "Qwen3VLForConditionalGeneration",
+    {**DECODER_TENSORS, **HEAD_NORM_TENSORS},
+    config=_gguf_config,
+    kept=_kept,
+)
+GGUF_MOE = replace(
+    GGUF,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    tensors={**GGUF.tensors, **EXPERT_TENSORS},
+)

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllmx_core.errors import ModelNotFoundError
 
+from vllmx_models.gguf.shards import projector_among
 from vllmx_models.shard_names import first_shard, shard_names
 
 # A snapshot takes what serving needs and nothing else: no second copies of the weights in other
@@ -60,7 +61,7 @@ def _refuse_choice(repo: str, revision: str | None) -> None:
         files = list_repo_files(repo, revision=revision)
     except Exception:  # offline, say: the message is not worth another error
         return
-    models = sorted({first_shard(name) for name in files if name.endswith(".gguf")})
+    models = sorted({first_shard(name) for name in files if _is_model_file(name)})
     if models:
         listed = ", ".join(models[:MAX_LISTED]) + (" ..." if len(models) > MAX_LISTED else "")
         raise ModelNotFoundError(
@@ -68,6 +69,11 @@ def _refuse_choice(repo: str, revision: str | None) -> None:
             f" {repo}:{models[0]}; it has {listed}",
             param="model",
         )
+
+
+def _is_model_file(name: str) -> bool:
+    """Not a tower for images."""
+    return name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj")
 
 
 def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
@@ -88,6 +94,32 @@ def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
                 param="model",
             )
     return snapshot / wanted[0]
+
+
+def hub_tower(path: Path) -> Path | None:
+    """The tower for images (mmproj*.gguf) of a repository whose file `path` the cache holds,
+    downloaded unless it is there. None: `path` is no such file, the hub cannot be asked, or it has
+    no tower, or a choice.
+
+    Raises:
+        ModelNotFoundError: it cannot be downloaded.
+    """
+    folder = next((each for each in path.parents if each.parent.name == "snapshots"), None)
+    kind, _, repo = ("" if folder is None else folder.parent.parent.name).partition("--")
+    if folder is None or kind != "models":
+        return None
+    from huggingface_hub import list_repo_files
+
+    repo = repo.replace("--", "/", 1)
+    try:
+        files = list_repo_files(repo, revision=folder.name)
+    except Exception:  # offline, say: text is served all the same
+        return None
+    name = projector_among([file for file in files if "/" not in file and file.endswith(".gguf")])
+    if name is None:
+        return None
+    snapshot = _download(repo, folder.name, False, [name], ())
+    return None if snapshot is None else snapshot / name
 
 
 def _is_repo_id(text: str) -> bool:

@@ -17,10 +17,10 @@ from vllmx_engine.images.decode import check_pillow, decode
 from vllmx_engine.images.limits import ImageLimits
 from vllmx_engine.images.placing import place_images, write_images
 from vllmx_engine.images.prepared import PreparedImage
-from vllmx_engine.images.processor import ImageProcessor, find_processor
+from vllmx_engine.images.processor import ImageProcessor, find_processor, processor_of
 from vllmx_engine.images.source import ImageSource, check_source, read_source
 from vllmx_engine.wire.ipc import MAX_FRAME_BYTES
-from vllmx_engine.wire.messages import ImageInput
+from vllmx_engine.wire.messages import CoreInfo, ImageInput
 
 Stopped = Callable[[], bool]
 _MAX_PATCH_BYTES = MAX_FRAME_BYTES - (32 << 20)
@@ -193,7 +193,7 @@ class ChatImages:
 def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
     """Of a loaded model. Raises ConfigError for options of images that cannot be used."""
     info, limits = builder.info, ImageLimits.of(config)
-    processor = find_processor(Path(info.path)) if info.takes_images else None
+    processor = _processor(info) if info.takes_images else None
     if processor is None:
         return ChatImages(limits, info.model)
     check_pillow()
@@ -201,9 +201,17 @@ def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
     if token_id is None:
         raise ConfigError(
             f"the tokenizer of {info.path} has no token {processor.token!r}, which stands for"
-            " images: take the one of the original model"
+            " images: take the one of the original model by --tokenizer, or leave the images out by"
+            " --limit-images 0"
         )
     return ChatImages(limits, info.model, processor, token_id, info.max_model_len - 1)
+
+
+def _processor(info: CoreInfo) -> ImageProcessor | None:
+    """What the model's format says itself, or its folder."""
+    if info.image_processor:
+        return processor_of(info.image_processor, info.path)
+    return find_processor(Path(info.path))
 
 
 def _is_image(part: Any) -> bool:

@@ -19,6 +19,7 @@ from vllmx_core.checkpoint import (
     check_quantization,
     open_checkpoint,
     quantise_in_situ,
+    with_tower,
 )
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, UnsupportedOpError, shown
@@ -80,7 +81,8 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         pooling = pooling_info(checkpoint, model.shape)
         info = _core_info(plan, checkpoint, loaded, core.limits, seconds, pooling)
         if encoder_of(model) is not None:
-            info = msgspec.structs.replace(info, takes_images=True)
+            processor = dict(checkpoint.image_processor)
+            info = msgspec.structs.replace(info, takes_images=True, image_processor=processor)
         _log(info)
     except BaseException:
         loaded.close()
@@ -103,6 +105,8 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
     checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
     try:
         check_quantization(checkpoint, plan.config.quantization)
+        if plan.config.limit_images > 0:
+            checkpoint = with_tower(plan.registry, checkpoint, plan.mmproj, plan.config.load_format)
         checkpoint = with_text_modules(plan.registry, checkpoint, plan.config.task)
         checkpoint = with_score_tokens(checkpoint, plan.config.task)
         chosen = choose_model(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vllmx_core.checkpoint import quantizer, resolve_path
 from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ModelNotFoundError
 from vllmx_core.registry import Registry, load_registry
 
 logger = logging.getLogger("vllmx.load")
@@ -25,6 +26,8 @@ class LoadPlan:
     registry: Registry
     progress: bool
     """Show progress bars on standard error."""
+    mmproj: Path | None = None
+    """The file of a tower that was asked for."""
 
 
 def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
@@ -39,4 +42,18 @@ def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPla
         quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
     progress = sys.stderr.isatty()
     path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
-    return LoadPlan(config, path, registry, progress)
+    return LoadPlan(config, path, registry, progress, _tower_file(config, registry, progress))
+
+
+def _tower_file(config: EngineConfig, registry: Registry, progress: bool) -> Path | None:
+    """What --mmproj names, where images are taken at all."""
+    if config.mmproj is None or config.limit_images == 0:
+        return None
+    try:
+        return resolve_path(registry, config.mmproj, progress=progress)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"--mmproj {config.mmproj!r} was not found: give the path of a tower's GGUF file, or"
+            " org/repo:mmproj-F16.gguf",
+            param="mmproj",
+        ) from error

@@ -57,18 +57,24 @@ def find_processor(folder: Path) -> ImageProcessor | None:
         config = read_json_object(folder / name).get("image_processor") or {}
     if not isinstance(config, Mapping) or not config:
         return None
+    return processor_of(config, str(folder / name))
+
+
+def processor_of(config: Mapping[str, Any], place: str) -> ImageProcessor:
+    """The processor that a preprocessor_config.json describes. Raises ConfigError for one that is
+    damaged or not known."""
     kind = str(config.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
     make = _KINDS.get(kind)
     if make is None:
         raise ConfigError(
-            f"{folder / name} names the image processor {shown(kind)}, which is not known here;"
+            f"{place} names the image processor {shown(kind)}, which is not known here;"
             f" known: {', '.join(_KINDS)}"
         )
     try:
         return make(config)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ConfigError(
-            f"{folder / name} describes no image processor that can be used"
+            f"{place} describes no image processor that can be used"
             f" ({type(error).__name__}): download the file again"
         ) from error
 

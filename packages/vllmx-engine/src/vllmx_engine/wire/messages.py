@@ -249,6 +249,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     takes_images: bool = False
     """It has a tower for them."""
+    image_processor: dict[str, Any] = {}
+    """How they are prepared, in the terms of preprocessor_config.json; empty: files in `path`."""
     generation_config: dict[str, Any] = {}
     """As the checkpoint has it: defaults of sampling parameters."""
     max_logprobs: int = MAX_LOGPROBS

@@ -8,6 +8,7 @@ the table is that of the original model to the bit; any others are taken as they
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,28 @@ def rope_config(header: GGUFHeader, head_size: int) -> dict[str, Any]:
     if scaling:
         config["rope_scaling"] = scaling
     return config
+
+
+SECTIONS = "rope.dimension_sections"
+
+
+def with_sections(config: Mapping[str, Any], header: GGUFHeader) -> dict[str, Any]:
+    """The config with the frequencies that turn by time, row and column, where the file has such.
+    Raises WeightFormatError."""
+    if not header.has(SECTIONS):
+        return dict(config)
+    found = header.integers(SECTIONS, 4, low=0)
+    if found[3]:
+        raise header.error(SECTIONS, "must be sections of time, row and column, and a 0")
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    return {**config, "rope_scaling": {**scaling, "mrope_section": found[:3]}}
+
+
+def stated_sections(config: Mapping[str, Any], default: Sequence[int]) -> dict[str, Any]:
+    """What `with_sections` reads, of a config.json with or without a `text_config`."""
+    text = config.get("text_config") or config
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return {SECTIONS: np.array([*(given.get("mrope_section") or default), 0], np.int32)}
 
 
 def _scaling(header: GGUFHeader) -> dict[str, Any] | None:

@@ -50,6 +50,7 @@ LLAMA = (
     ignored("--cache-reuse", "equal beginnings are shared always"),
     switch("--mlock --no-mmap --mmap --repack --no-repack", IN_MEMORY),
     switch("-kvo --kv-offload --op-offload --no-op-offload --no-host", WHOLE_MODEL),
+    switch("--mmproj-offload --no-mmproj-offload", "towers run where the model runs"),
     ignored("-sm --split-mode", ONE_DEVICE, "none"),
     ignored("-mg --main-gpu", "VLLMX_CUDA_DEVICE is the number of the GPU", "0"),
     refused("-ts --tensor-split --rpc -ot --override-tensor", ONE_DEVICE),
@@ -62,7 +63,7 @@ LLAMA = (
     refused("--no-jinja", "templates are always Jinja: leave it out", bare=True),
     means("--reasoning-format", "reasoning_parser", "deepseek is auto", REASONING),
     switch(
-        "--metrics --no-slots --no-webui --no-warmup --warmup --no-mmproj --perf --no-perf",
+        "--metrics --no-slots --no-webui --no-warmup --warmup --mmproj-auto --perf --no-perf",
         "vllmx does it so anyway",
     ),
     switches("-v --verbose --log-verbose", "log_level", "debug", "all messages"),
@@ -74,9 +75,7 @@ LLAMA = (
     refused("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale", ROPE),
     refused("--lora --lora-scaled", NO_LORA),
     refused("-md --model-draft", NO_DRAFT),
-    refused(
-        "--mmproj",
-        "images are read with safetensors models alone, whose tower is in the checkpoint",
-    ),
+    switches("--no-mmproj --no-mmproj-auto", "limit_images", 0, "text alone"),
+    refused("-mmu --mmproj-url", "download the file and name it by --mmproj"),
     refused("--embedding --embeddings --reranking --rerank", OTHER_TASK, bare=True),
 )

@@ -35,6 +35,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "step_timeout_s": ("--step-timeout", "--watchdog-timeout"),
     "sse_ping_interval_s": ("--sse-ping-interval",),
     "quantization": ("-q",),
+    "mmproj": ("-mm",),
     "chat_template": ("--chat-template-file",),
     "served_model_name": ("--alias", "-a"),
     "seed": ("-s",),
@@ -48,6 +49,8 @@ HELP: Mapping[str, str] = {
     "model": "Folder, file or Hugging Face id; the same as the argument MODEL.",
     "revision": "Branch, tag or commit on the hub.",
     "tokenizer": "Folder with another tokenizer.",
+    "mmproj": "GGUF file with the tower for images of a GGUF model; without it the mmproj*.gguf"
+    " beside the model.",
     "chat_template": "File with another chat template.",
     "backend": "Backend by name, or auto: the best that can run here.",
     "task": "What the model is loaded for: generate, embed, score or classify; auto: as its files"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint, build_model
@@ -63,7 +63,8 @@ class Target:
 
 def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     """Raises UnsupportedModelError for an architecture that has no form in GGUF files here."""
-    model = build_model(registry, checkpoint)
+    text = {key: value for key, value in checkpoint.config.items() if key != "vision_config"}
+    model = build_model(registry, replace(checkpoint, config=text))
     architecture = registry.model_for(checkpoint.config).architectures[0]
     name, table = architecture_table(registry, architecture)
     if not isinstance(model, Decoder):

@@ -19,7 +19,7 @@ from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import EachExpert, MoE
 from vllmx_models.blocks.per_layer import PerLayerInput
-from vllmx_models.decoder import DecoderSpec, LayerSpec, ModelNames
+from vllmx_models.decoder import DecoderSpec, LayerSpec
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.quantize.header import Target
 from vllmx_models.gguf.quantize.writer import NewTensor
@@ -43,7 +43,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
         **target.table.config(header),
     }
     found = registry.model_for(config).load()(config).spec
-    wanted = replace(target.spec, dtype=found.dtype, names=ModelNames())
+    wanted = replace(target.spec, dtype=found.dtype, names=found.names)
     for name in (field.name for field in fields(DecoderSpec)):
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs and not (name == "layers" and _same_layers(wanted, found)):
