@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllmx.cli.models import architectures
+from vllmx.cli.models import architectures, cells
+from vllmx_models.checked import KINDS
 
 TARGET = Path(__file__).parent / "models.md"
 HEAD = """\
@@ -20,19 +21,19 @@ A name in an `architectures` list that is not here is run by transformers' own c
 installed (`pip install 'vllmx[transformers]'`) and can be, see [below](#everything-else). Else it
 is refused with the nearest name that is here.
 
-Every file of a model runs on every backend that has the ops it needs; a backend that lacks one
-refuses the model by name before a weight is read.
+A backend runs a model if it has all its ops, whatever the form of the files; one that lacks an op
+refuses the model by name before a weight is read. The fourth column says which have them.
 
 Every decoder also answers with vectors or scores ([embeddings.md](embeddings.md)): under the name
 of its layers alone, such as Qwen3Model, as `...ForSequenceClassification`, or with `--task`.
 
-Each one is compared with transformers in the tests: random weights in a tiny shape, written by
-`save_pretrained`, logits to 2e-5 and greedy ids, whole prompts and chunks. Those that
-transformers has no class for (Aquila, InternLM, MiMo, Xverse, Yi) are read as the Llama that
-they are, and only their configuration and names of tensors are tested.
+What the tests compare, with random weights in a tiny shape:
 
-| model type | architecture | GGUF |
-|-|-|-|
+"""
+
+TABLE = """
+| model type | architecture | GGUF | backends | checked |
+|-|-|-|-|-|
 """
 
 TAIL = """
@@ -63,11 +64,12 @@ OLMo, OPT, Persimmon, Phi, Starcoder2, VaultGemma.
 def page() -> str:
     """The text of docs/models.md."""
     rows = [
-        f"| {one.model_type} | {', '.join(one.architectures)} | {', '.join(one.gguf) or '-'} |"
+        f"| {' | '.join((one.model_type, *cells(one)))} |"
         for one in architectures()
         if one.plugin.startswith("vllmx-models")
     ]
-    return HEAD + "\n".join(rows) + "\n" + TAIL
+    kinds = [f"- *{name}*: {text}." for name, text in KINDS.items()]
+    return HEAD + "\n".join(kinds) + "\n" + TABLE + "\n".join(rows) + "\n" + TAIL
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import pytest
+from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.model import Model
+from vllmx_core.recording import prepare
 from vllmx_core.registry import Registry, load_registry
-from vllmx_core.specs import ModelSpec
+from vllmx_core.specs import BackendSpec, ModelSpec
 from vllmx_core.testing.model_suite import ModelSuite
 
 REGISTRY: Registry = load_registry()
@@ -28,10 +31,25 @@ SMALL: dict[str, Any] = {
 }
 
 
+def recorded(kind: str) -> set[str]:
+    """The architectures that `vllmx models` says this was checked of."""
+    specs = [spec for spec in REGISTRY.all(ModelSpec) if kind in spec.checked]
+    return {name for spec in specs for name in spec.architectures}
+
+
 class _Served(ModelSuite):
     def make_model(self, config: dict[str, Any]) -> Model:
         model: Model = REGISTRY.model_for(config).load()(config)
         return model
+
+    def test_the_record_has_the_backends_with_its_ops(self) -> None:
+        model, found = self.make_model(dict(self.config)), set[str]()
+        for spec in REGISTRY.all(BackendSpec):
+            backend = spec.load()()
+            with suppress(UnsupportedOpError):
+                prepare(model, 64, spec.name, backend.supports)
+                found.add(spec.name)
+        assert found == set(REGISTRY.model_for(self.config).backends)
 
     def transformers_model(self) -> Any:
         transformers = pytest.importorskip("transformers")
@@ -344,18 +362,6 @@ class TestStableLm(_Served):
     }  # fmt: skip
 
 
-OF_OTHERS = {
-    "AquilaForCausalLM", "AquilaModel", "InternLM3ForCausalLM", "InternLMForCausalLM",
-    "LLaMAForCausalLM", "MiMoForCausalLM", "XverseForCausalLM", "YiForCausalLM",
-}  # fmt: skip
-"""Layouts of Llama and Qwen2 by other names: tests/null/models/test_twins.py."""
-
-ENCODERS = {
-    f"{family}{end}"
-    for family in ("Bert", "Gte", "ModernBert", "NomicBert", "Roberta", "XLMRoberta")
-    for end in ("Model", "ForSequenceClassification")
-} | {"Gemma3TextModel"}
-"""Models that generate nothing: tests/integration/parity/test_parity_encoders.py."""
 RECURRENT = {
     f"{family}ForCausalLM"
     for family in (
@@ -369,11 +375,4 @@ RECURRENT = {
 def test_no_architecture_is_missing() -> None:
     suites = [suite for suite in _Served.__subclasses__() if hasattr(suite, "config")]
     tested = {suite.config["architectures"][0] for suite in suites} - RECURRENT
-    served = [spec for spec in REGISTRY.all(ModelSpec) if "vllmx-models" in REGISTRY.provider(spec)]
-    assert len(served) >= 5
-    inside = "ForConditionalGeneration"  # a text model that is served alone too
-    names = {name for spec in served for name in spec.architectures}
-    assert (
-        tested
-        == {name for name in names if not name.endswith(inside)} - OF_OTHERS - ENCODERS - RECURRENT
-    )
+    assert tested == recorded("logits") - RECURRENT

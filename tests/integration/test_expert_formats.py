@@ -18,6 +18,7 @@ from vllmx_core.checkpoint import Checkpoint, build_model, open_checkpoint, quan
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
+from vllmx_core.specs import ModelSpec
 from vllmx_core.testing.harness import all_logprobs, load_options
 from vllmx_core.testing.plans import Row, make_plan
 from vllmx_core.testing.synthetic import ArraySource
@@ -161,6 +162,12 @@ def test_in_situ_is_the_values_that_blocks_mean(family: str, name: str) -> None:
         assert (meant[one] != original(family)[one]).any(), one
     wanted = logprobs(model_of(family), ArraySource(meant))
     check_near(model_of(family), source, wanted)
+
+
+def test_the_record_has_these_families() -> None:
+    specs = [spec for spec in REGISTRY.all(ModelSpec) if "experts" in spec.checked]
+    names = {name for spec in specs for name in spec.architectures}
+    assert names == {family.config["architectures"][0] for family in FAMILIES.values()}
 
 
 def stacked_fp8(stored: dict[str, Any]) -> dict[str, F32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.checkpoint import open_checkpoint
+from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.image_plan import tower_plan, turns_of
 from vllmx_core.model import encoder_of
+from vllmx_core.recording import prepare
 from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, ModelSpec
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 
 from .image_models import END, FAMILIES, PAD, START, Family, colours_last, save
@@ -110,6 +113,22 @@ RUNS = [
     ("qwen3_vl", "metal", False),
     ("qwen3_5", "metal", False),
 ]
+
+
+def test_the_record_has_these_families() -> None:
+    recorded = {spec.name for spec in REGISTRY.all(ModelSpec) if "images" in spec.checked}
+    assert recorded == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_the_record_has_the_backends_with_all_ops(folder: Path) -> None:
+    config = open_checkpoint(REGISTRY, folder).config
+    spec, found = REGISTRY.model_for(config), set[str]()
+    for one in REGISTRY.all(BackendSpec):
+        with suppress(UnsupportedOpError):
+            prepare(spec.load()(config), 64, one.name, one.load()().supports)
+            found.add(one.name)
+    assert found == set(spec.backends)
 
 
 @pytest.mark.parametrize(("family", "backend", "eager"), RUNS, indirect=["family"])

@@ -17,7 +17,7 @@ from vllmx_core.checkpoint import build_model, open_checkpoint
 from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.model import Model
 from vllmx_core.plan import F32
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, ModelSpec
 from vllmx_core.testing.harness import all_vectors
 from vllmx_core.testing.plans import Row, Wanted, make_plan
 from vllmx_models.encoder import Encoder
@@ -46,6 +46,15 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     labels: int = 0
 
+    @property
+    def architecture(self) -> str:
+        return TRUNKS[self.model_type] + ("ForSequenceClassification" if self.labels else "Model")
+
+
+TRUNKS = {
+    "bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "modernbert": "ModernBert",
+    "nomic_bert": "NomicBert", "gte": "Gte", "gemma3_text": "Gemma3Text",
+}  # fmt: skip
 
 EMBEDDING_GEMMA: dict[str, Any] = {
     "use_bidirectional_attention": True, "sliding_window": 12, "head_dim": 16,
@@ -179,14 +188,21 @@ def wanted_rows(given: Built, case: Case) -> list[Row]:
     return [Row(row.tokens, 0, row.blocks, wanted, types=row.types) for row in given.rows]
 
 
+def test_the_record_has_these() -> None:
+    specs = [spec for spec in registry().all(ModelSpec) if "vectors" in spec.checked]
+    names = {name for spec in specs for name in spec.architectures}
+    assert names == {case.architecture for case in CASES}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tokens_and_scores(case: Case, built: Callable[[Case], Built], backend_name: str) -> None:
     given = built(case)
     named = json.loads((given.folder / "config.json").read_text())["architectures"]
-    assert named[0].endswith("ForSequenceClassification" if case.labels else "Model")
+    assert named[0] == case.architecture
     try:
         with loading(backend_name, given.folder, case.labels) as loaded:
             found = all_vectors(loaded, make_plan(wanted_rows(given, case), 16))
     except UnsupportedOpError as error:
+        assert backend_name not in registry().model_for({"architectures": named}).backends
         pytest.skip(error.message)
     assert np.abs(found - given.expected).max() < 2e-5 * np.abs(given.expected).max()

@@ -20,13 +20,21 @@ def test_json_names_files_and_plugin() -> None:
     assert "llama" in llama["gguf"]
     assert llama["plugin"].startswith("vllmx-models")
     assert len(rows) >= 30
+    assert {"safetensors", "gptq", "fp8", "gguf"} <= set(llama["formats"])
+    assert {"cpu", "numpy"} <= set(llama["backends"])
+    assert llama["checked"] == ["logits"]
+    (seeing,) = (row for row in rows if row["model_type"] == "gemma3")
+    assert "gguf" not in seeing["formats"]
+    assert seeing["checked"] == ["images"]
 
 
 def test_a_line_for_each() -> None:
     rows = json.loads(CliRunner().invoke(models, ["--json"]).output)
     lines = CliRunner().invoke(models, []).output.splitlines()
     assert len(lines) == len(rows) + 1
-    assert lines[0].split() == ["MODEL", "TYPE", "ARCHITECTURE", "GGUF", "FROM"]
+    assert lines[0].split() == [
+        "MODEL", "TYPE", "ARCHITECTURE", "GGUF", "BACKENDS", "CHECKED", "FROM",
+    ]  # fmt: skip
     assert any(line.startswith("qwen3_moe ") and " qwen3moe " in line for line in lines)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.registry import load_registry
+from vllmx_core.specs import ModelSpec
 from vllmx_models.blocks.norms import PRE
 from vllmx_models.decoder import Decoder, DecoderSpec
 
@@ -24,11 +25,18 @@ def spec(architecture: str, **config: Any) -> DecoderSpec:
     return model.spec
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM",
-     "InternLM3ForCausalLM"],
-)  # fmt: skip
+LLAMAS = ["AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM",
+          "InternLM3ForCausalLM"]  # fmt: skip
+OTHERS = {"InternLMForCausalLM", "MiMoForCausalLM", "YiForCausalLM"}
+"""Below, each with what it has of its own."""
+
+
+def test_the_record_has_these() -> None:
+    specs = [spec for spec in load_registry().all(ModelSpec) if "layout" in spec.checked]
+    assert {name for spec in specs for name in spec.architectures} == {*LLAMAS, *OTHERS}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
 def test_the_same_as_llama(name: str) -> None:
     assert spec(name) == spec("LlamaForCausalLM")
 

@@ -69,6 +69,10 @@ class ModelSpec(_Spec):
     gguf: str = ""
     """"package.module:attribute" of its form in such files, a
     `vllmx_models.gguf.architecture.GGUFArchitecture`."""
+    backends: tuple[str, ...] = ()
+    """Those that have all its ops, as the tests of its plugin find; none where nobody says so."""
+    checked: tuple[str, ...] = ()
+    """What the tests of its plugin compare, in words of the plugin."""
     api: int = API_VERSION
 
     def load_gguf(self) -> Any:

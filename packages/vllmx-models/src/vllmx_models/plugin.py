@@ -14,11 +14,16 @@ from vllmx_core.specs import (
     WeightFormatSpec,
 )
 
+from vllmx_models.checked import with_record
 from vllmx_models.parsers import PARSERS
 
 
 @hookimpl
 def vllmx_models() -> tuple[ModelSpec, ...]:
+    return tuple(with_record(spec) for spec in _models())
+
+
+def _models() -> tuple[ModelSpec, ...]:
     return (
         _model("bamba", "BambaForCausalLM", gguf=False),
         _model("cohere", "CohereForCausalLM", gguf="command-r"),

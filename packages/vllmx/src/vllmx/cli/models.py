@@ -1,4 +1,5 @@
-"""`vllmx models`: the architectures that can be served here, and in which files they come."""
+"""`vllmx models`: the architectures that can be served here, in which files they come, the backends
+that run them and what was checked."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import click
 from vllmx_core.registry import load_registry
-from vllmx_core.specs import ModelSpec
+from vllmx_core.specs import ModelSpec, QuantizationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +21,28 @@ class Architecture:
     """Of config.json."""
     gguf: tuple[str, ...]
     """`general.architecture` of GGUF files; none: such files are not read."""
+    formats: tuple[str, ...]
+    """Of files: safetensors, the quantisations of such that are installed, and gguf."""
+    backends: tuple[str, ...]
+    """Those that have all its ops; none: its plugin says nothing of it."""
+    checked: tuple[str, ...]
+    """What the tests of its plugin compare."""
     plugin: str
     """Distribution and entry point that provide it."""
 
 
 def architectures() -> list[Architecture]:
     """What the installed plugins provide, by architecture."""
-    provided = load_registry().provided(ModelSpec)
+    registry = load_registry()
+    quantised = tuple(sorted(spec.name for spec in registry.all(QuantizationSpec)))
     found = [
-        Architecture(", ".join(spec.model_types) or "-", spec.architectures, spec.gguf_names, key)
-        for key, spec in provided
-    ]
+        Architecture(
+            ", ".join(spec.model_types) or "-", spec.architectures, spec.gguf_names,
+            ("safetensors", *quantised, *(("gguf",) if spec.gguf_names else ())), spec.backends,
+            spec.checked, key,
+        )
+        for key, spec in registry.provided(ModelSpec)
+    ]  # fmt: skip
     return sorted(found, key=lambda one: (one.architectures, one.plugin))
 
 
@@ -42,12 +54,16 @@ def models(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(one) for one in found], indent=1))
         return
-    rows = [("MODEL TYPE", "ARCHITECTURE", "GGUF", "FROM")]
-    rows += [
-        (one.model_type, ", ".join(one.architectures), ", ".join(one.gguf) or "-", one.plugin)
-        for one in found
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    rows = [("MODEL TYPE", "ARCHITECTURE", "GGUF", "BACKENDS", "CHECKED", "FROM")]
+    rows += [(one.model_type, *cells(one), one.plugin) for one in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells, row[3]]))
+        padded = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*padded, row[5]]))
+
+
+def cells(one: Architecture) -> tuple[str, str, str, str]:
+    """Architecture, GGUF, backends and what was checked, as tables show them."""
+    listed = (one.architectures, one.gguf, one.backends, one.checked)
+    architecture, gguf, backends, checked = (", ".join(words) or "-" for words in listed)
+    return architecture, gguf, backends, checked

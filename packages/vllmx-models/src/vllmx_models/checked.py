@@ -1,0 +1,63 @@
+"""What the tests compare of each architecture, and the backends that they find to have its ops.
+
+`vllmx models` and docs/models.md print it. The tests take what they run from here, or compare it
+with what they run, so that nothing stands here that no test does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vllmx_core.specs import ModelSpec
+
+LOGITS, VECTORS, IMAGES, LAYOUT, EXPERTS = "logits", "vectors", "images", "layout", "experts"
+KINDS: Mapping[str, str] = {
+    LOGITS: "float32 logits to 2e-5 of transformers' and greedy ids, in chunks and on backends",
+    VECTORS: "vectors or scores of each token to 2e-5 of the original code's",
+    IMAGES: "logits to transformers' with several images, cut anywhere",
+    LAYOUT: "reads the layers and the names of tensors of an architecture that is compared",
+    EXPERTS: "experts in GPTQ, AWQ, FP8, compressed-tensors, NVFP4 and, in place, `--isq`",
+}
+EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
+TOWERS = ("cpu", "cuda", "numpy", "torch")
+"""metal lacks how some of them attend."""
+
+_OF_OTHERS = (
+    "AquilaForCausalLM", "AquilaModel", "InternLM3ForCausalLM", "InternLMForCausalLM",
+    "LLaMAForCausalLM", "MiMoForCausalLM", "XverseForCausalLM", "YiForCausalLM",
+)  # fmt: skip
+_ENCODERS = (
+    "BertForSequenceClassification", "BertModel", "Gemma3TextModel", "GteForSequenceClassification",
+    "GteModel", "ModernBertForSequenceClassification", "ModernBertModel",
+    "NomicBertForSequenceClassification", "NomicBertModel", "RobertaModel",
+    "XLMRobertaForSequenceClassification", "XLMRobertaModel",
+)  # fmt: skip
+_WITHOUT_A_TEST = ("RobertaForSequenceClassification",)
+"""The same code as XLM-RoBERTa's."""
+_EXPERTS = tuple(
+    f"{name}ForCausalLM"
+    for name in (
+        "DeepseekV2", "DeepseekV3", "Gemma4", "Glm4Moe", "Glm4MoeLite", "GptOss", "GraniteMoe",
+        "MiniMaxM2", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe",
+    )
+)  # fmt: skip
+
+
+def with_record(spec: ModelSpec) -> ModelSpec:
+    """With what the tests say of it."""
+    (name,) = spec.architectures
+    towers = name.endswith("ForConditionalGeneration") and not name.startswith("Qwen3")
+    return replace(spec, backends=TOWERS if towers else EVERYWHERE, checked=_checked(name))
+
+
+def _checked(name: str) -> tuple[str, ...]:
+    if name in _OF_OTHERS:
+        return (LAYOUT,)
+    if name in _ENCODERS:
+        return (VECTORS,)
+    if name in _WITHOUT_A_TEST:
+        return ()
+    if name.endswith("ForConditionalGeneration"):
+        return (IMAGES,)
+    return (LOGITS, EXPERTS) if name in _EXPERTS else (LOGITS,)
