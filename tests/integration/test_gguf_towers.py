@@ -206,6 +206,14 @@ def test_a_missing_tensor_is_named(
     checkpoint.weights.close()
 
 
+@pytest.mark.parametrize("name", ["gemma4"], indirect=True)
+def test_clipped_layers_are_refused(text: Path, oracle: Any, name: str, tmp_path: Path) -> None:
+    bounds = {"v.blk.0.attn_q.input_max": np.ones(1, np.float32)}
+    tower = write_tower(tmp_path / "tower.gguf", name, oracle, more=bounds)
+    with pytest.raises(UnsupportedModelError, match=r"clip what goes in and out.*leave --mmproj"):
+        opened(text, tower)
+
+
 def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
     text, tower, oracle = pair
     with pytest.raises(ConfigError, match=r"'qwen3vl'.*begins with mmproj"):

@@ -17,6 +17,7 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat_images import image_input
 from vllmx_engine.client.inline import InlineEngine
 from vllmx_engine.client.request import Request
+from vllmx_engine.core.cost import StepCost
 from vllmx_engine.images.prepared import PreparedImage
 from vllmx_engine.llm import LLM
 
@@ -187,6 +188,45 @@ def test_preemption(family: Family, oracle: Any, folder: Path) -> None:
         assert engine._core.stats().num_preemptions > 0
         for output, (ids, _, images) in zip(found, made, strict=True):
             check(family, oracle, ids, images, output.outputs[0].token_ids)
+    finally:
+        engine.close()
+
+
+def test_an_abort_while_the_tower_runs(
+    other: Any, other_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass in parts, whose request goes away after the first: the next one about the same image,
+    one about another and one of text are answered as ever, and nothing stays behind."""
+    monkeypatch.setattr(StepCost, "tower_share", lambda *_: 0.4)
+    engine = InlineEngine(config(other_folder, backend="cpu"))
+    try:
+        parts: list[tuple[float, float]] = []
+        encode = engine._core._model.encode
+
+        def noted(plan: Any, begin: float = 0.0, end: float = 1.0) -> None:
+            parts.append((begin, end))
+            encode(plan, begin, end)
+
+        monkeypatch.setattr(engine._core._model, "encode", noted)
+        made = []
+        for seed in (1, 2):
+            images = [OTHER.image(6, 8, seed)]
+            made.append((*prompt(images), images))
+        gone = engine.submit(request(engine, *made[0]))
+        engine._step()
+        assert parts == [(0.0, 0.4)]
+        engine.abort(gone)
+        assert gone.output().outputs[0].finish_reason == "abort"
+        text = prompt([])[0]
+        found = run(engine, *(request(engine, *one) for one in made), request(engine, text, [], []))
+        for output, (ids, _, images) in zip(found, [*made, (text, [], [])], strict=True):
+            check(OTHER, other, ids, images, output.outputs[0].token_ids)
+        stats = engine._core.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+        asked = len(parts)
+        run(engine, request(engine, *made[0]))
+        assert len(parts) == asked  # its features are there
     finally:
         engine.close()
 

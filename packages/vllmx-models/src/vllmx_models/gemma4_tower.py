@@ -179,7 +179,10 @@ def gemma4_tower(config: Mapping[str, Any], width: int) -> Gemma4Tower | None:
         )
     read = ConfigReader(vision, "Gemma4ForConditionalGeneration")
     if read.flag("use_clipped_linears", False) or read.flag("attention_bias", False):
-        logger.warning("text alone is served: the tower's linear layers clip, or have biases")
+        logger.warning(
+            "text alone is served, images are refused: the tower's linear layers clip"
+            " (use_clipped_linears), or have biases"
+        )
         return None
     heads, head = read.integer("num_attention_heads", 12), read.integer("head_dim", 64)
     kv_heads = read.integer("num_key_value_heads", heads)
