@@ -94,7 +94,7 @@ class EngineConfig:
     limit_images: int = 16
     """Images of one request."""
     max_image_bytes: int = 20 << 20
-    """Of one image as it is sent."""
+    """The largest image that a request may send, in bytes as it is sent."""
     max_image_pixels: int = 32 << 20
     """Of one image, checked before it is decoded."""
     encoder_cache_memory: int = 256 << 20

@@ -123,7 +123,7 @@ class FeatureSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Of all parts of a token, float32."""
+        """Bytes that all parts of one token take, in float32."""
         return 4 * self.parts * self.width
 
 

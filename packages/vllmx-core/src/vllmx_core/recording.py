@@ -33,7 +33,7 @@ class Recording:
 
     @property
     def all_ops(self) -> tuple[Op, ...]:
-        """Of the step and of the tower."""
+        """The ops of the step, then those of the tower."""
         return self.steps.ops + (() if self.tower is None else self.tower.ops)
 
     @property

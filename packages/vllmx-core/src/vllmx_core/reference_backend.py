@@ -88,7 +88,7 @@ class ReferenceLoadedModel:
         self._features = features
         self._pass: NumpyFrame | None = None
         self.tower_s = 0.0
-        """Since the last step."""
+        """Seconds that passes of the tower took since the last step."""
         self._interpreter = Interpreter(steps, lambda op: type(op).compute)
         self._weights, self._pages, self._states = weights, pages, states
         self._info = info

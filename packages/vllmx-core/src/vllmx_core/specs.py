@@ -89,7 +89,7 @@ class ModelImplSpec(_Spec):
     backend: str
     """The only one that runs its models."""
     probe: str
-    """As a `BackendSpec`'s."""
+    """"module:function" that says why it cannot run here, see `BackendSpec.probe`."""
     cost: str
     """What it costs, for the log line that says who runs a model: "slower, ..."."""
     api: int = API_VERSION

@@ -53,7 +53,7 @@ class CpuLoadedModel:
         self._tower = tower
         self._sees = tower is not None or reads_images(steps.ops)
         self._pass: CpuStep | None = None
-        """Of the tower; it may still run."""
+        """The last pass of the tower, which may still run."""
         self._passes: list[VxJob] = []
         """Its last parts."""
         self._unbilled: list[VxJob] = []

@@ -43,7 +43,7 @@ class TowerPlan:
     kv_dtype: str
 
     def room(self, num_patches: int, num_images: int, num_windows: int) -> Room:
-        """For a pass over so many."""
+        """Makes room for a pass over so many."""
         rows: Mapping[Rows, int] = {"T": num_patches, "L": num_patches // self.patches_per_token}
         extent = Extent(rows, num_images, num_patches, num_windows)
         return plan_room(self.ops, extent, self.shapes, self.num_threads, self.kv_dtype)
@@ -65,7 +65,7 @@ class LoadPlan:
     kv: CachePlan
     constants: Mapping[str, AnyArray]
     tower: TowerPlan | None
-    """Of a model that sees images."""
+    """Set where the model sees images."""
 
 
 def plan_load(

@@ -33,7 +33,7 @@ class Extent:
     longest: int
     """Tokens of one of them that others attend to."""
     num_windows: int = 0
-    """Of the images of a tower."""
+    """How many windows the images of a pass have."""
 
 
 @dataclass(frozen=True, slots=True)

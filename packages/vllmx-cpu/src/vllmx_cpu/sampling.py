@@ -95,7 +95,7 @@ class SamplerCall:
 
     @property
     def address(self) -> int:
-        """Of the argument struct."""
+        """The address of the argument struct."""
         return ctypes.addressof(self.struct)
 
     def result(self, seconds: float) -> StepResult:

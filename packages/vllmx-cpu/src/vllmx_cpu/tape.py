@@ -21,7 +21,7 @@ class Call:
 
     @property
     def record(self) -> VxRecord:
-        """As the team takes it."""
+        """The call in the form that the team of threads takes."""
         return VxRecord(self.function, ctypes.addressof(self.arguments), int(self.pooled))
 
 

@@ -31,7 +31,7 @@ class VectorsCall:
 
     @property
     def address(self) -> int:
-        """Of the argument struct."""
+        """The address of the argument struct."""
         return ctypes.addressof(self.struct)
 
     def result(self, seconds: float) -> StepResult:

@@ -78,7 +78,7 @@ class GrammarServer:
         self._selector.register(connection, selectors.EVENT_READ)
         self._waiting: deque[CheckGrammar] = deque()
         self._children: dict[int, _Child] = {}
-        """By their pipes."""
+        """Child processes by their pipes."""
         self._lexicon: Lexicon | None = None
 
     def run(self) -> None:

@@ -149,7 +149,7 @@ class Form:
     def matrix(
         self, codes: mx.array, scales: mx.array, dtype: mx.Dtype, factor: mx.array | None = None
     ) -> QuantisedMatrix:
-        """Of a mode without biases."""
+        """Makes the matrix of a mode without biases."""
         return QuantisedMatrix(
             codes, scales, None, self.group_size, self.bits, self.mode, dtype, factor=factor
         )
@@ -190,7 +190,7 @@ class LinearWeight:
         return product if self.bias is None else product + self.bias
 
     def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
-        """As `Matrix.multiply_each`."""
+        """Multiplies each row by its matrix, see `Matrix.multiply_each`."""
         product = self.matrix.multiply_each(x, ids, ordered=ordered)
         return product if self.bias is None else product + self.bias[ids][:, None]
 

@@ -53,7 +53,7 @@ def _matrix_bytes(part: WeightPart, form: Form | None, dtype: mx.Dtype) -> int:
 
 
 def held_bytes(weights: Mapping[str, MetalWeight]) -> int:
-    """Of all arrays, each counted once."""
+    """Bytes of all arrays, each counted once."""
     arrays: dict[int, mx.array] = {}
     for weight in weights.values():
         held: tuple[mx.array, ...]

@@ -84,7 +84,7 @@ class DecoderSpec:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Of the layers that have one."""
+        """The mixers of the layers that have one."""
         return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
 
 

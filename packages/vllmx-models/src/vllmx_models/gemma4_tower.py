@@ -41,7 +41,7 @@ class Gemma4Tower:
     merge: int
     """Patches in a row and in a column that come to one token."""
     longest_side: int
-    """Of an image, in patches."""
+    """The longest side that an image may have, in patches."""
     out_size: int
     eps: float
     theta: float

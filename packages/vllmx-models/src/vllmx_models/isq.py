@@ -116,7 +116,7 @@ class InSituSource:
         self._encodings = encodings
 
     def names(self) -> Collection[str]:
-        """As the source below."""
+        """The names that the source below has."""
         return self._source.names()
 
     def part(self, name: str) -> WeightPart:
@@ -178,7 +178,7 @@ def _blocks(kind: str, encoder: Encoder) -> Encoding:
 
 
 def _eight_bits(kind: str, encoder: Encoder) -> Callable[[int], Encoding]:
-    """By the number of columns."""
+    """Makes the encoding that fits a number of columns."""
     part, layout = (int8_part, int8_layout) if kind == "int8" else (fp8_part, fp8_layout)
 
     def made(rows: RawTensor) -> WeightPart:

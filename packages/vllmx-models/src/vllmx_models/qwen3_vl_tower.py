@@ -35,7 +35,7 @@ class QwenTower:
     frames: int
     merge: int
     table_side: int
-    """Of the square table of positions."""
+    """The side of the square table of positions."""
     out_size: int
     theta: float
     deepstack: tuple[int, ...]

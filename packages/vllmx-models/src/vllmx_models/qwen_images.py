@@ -25,7 +25,7 @@ def sees_images(config: Mapping[str, Any]) -> bool:
 
 
 def vision_reader(outer: ConfigReader) -> ConfigReader:
-    """Of `vision_config`."""
+    """Reads `vision_config`."""
     vision = outer.config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise outer.error("vision_config", "must be an object")

@@ -34,7 +34,7 @@ class SiglipTower:
     side: int
     """Patches in a row and in a column of every image."""
     merge: int
-    """Of those that come to one token."""
+    """The side of the square of patches that come to one token."""
     out_size: int
     eps: float
     colours_last: bool = False

@@ -34,7 +34,7 @@ class ReadStream:
         self._counter = readers.reasoning_counter()
         self._hides_reasoning = hides_reasoning
         self.num_new_reasoning_tokens = 0
-        """Of the output that was read last."""
+        """How many tokens of the output that was read last are thoughts."""
 
     def events(self, choice: CompletionOutput) -> list[Event]:
         """What an output adds."""

@@ -53,7 +53,7 @@ class ServerConfig:
     data_dir: str | None = None
     """Folder for files, batches and responses; None: they end with the server."""
     max_file_bytes: int = 200 << 20
-    """Of one uploaded file."""
+    """The largest file that may be uploaded, in bytes."""
     max_stored_bytes: int = 4 << 30
     """Of all files of one API key, and as much again of its responses."""
     max_stored_days: float = 30.0

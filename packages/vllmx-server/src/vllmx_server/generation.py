@@ -60,7 +60,7 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> list[list[int]]:
-        """Of each prompt."""
+        """The token ids of each prompt."""
         return [stream.prompt_token_ids for stream in self._streams]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

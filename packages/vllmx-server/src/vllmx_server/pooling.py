@@ -64,12 +64,12 @@ class Pooler(Protocol):
 
     @property
     def dimensions(self) -> int:
-        """Of its vectors."""
+        """How many numbers its vectors have."""
         ...
 
     @property
     def labels(self) -> Sequence[str]:
-        """Of its classes."""
+        """The names of its classes."""
         ...
 
     async def pool(

@@ -144,7 +144,7 @@ def _likeliest(logits: Tensor, k: int) -> Tensor:
 
 
 def _slices(count: int, vocab_size: int) -> Iterator[slice]:
-    """Of all rows, at least one slice."""
+    """Cuts all rows into slices, at least one."""
     step = max(1, _CHUNK_VALUES // vocab_size)
     for begin in range(0, max(1, count), step):
         yield slice(begin, begin + step)

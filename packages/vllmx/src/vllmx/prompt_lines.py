@@ -30,7 +30,7 @@ class Task:
     messages: list[dict[str, Any]] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     custom_id: str | None = None
-    """Of a line of an OpenAI batch."""
+    """The name that a line of an OpenAI batch has."""
 
     @property
     def shown(self) -> str:

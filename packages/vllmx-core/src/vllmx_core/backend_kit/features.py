@@ -15,7 +15,7 @@ def feature_rows(shape: ModelShape, options: LoadOptions) -> int:
 
 
 def feature_bytes(shape: ModelShape, options: LoadOptions) -> int:
-    """Of the store."""
+    """Bytes that the store of features takes on the device."""
     if shape.features is None:
         return 0
     return feature_rows(shape, options) * shape.features.row_bytes

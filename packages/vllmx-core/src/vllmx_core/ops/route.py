@@ -27,7 +27,7 @@ class RouteSpec:
 
     chosen: int  # k
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Over all experts, in float32."""
+    """How scores come of logits: over all experts, in float32."""
     groups: int = 1
     """Experts lie in so many equal groups ..."""
     groups_kept: int = 1

@@ -47,7 +47,7 @@ class SegmentSpec:
     window: int | None = None
     """Tokens less than so many places away are seen, before and behind; None: all."""
     rope_axes: tuple[int, ...] = ()
-    """As in `AttentionSpec`."""
+    """Which axis turns each frequency, see `AttentionSpec.rope_axes`."""
     windowed: bool = False
     """In a tower: a segment is a window of an image, `PatchRows.windows`."""
 

@@ -18,7 +18,7 @@ class Share:
     whole: int
     """Features of all ranks."""
     pieces: tuple[Piece, ...]
-    """Ascending."""
+    """The pieces that this rank has, in ascending order."""
 
     @property
     def width(self) -> int:

@@ -41,10 +41,10 @@ class ShardPlan:
     """What one rank has of a step."""
 
     values: dict[Value, Share] = field(default_factory=dict)
-    """Of those that no rank has whole."""
+    """What the rank has of each value that no rank has whole."""
     weights: dict[str, WeightCut] = field(default_factory=dict)
     kv_heads: dict[int, range] = field(default_factory=dict)
-    """By attention layer."""
+    """The heads of keys and values that the rank has, for each attention layer."""
     options: dict[Op, Options] = field(default_factory=dict)
     reduced: set[Op] = field(default_factory=set)
     """Ops whose results are to be added over all ranks."""
@@ -79,7 +79,7 @@ class _Cutter:
         self._whole: dict[Value, Op] = {}
         """Values that some op needs whole, and the op."""
         self._uncut: dict[str, Op] = {}
-        """Weights just so."""
+        """Weights that some op needs whole, and the op."""
         self._taken: set[tuple[Op, Value | str]] = set()
         """Of which values and weights an op takes a part."""
         self._plan = ShardPlan()

@@ -117,7 +117,7 @@ def spread(logprobs: LogprobRows | None, vocab_size: int) -> F32:
 
 
 def log_softmax(logits: Any) -> Any:
-    """Over the last axis, in float64."""
+    """The logarithm of the softmax over the last axis, in float64."""
     wide = logits.astype(np.float64)
     wide = wide - wide.max(axis=-1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))

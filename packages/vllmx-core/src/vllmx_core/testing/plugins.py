@@ -68,7 +68,7 @@ class PluginReport:
 
     plugin: str
     provides: tuple[str, ...]
-    """As in `PluginInfo`."""
+    """What the plugin provides, in the form of `PluginInfo.provides`."""
     specs: tuple[Spec, ...]
 
 

@@ -200,7 +200,7 @@ class StateChecks(Harness):
             self._check_equal(run(Row([4], 30, [12, 13], "all", 7)), ended[:1], "the slot in place")
 
     def test_rows_that_begin_do_not_read_their_slot(self) -> None:
-        """Even where it holds NaN."""
+        """A row that begins ignores what its slot holds, even NaN."""
         if self._lacks("recurrence"):
             return
         model, source = recurrent_model()

@@ -228,7 +228,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def kernel_cache() -> CubinCache:
-    """Of this user."""
+    """The cache of cubins that belongs to this user."""
     return CubinCache(cache_folder() / "cuda")
 
 

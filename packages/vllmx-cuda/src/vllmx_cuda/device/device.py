@@ -57,7 +57,7 @@ class Product:
     dtype: str
     """Of x and w: bf16, f16 or f32; f8e4m3, with sums in f32; i8, with sums in i32."""
     out_dtype: str
-    """Of y and bias."""
+    """The type of y and of the bias."""
     biased: bool = False
     pitch: int = 0
     """Elements from one row of y to the next; 0: n."""

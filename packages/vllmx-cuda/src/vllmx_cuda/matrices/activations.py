@@ -34,7 +34,7 @@ def _q8(ops: Ops, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int
 
 
 def rows_bytes(cols: int, tokens: int) -> ScratchBytes:
-    """Of the keys of `CODES`."""
+    """What rows take as codes of any kind in `CODES`."""
     return ScratchBytes(codes=tokens * cols, scales=4 * tokens)
 
 

@@ -63,7 +63,7 @@ class Codes8:
     """A key of `CODES`."""
     block_rows: int
     block_cols: int
-    """Of one scale."""
+    """How many columns share one scale."""
     coded_products: bool
     """Whether activations become codes as well."""
     x_scale: float = 0.0
@@ -85,7 +85,7 @@ class Codes8:
         return ceil_div(rows, self.block_rows) * self._scales_pitch(cols)
 
     def _scales_pitch(self, cols: int) -> int:
-        """As in `kernels/code_scale.h`."""
+        """The distance between rows of scales, which `kernels/code_scale.h` computes alike."""
         groups = ceil_div(cols, self.block_cols)
         return ceil_div(groups, 4) * 4 if self.block_rows > 1 else groups
 

@@ -18,9 +18,9 @@ class Target:
     """What forms are chosen for."""
 
     dtype: str
-    """Of activations and dense weights."""
+    """The type of activations and dense weights."""
     arch: int
-    """As 75 or 90."""
+    """The architecture of the GPU, such as 75 or 90."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class BlockProduct:
         return self.ops.target.arch in E4M3_ARCHITECTURES
 
     def exists(self, m: int) -> bool:
-        """For m rows."""
+        """Whether this way can multiply m rows."""
         return self.is_own or self._by_cublas(m)
 
     def _by_cublas(self, m: int) -> bool:

@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """How many bytes the buffer has."""
         if self.stored is not None:
             return self.stored.num_bytes
         return sum(target.num_bytes for target in self.targets)

@@ -54,7 +54,7 @@ class W4:
 
     packing: Packing
     dtype: str
-    """Of activations."""
+    """The type of the activations."""
 
     @property
     def gathers(self) -> bool:

@@ -63,6 +63,6 @@ class StoredBlocks:
 
 
 def stored_blocks(part: WeightPart) -> StoredBlocks | None:
-    """Of a part with a `block_type`."""
+    """How the blocks of a part with a `block_type` are stored."""
     name = block_type(part)
     return None if name is None else StoredBlocks(part, BLOCKS[name])

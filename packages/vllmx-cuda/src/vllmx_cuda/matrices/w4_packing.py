@@ -52,7 +52,7 @@ class Packing:
         return np.frombuffer(self.order, np.int32) if self.order else None
 
     def row_tile_bytes(self, cols: int) -> int:
-        """Of 16 rows."""
+        """Bytes that 16 rows take."""
         groups = ((cols - 1) >> self.group_shift) + 1
         codes = ceil_div(cols, TILE_COLS) * tile_bytes(self.bits)
         return codes + groups * record_bytes(self.scale, self.zero)

@@ -41,7 +41,7 @@ class Field:
 
     @property
     def tile_bytes(self) -> int:
-        """Of 16 rows."""
+        """Bytes that 16 rows take."""
         others = self.shape[0 if self.transposed else 1]
         return TILE_ROWS // self.per * others * ITEM_BYTES[self.raw.dtype]
 
@@ -182,6 +182,6 @@ def _by_row(part: WeightPart, raw: RawTensor) -> Field | None:
 
 
 def _field(raw: RawTensor, transposed: bool, per: int = 1) -> Field:
-    """Of a matrix."""
+    """A stored matrix as a field."""
     first, second = raw.shape
     return Field(raw, (first, second), transposed, per)

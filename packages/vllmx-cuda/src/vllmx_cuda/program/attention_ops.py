@@ -52,7 +52,7 @@ class KeyRows:
     table: Memory
     stride: int
     positions: Memory
-    """By which a window is cut."""
+    """The positions by which a window is cut."""
     context_len: Memory
 
 

@@ -68,7 +68,7 @@ class Spaces:
     wide: int
     """Of gate and up, then of the answers of all slots."""
     narrow: int
-    """Of what goes into down."""
+    """Where the input of the down projection lies."""
     codes: int
     """Of rows as codes of 8 bits, for blocks, and of their scales."""
     scales: int
@@ -147,7 +147,7 @@ class Product:
     """Rows times the matrices of their experts."""
 
     kernels: Mapping[int, Variant]
-    """By positions of a tile."""
+    """The kernel for each number of positions in a tile."""
     weights: Memory
     bias: Memory | None
     share: int
@@ -216,7 +216,7 @@ class BlockProduct:
         tiles: Memory,
         y: Memory,
     ) -> None:
-        """As `Product.launch`."""
+        """Enqueues the product, see `Product.launch`."""
         coded, shape = (self.codes, self.scales), {"rows": rows_of_x, "width": self.cols}
         device.launch(self.quantise, shape, (x, *coded, self.cols))
         operands = (*coded, self.weights, self.bias, order, tiles, y)

@@ -83,7 +83,7 @@ class Lowering:
     scratch: Scratch
     products: ProductScratch
     max_tokens: int
-    """Of a step."""
+    """The most tokens that a step may have."""
     wgmma: bool = False
     """Whether paged_prefill_wgmma takes the prompts that it can take."""
     variants: list[Variant] = field(default_factory=list)

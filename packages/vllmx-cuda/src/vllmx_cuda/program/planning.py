@@ -62,7 +62,7 @@ class LoadPlan:
     staging_bytes: int
     kv: CachePlan
     tower: TowerPlan | None = None
-    """Of a model that sees images."""
+    """Set where the model sees images."""
     features: tuple[tuple[int, int], ...] = ()
     """(rows, width) of each part of the store of features."""
 

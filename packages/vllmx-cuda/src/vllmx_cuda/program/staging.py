@@ -76,7 +76,7 @@ class Layout:
     states: tuple[int, ...]
     """Row of each token, query_start, state_from, state_to; none without states."""
     arrays: tuple[int, ...]
-    """Of `WorkKinds.arrays`."""
+    """Offsets of the arrays in `WorkKinds.arrays`."""
     parameters: Mapping[str, int]
     """Of the sampler, behind everything else."""
     num_bytes: int

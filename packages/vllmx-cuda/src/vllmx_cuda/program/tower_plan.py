@@ -56,7 +56,7 @@ class TowerPlan:
         return -(-num_patches // (unit := _FEATURE_ROWS * self.patches_per_token)) * unit
 
     def sizes(self, plan: StepPlan, tiles: Sequence[I32]) -> StepSizes:
-        """Of a pass."""
+        """The sizes that a pass has."""
         assert plan.patches is not None, "a tower is given patches"
         singles, items = item_tokens(plan, self.work), 0
         if singles:

@@ -17,7 +17,7 @@ from vllmx_cuda.program.staging import SLOTS
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Of one step."""
+    """Where the vectors of one step are."""
 
     raw: Bytes
     width: int

@@ -30,7 +30,7 @@ class Visibility:
     segments: Segments | None = None
     """Instead of pages the tokens of its own segment in this step, see `segments_of`."""
     spans: bool = False
-    """As in `AttentionSpec`."""
+    """Whether tokens of one image see each other, see `AttentionSpec.spans`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class TileKind:
     """Tiles of a kernel for prompts."""
 
     tokens: int
-    """Of a tile, at most."""
+    """The most tokens that a tile holds."""
     segments: Segments | None = None
-    """As in `Visibility`."""
+    """Which segments bound what tokens see, see `Visibility.segments`."""
 
 
 @dataclass(frozen=True, slots=True)

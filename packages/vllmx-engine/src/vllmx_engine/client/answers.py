@@ -105,7 +105,7 @@ class AnswerReaders:
         return self.has_thinking or (has_calls and bool(self._options.tools))
 
     def reader(self) -> AnswerReader:
-        """For one choice."""
+        """Makes a new one, for one choice."""
         return AnswerReader(self._format, self._options)
 
     def read(self, choice: CompletionOutput) -> None:
@@ -118,7 +118,7 @@ class AnswerReaders:
         choice.tool_calls = found.tool_calls
 
     def reasoning_counter(self) -> ReasoningCounter:
-        """For one choice."""
+        """Makes a new one, for one choice."""
         if self._format.thinking is None:
             return ReasoningCounter([])
         return ReasoningCounter(self._tokenizer.marker(self._format.thinking.end.strip()))

@@ -66,7 +66,7 @@ class RequestOptions:
     priority: int = 0
     """Smaller is served first; 32 bits."""
     client: str = ""
-    """For fair share between clients."""
+    """Who asks: capacity is shared fairly between clients."""
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
     session_id: str = ""

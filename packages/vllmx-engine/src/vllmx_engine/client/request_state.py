@@ -235,7 +235,7 @@ class RequestState:
         self.num_unfinished = 0
 
     def tokens_came(self, count: int, now_s: float) -> None:
-        """For the metrics."""
+        """Counts tokens and times for the metrics."""
         metrics = self.metrics
         if metrics.first_token_s is None:
             metrics.first_token_s = now_s

@@ -275,7 +275,7 @@ class EngineCore:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of all requests that run or wait."""
+        """The ids of all requests that run or wait."""
         return list(self._scheduler.live)
 
     @property

@@ -41,7 +41,7 @@ class SequenceImages:
     turns: Turns | None
     """What rotations turn its tokens by; None: their positions."""
     spans: bool = False
-    """As in `FeatureSpec`."""
+    """What `FeatureSpec` says of the same name."""
 
     def within(self, start: int, end: int) -> Iterator[int]:
         """Numbers of the images with tokens in this part of the sequence."""
@@ -184,7 +184,7 @@ class Images:
         self._limits = limits
         self._spans = features is not None and features.spans
         self.feeds = None if features is None else features.feeds
-        """As in `FeatureSpec`."""
+        """What `FeatureSpec` says of the same name."""
         self._encoder = encoder
         self._store = FeatureStore(model.info.num_feature_rows)
         self._begun: Pass | None = None
@@ -258,7 +258,7 @@ class Images:
         return found
 
     def for_step(self, cost: StepCost) -> StepImages:
-        """For the chunks of the next step."""
+        """Plans what is done for images beside the chunks of the next step."""
         if self._begun is not None:
             self._store.find(self._begun.image.digest)  # stays
         info = self._model.info

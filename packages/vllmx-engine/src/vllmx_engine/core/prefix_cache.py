@@ -29,7 +29,7 @@ class CacheIdentity:
 
     model: str = ""
     dtype: str = ""
-    """Of the keys and values."""
+    """The type of keys and values."""
     block_size: int = 0
 
 
@@ -77,7 +77,7 @@ class PrefixCache:
         return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key).digest()
 
     def digest(self, parent: bytes, content: bytes) -> bytes:
-        """Of a block that follows `parent`."""
+        """The digest of a block that follows `parent`."""
         return blake2b(parent + content).digest()[:_DIGEST_BYTES]
 
     def known(self, parent: bytes, content: bytes) -> tuple[bytes, Sequence[int]] | None:

@@ -70,7 +70,7 @@ class Scheduler:
         self.prefixes = Prefixes(self.table, self.pool, self.cache, slots, enabled=prefix_caching)
         self.blocks = RowBlocks(limits, self.table, self.pool, self.prefixes)
         self.states: RowStates | None = None
-        """Of a model with recurrent layers."""
+        """Set where the model has recurrent layers."""
         if slots is not None:
             self.states = RowStates(limits, self.table, slots, keep_snapshots=prefix_caching)
             self.cache.forgotten = slots.forget

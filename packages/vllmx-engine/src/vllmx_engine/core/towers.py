@@ -50,7 +50,7 @@ class StepTowers:
         self.started: Pass | None = None
         self.started_end = 0.0
         self.load = TowerLoad(0.0, 0.0)
-        """Of all."""
+        """What all passes of the step cost by."""
 
     @property
     def is_busy(self) -> bool:

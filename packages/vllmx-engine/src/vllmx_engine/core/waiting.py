@@ -195,7 +195,7 @@ class WaitingQueue:
         self._num_admitted = 0
         """Since the last turn, while others waited."""
         self._best_admitted = _NO_PRIORITY
-        """Of the same."""
+        """The best priority among those admissions."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -302,7 +302,7 @@ class WaitingQueue:
         return 0 if self._fcfs else sequence.request.priority
 
     def outranks(self, sequence: Sequence, other: Sequence) -> bool:
-        """By priority alone."""
+        """Whether it is served before the other by priority alone."""
         return self.priority(sequence) < self.priority(other)
 
     def order(self, sequence: Sequence) -> tuple[int, int]:

@@ -14,11 +14,11 @@ class ImageLimits:
     """Bounds that are checked before anything is decoded."""
 
     max_images: int = 16
-    """Of one request."""
+    """How many images one request may have."""
     max_bytes: int = 20 << 20
-    """Of one image as it is stored."""
+    """The largest image, in bytes as it is stored."""
     max_pixels: int = 32 << 20
-    """Of one image once it is decoded."""
+    """The largest image, in pixels once it is decoded."""
     domains: tuple[str, ...] = ()
     """Hosts that http(s) URLs may name."""
     folder: Path | None = None

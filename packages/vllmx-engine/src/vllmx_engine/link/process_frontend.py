@@ -61,7 +61,7 @@ class ProcessFrontend(CoreFrontend):
 
     @property
     def pid(self) -> int:
-        """Of the core."""
+        """The process id of the core."""
         return self._core.pid
 
     def unavailable(self) -> EngineDeadError:

@@ -53,7 +53,7 @@ class Instrument(NodeTransformer):
         return _environment_call("new_container", [node]) if node.ctx == "load" else node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:  # noqa: N802
-        """As for a list."""
+        """Bounds a dictionary in the way of a list."""
         self.generic_visit(node)
         return _environment_call("new_container", [node])
 

@@ -204,7 +204,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_state_slots: int = 0
     """For the states of recurrent layers; 0: the model has none."""
     num_used_slots: int = 0
-    """Of sequences that run."""
+    """Slots that running sequences use."""
     num_snapshots: int = 0
     """States behind prefixes that can be hit."""
     num_preemptions: int = 0

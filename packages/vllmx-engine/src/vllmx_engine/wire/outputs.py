@@ -77,7 +77,7 @@ class PoolingOutput(msgspec.Struct, frozen=True):
 
     @property
     def probs(self) -> list[float]:
-        """Of `LLM.classify`, by class."""
+        """What `LLM.classify` gave: a probability for each class."""
         return [float(value) for value in self.data]
 
 
@@ -100,7 +100,7 @@ class RequestMetrics(msgspec.Struct):
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_generation_tokens: int = 0
-    """Of all choices."""
+    """Tokens that were generated, in all choices together."""
     queue_s: float = 0.0
     """How long the choice that was first to answer waited in the core before it began to run."""
 

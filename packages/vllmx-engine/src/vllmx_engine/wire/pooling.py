@@ -17,7 +17,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     """Numbers of a vector, or classes."""
     labels: list[str] = []
-    """Of the classes."""
+    """The names of the classes."""
     activation: Activation = "none"
     """From what the model gives to scores; yes: the share of the last of two."""
     normalize: bool = True

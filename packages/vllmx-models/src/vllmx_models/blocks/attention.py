@@ -54,10 +54,10 @@ class AttentionMixer:
     """None: no position embedding (NoPE)."""
     window: int | None = None
     scale: float | None = None
-    """Of the scores; None: 1 / sqrt(D)."""
+    """What scores are multiplied by; None: 1 / sqrt(D)."""
     softcap: float | None = None
     rope_axes: tuple[int, ...] = ()
-    """As in `AttentionSpec`."""
+    """Which axis turns each frequency, see `AttentionSpec.rope_axes`."""
     interleaved: bool = False
     """Whether neighbouring dimensions are rotated together, as GLM's and Cohere's are."""
     qkv_bias: bool = False

@@ -24,9 +24,9 @@ class LatentMixer:
     nope_size: int  # Dn
     value_size: int  # Dv
     rope: Rope
-    """Over Dr dimensions."""
+    """The rotation, over Dr dimensions."""
     scale: float
-    """Of the scores."""
+    """What scores are multiplied by."""
     q_rank: int | None = None
     """Of the queries, which come out of a normed row of so many numbers; None: of the stream."""
     interleaved: bool = True

@@ -50,7 +50,7 @@ class LayerScope:
     embedded: Array
     """(T, E) the embeddings of the tokens, as the first layer reads them."""
     spans: bool = False
-    """As in `FeatureSpec`."""
+    """Whether an image's tokens see each other, see `FeatureSpec.spans`."""
     stream: Array | None = None
     """(T, E) what the feed-forward reads, before its norm."""
 

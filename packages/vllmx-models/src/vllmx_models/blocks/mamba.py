@@ -36,7 +36,7 @@ class MambaMixer:
     norm_eps: float
     conv_bias: bool = True
     bias: bool = False
-    """Of the matrices in and out."""
+    """Whether the matrices in and out have a bias."""
     dt_min: float = 0.0
     dt_max: float = math.inf
     module: str = "mamba"

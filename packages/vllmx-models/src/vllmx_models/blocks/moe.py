@@ -28,7 +28,7 @@ class ExpertTensors(Protocol):
         ...
 
     def down(self, module: str, expert: int, rows: int) -> tuple[PartSpec, ...]:
-        """Of its second matrix (rows, F)."""
+        """The parts of an expert's second matrix (rows, F)."""
         ...
 
 
@@ -137,7 +137,7 @@ class LatentExperts:
     before: str
     """The module of the matrix to so many features."""
     after: str
-    """Of the matrix back."""
+    """The module of the matrix back."""
 
 
 @dataclass(frozen=True, slots=True)

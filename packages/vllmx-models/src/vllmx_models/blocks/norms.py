@@ -19,7 +19,7 @@ class Norm:
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
-    """Of a layer norm."""
+    """Whether a layer norm has a bias."""
     offset: float = 0.0
     """Added to the weights of the checkpoint: 1 for Gemma, which stores them so much smaller."""
 
@@ -91,7 +91,7 @@ class ResidualStream:
         return self._last
 
     def replace(self, x: Array) -> None:
-        """By what came of reading it."""
+        """Replaces the stream by what came of reading it."""
         self._last, self._sum = x, None
 
     def scale(self, name: str) -> None:

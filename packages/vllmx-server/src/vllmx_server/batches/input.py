@@ -89,7 +89,7 @@ class InputReader:
         return Line(self._number, start, len(data), line.custom_id)
 
     def _fault(self, code: str, message: str, param: str | None = None) -> None:
-        """Of the line that was read last."""
+        """Notes a fault of the line that was read last."""
         self.errors.append(LineError(code, excerpt(message, 1000), self._number, param))
 
 

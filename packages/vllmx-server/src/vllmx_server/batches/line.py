@@ -29,7 +29,7 @@ class Answer(msgspec.Struct, frozen=True):
     request_id: str
     body: bytes
     code: str | None = None
-    """Of its error."""
+    """The code of its error."""
 
     @property
     def state(self) -> LineState:

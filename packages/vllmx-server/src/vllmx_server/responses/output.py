@@ -45,7 +45,7 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self.end: AnswerEnd | None = None
         self._pieces: list[str] = []
-        """Of the open item's text."""
+        """The pieces of the open item's text."""
         self._open: str | None = None
         """The open item's type."""
 

@@ -102,7 +102,7 @@ class Echo:
     output: RequestOutput
     text: str
     offsets: Sequence[int]
-    """Of the prompt's tokens in it."""
+    """Where the prompt's tokens begin in it."""
 
 
 class CompletionAnswer:
@@ -118,7 +118,7 @@ class CompletionAnswer:
         self._n = body.n or 1
         self._created = int(time.time())
         self._echoes: list[Echo] = []
-        """Of each prompt, with echo."""
+        """What is echoed of each prompt, where `echo` asks for it."""
         self._chunks = Chunks(
             "text_completion",
             self._id,

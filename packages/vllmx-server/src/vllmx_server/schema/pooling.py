@@ -140,7 +140,7 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     max_chunks_per_doc: Any = None
 
     def texts(self) -> list[str]:
-        """Of the documents."""
+        """The texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
 

@@ -49,7 +49,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    """Of a custom tool's call."""
+    """What a custom tool is called with."""
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     status: str | None = None

@@ -76,7 +76,7 @@ class Batch(msgspec.Struct, kw_only=True):
         return self.status in OPEN
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI's API shows it."""
+        """The object in the form of OpenAI's API."""
         return {
             "id": self.id,
             "object": "batch",
@@ -133,7 +133,7 @@ class Batches:
         self._database = database
 
     async def save(self, batch: Batch) -> None:
-        """As it is now."""
+        """Keeps the batch as it is now."""
         await self._database.run(lambda connection: save(connection, batch))
 
     async def get(self, owner: str, batch_id: str) -> Batch:

@@ -54,7 +54,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     expires: int | None
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI's API shows it."""
+        """The object in the form of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",

@@ -28,9 +28,9 @@ class StoredResponse(msgspec.Struct, kw_only=True):
     """A response with what it was made of."""
 
     response: dict[str, Any]
-    """As the API shows it."""
+    """The response in the form of the API."""
     input: list[InputItem]
-    """Of its own request, with ids."""
+    """The input items of its own request, with ids."""
 
     @property
     def id(self) -> str:

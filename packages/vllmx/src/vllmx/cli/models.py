@@ -18,7 +18,7 @@ class Architecture:
     model_type: str
     """Of config.json; "-" where the architecture alone tells it."""
     architectures: tuple[str, ...]
-    """Of config.json."""
+    """What `architectures` in config.json may say."""
     gguf: tuple[str, ...]
     """`general.architecture` of GGUF files; none: such files are not read."""
     formats: tuple[str, ...]

@@ -44,13 +44,13 @@ class Target:
     """The form that a checkpoint takes in a file."""
 
     name: str
-    """Of `general.architecture`."""
+    """What `general.architecture` says."""
     table: GGUFArchitecture
     spec: DecoderSpec
     mixer: AttentionMixer | LatentMixer
-    """Of the first layer."""
+    """The mixer of the first layer."""
     experts: int
-    """Of each layer that has some."""
+    """How many experts a layer has that has some."""
     metadata: Mapping[str, Any]
     extra: Mapping[str, F32]
     """Tensors that the metadata need, by their names in the file."""

@@ -20,7 +20,7 @@ class Mix:
     base: str
     """The type of every matrix that no rule names."""
     file_type: int
-    """Of `general.file_type`."""
+    """The number that `general.file_type` says."""
 
 
 MIXES: Mapping[str, Mix] = {
@@ -68,7 +68,7 @@ class Layers:
     heads_per_kv: int
     tied: bool
     experts: int = 0
-    """Of a layer."""
+    """How many experts a layer has."""
     values: tuple[int, ...] = ()
     """Numbers of the layers that have values of their own; empty: all."""
 
