@@ -1,4 +1,5 @@
-"""Tokens a second of `vllmx run-batch` beside those of `LLM.generate`, on the same prompts.
+"""Tokens a second of `vllmx run-batch` and of /v1/batches beside those of `LLM.generate`, on the
+same prompts.
 
     python bench/batches.py [--model demo] [--rows 32] [--requests 512] [--tokens 64] [--rounds 3]
         [--json]
@@ -18,12 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+from serve import running
 from vllmx import LLM, EngineConfig, SamplingParams
 from vllmx.bench.figures import show
 from vllmx_server.batches.offline import run_batch
 
 _SMALL = 8
 """The smaller batch has one request of so many."""
+_POLL_S = 0.05
 
 
 def prompts(count: int, round_number: int) -> list[str]:
@@ -42,17 +46,38 @@ def generate_s(llm: LLM, texts: list[str], tokens: int) -> float:
     return time.perf_counter() - started
 
 
-def batch_s(config: EngineConfig, texts: list[str], tokens: int) -> float:
-    """Seconds of one run, start and end included."""
+def lines_of(texts: list[str], tokens: int) -> str:
+    """The input of a batch."""
     body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
          "body": {"prompt": text, **body}}
         for number, text in enumerate(texts)
     ]  # fmt: skip
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def http_batch_s(url: str, texts: list[str], tokens: int) -> float:
+    """Seconds of one batch of a server, from its creation on."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        upload = {"file": ("in.jsonl", lines_of(texts, tokens))}
+        file = client.post("/v1/files", files=upload, data={"purpose": "batch"}).json()
+        ask = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
+        started = time.perf_counter()
+        batch = client.post("/v1/batches", json=ask | {"completion_window": "24h"}).json()
+        while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
+            time.sleep(_POLL_S)
+            batch = client.get(f"/v1/batches/{batch['id']}").json()
+        elapsed = time.perf_counter() - started
+    assert batch["request_counts"]["completed"] == len(texts), batch
+    return elapsed
+
+
+def batch_s(config: EngineConfig, texts: list[str], tokens: int) -> float:
+    """Seconds of one run, start and end included."""
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
-        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        source.write_text(lines_of(texts, tokens))
         started = time.perf_counter()
         batch = run_batch(config, source, output, lambda _: None)
         elapsed = time.perf_counter() - started
@@ -74,15 +99,26 @@ def main() -> None:
     engine = {"model": options.model, "max_num_seqs": options.rows}
     config = EngineConfig(**engine)
     count, tokens = options.requests, options.tokens
-    found: dict[str, list[float]] = {"generate": [], "batch": []}
-    with LLM(**engine) as llm:
+    found: dict[str, list[float]] = {"generate": [], "run-batch": [], "/v1/batches": []}
+    serve = ["-m", "vllmx", "serve", options.model, "--port", "0", "--disable-access-log"]
+    serve += ["--max-num-seqs", str(options.rows)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running("vllmx", [*serve, "--data-dir", folder]) as server,
+        LLM(**engine) as llm,
+    ):
         generate_s(llm, prompts(count // _SMALL, -1), tokens)
         for number in range(options.rounds):
             texts = prompts(count, number)
             found["generate"].append(count * tokens / generate_s(llm, texts, tokens))
             some = texts[: count // _SMALL]
+            rest = (count - len(some)) * tokens
             rest_s = batch_s(config, texts, tokens) - batch_s(config, some, tokens)
-            found["batch"].append((count - len(some)) * tokens / rest_s)
+            found["run-batch"].append(rest / rest_s)
+            texts = prompts(count, 1000 + number)
+            more_s = http_batch_s(server.url, texts, tokens)
+            some_s = http_batch_s(server.url, prompts(len(some), 2000 + number), tokens)
+            found["/v1/batches"].append(rest / (more_s - some_s))
     records: list[dict[str, Any]] = [
         {
             "what": what,
