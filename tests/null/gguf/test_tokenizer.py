@@ -98,6 +98,32 @@ def test_ids_are_those_of_the_models_own_tokenizer(name: str, tmp_path: Path) ->
         assert tokenizer.encode(text, add_special_tokens=False) == ids
 
 
+def gemma4(**more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata of a file with what Gemma 4's vocabulary has of some texts, and those texts."""
+    part = json.loads(gzip.decompress((DATA / "gemma-4-part.json.gz").read_bytes()))
+    values = {
+        "model": "gemma4", "tokens": part["tokens"], "merges": part["merges"],
+        "token_type": np.array(part["types"], np.int32), "add_space_prefix": False,
+        **part["ids"], **more,
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}, part
+
+
+def test_merges_over_spaces_as_marks() -> None:
+    metadata, part = gemma4(add_bos_token=False)
+    tokenizer = gguf_tokenizer(metadata)
+    assert len(part["texts"]) == len(part["expected"]) == 46
+    for text, ids in zip(part["texts"], part["expected"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+        assert tokenizer.encode(text) == [part["ids"]["bos_token_id"], *ids]
+        assert tokenizer.decode(ids) == text
+
+
+def test_merges_of_a_gemma_4_are_checked() -> None:
+    with pytest.raises(WeightFormatError, match="does not make a tokenizer"):
+        gguf_tokenizer(gemma4(merges=["no such"])[0])
+
+
 @pytest.mark.parametrize(
     ("folder", "pre"),
     [("qwen3", "qwen2"), ("qwen3", "deepseek-r1-qwen"), ("llama3", "llama-bpe")],
@@ -300,7 +326,7 @@ class PanicException(BaseException):
     """As the library's, by its name."""
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma4", "t5", "bert"])
 def test_a_panic_of_the_library_is_a_typed_error(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -340,7 +366,7 @@ def test_scores_must_be_finite() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "rwkv"}, r"'rwkv'.*known: gpt2, llama, t5, bert"),
+        ({"tokenizer.ggml.model": "rwkv"}, r"'rwkv'.*known: gpt2, llama, gemma4, t5, bert"),
         ({"tokenizer.ggml.pre": "kimi-k9"}, r"'kimi-k9'.*known: .*qwen2"),
     ],
 )
@@ -358,7 +384,7 @@ def test_unknown_kinds_list_the_known(change: dict[str, Any], message: str) -> N
         ),
         st.one_of(
             st.none(), st.integers(-3, 600), st.booleans(), st.text(max_size=5), st.floats(),
-            st.sampled_from(["llama", "bert", "gpt2", "default"]),
+            st.sampled_from(["llama", "bert", "gpt2", "gemma4", "default"]),
             st.lists(st.text(max_size=4), max_size=5),
             st.lists(st.integers(-5, 9), max_size=300).map(lambda v: np.array(v, np.int32)),
         ),

@@ -62,8 +62,24 @@ def score_bpe(
         made: tokens that may come about in this way; control and byte tokens may not.
     """
     merges = _merges_of_scores(ids, scores, made)
+    return merged_bpe(
+        ids, merges, unknown=unknown, byte_fallback=byte_fallback, space_prefix=space_prefix
+    )
+
+
+@library_errors(unusable)
+def merged_bpe(
+    ids: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    *,
+    unknown: str | None,
+    byte_fallback: bool,
+    space_prefix: bool,
+) -> tokenizers.Tokenizer:
+    """SentencePiece's characters, whose merges are listed: a text is not cut before. Raises
+    WeightFormatError for merges of tokens that do not exist."""
     model = models.BPE(
-        dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback
+        dict(ids), list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback
     )
     backend = tokenizers.Tokenizer(model)
     to_marks = normalizers.Replace(" ", SPACE)

@@ -1,8 +1,9 @@
 """The tokenizer of a GGUF file, from its metadata.
 
 `tokenizer.ggml.model` names the algorithm: "gpt2" is byte-level BPE behind one of many
-pre-tokenizers, "llama" is SentencePiece's BPE with a score for each token, "t5" its Unigram, "bert"
-is WordPiece. Which tokens begin and end a text follows llama.cpp, since files are made for it.
+pre-tokenizers, "llama" is SentencePiece's BPE with a score for each token, "gemma4" the same with
+listed merges, "t5" its Unigram, "bert" is WordPiece. Which tokens begin and end a text follows
+llama.cpp, since files are made for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
     byte_tokens,
+    merged_bpe,
     score_bpe,
     unigram,
     unusable,
@@ -46,7 +48,7 @@ _END_TOKENS = frozenset(
     (
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
         "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )  # fmt: skip
@@ -60,6 +62,8 @@ class Algorithm:
     """Gives the tokenizer, and whether it puts BOS first where the file does not say."""
     default_ids: Mapping[str, int]
     """Token ids where the file names none."""
+    always_bos: bool = False
+    """Whether BOS comes first whatever the file says: some files of Gemma 4 say it wrongly."""
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -92,7 +96,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         for token, token_id in ids.items()
         if token_id is not None
     }
-    config["add_bos_token"] = vocabulary.flag("add_bos_token", adds_bos)
+    adds_bos = vocabulary.flag("add_bos_token", adds_bos)
+    config["add_bos_token"] = adds_bos or algorithm.always_bos
     config["add_eos_token"] = vocabulary.flag("add_eos_token", False)
     return Tokenizer(
         backend,
@@ -126,16 +131,26 @@ def _build_bpe(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 
 def _build_sentencepiece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     made = frozenset(vocabulary.of_type(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED))
-    unknown = vocabulary.token_id("unknown_token_id", 0)
-    backend = score_bpe(
-        vocabulary.ids,
-        vocabulary.scores,
-        made,
-        unknown=None if unknown is None else vocabulary.tokens[unknown],
-        byte_fallback=byte_tokens() <= vocabulary.ids.keys(),
-        space_prefix=vocabulary.flag("add_space_prefix", True),
-    )
-    return backend, True
+    options = _sentencepiece_options(vocabulary, 0, space_prefix=True)
+    return score_bpe(vocabulary.ids, vocabulary.scores, made, **options), True
+
+
+def _build_merged(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    options = _sentencepiece_options(vocabulary, None, space_prefix=False)
+    return merged_bpe(vocabulary.ids, vocabulary.merges, **options), True
+
+
+def _sentencepiece_options(
+    vocabulary: GGUFVocabulary, unknown_id: int | None, *, space_prefix: bool
+) -> dict[str, Any]:
+    """With what the file says; the unknown token and the prefix are what holds where it is
+    silent."""
+    unknown = vocabulary.token_id("unknown_token_id", unknown_id)
+    return {
+        "unknown": None if unknown is None else vocabulary.tokens[unknown],
+        "byte_fallback": byte_tokens() <= vocabulary.ids.keys(),
+        "space_prefix": vocabulary.flag("add_space_prefix", space_prefix),
+    }
 
 
 def _build_word_piece(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
@@ -177,6 +192,7 @@ def _build_unigram(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, bo
 _ALGORITHMS: Mapping[str, Algorithm] = {
     "gpt2": Algorithm(_build_bpe, {}),
     "llama": Algorithm(_build_sentencepiece, {"bos_token": 1, "eos_token": 2, "unk_token": 0}),
+    "gemma4": Algorithm(_build_merged, {}, always_bos=True),
     "t5": Algorithm(_build_unigram, {"eos_token": 1, "unk_token": 2, "pad_token": 0}),
     "bert": Algorithm(
         _build_word_piece, {"unk_token": 100, "cls_token": 101, "sep_token": 102, "pad_token": 0}
