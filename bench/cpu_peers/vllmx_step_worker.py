@@ -58,6 +58,12 @@ def load(job: Job, kv_cache_dtype: str = "auto") -> LoadedModel:
 def touch_pages(model: LoadedModel) -> None:
     """Writes one token into every KV block. Pages that nobody wrote are all the same page of zeros,
     which reads faster than memory can: figures over them would flatter."""
+    write_pages(model)
+    require_resident(model.info.kv_cache_bytes)
+
+
+def write_pages(model: LoadedModel) -> None:
+    """The same, for models whose cache other processes have a part of."""
     rows, most = greedy_rows(1), model.info.max_num_seqs
     for first in range(0, model.info.num_kv_blocks, most):
         blocks = np.arange(first, min(first + most, model.info.num_kv_blocks), dtype=np.int32)
@@ -71,7 +77,6 @@ def touch_pages(model: LoadedModel) -> None:
             logit_rows=np.zeros(1, np.int32),
         )
         model.step(with_slots(plan, model), rows).result()
-    require_resident(model.info.kv_cache_bytes)
 
 
 def require_resident(num_bytes: int) -> None:

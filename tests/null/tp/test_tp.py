@@ -69,8 +69,9 @@ def test_everything_that_a_step_may_have() -> None:
         rope_positions=np.arange(12, dtype=I32).reshape(3, 4),
         slots=(ints[:4], ints[1:5]), block_tables=(PLAN.block_tables[0], np.zeros((2, 2), I32)),
         patches=PatchRows(
-            np.ones((4, 3), F32), np.ones((4, 0), I32), np.zeros((4, 0), F32), ints[:2]
+            np.ones((4, 3), F32), np.ones((4, 0), I32), np.zeros((4, 0), F32), ints[:2], ints[:3]
         ),
+        visible_to=ints[:4],
     )  # fmt: skip
     rows = replace(
         ROWS,
@@ -80,6 +81,8 @@ def test_everything_that_a_step_may_have() -> None:
         masks=np.array([[1 << 31, 5], [0, 0xFFFFFFFF]], np.uint32),
         whole=ints[:1],
     )
+    everything = (plan, plan.patches, rows, rows.edits, rows.counts)
+    assert all(getattr(one, field.name) is not None for one in everything for field in fields(one))  # type: ignore[arg-type]
     found = through_a_frame(plan, rows)
     assert same(found[0], plan)
     assert same(found[1], rows)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from vllmx_core.plan import AnyArray
+
+T = TypeVar("T")
+
+
+def tree_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
+    """Neighbours in pairs, then neighbouring sums, and so on. So ranks that have summed two, four
+    or more neighbours each go on as one that has all."""
+    while len(parts) > 1:
+        pairs = [add(*parts[at : at + 2]) for at in range(0, len(parts) - 1, 2)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
+    return parts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +49,7 @@ class Communicator(Protocol):
     def num_ranks(self) -> int: ...
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
-        """The sum of every rank's x, added in the order of the ranks, so that all have the same
-        bits."""
+        """The sum of every rank's x as `tree_sum` adds it, so that all have the same bits."""
         ...
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:

@@ -74,6 +74,8 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     """Processes that compute each layer together, each with a part of its weights."""
+    deterministic: bool = False
+    """Equal bits whatever `tensor_parallel_size` is: sums of products in an order of their own."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["priority", "fcfs"] = "priority"

@@ -48,6 +48,9 @@ class BackendSpec(_Spec):
     probe: str
     priority: int
     summary: str = ""
+    fixed_sums: bool = False
+    """The bits of a row of a product depend on that row and the weights alone, not on how many rows
+    and columns there are besides: what `--deterministic` builds on."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:

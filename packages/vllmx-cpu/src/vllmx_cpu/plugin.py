@@ -15,6 +15,7 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             probe="vllmx_cpu.plugin:probe",
             priority=10,
             summary="numpy and native C++ kernels on x86-64 and 64-bit ARM",
+            fixed_sums=True,
         ),
     )
 

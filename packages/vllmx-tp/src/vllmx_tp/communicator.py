@@ -3,11 +3,12 @@ have arrived."""
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 
 import numpy as np
-from vllmx_core.communicator import SharedAddresses
+from vllmx_core.communicator import SharedAddresses, tree_sum
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import AnyArray
 
@@ -59,11 +60,8 @@ class SharedMemoryCommunicator:
         size = BUFFER_BYTES // flat.itemsize
         for begin in range(0, len(flat), size):
             piece = flat[begin : begin + size]
-            first, *others = self._exchange(piece, [len(piece)] * self.num_ranks)
-            out = total[begin : begin + size]
-            out[:] = first
-            for other in others:
-                out += other
+            parts = self._exchange(piece, [len(piece)] * self.num_ranks)
+            total[begin : begin + size] = tree_sum(parts, operator.add)
         return total.reshape(x.shape)
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:

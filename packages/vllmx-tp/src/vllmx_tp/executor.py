@@ -40,7 +40,7 @@ def load(plan: LoadPlan, opened: OpenedModel) -> RankedModel:
         raise
     model: LoadedModel | None = None
     try:
-        model = load_rank(opened, region, 0, cores[0])
+        model = load_rank(opened, region, 0, cores[0], deterministic=plan.config.deterministic)
         others = group.loaded()
         return RankedModel(model, group, _agreed(model.info, others))
     except BaseException:

@@ -1,13 +1,14 @@
 """Steps as flat arrays: how plans and sampling rows lie in the ring.
 
-A frame is int32 words: how many arrays there are, for each its number of axes (-1: absent) and two
-lengths, then the arrays one after the other, those of eight bytes first. Nothing is pickled; the
-reader gets views.
+A frame is 32-bit words: a head of numbers, the arrays that every step has, then those that it may
+have. Nothing is pickled; the reader gets views. Steps are written and read one by one while cores
+have other work, so neighbours of one type go in one copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,40 +22,43 @@ from vllmx_core.plan import (
     TokenCounts,
 )
 
-_PLAN = (
-    "tokens",
-    "positions",
-    "query_start",
-    "context_len",
-    "logit_rows",
-    "state_from",
-    "state_to",
-    "token_types",
-    "rope_positions",
-    "feature_rows",
-)
-_PATCHES = ("values", "table_rows", "table_weights", "keep")
-_FLOAT_PATCHES = ("values", "table_weights")
-_ROWS = (
+_HEAD = 10
+"""Words: whether there are a plan and rows, T, R, L, cache groups, blocks of the widest row,
+sampling rows, max_logprobs, all_greedy. Behind them come a count and, for each array that a step
+may have and has, its number in `_PLACES` and two lengths (the second -1 for one axis)."""
+_INTS = ("top_k", "position", "target", "num_logprobs")
+_FLOATS = (
     "temperature",
-    "top_k",
     "top_p",
     "min_p",
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
-    "position",
-    "target",
-    "num_logprobs",
-    "mask_index",
-    "masks",
-    "whole",
 )
-_FLOAT_ROWS = frozenset(
-    ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-)
-
-Arrays = list[AnyArray | None]
+_OPTIONAL: dict[str, dict[str, npt.DTypeLike]] = {
+    "plan": dict.fromkeys(
+        ("state_from", "state_to", "token_types", "rope_positions", "feature_rows", "visible_to"),
+        np.int32,
+    ),
+    "patches": {
+        "values": np.float32,
+        "table_rows": np.int32,
+        "table_weights": np.float32,
+        "keep": np.int32,
+        "windows": np.int32,
+    },
+    "rows": {"mask_index": np.int32, "masks": np.uint32, "whole": np.int32},
+    "edits": {"start": np.int32, "ids": np.int32, "values": np.float32},
+    "counts": {
+        "start": np.int32,
+        "ids": np.int32,
+        "output_counts": np.int32,
+        "pending": np.bool_,
+    },
+}
+"""Arrays that a step may have, by whose they are, and their types; truth values travel as words."""
+_PLACES = [(owner, name) for owner, names in _OPTIONAL.items() for name in names]
+_NUMBERS = {place: number for number, place in enumerate(_PLACES)}
 
 
 class Frame:
@@ -65,113 +69,147 @@ class Frame:
     """
 
     def __init__(self, plan: StepPlan | None, rows: SamplingRows | None) -> None:
-        arrays: Arrays = [] if rows is None else _row_arrays(rows)
-        facts = [-1, 0] if rows is None else [rows.max_logprobs, int(rows.all_greedy)]
-        groups = 0
+        self._plan, self._rows = plan, rows
+        head, size = [0] * _HEAD, 0
         if plan is not None:
-            arrays += _plan_arrays(plan)
-            groups = len(plan.slots)
-        head = [len(arrays), int(plan is not None), int(rows is not None), groups, *facts]
-        self._flat: list[I32] = []
-        for array in arrays:
-            if array is None:
-                head += (-1, 0, 0)
-                continue
-            head += (array.ndim, array.shape[0], array.shape[1] if array.ndim == 2 else 1)
-            self._flat.append(array.reshape(-1).view(np.int32))
-        head += [0] * (len(head) & 1)  # what follows may have eight bytes
-        self._flat.insert(0, np.array(head, np.int32))
-        self.num_words = sum(map(len, self._flat))
+            tables = plan.block_tables
+            tokens, num_rows, logit_rows = len(plan.tokens), len(plan.context_len), plan.logit_rows
+            groups, width = len(plan.slots), tables[0].shape[1] if tables else 0
+            head[:7] = 1, 0, tokens, num_rows, len(logit_rows), groups, width
+            size = (2 + groups) * tokens + 2 * num_rows + 1 + len(logit_rows)
+            size += groups * num_rows * width
+        if rows is not None:
+            sampled = len(rows.seed)
+            head[1], head[7:] = 1, (sampled, rows.max_logprobs, int(rows.all_greedy))
+            size += (2 + len(_INTS) + len(_FLOATS)) * sampled
+        self._more = list(_present(plan, rows))
+        head.append(len(self._more))
+        for number, array in self._more:
+            head += number, array.shape[0], array.shape[1] if array.ndim == 2 else -1
+            size += array.size
+        head += [0] * (len(head) & 1)  # seeds, which have eight bytes, come next
+        self._head = head
+        self.num_words = len(head) + size
 
     def write(self, words: I32) -> None:
         """Into the first `num_words`."""
-        np.concatenate(self._flat, out=words[: self.num_words])
+        plan, rows, at = self._plan, self._rows, len(self._head)
+        words[:at] = self._head
+        if rows is not None:
+            count = len(rows.seed)
+            words[at : at + 2 * count].view(np.uint64)[:] = rows.seed
+            floats = at + 2 * count
+            at = floats + len(_FLOATS) * count
+            np.concatenate(
+                [getattr(rows, name) for name in _FLOATS], out=words[floats:at].view(np.float32)
+            )
+        ints = [] if rows is None else [getattr(rows, name) for name in _INTS]
+        if plan is not None:
+            ints += plan.tokens, plan.positions, plan.query_start, plan.context_len
+            ints += plan.logit_rows, *plan.slots
+        begin, at = at, at + sum(map(len, ints))
+        np.concatenate(ints, out=words[begin:at])
+        for table in () if plan is None else plan.block_tables:
+            begin, at = at, at + table.size
+            words[begin:at].reshape(table.shape)[:] = table
+        for number, array in self._more:
+            begin, at = at, at + array.size
+            words[begin:at].view(_word_type(number))[:] = array.reshape(-1)
 
     def to_bytes(self) -> bytes:
         """The same for who has no ring."""
-        return np.concatenate(self._flat).tobytes()
+        words = np.empty(self.num_words, np.int32)
+        self.write(words)
+        return words.tobytes()
 
 
-def _row_arrays(rows: SamplingRows) -> Arrays:
-    edits, counts = rows.edits, rows.counts
-    found: Arrays = [rows.seed]
-    found += [getattr(rows, name) for name in _ROWS]
-    found += (None,) * 3 if edits is None else (edits.start, edits.ids, edits.values)
-    if counts is None:
-        found += (None,) * 4
-    else:
-        pending = counts.pending.astype(np.int32)
-        found += (counts.start, counts.ids, counts.output_counts, pending)
-    return found
+def _word_type(number: int) -> npt.DTypeLike:
+    owner, name = _PLACES[number]
+    dtype = _OPTIONAL[owner][name]
+    return np.int32 if dtype is np.bool_ else dtype
 
 
-def _plan_arrays(plan: StepPlan) -> Arrays:
-    found: Arrays = [getattr(plan, name) for name in _PLAN]
-    patches = plan.patches
-    found += [None if patches is None else getattr(patches, name) for name in _PATCHES]
-    return [*found, *plan.slots, *plan.block_tables]
+def _present(plan: StepPlan | None, rows: SamplingRows | None) -> Iterator[tuple[int, AnyArray]]:
+    """Which of the arrays that a step may have it has, by their numbers."""
+    owners: list[tuple[str, object | None]] = []
+    if plan is not None:
+        owners += ("plan", plan), ("patches", plan.patches)
+    if rows is not None:
+        owners += ("rows", rows), ("edits", rows.edits), ("counts", rows.counts)
+    for owner, whose in owners:
+        for name in () if whose is None else _OPTIONAL[owner]:
+            array = getattr(whose, name)
+            if array is not None:
+                yield _NUMBERS[owner, name], array
 
 
 def read_frame(words: I32) -> tuple[StepPlan | None, SamplingRows | None]:
     """Views of what a frame holds."""
-    count, has_plan, has_rows, groups, max_logprobs, all_greedy = words[:6].tolist()
-    shapes = words[6 : 6 + 3 * count].reshape(count, 3).tolist()
-    at = 6 + 3 * count
-    arrays = _arrays(words, at + (at & 1), shapes, wide=bool(has_rows))
-    rows = _rows(arrays, max_logprobs, bool(all_greedy)) if has_rows else None
-    plan = _plan(arrays, groups) if has_plan else None
-    return plan, rows
+    size = _HEAD + 1 + 3 * int(words[_HEAD])
+    head = words[:size].tolist()
+    has_plan, has_rows, tokens, rows, logit_rows, groups, width, sampled, *_ = head
+    at = size + (size & 1)
+    numbers: list[Any] = []
+    if has_rows:
+        numbers, at = _read_numbers(words, at, sampled)
+    given: list[AnyArray] = []
+    for length in (tokens, tokens, rows + 1, rows, logit_rows) if has_plan else ():
+        given.append(words[at : at + length])
+        at += length
+    begin, at = at, at + groups * tokens
+    slots = tuple(words[begin:at].reshape(groups, tokens))
+    begin, at = at, at + groups * rows * width
+    tables = tuple(words[begin:at].reshape(groups, rows, width))
+    found = _read_optional(words, at, head) if head[_HEAD] else {}
+    plan = sampling = None
+    if has_plan:
+        patches = found.get("patches")
+        plan = StepPlan(
+            given[0],
+            given[1],
+            slots,
+            given[2],
+            given[3],
+            tables,
+            given[4],
+            patches=None if patches is None else PatchRows(**patches),
+            **found.get("plan", {}),
+        )
+    if has_rows:
+        edits, counts = found.get("edits"), found.get("counts")
+        facts = {"max_logprobs": head[8], "all_greedy": bool(head[9])} | found.get("rows", {})
+        facts["edits"] = None if edits is None else LogitEdits(**edits)
+        facts["counts"] = None if counts is None else TokenCounts(**counts)
+        sampling = SamplingRows(*numbers, **facts)
+    return plan, sampling
 
 
-def _arrays(
-    words: I32, at: int, shapes: Sequence[Sequence[int]], *, wide: bool
-) -> Iterator[AnyArray | None]:
-    """One after the other; the first has eight bytes an entry where `wide`."""
-    for axes, first, second in shapes:
-        if axes < 0:
-            yield None
-            continue
-        size = first * second * (1 + wide)
-        part = words[at : at + size]
-        at += size
-        if wide:
-            yield part.view(np.uint64)
-            wide = False
-        else:
-            yield part if axes == 1 else part.reshape(first, second)
-
-
-def _rows(arrays: Iterator[AnyArray | None], max_logprobs: int, all_greedy: bool) -> SamplingRows:
-    found = {"seed": next(arrays)}
-    for name in _ROWS:
-        found[name] = _typed(next(arrays), np.float32 if name in _FLOAT_ROWS else np.int32)
-    found["masks"] = _typed(found["masks"], np.uint32)
-    start, ids, values = (next(arrays) for _ in range(3))
-    edits = counts = None
-    if start is not None and ids is not None and values is not None:
-        edits = LogitEdits(start, ids, values.view(np.float32))
-    start, ids, output_counts, pending = (next(arrays) for _ in range(4))
-    if start is not None and ids is not None and output_counts is not None and pending is not None:
-        counts = TokenCounts(start, ids, output_counts, pending.astype(np.bool_))
-    return SamplingRows(
-        **found,  # type: ignore[arg-type]
-        max_logprobs=max_logprobs,
-        all_greedy=all_greedy,
-        edits=edits,
-        counts=counts,
+def _read_numbers(words: I32, at: int, count: int) -> tuple[list[Any], int]:
+    """The first fields of `SamplingRows` in their order, and where they end."""
+    seed = words[at : at + 2 * count].view(np.uint64)
+    begin = at + 2 * count
+    at = begin + len(_FLOATS) * count
+    temperature, top_p, min_p, *penalties = (
+        words[begin:at].view(np.float32).reshape(len(_FLOATS), count)
     )
+    begin, at = at, at + len(_INTS) * count
+    top_k, position, target, num_logprobs = words[begin:at].reshape(len(_INTS), count)
+    found = [temperature, top_k, top_p, min_p, *penalties, seed, position, target, num_logprobs]
+    return found, at
 
 
-def _plan(arrays: Iterator[AnyArray | None], groups: int) -> StepPlan:
-    found = {name: next(arrays) for name in _PLAN}
-    given = [
-        _typed(next(arrays), np.float32 if name in _FLOAT_PATCHES else np.int32)
-        for name in _PATCHES
-    ]
-    patches = None if given[0] is None else PatchRows(*given)  # type: ignore[arg-type]
-    slots, tables = (tuple(next(arrays) for _ in range(groups)) for _ in range(2))
-    return StepPlan(**found, slots=slots, block_tables=tables, patches=patches)  # type: ignore[arg-type]
-
-
-def _typed(array: AnyArray | None, dtype: npt.DTypeLike) -> AnyArray | None:
-    return None if array is None else array.view(dtype)
+def _read_optional(words: I32, at: int, head: list[int]) -> dict[str, dict[str, Any]]:
+    """By whose they are."""
+    found: dict[str, dict[str, Any]] = {}
+    for place in range(_HEAD + 1, len(head), 3):
+        number, first, second = head[place : place + 3]
+        owner, name = _PLACES[number]
+        size = first * second if second >= 0 else first
+        array: AnyArray = words[at : at + size].view(_word_type(number))
+        at += size
+        if second >= 0:
+            array = array.reshape(first, second)
+        if _OPTIONAL[owner][name] is np.bool_:
+            array = array.astype(np.bool_)
+        found.setdefault(owner, {})[name] = array
+    return found

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
-import numpy as np
 from vllmx_core.errors import RankLostError
 from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.wire.ipc import Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 
+from vllmx_tp.channel import Sender
 from vllmx_tp.frames import Frame
 from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
-from vllmx_tp.region import RING_BYTES, Region, Word
-from vllmx_tp.ring import Ring
+from vllmx_tp.region import Region, Word
 
 logger = logging.getLogger("vllmx.tp")
 
@@ -51,11 +50,9 @@ class Group:
         self._failure: RankLostError | None = None
         self._verdict = threading.Lock()
         self._ended = threading.Event()
-        self._ring = Ring(RING_BYTES)
-        self._num_placed = 0
-        self._taken = [region.word(rank, Word.TAKEN) for rank in self._ranks]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
+        self._sender = Sender(region, self._sockets, self.check)
         try:
             for rank in self._ranks:
                 self._spawn(rank, cores[rank])
@@ -140,38 +137,10 @@ class Group:
     def send(self, call: Call, frame: Frame) -> None:
         """Puts a frame where the others read it. Raises RankLostError."""
         self.check()
-        size = 4 * frame.num_words
-        at = self._place(size)
-        if at is None:
-            self._tell(NOTICE.pack(call, size, INLINE) + frame.to_bytes())
-        else:
-            frame.write(self.region.ring[at : at + size].view(np.int32))
-            self._num_placed += 1
-            self._tell(NOTICE.pack(call, size, at))
-
-    def _tell(self, data: bytes) -> None:
         try:
-            for one in self._sockets:
-                one.sendall(data)
+            self._sender.send(call, frame)
         except OSError as error:
             raise self._disconnected("a rank has closed its connection") from error
-
-    def _place(self, size: int) -> int | None:
-        """Where in the ring a frame may lie; None: it is too large for it. Waits for readers."""
-        if not self._ring.fits(size):
-            return None
-        while True:
-            self._ring.release(self._num_taken())
-            at = self._ring.place(size)
-            if at is not None:
-                return at
-            self.check()
-            time.sleep(_WAIT_S)
-
-    def _num_taken(self) -> int:
-        """Frames of the ring that every reader has taken."""
-        behind = max((self._num_placed - int(word[0])) & 0xFFFFFFFF for word in self._taken)
-        return self._num_placed - behind
 
     # --- the end ----------------------------------------------------------------------------------
     @property

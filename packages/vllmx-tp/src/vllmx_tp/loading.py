@@ -50,11 +50,20 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def load_rank(opened: OpenedModel, region: Region, rank: int, cores: Sequence[int]) -> LoadedModel:
+def load_rank(
+    opened: OpenedModel,
+    region: Region,
+    rank: int,
+    cores: Sequence[int],
+    *,
+    deterministic: bool = False,
+) -> LoadedModel:
     """One rank's part on its backend. Raises what `sharded` and the backend raise."""
     options, ranks = opened.options, region.num_ranks
     source = opened.checkpoint.weights
-    model = sharded(opened.model, source, options.max_model_len, rank, ranks)
+    model = sharded(
+        opened.model, source, options.max_model_len, rank, ranks, deterministic=deterministic
+    )
     mine = replace(
         rank_options(options, ranks, len(cores)),
         communicator=SharedMemoryCommunicator(region, rank),

@@ -21,7 +21,6 @@ from collections import deque
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from vllmx_core.backend import ForwardStep, LoadedModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.logs import configure_logging
@@ -32,10 +31,11 @@ from vllmx_engine.core.load import open_planned
 from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
 
+from vllmx_tp.channel import Reader
 from vllmx_tp.executor import COMPARE_VARIABLE
 from vllmx_tp.frames import read_frame
 from vllmx_tp.loading import Cores, load_rank
-from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
+from vllmx_tp.messages import Call, RankAnswer, RankReady
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 logger = logging.getLogger("vllmx.tp")
@@ -43,42 +43,6 @@ logger = logging.getLogger("vllmx.tp")
 _BEAT_S = 0.25
 _MAX_IN_FLIGHT = 2
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-
-
-class Reader:
-    """Notices and frames from rank 0."""
-
-    def __init__(self, connection: socket.socket, region: Region, rank: int) -> None:
-        self._connection = connection
-        self._words: I32 = region.ring.view(np.int32)
-        self._taken = region.word(rank, Word.TAKEN)
-        self._placed = False
-        self._notice = bytearray(NOTICE.size)
-
-    def read(self) -> tuple[Call, I32]:
-        """The next call and its frame, which stays until `release`. Raises EOFError when rank 0 is
-        gone."""
-        self._fill(self._notice)
-        call, size, at = NOTICE.unpack(self._notice)
-        self._placed = at != INLINE
-        if self._placed:
-            return Call(call), self._words[at // 4 : (at + size) // 4]
-        data = bytearray(size)
-        self._fill(data)
-        return Call(call), np.frombuffer(data, np.int32)
-
-    def release(self) -> None:
-        """The last frame is needed no more."""
-        if self._placed:
-            self._taken[0] += 1
-
-    def _fill(self, data: bytearray) -> None:
-        view = memoryview(data)
-        while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise EOFError
-            view = view[count:]
 
 
 class Follower:
@@ -154,7 +118,7 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores) ->
     try:
         opened = open_planned(plan)
         try:
-            model = load_rank(opened, region, rank, cores)
+            model = load_rank(opened, region, rank, cores, deterministic=plan.config.deterministic)
         finally:
             opened.checkpoint.weights.close()
             return_unused_bytes()

@@ -12,8 +12,8 @@ from vllmx_core.ops.values import Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllReduce(Op):
-    """x (T, E) of all ranks, added in the order of the ranks. Sharding puts it behind what each
-    rank computed of a part of its input features; models do not write it."""
+    """x (T, E) of all ranks, added as `vllmx_core.communicator.tree_sum` does. Sharding puts it
+    behind what each rank computed of a part of its input features; models do not write it."""
 
     name: ClassVar[str] = "all_reduce"
     x: Value

@@ -39,6 +39,7 @@ from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
 from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
+from vllmx_core.ops.slice import Slice
 from vllmx_core.ops.values import LogitRows, Output, StepInputs, TokenIds, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
@@ -47,7 +48,7 @@ OPS: tuple[type[Op], ...] = (
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
     Gate, Route, Experts, Head, Pool,
     Patches, Mix, Merge, Keep, Place,
-    VocabEmbedding, AllReduce, AllGather,
+    VocabEmbedding, AllReduce, AllGather, Slice,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")

@@ -16,6 +16,7 @@ from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import record
+from vllmx_core.sharding.parts import Parts, parts_of_rank
 from vllmx_core.sharding.plan import ShardPlan, plan_shards
 from vllmx_core.sharding.weights import col_unit_of, narrowed
 from vllmx_core.weights import WeightSource, WeightSpec
@@ -31,10 +32,13 @@ class ShardedModel:
         whole: the model that all ranks are.
     """
 
-    def __init__(self, whole: Model, steps: OpList, plan: ShardPlan, rank: int) -> None:
+    def __init__(
+        self, whole: Model, steps: OpList, plan: ShardPlan, rank: int, parts: Parts | None = None
+    ) -> None:
         self.whole = whole
         self.encoder = encoder_of(whole)
         self._steps, self._plan, self._rank = steps, plan, rank
+        self._parts = parts or Parts()
 
     @property
     def shape(self) -> ModelShape:
@@ -48,11 +52,16 @@ class ShardedModel:
         return replace(shape, caches=tuple(caches))
 
     def weights(self) -> tuple[WeightSpec, ...]:
+        return tuple(one for spec in self.whole.weights() for one in self._of_rank(spec))
+
+    def _of_rank(self, spec: WeightSpec) -> Iterator[WeightSpec]:
         cuts = self._plan.weights
-        return tuple(
-            narrowed(spec, cuts[spec.name], biased=self._rank == 0) if spec.name in cuts else spec
-            for spec in self.whole.weights()
-        )
+        if spec.name in self._parts.weights:
+            yield from self._parts.narrowed(spec)
+        elif spec.name in cuts:
+            yield narrowed(spec, cuts[spec.name], biased=self._rank == 0)
+        else:
+            yield spec
 
     def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
         return self.whole.constants(max_model_len)
@@ -71,10 +80,15 @@ class ShardedModel:
         """The op on this rank, and the collective behind it; `known` has the rank's values by those
         of the whole."""
         plan, (result, *_) = self._plan, op.writes
-        local = self._local(op, w, known)
-        yield local
+        if self._parts.sums(op):
+            for local in self._parts.ops(op, known, w, self._begin(op)):
+                known[result] = local.writes[0]
+                yield local
+        else:
+            local = self._local(op, w, known)
+            yield local
         if op in plan.reduced:
-            reduce = AllReduce.of(local.writes[0])
+            reduce = AllReduce.of(known[result])
             known[result] = reduce.out
             yield reduce
         elif op in plan.vocabulary:
@@ -83,6 +97,11 @@ class ShardedModel:
             )
             known[result] = gather.out
             yield gather
+
+    def _begin(self, op: Op) -> int:
+        """The first feature that the rank has of what a matrix reads."""
+        share = self._plan.values.get(op.reads[0])
+        return 0 if share is None else share.pieces[0][0]
 
     def _local(self, op: Op, w: Mapping[str, WeightRef], known: dict[Value, Value]) -> Op:
         plan = self._plan
@@ -108,10 +127,17 @@ class ShardedModel:
 
 
 def sharded(
-    model: Model, source: WeightSource, max_model_len: int, rank: int, ranks: int
+    model: Model,
+    source: WeightSource,
+    max_model_len: int,
+    rank: int,
+    ranks: int,
+    *,
+    deterministic: bool = False,
 ) -> ShardedModel:
-    """The part of rank `rank` of `ranks`. Of the weights nothing is read but what tells their
-    layouts.
+    """The part of rank `rank` of `ranks`; of the weights nothing is read but what tells their
+    layouts. With `deterministic`, sums are those of any other number of ranks, one among them
+    (`vllmx_core.sharding.parts`).
 
     Raises ConfigError for sizes that cannot be divided among so many ranks, with numbers that they
     can be; OpError as recording does, and where an op needs a value whole that ranks have parts of.
@@ -128,8 +154,10 @@ def sharded(
     def plan(rank: int, ranks: int) -> ShardPlan:
         return plan_shards(recording.steps, specs, col_unit, rank, ranks)
 
+    parts = parts_of_rank(plan, rank, ranks) if deterministic else None
     try:
-        return ShardedModel(model, recording.steps, plan(rank, ranks), rank)
+        mine = plan(rank, ranks) if ranks > 1 else ShardPlan()
+        return ShardedModel(model, recording.steps, mine, rank, parts)
     except ConfigError as error:
         fitting = [str(count) for count in range(1, MOST_RANKS + 1) if _fits(plan, count)]
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from vllmx_core.communicator import tree_sum
 from vllmx_core.plan import AnyArray
 
 A = TypeVar("A")
@@ -59,11 +61,8 @@ class ThreadCommunicator:
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
         """See `Communicator.all_reduce`."""
-        first, *others = self._exchange("all_reduce", x)
-        total = first.copy()
-        for other in others:
-            total += other
-        return total
+        total: AnyArray = tree_sum(self._exchange("all_reduce", x), operator.add)
+        return total.copy()
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
         """See `Communicator.all_gather`."""

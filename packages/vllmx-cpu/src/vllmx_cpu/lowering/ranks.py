@@ -17,7 +17,8 @@ OPS = Table("cpu")
 
 
 class VxRanks(Structure):
-    """Where ranks meet; native/ranks.cpp. `counter` is what `count` points to."""
+    """Where ranks meet; native/ranks.cpp. `counter` is what `count` points to, `communicator` keeps
+    the shared memory."""
 
     _fields_ = [
         ("abort", c_void_p),
@@ -30,6 +31,7 @@ class VxRanks(Structure):
         ("ranks", c_int32),
     ]
     counter: c_uint32
+    communicator: Communicator
 
 
 class VxAllReduce(Structure):
@@ -67,7 +69,7 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
         shared.rank,
         shared.num_ranks,
     )
-    ranks.counter = counter
+    ranks.counter, ranks.communicator = counter, communicator
     return ranks
 
 

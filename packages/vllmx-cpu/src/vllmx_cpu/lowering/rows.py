@@ -15,6 +15,7 @@ from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
+from vllmx_core.ops.slice import Slice
 
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.structs import ACTIVATIONS, GATES, VxElementwise, VxNorm
@@ -181,6 +182,19 @@ def _gate(op: Gate, site: Site) -> list[Call]:
         GATES[op.kind],
     )
     return [site.call(op, "gate", arguments)]
+
+
+class VxSlice(Structure):
+    """Arguments of `slice`; native/rows.cpp."""
+
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("stride", c_int32), ("width", c_int32)]
+
+
+@OPS.add(Slice)
+def _slice(op: Slice, site: Site) -> list[Call]:
+    first = site.address(op.x) + op.first * 4
+    arguments = VxSlice(first, site.address(op.out), op.x.width, op.out.width)
+    return [site.call(op, "slice", arguments)]
 
 
 class VxPool(Structure):

@@ -3,7 +3,7 @@
 // that all share (vllmx_core.communicator.SharedAddresses).
 //
 // A rank puts its part down in its buffer of this turn, says that it has arrived, waits until all have
-// as well, and reads all parts in the order of the ranks, so that every rank has the same bits. There
+// as well, and adds all parts in one order, so that every rank has the same bits. There
 // are two buffers a rank: who writes part n + 2 has seen all others arrive with part n + 1, and they
 // had read part n by then. Long arrays go in pieces of a buffer. When the abort word is set nobody
 // waits any more; what comes out then is thrown away by whoever reads the step.
@@ -93,6 +93,16 @@ void meet(const VxRanks* all, uint32_t count, VxCtx* ctx) {
     if (rank != all->rank) wait_for(arrived_word(all, rank), count, all->abort);
 }
 
+// Of ranks first ... first + ranks - 1: neighbours in pairs, then neighbouring sums, and so on, as
+// vllmx_core.communicator.tree_sum adds them.
+F32x16 tree_sum(const VxRanks* all, uint32_t count, size_t at, int n, int32_t first, int32_t ranks) {
+  if (ranks == 1) return load_some(part_of(all, first, count) + at, n);
+  int32_t half = 1;
+  while (2 * half < ranks) half *= 2;
+  return tree_sum(all, count, at, n, first, half) +
+         tree_sum(all, count, at, n, first + half, ranks - half);
+}
+
 // Calls `body(begin, end)` for this thread's share of so many floats.
 template <class Body>
 VX_INLINE void for_chunks(size_t size, VxCtx* ctx, Body body) {
@@ -118,10 +128,11 @@ void all_reduce(const void* args, const VxStep* step, VxCtx* ctx) {
     meet(all, count, ctx);
     for_chunks(size, ctx, [=](size_t begin, size_t end) {
       for_lanes((int32_t)(end - begin), [=](int32_t i, int n) {
-        F32x16 sum = load_some(part_of(all, 0, count) + begin + i, n);
-        for (int32_t rank = 1; rank < all->ranks; ++rank)
-          sum = sum + load_some(part_of(all, rank, count) + begin + i, n);
-        store_some(y + begin + i, sum, n);
+        const size_t at = begin + i;
+        const F32x16 sum = all->ranks == 2
+            ? load_some(part_of(all, 0, count) + at, n) + load_some(part_of(all, 1, count) + at, n)
+            : tree_sum(all, count, at, n, 0, all->ranks);
+        store_some(y + at, sum, n);
       });
     });
     if (first + most < total) vx_barrier(ctx);  // for vx_next; the tape has one behind the last

@@ -2,6 +2,8 @@
 // Ops that work on one token's row at a time: table look-up, norms, element-wise functions.
 //
 // Threads draw groups of rows from the shared counter; a row is computed by one thread in one order.
+#include <string.h>
+
 #include "activation.h"
 #include "images.h"
 #include "row_loops.h"
@@ -182,6 +184,21 @@ void scale(const void* args, const VxStep* step, VxCtx* ctx) {
   });
 }
 VX_OP(scale, VxElementwise)
+
+struct VxSlice {
+  const float* x;          // the first feature that is wanted, of the first row
+  float* y;                // (T, width)
+  int32_t stride, width;   // from a row of x to the next
+};
+
+void slice(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxSlice* a = (const VxSlice*)args;
+  for_rows(step, ctx, [=](int32_t row) {
+    memcpy(a->y + (size_t)row * a->width, a->x + (size_t)row * a->stride,
+           (size_t)a->width * sizeof(float));
+  });
+}
+VX_OP(slice, VxSlice)
 
 }  // namespace VX_ISA
 }  // namespace vx

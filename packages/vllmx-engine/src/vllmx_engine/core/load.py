@@ -27,6 +27,7 @@ from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model, encoder_of, text_alone
 from vllmx_core.model_choice import OWN, choose_model
 from vllmx_core.registry import architecture_names
+from vllmx_core.sharding.model import sharded
 from vllmx_core.specs import BackendSpec, ExecutorSpec
 from vllmx_core.text_modules import with_text_modules
 
@@ -127,6 +128,12 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
         spec, reason = plan.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
+        if plan.config.deterministic and not spec.fixed_sums:
+            raise ConfigError(
+                f"--deterministic: the order of sums of backend {spec.name!r} depends on shapes:"
+                " choose --backend cpu, or leave it out",
+                param="deterministic",
+            )
         # several ranks have no passes of towers
         if plan.config.limit_images == 0 or plan.config.tensor_parallel_size > 1:
             model = text_alone(model) or model
@@ -138,13 +145,18 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
     return OpenedModel(checkpoint, model, spec, options)
 
 
-def _load(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
-    """By its backend, or by an executor on several ranks."""
-    ranks = plan.config.tensor_parallel_size
+def load_model(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
+    """By its backend, or by an executor on several ranks; raises what these do."""
+    ranks, model, weights = (
+        plan.config.tensor_parallel_size,
+        opened.model,
+        opened.checkpoint.weights,
+    )
     if ranks == 1:
-        loaded: LoadedModel = opened.backend.load()().load(
-            opened.model, opened.checkpoint.weights, opened.options
-        )
+        if plan.config.deterministic:
+            length = opened.options.max_model_len
+            model = sharded(model, weights, length, 0, 1, deterministic=True)
+        loaded: LoadedModel = opened.backend.load()().load(model, weights, opened.options)
         return loaded
     executor = plan.registry.find(ExecutorSpec, TENSOR_PARALLEL)
     if executor is None:
@@ -159,13 +171,13 @@ def _load(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
 def _loaded(plan: LoadPlan, opened: OpenedModel) -> tuple[OpenedModel, LoadedModel]:
     """The model, or its text alone where the backend lacks what images need."""
     try:
-        return opened, _load(plan, opened)
+        return opened, load_model(plan, opened)
     except UnsupportedOpError as error:
         alone = text_alone(opened.model)
         if alone is None:
             raise
         opened = replace(opened, model=alone)
-        loaded = _load(plan, opened)
+        loaded = load_model(plan, opened)
         logger.warning("text alone is served, images are refused: %s", error.message)
         return opened, loaded
 

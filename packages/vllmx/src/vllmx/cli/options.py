@@ -81,6 +81,8 @@ HELP: Mapping[str, str] = {
     "num_threads": "Compute threads; default: the cores that are really available.",
     "tensor_parallel_size": "Processes that compute each layer together, each with a part of the"
     " weights and its own cores; needs vllmx[tp].",
+    "deterministic": "Equal answers to the last bit whatever --tensor-parallel-size is; some"
+    " percent slower.",
     "enable_prefix_caching": "Share equal prompt prefixes.",
     "enable_chunked_prefill": "Split long prompts over steps.",
     "scheduling_policy": "priority (then fair share, then arrival) or fcfs.",

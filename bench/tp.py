@@ -1,0 +1,218 @@
+"""Two ranks of one core each beside one process of two threads, on the CPU backend.
+
+    python bench/tp.py MODEL... [--rounds 3] [--steps 64] [--json]
+    python bench/tp.py --links [--json]
+
+MODEL is a folder or a GGUF file. Tokens per second of a prefill of 512 and of decoding 1, 8 and 32
+rows around 40 tokens, made as in bench/peers_cpu.py: steps of the backend, greedy sampling
+included, the next one enqueued before the last is read. Both engines are in memory and take turns
+in each round of a case, so that a slow minute of the machine hits both; medians over the rounds,
+and the median of the rounds' ratios.
+
+`--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape, and
+the way of a step's plan from one process into the other, which sleeps until it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cpu_peers.cases import Case, make_cases
+from cpu_peers.vllmx_step_worker import (
+    BLOCK_SIZE,
+    measure_decode,
+    measure_prefill,
+    row_blocks,
+    write_pages,
+)
+from vllmx.bench.figures import Record, show
+from vllmx_core.backend import LoadedModel
+from vllmx_core.config import EngineConfig
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_engine.core.load import load_model, open_planned
+from vllmx_engine.core.load_plan import plan_load
+from vllmx_tp.region import Region
+
+RANKS = 2
+CASES = make_cases([512], [1, 8, 32], [40])
+SUM_ROWS, SUM_WIDTH, SUMS = 32, 1024, 400
+PLAN_ROWS, PLAN_CONTEXT, PLANS = 256, 2048, 300
+
+
+# --- models ---------------------------------------------------------------------------------------
+def loaded(model: str, ranks: int) -> LoadedModel:
+    """As `vllmx serve` loads it, with room for the cases alone."""
+    config = EngineConfig(
+        model=model, backend="cpu", tensor_parallel_size=ranks, num_threads=RANKS,
+        max_model_len=max(row_blocks(case) for case in CASES) * BLOCK_SIZE,
+        max_num_seqs=max(case.batch for case in CASES), max_num_batched_tokens=2048,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=max(case.batch * row_blocks(case) for case in CASES),
+    )  # fmt: skip
+    plan = plan_load(config)
+    opened = open_planned(plan)
+    try:
+        found = load_model(plan, opened)
+    finally:
+        opened.checkpoint.weights.close()
+    write_pages(found)
+    return found
+
+
+def compare(model: str, rounds: int) -> list[Record]:
+    """One record a case."""
+    engines = {"1 process": loaded(model, 1), f"{RANKS} ranks": loaded(model, RANKS)}
+    name = Path(model).name
+    records: list[Record] = []
+    for case in CASES:
+        speeds: dict[str, list[float]] = {engine: [] for engine in engines}
+        for _ in range(rounds):
+            for engine, one in engines.items():
+                speeds[engine].append(_speed(one, case))
+            print(name, case.label, [f"{v[-1]:.4g}" for v in speeds.values()], file=sys.stderr)
+        alone, together = speeds.values()
+        ratio = statistics.median(b / a for a, b in zip(alone, together, strict=True))
+        medians = {engine: round(statistics.median(v), 1) for engine, v in speeds.items()}
+        records.append({"model": name, "case": case.label, **medians, "ratio": round(ratio, 3)})
+    for one_engine in engines.values():
+        one_engine.close()
+    return records
+
+
+def _speed(model: LoadedModel, case: Case) -> float:
+    measure = measure_prefill if case.kind == "prefill" else measure_decode
+    return measure(model, case)
+
+
+# --- links ----------------------------------------------------------------------------------------
+def links(rounds: int) -> list[Record]:
+    """Microseconds."""
+    return [
+        _row(f"sum of ({SUM_ROWS}, {SUM_WIDTH}) f32", [sum_us() for _ in range(rounds)]),
+        _row(f"plan of {PLAN_ROWS} rows", [plan_us() for _ in range(rounds)]),
+    ]
+
+
+def _row(name: str, values: list[float]) -> Record:
+    median, least = statistics.median(values), min(values)
+    return {"what": name, "median us": round(median, 1), "least us": round(least, 1)}
+
+
+def sum_us() -> float:
+    """Of one `all_reduce`, one behind the other."""
+    region = Region.create(RANKS)
+    other = _forked(lambda: _sums(region, 1))
+    found = _sums(region, 0)
+    other.join()
+    region.close()
+    return found
+
+
+def _sums(region: Region, rank: int) -> float:
+    """Microseconds of a sum, on a core of its own: those of a long tape without a short one's."""
+    from vllmx_cpu.lowering.ranks import VxAllReduce, ranks_of
+    from vllmx_cpu.native import Team, choose_isa
+    from vllmx_cpu.structs import VxJob, VxStep
+    from vllmx_cpu.tape import Call, make_tape
+    from vllmx_tp.communicator import SharedMemoryCommunicator
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    x, y = (np.ones((SUM_ROWS, SUM_WIDTH), np.float32) for _ in range(2))
+    meeting = ranks_of(SharedMemoryCommunicator(region, rank))
+    arguments = VxAllReduce(meeting, x.ctypes.data, y.ctypes.data, SUM_WIDTH)
+    call = Call("all_reduce", choose_isa().op("all_reduce", VxAllReduce), arguments)
+    team = Team(1)
+    seconds: dict[int, list[float]] = {1: [], SUMS + 1: []}
+    for _ in range(20):
+        for count, taken in seconds.items():
+            tape = make_tape([call] * count)
+            job = VxJob(step=VxStep(T=SUM_ROWS, R=1, L=1))
+            job.records, job.num_records = tape.records, count
+            team.run(job)
+            taken.append(job.seconds)
+    team.close()
+    assert (y == RANKS).all()
+    os.sched_setaffinity(0, cores)
+    few, many = (statistics.median(taken) for taken in seconds.values())
+    return 1e6 * (many - few) / SUMS
+
+
+def plan_us() -> float:
+    """From the call that sends a step to the other rank's having read its arrays."""
+    from vllmx_tp.channel import Sender
+    from vllmx_tp.frames import Frame
+    from vllmx_tp.messages import Call
+
+    region = Region.create(RANKS)
+    ours, theirs = socket.socketpair()
+    read_ns = multiprocessing.get_context("fork").RawArray("q", PLANS)
+    other = _forked(lambda: _read_plans(region, theirs, read_ns))
+    blocks = PLAN_CONTEXT // BLOCK_SIZE
+    rows = [Row([1], PLAN_CONTEXT - 1, [row] * blocks) for row in range(PLAN_ROWS)]
+    plan, sampling = make_plan(rows, BLOCK_SIZE), sampling_rows(PLAN_ROWS)
+    sender, taken = Sender(region, [ours], lambda: None), []
+    for number in range(PLANS):
+        wait_ns = time.monotonic_ns() + 1_000_000
+        while time.monotonic_ns() < wait_ns:  # for the reader to fall asleep
+            pass
+        begin_ns = time.monotonic_ns()
+        sender.send(Call.STEP, Frame(plan, sampling))
+        while not read_ns[number]:
+            pass
+        taken.append(read_ns[number] - begin_ns)
+    other.join()
+    region.close()
+    return float(statistics.median(taken)) / 1e3
+
+
+def _read_plans(region: Region, connection: socket.socket, read_ns: Any) -> None:
+    """Says when each was read."""
+    from vllmx_tp.channel import Reader
+    from vllmx_tp.frames import read_frame
+
+    reader = Reader(connection, region, 1)
+    for number in range(PLANS):
+        _, words = reader.read()
+        plan, rows = read_frame(words)
+        read_ns[number] = time.monotonic_ns()
+        assert plan is not None
+        assert rows is not None
+        assert plan.num_rows == rows.num_rows == PLAN_ROWS
+        reader.release()
+
+
+def _forked(run: Callable[[], Any]) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--links", action="store_true", help="sums and plans, without a model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    records = links(args.rounds) if args.links else []
+    for model in args.models:
+        records += compare(model, args.rounds)
+    print(show(records, as_json=args.json))
+
+
+if __name__ == "__main__":
+    main()

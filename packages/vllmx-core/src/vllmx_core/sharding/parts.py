@@ -1,0 +1,129 @@
+"""Sums whose bits do not depend on how many ranks make them.
+
+A product with a matrix that ranks cut along its input features is a sum over them, which floating
+point rounds by its order. Here it is always the sum of the same few parts, each the product of some
+features that one rank has: neighbours are added in pairs, then neighbouring sums, and so on, first
+those of one rank, then those of all (`vllmx_core.communicator.tree_sum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllmx_core.communicator import tree_sum
+from vllmx_core.errors import ConfigError
+from vllmx_core.ops.add import Add
+from vllmx_core.ops.experts import Experts
+from vllmx_core.ops.linear import Linear
+from vllmx_core.ops.op import Op
+from vllmx_core.ops.slice import Slice
+from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.sharding.plan import ShardPlan
+from vllmx_core.sharding.weights import narrowed
+from vllmx_core.weights import WeightSpec
+
+COUNTS = (4, 2)
+"""Of parts, the best first: the first one into which all sums of the model can be cut."""
+Planner = Callable[[int, int], ShardPlan]
+"""Of a rank and the number of ranks; raises ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Those of one rank, as plans of as many ranks as there are parts.
+
+    Attributes:
+        first: the number of the first one among those of all ranks.
+    """
+
+    plans: tuple[ShardPlan, ...] = ()
+    first: int = 0
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Those that are cut into parts."""
+        return frozenset(
+            ref.name for plan in self.plans[:1] for op in _sums(plan) for ref in op.weights
+        )
+
+    def narrowed(self, spec: WeightSpec) -> Iterator[WeightSpec]:
+        """Such a weight's parts, as weights of their own. A bias behind cut columns belongs to the
+        first part of all."""
+        for number, plan in enumerate(self.plans, self.first):
+            cut = plan.weights[spec.name]
+            part = narrowed(spec, cut, biased=number == 0)
+            yield replace(part, name=_name(spec.name, number))
+
+    def ops(
+        self, op: Op, known: Mapping[Value, Value], w: Mapping[str, WeightRef], begin: int
+    ) -> Iterator[Op]:
+        """What computes the rank's sum, the last one's result. `known` has the rank's values by
+        those of the whole; `begin` is the first feature that the rank has of what a matrix
+        reads."""
+        results, adds = [], list[Op]()
+        for number, plan in enumerate(self.plans, self.first):
+            changes: dict[str, Any] = {
+                name: known[getattr(op, name)]
+                for name in ("x", "ids", "slot_weights")
+                if hasattr(op, name)
+            }
+            for name in ("w", "gate_up", "down"):
+                if hasattr(op, name):
+                    changes[name] = w[_name(getattr(op, name).name, number)]
+            if isinstance(op, Linear):
+                first, end = plan.weights[op.w.name].cols or (0, op.w.cols)
+                if changes["x"].width > end - first:
+                    piece = Slice.of(changes["x"], first - begin, end - first)
+                    changes["x"] = piece.out
+                    yield piece
+            (whole,) = op.writes
+            result = replace(op, **changes, out=replace(whole))  # type: ignore[type-var]
+            results.append(result.writes[0])
+            yield result
+
+        def add(x: Value, y: Value) -> Value:
+            adds.append(Add.of(x, y))
+            return adds[-1].writes[0]
+
+        tree_sum(results, add)
+        yield from adds
+
+    def sums(self, op: Op) -> bool:
+        """Whether an op is one of those sums."""
+        return bool(self.plans) and op in _sums(self.plans[0])
+
+
+def parts_of_rank(plan: Planner, rank: int, ranks: int) -> Parts:
+    """Raises ConfigError for a model whose sums cannot be cut, and for ranks that cannot have as
+    many parts each."""
+    count = next((count for count in COUNTS if _fits(plan, count)), 1)
+    if ranks > count or count % ranks:
+        fitting = " or ".join(str(one) for one in (1, 2, 4) if one <= count)
+        raise ConfigError(
+            f"--deterministic cuts each sum of this model into {count} parts, which {ranks} ranks"
+            f" cannot share: choose --tensor-parallel-size {fitting}, or leave it out",
+            param="deterministic",
+        )
+    each = count // ranks
+    if count == 1:
+        return Parts()
+    first = rank * each
+    return Parts(tuple(plan(number, count) for number in range(first, first + each)), first)
+
+
+def _fits(plan: Planner, count: int) -> bool:
+    try:
+        plan(0, count)
+    except ConfigError:
+        return False
+    return True
+
+
+def _sums(plan: ShardPlan) -> list[Op]:
+    return [op for op in plan.reduced if isinstance(op, Linear | Experts)]
+
+
+def _name(weight: str, number: int) -> str:
+    return f"{weight}.part{number}"

@@ -1,0 +1,104 @@
+"""How frames come from rank 0 to the others: they lie in the ring, and a socket says where."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from vllmx_core.plan import I32
+
+from vllmx_tp.frames import Frame
+from vllmx_tp.messages import INLINE, NOTICE, Call
+from vllmx_tp.region import RING_BYTES, Region, Word
+from vllmx_tp.ring import Ring
+
+_WAIT_S = 20e-6
+
+
+class Sender:
+    """Rank 0's end.
+
+    Args:
+        region: what the ranks share.
+        sockets: to each of the others, in the order of the ranks; more may be added until the first
+            frame.
+        check: raises where the others are gone, called while it waits for room.
+    """
+
+    def __init__(
+        self, region: Region, sockets: Sequence[socket.socket], check: Callable[[], None]
+    ) -> None:
+        self._bytes, self._sockets, self._check = region.ring, sockets, check
+        self._ring = Ring(RING_BYTES)
+        self._num_placed = 0
+        self._taken = [region.word(rank, Word.TAKEN) for rank in range(1, region.num_ranks)]
+
+    def send(self, call: Call, frame: Frame) -> None:
+        """Puts a frame where the others read it. Raises OSError where one has hung up."""
+        size = 4 * frame.num_words
+        at = self._place(size)
+        if at is None:
+            self._tell(NOTICE.pack(call, size, INLINE) + frame.to_bytes())
+        else:
+            frame.write(self._bytes[at : at + size].view(np.int32))
+            self._num_placed += 1
+            self._tell(NOTICE.pack(call, size, at))
+
+    def _tell(self, data: bytes) -> None:
+        for one in self._sockets:
+            one.sendall(data)
+
+    def _place(self, size: int) -> int | None:
+        """Where in the ring a frame may lie; None: it is too large for it. Waits for readers."""
+        if not self._ring.fits(size):
+            return None
+        while True:
+            self._ring.release(self._num_taken())
+            at = self._ring.place(size)
+            if at is not None:
+                return at
+            self._check()
+            time.sleep(_WAIT_S)
+
+    def _num_taken(self) -> int:
+        """Frames of the ring that every reader has taken."""
+        behind = max((self._num_placed - int(word[0])) & 0xFFFFFFFF for word in self._taken)
+        return self._num_placed - behind
+
+
+class Reader:
+    """Notices and frames from rank 0."""
+
+    def __init__(self, connection: socket.socket, region: Region, rank: int) -> None:
+        self._connection = connection
+        self._words: I32 = region.ring.view(np.int32)
+        self._taken = region.word(rank, Word.TAKEN)
+        self._placed = False
+        self._notice = bytearray(NOTICE.size)
+
+    def read(self) -> tuple[Call, I32]:
+        """The next call and its frame, which stays until `release`. Raises EOFError when rank 0 is
+        gone."""
+        self._fill(self._notice)
+        call, size, at = NOTICE.unpack(self._notice)
+        self._placed = at != INLINE
+        if self._placed:
+            return Call(call), self._words[at // 4 : (at + size) // 4]
+        data = bytearray(size)
+        self._fill(data)
+        return Call(call), np.frombuffer(data, np.int32)
+
+    def release(self) -> None:
+        """The last frame is needed no more."""
+        if self._placed:
+            self._taken[0] += 1
+
+    def _fill(self, data: bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
