@@ -108,7 +108,8 @@ class Frame:
             ints += plan.tokens, plan.positions, plan.query_start, plan.context_len
             ints += plan.logit_rows, *plan.slots
         begin, at = at, at + sum(map(len, ints))
-        np.concatenate(ints, out=words[begin:at])
+        if ints:
+            np.concatenate(ints, out=words[begin:at])
         for table in () if plan is None else plan.block_tables:
             begin, at = at, at + table.size
             words[begin:at].reshape(table.shape)[:] = table
