@@ -105,7 +105,8 @@ def wrapper_outputs(open_device: OpenDevice, dtype: str) -> dict[str, Any]:
     sizes = [4 * int(np.prod(shape)) for _, shape in results.values()]
     arguments += [device.empty(size) for size in sizes]
     variant = KERNELS["wrappers"].variant(VX_DTYPE={"f16": 1, "bf16": 2}[dtype])
-    device.launch(variant, {}, arguments)
+    named = dict(zip(("a", "b", "words", *results), arguments, strict=True))
+    device.launch(variant, {}, variant.kernel.ordered(**named))
     found = {}
     for memory, (name, (kind, shape)) in zip(arguments[3:], results.items(), strict=True):
         pinned = device.pinned(memory.num_bytes)

@@ -126,10 +126,11 @@ def _node_s(device: Device, source: Memory, target: Memory, nodes: tuple[int, in
     """By two graphs of kernels that scale 16 elements: what launching a graph costs cancels."""
     variant = KERNELS["scale"].variant(VX_DTYPE=DTYPES["bf16"], VX_VEC=1)
     device.prepare([variant])
+    arguments = variant.kernel.ordered(x=source, y=target, count=16, factor=1.0)
 
     def enqueue(count: int) -> None:
         for _ in range(count):
-            device.launch(variant, {"count": 16}, [source, target, 16, 1.0])
+            device.launch(variant, {"count": 16}, arguments)
 
     enqueue(1)
     device.synchronize()

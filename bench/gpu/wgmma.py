@@ -94,10 +94,11 @@ def wrappers_off(device: Device, dtype: str) -> float:
     kind = np.uint16 if dtype == "bf16" else np.float16
     a, b = (packed(random.standard_normal((n, 128)).astype(np.float32), dtype) for n in (64, 128))
     out = [device.empty(4 * size) for size in (64 * 192, 64 * 192, 128)]
-    device.launch(
-        KERNELS["wgmma_wrappers"].variant(VX_DTYPE=DTYPES[dtype]), {},
-        [upload(device, a), upload(device, b), *out],
-    )  # fmt: skip
+    wrappers = KERNELS["wgmma_wrappers"]
+    arguments = wrappers.ordered(
+        a=upload(device, a), b=upload(device, b), scores=out[0], values=out[1], powers=out[2]
+    )
+    device.launch(wrappers.variant(VX_DTYPE=DTYPES[dtype]), {}, arguments)
     wide = [bf16_to_f32(x) if kind == np.uint16 else x.astype(np.float32) for x in (a, b)]
     rows, columns = wide[0] @ wide[1].T, wide[0] @ wide[1]
     wanted = np.hstack([rows, rows[:, 64:], columns, 2 * columns[:, 64:]])
@@ -134,11 +135,12 @@ def prepared(device: Device, case: Case) -> Callable[[bool], tuple[Callable[[], 
         listed = np.array(list(tiles(case, tile_tokens)), np.int32)
         tile_memory, out = upload(device, listed), device.empty(q.num_bytes)
         sizes = {"tiles": len(listed), "heads": case.heads, "kv_heads": case.kv_heads}
-        arguments = [
-            q, k, v, None, None, tile_memory, contexts, table, sinks, out, case.heads,
-            case.kv_heads, width, PAGE_SHIFT, case.window, int(case.causal), case.spec.scale,
-            case.softcap,
-        ]  # fmt: skip
+        arguments = variant.kernel.ordered(
+            q=q, k_pages=k, v_pages=v, tiles=tile_memory, context_len=contexts, block_table=table,
+            sinks=sinks, out=out, heads=case.heads, kv_heads=case.kv_heads, table_stride=width,
+            page_shift=PAGE_SHIFT, window=case.window, causal=int(case.causal),
+            scale=case.spec.scale, softcap=case.softcap,
+        )  # fmt: skip
         return lambda: device.launch(variant, sizes, arguments), out
 
     return choose

@@ -63,6 +63,15 @@ def test_a_fault_names_its_line(emulator: Emulator) -> None:
         launch(emulator, "beyond_the_end")
 
 
+def test_arguments_by_name() -> None:
+    """Those that may be null may be left out, so that a new one of them breaks no caller."""
+    kernel = KERNELS["paged_combine"]
+    known = {"partial": 1, "weights": 2, "first_item": 3, "out": 4, "heads": 5}
+    assert kernel.ordered(**known) == [1, 2, 3, None, 4, 5]
+    with pytest.raises(ConfigError, match=r"missing \['out', 'heads'\], unknown \['head'\]"):
+        kernel.ordered(partial=1, weights=2, first_item=3, head=5)
+
+
 def test_launches_that_do_not_fit_are_refused(emulator: Emulator) -> None:
     kernel = KERNELS["rms_norm"]
     with pytest.raises(ConfigError, match="no variant VX_VEC=3"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from vllmx_core.errors import ConfigError
 
@@ -71,6 +71,20 @@ class Kernel:
     """Whether it multiplies on them: see `has_tensor_cores`."""
     architectures: tuple[int, ...] = ()
     """The only compute capabilities, as 90, whose instructions it is made of; none: any."""
+
+    def ordered(self, **named: Any) -> list[Any]:
+        """The arguments of a launch by their names: what may be null may be left out.
+
+        Raises ConfigError for names that are missing or unknown."""
+        known = {one.name: one.optional for one in self.arguments}
+        missing = [name for name, optional in known.items() if not optional and name not in named]
+        unknown = [name for name in named if name not in known]
+        if missing or unknown:
+            raise ConfigError(
+                f"kernel {self.entry} takes the arguments {list(known)}:"
+                f" missing {missing}, unknown {unknown}"
+            )
+        return [named.get(name) for name in known]
 
     def variant(self, **options: int) -> Variant:
         """The kernel compiled with these options; all must be given."""
