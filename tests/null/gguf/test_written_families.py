@@ -109,7 +109,10 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, Any]:
     source = random_weights(model)
     tensors = {name: source.part(name).dequantize() for name in source.names()}
     if "text_config" in config:
-        return tensors | {"vision_tower.patch_embed.weight": np.ones((2, 2), np.float32)}
+        tower = np.ones((2, 2), np.float32)
+        name = "visual" if config["architectures"][0].startswith("Qwen") else "vision_tower"
+        prefix = "model." if name == "visual" else ""
+        return tensors | {f"{prefix}{name}.patch_embed.weight": tower}
     if "num_nextn_predict_layers" in config:
         return tensors | {f"model.layers.{LAYERS}.eh_proj.weight": np.ones((2, 2), np.float32)}
     return tensors

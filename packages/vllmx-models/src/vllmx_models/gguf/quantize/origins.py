@@ -30,6 +30,8 @@ _EXPERTS = {
 _HEADS = {"blk.{}.attn_k_b": 0, "blk.{}.attn_v_b": 1}
 _ALL_HEADS = "blk.{}.attn_kv_b"
 """Both of `_HEADS` in one, as older files have it."""
+_TOWER = "model.visual."
+"""Where Qwen's tower is, beside the text model's own `model.`."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -122,7 +124,7 @@ def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str
     strange, passed = [], 0
     for name in sorted(unused):
         layer, count = _LAYER.search(name), len(target.spec.layers)
-        of_tower = bool(texts) and not name.startswith(texts)
+        of_tower = bool(texts) and (name.startswith(_TOWER) or not name.startswith(texts))
         if of_tower or (layer is not None and int(layer[1]) >= count):
             passed += 1
         elif not name.endswith(".rotary_emb.inv_freq"):
