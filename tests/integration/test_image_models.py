@@ -108,10 +108,12 @@ WHOLE = {"an image cut by chunks": [3, 12, 40], "one token for an image": [4, 9,
 
 
 RUNS = [
-    *((family, backend, False) for family in FAMILIES for backend in ("numpy", "torch", "cpu")),
+    *(
+        (family, backend, False)
+        for family in FAMILIES
+        for backend in ("numpy", "torch", "cpu", "metal")
+    ),
     ("qwen3_vl", "cpu", True),
-    ("qwen3_vl", "metal", False),
-    ("qwen3_5", "metal", False),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllmx_core.testing.attention_checks import attention_model
 from vllmx_core.testing.harness import Harness, mixed_steps
+from vllmx_core.testing.plans import Row
 
 mx = pytest.importorskip("mlx.core", reason="vllmx-metal runs on MLX")
 pytest.importorskip("vllmx_metal")
@@ -136,6 +137,17 @@ class TestInTheBackend(Harness):
         monkeypatch.setattr("vllmx_metal.step.TILE_TOKENS", 5)
         self.compare(*attention_model(**features), mixed_steps())
         assert (made.builds > 0) == used
+
+    @pytest.mark.parametrize("images", [(0, 20), (7, 9)])
+    def test_tiles_whose_tokens_see_each_other_both_ways_are_gathered(
+        self, shim: UseShim, monkeypatch: pytest.MonkeyPatch, images: tuple[int, int]
+    ) -> None:
+        made = shim()
+        monkeypatch.setenv(kernel_choice.PREFILL_SWITCH, "1")
+        monkeypatch.setattr("vllmx_metal.step.TILE_TOKENS", 5)
+        row = Row([*list(range(19)), 3], 0, [4, 1], "all", spans=[images])
+        self.compare(*attention_model(spans=True, rotary_dim=16), [[row]])
+        assert (made.builds > 0) == (images == (7, 9))
 
 
 def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def _linear(op: Linear, frame: MetalFrame) -> None:
     frame[op.out] = frame.matrix(op.w).multiply(frame[op.x]).astype(frame.dtype)
 
 
-@OPS.add(Attention, when=lambda op: not op.spec.spans)
+@OPS.add(Attention)
 def _attention(op: Attention, frame: MetalFrame) -> None:
     pages, weights = frame.pages[op.spec.layer], op.bound(frame.array)
     frame[op.out] = attention(frame[op.qkv], op.spec, weights, frame.step, pages)
@@ -210,7 +210,7 @@ def _latent_attention(op: LatentAttention, frame: MetalFrame) -> None:
     )
 
 
-@OPS.add(SegmentAttention, when=lambda op: not op.spec.windowed)
+@OPS.add(SegmentAttention)
 def _segment_attention(op: SegmentAttention, frame: MetalFrame) -> None:
     rope = None if op.rope is None else frame.array(op.rope)
     frame[op.out] = segment_attention(frame[op.qkv], op.spec, rope, frame.step)

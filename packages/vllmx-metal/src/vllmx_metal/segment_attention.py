@@ -1,4 +1,4 @@
-"""Attention within the rows of a step, both ways and without pages."""
+"""Attention within the rows of a step or the windows of its images, both ways and without pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
-from vllmx_core.ops.segment_attention import SegmentSpec
+from vllmx_core.ops.segment_attention import SegmentSpec, segments
 
 from vllmx_metal.attention import rotate
 from vllmx_metal.step import MetalStep
@@ -30,7 +30,7 @@ def segment_attention(
             scale=spec.scale,
             mask=_window(end - start, spec.window),
         )[0].swapaxes(0, 1)  # (n, H, D)
-        for start, end in pairwise(step.plan.query_start.tolist())
+        for start, end in pairwise(segments(spec, step.plan))
         if end > start
     ]
     return mx.concatenate(outs).reshape(-1, heads * size)

@@ -66,7 +66,7 @@ class MetalStep:
     slots: tuple[mx.array, ...]  # (T,) of each cache group
     logit_rows: mx.array  # (L,)
     token_types: mx.array  # (T,)
-    _batches: dict[tuple[int, int | None, bool, PagedKernels], Batches] = field(
+    _batches: dict[tuple[int, int | None, bool, bool, PagedKernels], Batches] = field(
         default_factory=dict
     )
     _rotations: dict[tuple[int, tuple[int, ...]], tuple[mx.array, mx.array]] = field(
@@ -118,15 +118,17 @@ class MetalStep:
         layer of its kind that asks. `gathered`: no kernel reads the pages where they lie."""
         kernels = PagedKernels(False, False) if gathered else self.kernels
         kernels = replace(kernels, prefill=kernels.prefill and prefill_fits(spec))
-        key = (group, spec.window, spec.causal, kernels)
+        key = (group, spec.window, spec.causal, spec.spans, kernels)
         if key not in self._batches:
             self._batches[key] = self._cut(spec, self.plan.block_tables[group], kernels)
         return self._batches[key]
 
     def _cut(self, spec: AttentionSpec, table: I32, kernels: PagedKernels) -> Batches:
-        tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS)
+        tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS, spans=spec.spans)
         single = tiles.queries == 1
-        paged = spec.causal & np.where(single, kernels.decode, kernels.prefill)  # (tiles,)
+        ahead = np.maximum.reduceat(self._seen(spec) - self.plan.positions, tiles.first_token)
+        prefill = kernels.prefill & (ahead == 0)  # the kernel has no place for spans
+        paged = spec.causal & np.where(single, kernels.decode, prefill)  # (tiles,)
         groups, batches = [], []
         for chosen, made in ((paged & single, self._rows), (paged & ~single, self._prefill)):
             if chosen.any():
@@ -145,6 +147,11 @@ class MetalStep:
             None if in_order else mx.array(np.argsort(order).astype(np.int32)),
         )
 
+    def _seen(self, spec: AttentionSpec) -> I32:
+        """(T,) the last position that each token of a causal layer sees."""
+        seen = self.plan.visible_to if spec.spans else None
+        return self.plan.positions if seen is None else seen
+
     def _rows(self, tiles: QueryTiles, table: I32) -> DecodeRows:
         return decode_rows(table[tiles.row], tiles.first_key, tiles.last_key, self.block_size)
 
@@ -162,11 +169,13 @@ class MetalStep:
         held = np.minimum(keys, tiles.last_key[:, None])
         blocks = table[tiles.row[:, None], held // self.block_size]
         slots = blocks * self.block_size + held % self.block_size
-        queries = self.plan.positions[tiles.tokens()].reshape(len(tiles), -1)  # (N, Q) positions
+        tokens = tiles.tokens().reshape(len(tiles), -1)  # (N, Q)
+        queries = self.plan.positions[tokens]  # (N, Q) positions
         behind = queries[:, :, None] - keys[:, None, :]  # (N, Q, C)
         mask = np.broadcast_to((keys <= tiles.last_key[:, None])[:, None, :], behind.shape)
         if spec.causal:
-            mask = mask & (behind >= 0)
+            mask = mask & (keys[:, None, :] <= self._seen(spec)[tokens][:, :, None])
+            behind = np.maximum(behind, 0)  # a window reaches back alone
         if spec.window is not None:
             mask = mask & (np.abs(behind) < spec.window)
         return GatheredTiles(

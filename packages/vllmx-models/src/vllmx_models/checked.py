@@ -20,8 +20,6 @@ KINDS: Mapping[str, str] = {
     EXPERTS: "experts in GPTQ, AWQ, FP8, compressed-tensors, NVFP4 and, in place, `--isq`",
 }
 EVERYWHERE = ("cpu", "cuda", "metal", "numpy", "torch")
-TOWERS = ("cpu", "cuda", "numpy", "torch")
-"""metal lacks how some of them attend."""
 
 _OF_OTHERS = (
     "AquilaForCausalLM", "AquilaModel", "InternLM3ForCausalLM", "InternLMForCausalLM",
@@ -47,8 +45,7 @@ _EXPERTS = tuple(
 def with_record(spec: ModelSpec) -> ModelSpec:
     """With what the tests say of it."""
     (name,) = spec.architectures
-    towers = name.endswith("ForConditionalGeneration") and not name.startswith("Qwen3")
-    return replace(spec, backends=TOWERS if towers else EVERYWHERE, checked=_checked(name))
+    return replace(spec, backends=EVERYWHERE, checked=_checked(name))
 
 
 def _checked(name: str) -> tuple[str, ...]:
