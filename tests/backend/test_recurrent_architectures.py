@@ -25,8 +25,6 @@ GATED = EXPERTS | {"shared_expert_intermediate_size": 28}
 
 
 class _Recurrent(_Served):
-    answer_length = 16  # transformers is slow at these
-
     def transformers_model(self) -> Any:
         model = super().transformers_model()
         random = np.random.default_rng(0)

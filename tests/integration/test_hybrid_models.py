@@ -1,10 +1,10 @@
-"""Qwen3.5 and LFM2 as transformers saves them, through the public interface: ids are those of
-transformers, also of rows that lost their blocks, second turns, and beside one that is aborted."""
+"""Every architecture with recurrent layers as transformers saves it, through the public interface:
+64 greedy ids are those of transformers, whatever the chunks are, of rows that lost their blocks,
+behind every snapshot, in second turns, and beside a request that is aborted."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,28 @@ from vllmx_core.errors import BackendUnavailableError
 from vllmx_core.registry import load_registry
 from vllmx_demo.source import MODEL_FOLDER
 
+from ..backend import test_recurrent_architectures as suites  # noqa: TID252 - no package to name
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+MODELS = [
+    suites.TestQwen3Next, suites.TestQwen35, suites.TestQwen35Moe, suites.TestLfm2,
+    suites.TestLfm2Moe, suites.TestNemotronH, suites.TestGraniteMoeHybrid, suites.TestBamba,
+    suites.TestKimiLinear,
+]  # fmt: skip
+VOCAB_SIZE, LENGTH, BLOCK = 4096, 64, 16
+PROMPTS = [np.random.default_rng(size).integers(3, 4096, size).tolist() for size in (37, 13, 50)]
+CONFIG: dict[str, Any] = {
+    "backend": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 128,
+    "max_num_seqs": 4, "num_kv_blocks": 40, "block_size": BLOCK, "state_snapshot_tokens": 1,
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3_5ForCausalLM": {
-        "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 10,
-    },
-    "Lfm2ForCausalLM": {
-        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
-        "block_multiple_of": 8,
-    },
-}  # fmt: skip
-LENGTH = 40
-GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-PROMPTS = [np.random.default_rng(size).integers(3, 4096, size).tolist() for size in (37, 20, 50)]
+FEW_BLOCKS = 12
+"""Three rows come to more."""
+
+
+def greedy(max_tokens: int = LENGTH) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 @dataclass(frozen=True)
@@ -44,29 +45,31 @@ class Saved:
     folder: str
     twin: Any
 
-    def greedy(self, prompt: list[int]) -> list[int]:
-        """The ids of transformers."""
+    def load(self, **config: Any) -> LLM:
+        return LLM(self.folder, **CONFIG | config)
+
+    def check(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
+        """Asserts that each id is the one that transformers finds likeliest behind the prompt and
+        the ids before it: then they are those that it generates. One pass over all, for nobody sees
+        what is behind a token."""
+        texts = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, answers, strict=True)]
+        longest = max(map(len, texts))
         with torch.no_grad():
-            found = self.twin.generate(
-                torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None
-            )
-        ids: list[int] = found[0, len(prompt) :].tolist()
-        return ids
+            padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+            likeliest = self.twin(padded).logits.argmax(-1).tolist()
+        for prompt, text, ids, found in zip(prompts, texts, answers, likeliest, strict=True):
+            assert ids == found[len(prompt) - 1 : len(text)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda suite: suite.__name__[4:])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     try:
         load_registry().choose_backend("cpu")
     except BackendUnavailableError as error:
         pytest.skip(str(error))
-    kind = getattr(transformers, request.param)
-    torch.manual_seed(0)
-    twin = kind(kind.config_class(**SMALL, **MODELS[request.param])).eval()
-    for parameter in twin.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    folder = tmp_path_factory.mktemp(request.param)
+    config = request.param.config | {"vocab_size": VOCAB_SIZE}
+    twin = type("Twin", (request.param,), {"config": config})().transformers_model()
+    folder = tmp_path_factory.mktemp("hybrid")
     twin.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(MODEL_FOLDER) / name, folder)
@@ -75,52 +78,75 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(saved: Saved) -> list[list[int]]:
-    return [saved.greedy(prompt) for prompt in PROMPTS]
+    """Answers of one request at a time, where nothing is ever found; the last is that of
+    `second_turn`."""
+    with saved.load(max_num_seqs=1, enable_prefix_caching=False) as llm:
+        found = [answer(llm, prompt)[0] for prompt in PROMPTS]
+        prompts = [*PROMPTS, second_turn(found)]
+        found.append(answer(llm, prompts[-1], 40)[0])
+    assert [len(ids) for ids in found] == [LENGTH, LENGTH, LENGTH, 40]
+    saved.check(prompts, found)
+    return found
 
 
-@pytest.fixture(scope="module")
-def llm(saved: Saved) -> Iterator[LLM]:
-    """With fewer blocks than three rows come to."""
-    with LLM(
-        saved.folder, backend="cpu", dtype="float32", num_threads=1, max_model_len=128,
-        max_num_seqs=4, num_kv_blocks=12, state_snapshot_tokens=1,
-    ) as llm:  # fmt: skip
-        yield llm
+def second_turn(answers: list[list[int]]) -> list[int]:
+    return [*PROMPTS[1], *answers[1], 5, 6, 7]
+
+
+def answer(llm: LLM, prompt: list[int], max_tokens: int = LENGTH) -> tuple[list[int], int]:
+    """Its ids, and how many tokens of the prompt came from the cache."""
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy(max_tokens))
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY)
+    """Of all of them side by side."""
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy())
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_rows_that_lose_their_blocks_answer_as_transformers(
-    saved: Saved, llm: LLM, expected: list[list[int]]
-) -> None:
-    assert answers(llm, PROMPTS) == expected
-    assert llm._engine._core.stats().num_preemptions > 0
-    assert answers(llm, PROMPTS[::-1]) == expected[::-1]
-
-
-def test_a_second_turn_finds_the_first_one(
-    saved: Saved, llm: LLM, expected: list[list[int]]
-) -> None:
-    prompt = [*PROMPTS[0], *answers(llm, PROMPTS[:1])[0], 5, 6, 7]
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY)
-    assert list(output.outputs[0].token_ids) == saved.greedy(prompt)
-    assert output.num_cached_tokens == (len(prompt) - 4) // 16 * 16
+def check_idle(llm: LLM) -> None:
     stats = llm._engine._core.stats()
     assert (stats.num_running, stats.num_used_slots) == (0, 0)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 128])
+def test_rows_that_lose_their_blocks_in_the_middle(
+    saved: Saved, expected: list[list[int]], chunk: int
+) -> None:
+    with saved.load(num_kv_blocks=FEW_BLOCKS, max_num_batched_tokens=chunk) as llm:
+        assert answers(llm, PROMPTS) == expected[:3]
+        # one row has all of a step of one token
+        assert llm._engine._core.stats().num_preemptions > 0 or chunk == 1
+        assert answers(llm, PROMPTS[::-1]) == expected[2::-1]
+        check_idle(llm)
+
+
+def test_every_snapshot_leads_to_the_same_ids(saved: Saved, expected: list[list[int]]) -> None:
+    text = PROMPTS[1] + expected[1]
+    ends = range(BLOCK, len(text) - 1, BLOCK)
+    with saved.load() as llm:
+        for end in ends:  # each prompt leaves one behind its last whole block
+            assert answer(llm, text[: end + 1], 1)[0] == [text[end + 1]]
+        for end in ends:
+            rest = text[end + 1 :]
+            assert answer(llm, text[: end + 1], len(rest)) == (rest, end)
+        check_idle(llm)
+
+
+def test_a_second_turn_finds_the_first_one(saved: Saved, expected: list[list[int]]) -> None:
+    prompt = second_turn(expected)
+    with saved.load() as llm:
+        assert answer(llm, PROMPTS[1])[0] == expected[1]
+        assert answer(llm, prompt, 40) == (expected[3], (len(prompt) - 4) // BLOCK * BLOCK)
+
+
 async def test_an_aborted_row_disturbs_nobody(saved: Saved, expected: list[list[int]]) -> None:
-    config = EngineConfig(
-        model=saved.folder, backend="cpu", dtype="float32", num_threads=1, max_model_len=128,
-        max_num_seqs=4, num_kv_blocks=40,
-    )  # fmt: skip
+    config = EngineConfig(model=saved.folder, **CONFIG)
     async with await AsyncLLM.start(config, in_process=True) as llm:
-        gone = llm.generate({"prompt_token_ids": PROMPTS[1]}, GREEDY)
+        gone = llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy())
         await anext(gone)
         await gone.aclose()
-        for prompt, ids in zip(PROMPTS, expected, strict=True):
-            found = llm.generate({"prompt_token_ids": prompt}, GREEDY)
+        for prompt, ids in zip(PROMPTS, expected[:3], strict=True):
+            found = llm.generate({"prompt_token_ids": prompt}, greedy())
             assert [one async for out in found for one in out.outputs[0].token_ids] == ids

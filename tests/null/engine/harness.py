@@ -202,6 +202,8 @@ class Harness:
         assert table.num_owned(rows) == sum(blocks.size for blocks in owned)
         if scheduler.states is not None:
             scheduler.states.check()
+            filed = scheduler.states.pool._filed
+            assert filed.keys() <= scheduler.cache._places.keys(), "a snapshot outlived its block"
         self._check_cache()
         for row in rows:
             self._check_row(row)

@@ -44,6 +44,8 @@ from vllmx_core.weight_map import name_in
 
 MAX_MODEL_LEN = 192
 PAGE = 16
+NUM_GREEDY_IDS = 64
+"""That are compared with those of transformers."""
 MOST_LOGPROBS = 64
 """What every backend gives."""
 
@@ -59,8 +61,6 @@ class ModelSuite:
     """Tensors of the checkpoint that the weight map leaves out on purpose."""
     tolerance = 2e-5
     """Greatest error of logits relative to transformers' greatest logit, float32."""
-    answer_length = 64
-    """Greedy ids that are compared with those of transformers; fewer where it is slow."""
 
     def make_model(self, config: dict[str, Any]) -> Model:
         """The architecture under test."""
@@ -219,8 +219,8 @@ class ModelSuite:
             relative = error / np.abs(expected).max()
             assert relative < self.tolerance, f"chunk {chunk}: relative error {relative:.1e}"
         with _loaded(model, source) as loaded:
-            ids = Driver(loaded).generate([text[:11]], self.answer_length)[0]
-        assert ids == _transformers_greedy(twin, text[:11], self.answer_length)
+            ids = Driver(loaded).generate([text[:11]], NUM_GREEDY_IDS)[0]
+        assert ids == _transformers_greedy(twin, text[:11], ids)
 
     def _check_names(self, model: Model, source: ArraySource) -> None:
         """The map takes every tensor of the checkpoint that was not named as unused."""
@@ -321,9 +321,10 @@ def _transformers_logits(twin: Any, text: Sequence[int]) -> F32:
     return logits
 
 
-def _transformers_greedy(twin: Any, prompt: Sequence[int], n: int) -> list[int]:
-    """One full pass a token: slow, and independent of any cache."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(int(_transformers_logits(twin, ids)[-1].argmax()))
-    return ids[len(prompt) :]
+def _transformers_greedy(twin: Any, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Its id at each place of an answer, after the prompt and the answer up to there. It is the
+    answer exactly where generating id by id gives the same, for that is so of the first id, hence
+    of the second: one pass in place of one a token, and independent of any cache."""
+    logits = _transformers_logits(twin, [*prompt, *answer[:-1]])
+    ids: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
+    return ids
