@@ -9,8 +9,8 @@ from queue import SimpleQueue
 import pytest
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.core import commit
-from vllmx_engine.core.core_loop import CoreLoop
-from vllmx_engine.wire.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown, ToCore
+from vllmx_engine.core.core_loop import CoreLoop, Inbox
+from vllmx_engine.wire.ipc import AddRequest, FromCore, Outputs, Ping, Pong, Shutdown
 from vllmx_engine.wire.messages import CoreOutput, CoreRequest, is_piece, pack_ids
 
 from .harness import QUIET, Harness
@@ -45,7 +45,7 @@ class Frontend:
 
 def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> None:
     harness, frontend = Harness(rules=QUIET), Frontend(room=3)
-    inbox: SimpleQueue[ToCore] = SimpleQueue()
+    inbox: Inbox = SimpleQueue()
     loop = CoreLoop(harness.core, inbox, frontend.take, lambda error: None)
     thread = threading.Thread(target=loop.run)
     for name in ("one", "two"):
@@ -72,7 +72,8 @@ def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> No
 def test_each_piece_of_a_prompts_logprobs_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside one that only generates, whose news are not held back."""
     monkeypatch.setattr(commit, "_PIECE_LOGPROBS", 4)
-    harness, inbox = Harness(rules=QUIET), SimpleQueue[ToCore]()
+    harness = Harness(rules=QUIET)
+    inbox: Inbox = SimpleQueue()
     messages: list[list[CoreOutput]] = []
 
     def take(message: FromCore) -> bool:

@@ -25,7 +25,6 @@ from vllmx_engine.link import supervisor
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import Outputs, encode_frame
-from vllmx_engine.wire.outbox import Outbox
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 
@@ -281,13 +280,12 @@ async def test_a_process_that_dies_while_it_loads(
 
 
 def test_news_too_large_for_a_frame_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllmx_engine.link.process import Connection
+    from vllmx_engine.link.core_socket import CoreSocket
     from vllmx_engine.wire import ipc
     from vllmx_engine.wire.messages import CoreOutput
 
     ours, theirs = socket.socketpair()
-    connection = Connection.__new__(Connection)
-    connection._outbox = Outbox(ours, lambda: None)
+    connection = CoreSocket(ours, lambda: None)
     small = [CoreOutput(request_id=str(i), ids=[i]) for i in range(20)]
     large = CoreOutput(request_id="large", ids=[0] * 500)
     monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 250)

@@ -123,7 +123,7 @@ class PoolingBuilder:
                 f" {self.info.vocab_size - 1}",
                 param="input",
             )
-        name = f"pool-{next(self._numbers)}"
+        name = f"{self.info.id_prefix}pool-{next(self._numbers)}"
         core = CoreRequest(
             request_id=name,
             prompt=pack_ids(ids),

@@ -296,7 +296,7 @@ class RequestBuilder:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         stop_ids = [] if params.ignore_eos else self._eos_ids
         leader = CoreRequest(
-            request_id=f"{number}.0",
+            request_id=f"{self.info.id_prefix}{number}.0",
             prompt=pack_ids(ids),
             params=_core_params(params),
             stop_ids=[*stop_ids, *params.stop_token_ids],
@@ -310,7 +310,7 @@ class RequestBuilder:
             session_id=options.session_id,
         )
         followers = [
-            Follower(f"{number}.{index}", choice_seed(seed, index))
+            Follower(f"{self.info.id_prefix}{number}.{index}", choice_seed(seed, index))
             for index in range(1, params.best_of or params.n)
         ]
         return choices_of(leader, followers)

@@ -14,6 +14,15 @@ from queue import Empty, SimpleQueue
 
 from vllmx_core.errors import EngineDeadError
 
+from vllmx_engine.core.clients import (
+    Client,
+    Clients,
+    Joined,
+    Left,
+    Said,
+    end_all,
+    refuse_foreign,
+)
 from vllmx_engine.core.engine_core import EngineCore
 from vllmx_engine.core.watchdog import Watchdog
 from vllmx_engine.wire.grammars import Vocabulary
@@ -21,7 +30,6 @@ from vllmx_engine.wire.ipc import (
     AbortRequests,
     AddRequest,
     FromCore,
-    Outputs,
     Ping,
     Pong,
     PrefixCacheReset,
@@ -31,11 +39,12 @@ from vllmx_engine.wire.ipc import (
     Stats,
     ToCore,
 )
-from vllmx_engine.wire.messages import CoreOutput, choices_of, is_piece
+from vllmx_engine.wire.messages import choices_of
 
 logger = logging.getLogger("vllmx.core")
 
 STATS_INTERVAL_S = 0.5
+Inbox = SimpleQueue[ToCore | Joined | Left | Said]
 
 
 class CoreLoop:
@@ -43,22 +52,21 @@ class CoreLoop:
 
     Args:
         core: loaded.
-        inbox: filled by other threads.
-        emit: hands a message to the frontend without waiting; False when the frontend has not
-            taken any for so long that all its requests must end.
+        inbox: filled by other threads: what the owner says, and what concerns further clients.
+        emit: hands a message to the owner, see `Client`.
         on_stuck: called once, on another thread, when a step does not come back.
     """
 
     def __init__(
         self,
         core: EngineCore,
-        inbox: SimpleQueue[ToCore],
+        inbox: Inbox,
         emit: Callable[[FromCore], bool],
         on_stuck: Callable[[EngineDeadError], None],
     ) -> None:
         self._core = core
         self._inbox = inbox
-        self._emit = emit
+        self._clients = Clients(emit)
         self._on_stuck = on_stuck
         self._stats_due_s = 0.0
         self._stopped = False
@@ -72,8 +80,9 @@ class CoreLoop:
                     self._take_messages()
                     if self._core.has_work and not self._stopped:
                         outputs = self._core.step()
-                        if outputs and not self._emit_all(outputs):
-                            self._end_all()
+                        if outputs:
+                            for client in self._clients.spread(outputs):
+                                self._end(client)
                         self._report(time.monotonic())
             finally:
                 self._core.close()
@@ -86,60 +95,59 @@ class CoreLoop:
         except Empty:
             pass
 
-    def _take(self, message: ToCore) -> None:
+    def _take(self, message: ToCore | Joined | Left | Said) -> None:
         match message:
-            case AddRequest(request, followers):
-                for choice in choices_of(request, followers):
-                    self._core.add(choice)
-            case AbortRequests(request_ids):
-                self._core.abort(request_ids)
-                if not self._core.has_work:
-                    self._report(time.monotonic())
-            case ResetPrefixCache(call_id):
-                self._emit(PrefixCacheReset(call_id, self._core.reset_prefix_cache()))
-            case Vocabulary():
-                self._core.set_vocabulary(message)
+            case Said(client, said):
+                self._answer(client, said)
+            case Joined(client):
+                self._clients.add(client)
+                client.emit(Stats(self._core.stats()))
+            case Left(client):
+                self._clients.remove(client)
+                self._abort(self._ids_of(client))
             case Shutdown():
                 self._stopped = True
             case Start():
                 logger.error("a second start message is ignored")
+            case _:
+                self._answer(self._clients.owner, message)
+
+    def _answer(self, client: Client, message: ToCore) -> None:
+        match message:
+            case AddRequest(request, followers):
+                choices = choices_of(request, followers)
+                if any(refuse_foreign(client, choice.request_id) for choice in choices):
+                    return
+                for choice in choices:
+                    self._core.add(choice)
+            case AbortRequests(request_ids):
+                self._abort([one for one in request_ids if client.owns(one)])
+            case ResetPrefixCache(call_id):
+                client.emit(PrefixCacheReset(call_id, self._core.reset_prefix_cache()))
+            case Vocabulary():
+                self._core.set_vocabulary(message)
             case Ping():
-                self._emit(Pong())
+                client.emit(Pong())
+            case _:
+                logger.error("only who started the core may send %s", type(message).__name__)
 
-    def _emit_all(self, outputs: list[CoreOutput]) -> bool:
-        """In one message, but for pieces of prompts' log-probabilities, which come first: each is
-        as much as the other side should have to decode at once."""
-        num_pieces, taken = 0, True
-        while num_pieces < len(outputs) and is_piece(outputs[num_pieces]):
-            taken &= self._emit(Outputs([outputs[num_pieces]]))
-            num_pieces += 1
-        rest = outputs[num_pieces:] if num_pieces else outputs
-        return taken and (not rest or self._emit(Outputs(rest)))
+    def _abort(self, request_ids: list[str]) -> None:
+        self._core.abort(request_ids)
+        if not self._core.has_work:
+            self._report(time.monotonic())
 
-    def _end_all(self) -> None:
-        """Nobody reads: computing on would fill the memory with updates."""
-        ids = self._core.request_ids
+    def _end(self, client: Client) -> None:
+        """It does not read: computing on would fill the memory with updates."""
+        ids = self._ids_of(client)
         self._core.abort(ids)
-        text = (
-            "the API process did not take what the engine core sent: too much of it waited, so"
-            " every request in flight was ended"
-        )
-        logger.error("%s (%d)", text, len(ids))
-        code = EngineDeadError.code
-        self._emit(
-            Outputs(
-                [
-                    CoreOutput(
-                        request_id=one, ids=[], finish_reason="error", error=text, error_code=code
-                    )
-                    for one in ids
-                ]
-            )
-        )
+        end_all(client, ids)
+
+    def _ids_of(self, client: Client) -> list[str]:
+        return [one for one in self._core.request_ids if client.owns(one)]
 
     def _report(self, now_s: float) -> None:
         """Counters: with the first step of new work, every half second, and when it is done."""
         busy = self._core.has_work
         if now_s >= self._stats_due_s or not busy:
             self._stats_due_s = now_s + STATS_INTERVAL_S if busy else 0.0
-            self._emit(Stats(self._core.stats()))
+            self._clients.tell_all(Stats(self._core.stats()))

@@ -8,6 +8,7 @@ import logging
 from vllmx_core.errors import EngineDeadError, VllmxError
 
 from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import CoreFrontend, lost_with
 from vllmx_engine.link.heartbeat import Heartbeat
 from vllmx_engine.link.supervisor import CoreProcess
@@ -30,8 +31,9 @@ class ProcessFrontend(CoreFrontend):
     FIRST_DELAY_S = 0.1
     LAST_DELAY_S = 10.0
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, plan: LoadPlan, door: Door | None = None) -> None:
         super().__init__()
+        self._door = door
         self._start = Start(
             config=plan.config,
             path=str(plan.path),
@@ -47,9 +49,10 @@ class ProcessFrontend(CoreFrontend):
         self._heartbeat = Heartbeat(lambda: self._send(Ping()))
 
     @classmethod
-    async def start(cls, plan: LoadPlan) -> ProcessFrontend:
-        """Spawns the process and loads the model. Raises the VllmxError that this met."""
-        frontend = cls(plan)
+    async def start(cls, plan: LoadPlan, door: Door | None = None) -> ProcessFrontend:
+        """Spawns the process and loads the model; other processes reach the core by `door`. Raises
+        the VllmxError that this met."""
+        frontend = cls(plan, door)
         await frontend._spawn()
         frontend._heartbeat.start()
         return frontend
@@ -93,7 +96,8 @@ class ProcessFrontend(CoreFrontend):
             super()._take(message)
 
     async def _spawn(self) -> None:
-        core = await CoreProcess.start(self._start, self._take, self._on_lost)
+        door = None if self._door is None else self._door.listener
+        core = await CoreProcess.start(self._start, self._take, self._on_lost, door)
         if core.lost:  # as soon as it was ready
             await core.stop(0.0)
             raise core.failure or EngineDeadError(core.describe_end())

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vllmx_core.errors import VllmxError
@@ -72,12 +72,14 @@ class CoreProcess(asyncio.Protocol):
         start: Start,
         on_message: Callable[[FromCore], None],
         on_lost: Callable[[CoreProcess], None],
+        door: socket.socket | None = None,
     ) -> CoreProcess:
-        """Spawns the process and returns when it is ready. Raises the VllmxError that it met."""
+        """Spawns the process and returns when it is ready. Further clients come by `door`. Raises
+        the VllmxError that it met."""
         core = cls(on_message, on_lost)
         folder = socket_folder()
         try:
-            await core._launch(start, folder)
+            await core._launch(start, folder, door)
             core.info = await core._loaded()
         except BaseException:
             await core.stop(0.0)
@@ -86,10 +88,10 @@ class CoreProcess(asyncio.Protocol):
             shutil.rmtree(folder, ignore_errors=True)
         return core
 
-    async def _launch(self, start: Start, folder: Path) -> None:
+    async def _launch(self, start: Start, folder: Path, door: socket.socket | None) -> None:
         path = folder / "core.sock"
         with listen(path) as listener:
-            self._process = spawn(path)
+            self._process = spawn(path) if door is None else spawn(path, door=door.fileno())
             connection = await self._accept(listener)
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self, sock=connection)
@@ -208,14 +210,27 @@ class CoreProcess(asyncio.Protocol):
             self._on_lost(self)
 
 
-def spawn(path: Path, module: str = "vllmx_engine.link.process") -> subprocess.Popen[bytes]:
+def spawn(
+    path: Path, module: str = "vllmx_engine.link.process", door: int | None = None
+) -> subprocess.Popen[bytes]:
+    """A process of ours that serves a socket, and a listening one where `door` is its
+    descriptor."""
+    doors = () if door is None else (door,)
+    return run_module(module, str(path), *map(str, doors), descriptors=doors)
+
+
+def run_module(
+    module: str, *arguments: str, descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """A process of ours; its output goes to our standard error. `-P`: the working directory must
     not shadow modules. It inherits a mask that holds back what a terminal or a service manager
     sends to the whole group, until it has begun to ignore it."""
-    command = [sys.executable, "-P", "-m", module, str(path)]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603
+        return subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=descriptors
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -229,11 +244,11 @@ def socket_folder() -> Path:
     return Path(folder)
 
 
-def listen(path: Path) -> socket.socket:
-    """A socket there that this user alone can open, for one connection."""
+def listen(path: Path, backlog: int = 1) -> socket.socket:
+    """A socket there that this user alone can open."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
     listener.bind(str(path))  # nobody else can enter the folder before chmod
     path.chmod(0o600)
-    listener.listen(1)
+    listener.listen(backlog)
     return listener

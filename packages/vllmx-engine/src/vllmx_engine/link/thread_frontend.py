@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from vllmx_core.errors import EngineDeadError, VllmxError
 
@@ -16,6 +16,9 @@ from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.link.frontend import CoreFrontend, lost_with
 from vllmx_engine.wire.ipc import FromCore, Ready, Shutdown, ToCore
 from vllmx_engine.wire.messages import CoreInfo
+
+if TYPE_CHECKING:
+    from vllmx_engine.core.core_loop import Inbox
 
 logger = logging.getLogger("vllmx.supervisor")
 
@@ -28,7 +31,7 @@ class ThreadFrontend(CoreFrontend):
     def __init__(self) -> None:
         super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._inbox: SimpleQueue[ToCore] = SimpleQueue()
+        self._inbox: Inbox = SimpleQueue()
         self._ready: asyncio.Future[CoreInfo] = self._loop.create_future()
         self._left = asyncio.Event()
         self._thread: Thread

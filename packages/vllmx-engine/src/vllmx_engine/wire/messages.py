@@ -257,5 +257,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`EngineConfig.max_logprobs`."""
     pooling: PoolingInfo | None = None
     """Of a model that answers with vectors or scores; None: it generates text."""
+    id_prefix: str = ""
+    """What the ids of a client's requests begin with, so that no two clients choose the same."""
     details: dict[str, str] = {}
     """Of the backend: kernel variant, threads, ..."""

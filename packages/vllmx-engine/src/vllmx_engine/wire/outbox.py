@@ -24,16 +24,28 @@ class Outbox:
     Args:
         connection: blocking.
         on_broken: called when the other side is gone.
+        on_sent: called on the thread, when the last frame that waited is sent.
     """
 
-    def __init__(self, connection: socket.socket, on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_broken: Callable[[], None],
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> None:
         self._connection = connection
         self._on_broken = on_broken
+        self._on_sent = on_sent
         self._waiting: deque[memoryview] = deque()
         """The first is being sent by the thread, and leaves when it is."""
         self._num_bytes = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits: the other side reads."""
+        return not self._waiting
 
     def put(self, frame: bytes | bytearray) -> bool:
         """Sends or keeps a frame. False when too much waits: whoever makes frames must stop."""
@@ -73,7 +85,20 @@ class Outbox:
                 self._connection.sendall(frame)
             except OSError:
                 self._on_broken()
+                self._forget()
+                return
             with self._changed:
                 self._waiting.popleft()
                 self._num_bytes -= len(frame)
+                is_empty = not self._waiting
                 self._changed.notify_all()
+            if is_empty:
+                self._on_sent()
+
+    def _forget(self) -> None:
+        """Nobody is left to read what waits."""
+        with self._changed:
+            self._waiting.clear()
+            self._num_bytes = 0
+            self._thread = None
+            self._changed.notify_all()

@@ -1,0 +1,202 @@
+"""Several processes as clients of one core."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import EngineDeadError
+from vllmx_core.registry import Registry
+from vllmx_core.sampling import SamplingParams
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.core.load_plan import LoadPlan, plan_load
+from vllmx_engine.link.attached_frontend import AttachedFrontend
+from vllmx_engine.link.core_socket import CoreSocket
+from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.link.door import Door
+from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.wire import news
+from vllmx_engine.wire.ipc import (
+    AbortRequests,
+    FrameReader,
+    FromCore,
+    Outputs,
+    PrefixCacheReset,
+    Stats,
+    from_core_decoder,
+)
+from vllmx_engine.wire.messages import CoreOutput, CoreStats, TokenLogprobs
+from vllmx_engine.wire.news import News
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+class Shared:
+    """A core in a process of its own, and its door."""
+
+    def __init__(self, plan: LoadPlan, owner: ProcessFrontend, door: Door) -> None:
+        self.plan, self.owner, self.door = plan, owner, door
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[AsyncLLM]:
+        starting: asyncio.Future[Frontend] = asyncio.ensure_future(
+            AttachedFrontend.start(self.door.path)
+        )
+        async with CoreStart(self.plan, starting) as start, await AsyncLLM.over(start) as llm:
+            yield llm
+
+
+@pytest.fixture
+async def shared(slow_folder: str, registry: Registry) -> AsyncIterator[Shared]:
+    plan = plan_load(EngineConfig(model=slow_folder, backend="fake"), registry)
+    door = Door()
+    owner = await ProcessFrontend.start(plan, door)
+    try:
+        yield Shared(plan, owner, door)
+    finally:
+        door.close()
+        await owner.close()
+
+
+async def until_running(llm: AsyncLLM, count: int) -> None:
+    """Until the core says that so many sequences run."""
+    async with asyncio.timeout(60):
+        while llm.stats.num_running != count:
+            await asyncio.sleep(0.01)
+
+
+async def test_clients_get_the_answers_to_their_own_requests(shared: Shared) -> None:
+    assert shared.door.path.stat().st_mode & 0o777 == 0o600
+    async with shared.client() as one, shared.client() as two:
+        assert {one.info.id_prefix, two.info.id_prefix} == {"1:", "2:"}
+        same = "req-of-both"  # and both count their requests from 0
+        streams = [
+            await llm.submit("hi", GREEDY, request_id=same, kind="final") for llm in (one, two)
+        ]
+        answers = [(await stream.last()).outputs[0].token_ids for stream in streams]
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == 20
+
+
+async def test_a_client_that_leaves_ends_its_requests_alone(shared: Shared) -> None:
+    async with shared.client() as stays:
+        mine = await stays.submit("mine", LONG)
+        assert stays.info.id_prefix == "1:"
+        async with shared.client() as leaves:
+            await leaves.submit("theirs", LONG)
+            await until_running(stays, 2)
+            leaves._frontend.abort(["1:0.0"])  # the other's: nothing happens
+        await until_running(stays, 1)
+        await anext(mine)
+        mine.abort()
+        await until_running(stays, 0)
+
+
+async def test_a_dead_core_is_told_to_all_and_found_again(shared: Shared) -> None:
+    async with shared.client() as one, shared.client() as two:
+        streams = [await llm.submit("hi", LONG) for llm in (one, two)]
+        for stream in streams:
+            await anext(stream)
+        os.kill(shared.owner.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="being restarted"):
+                await stream.last()
+        for llm in (one, two):
+            async with asyncio.timeout(60):
+                while not llm.is_ready:
+                    await asyncio.sleep(0.01)
+            answer = await (await llm.submit("hi", GREEDY)).last()
+            assert answer.finished
+
+
+async def test_a_core_whose_door_is_gone_is_dead(shared: Shared) -> None:
+    async with shared.client() as llm:
+        shared.door.close()
+        await shared.owner.close()
+        error = await llm.until_dead()
+        assert "ended by its supervisor" in error.message
+        assert llm.errored
+
+
+async def test_garbage_of_one_client_is_no_harm_to_others(shared: Shared) -> None:
+    async with shared.client() as llm:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(shared.door.path))
+            stranger.sendall(b"\x02\0\0\0\xc1\xc1")
+            stranger.settimeout(30)
+            while await asyncio.to_thread(stranger.recv, 1 << 16):
+                pass  # until the core has closed it
+        assert (await (await llm.submit("hi", GREEDY)).last()).finished
+
+
+def test_what_a_client_does_not_read_is_merged() -> None:
+    waiting = News()
+    logprob = TokenLogprobs(1, -0.5, 1, [1], [-0.5])
+    piece = CoreOutput(request_id="a", ids=[], prompt_logprobs=[logprob])
+    first = CoreOutput(request_id="a", ids=[1], num_cached_tokens=3, queue_s=0.1)
+    last = CoreOutput(request_id="a", ids=[2, 3], finish_reason="length", logprobs=[logprob])
+    other = CoreOutput(request_id="b", ids=[9])
+    assert not waiting
+    for message in (
+        Stats(CoreStats(num_running=1)),
+        Outputs([piece]),
+        Outputs([first, other]),
+        PrefixCacheReset(1, True),
+        Stats(CoreStats(num_running=2)),
+        Outputs([last]),
+    ):
+        assert waiting.add(message)
+    merged = CoreOutput(
+        request_id="a",
+        ids=[1, 2, 3],
+        finish_reason="length",
+        logprobs=[logprob],
+        num_cached_tokens=3,
+        queue_s=0.1,
+    )
+    assert waiting.take() == [
+        Outputs([piece]),
+        PrefixCacheReset(1, True),
+        Outputs([merged, other]),
+        Stats(CoreStats(num_running=2)),
+    ]
+    assert not waiting
+    assert first.ids == [1], "what is merged belongs to somebody else"
+
+
+def test_a_client_that_reads_again_finds_one_update_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with ours, theirs:
+        core = CoreSocket(ours, lambda: None)
+        assert core.send(Outputs([CoreOutput(request_id="long", ids=[1 << 20] * 100_000)]))
+        for number in range(1000):
+            assert core.send(Outputs([CoreOutput(request_id="a", ids=[number])]))
+        monkeypatch.setattr(news, "MAX_MERGED_BYTES", 1000)
+        assert not core.send(Outputs([CoreOutput(request_id="a", ids=[1000])]))
+        reader: FrameReader[FromCore] = FrameReader(from_core_decoder)
+        messages: list[FromCore] = []
+        theirs.settimeout(30)
+        while len(messages) < 2:
+            messages += reader.feed(theirs.recv(1 << 16))
+        assert messages[1] == Outputs([CoreOutput(request_id="a", ids=list(range(1001)))])
+        assert core.send(Outputs([CoreOutput(request_id="a", ids=[7])])), "it is sent at once"
+
+
+def test_only_ids_of_their_own_can_be_aborted() -> None:
+    from vllmx_engine.core.clients import Client
+
+    owner, other = Client("", lambda message: True), Client("2:", lambda message: True)
+    ids = AbortRequests(["0.0", "2:0.0", "22:0.0", "pool-1"]).request_ids
+    assert [one for one in ids if owner.owns(one)] == ["0.0", "pool-1"]
+    assert [one for one in ids if other.owns(one)] == ["2:0.0"]
