@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -128,6 +129,14 @@ def links(pid: int) -> list[str]:
     """What the descriptors of a process lead to."""
     folder = f"/proc/{pid}/fd"
     return [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+
+
+def test_models_of_transformers_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is made up, as transformers takes seconds to import."""
+    chosen = SimpleNamespace(model=None, impl="transformers", backend="torch")
+    monkeypatch.setattr("vllmx_engine.core.load.choose_model", lambda *_: chosen)
+    with pytest.raises(ConfigError, match="transformers runs this one: leave it out"):
+        LLM("demo", tensor_parallel_size=2)
 
 
 def test_sizes_that_do_not_divide() -> None:

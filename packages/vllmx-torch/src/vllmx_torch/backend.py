@@ -29,6 +29,7 @@ from vllmx_torch.device import (
     available_devices,
     choose_device,
     describe,
+    device_of_rank,
     free_bytes,
     has_float64,
 )
@@ -39,6 +40,7 @@ from vllmx_torch.kv_cache import allocate, allocate_states, plan_kv
 from vllmx_torch.kv_quant import dtypes_of
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ops import OPS
+from vllmx_torch.ranks import ranks_of
 from vllmx_torch.weights import DTYPES, TorchWeight, WeightLoader, weight_bytes
 
 logger = logging.getLogger("vllmx.torch")
@@ -68,6 +70,8 @@ class TorchBackend:
         """See `vllmx_core.backend.Backend.load`. On the CPU it sets torch's number of threads, of
         which there is one for the whole process."""
         device = choose_device()
+        if options.communicator is not None:
+            device = device_of_rank(device, options.communicator.rank)
         dtype = choose_dtype(options.dtype, model.shape.dtype, DTYPES, self.name)
         cached = kv_dtype(options.kv_cache_dtype, dtypes_of(device), dtype, self.name)
         if device.type == "cpu":
@@ -140,6 +144,7 @@ class TorchBackend:
             sampling_device,
             recording.tower,
             features,
+            ranks_of(options.communicator, device),
         )
 
 

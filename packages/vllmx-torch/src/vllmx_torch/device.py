@@ -50,6 +50,21 @@ def choose_device() -> torch.device:
     return torch.device(wanted)
 
 
+def device_of_rank(chosen: torch.device, rank: int) -> torch.device:
+    """Of a model on several ranks: each has a device of its own where devices have numbers, the
+    chosen one's next. Raises ConfigError where there are too few."""
+    if chosen.index is None:
+        return chosen
+    mine, count = chosen.index + rank, device_count(chosen.type)
+    if mine >= count:
+        raise ConfigError(
+            f"rank {rank} has no device: {chosen} is followed by {count - 1 - chosen.index} more"
+            f" of its kind; lower --tensor-parallel-size to {count - chosen.index}",
+            param="tensor_parallel_size",
+        )
+    return torch.device(chosen.type, mine)
+
+
 def describe(device: torch.device) -> str:
     """For people: "cuda:0 (NVIDIA H200)", "cpu (8 threads)"."""
     if device.type == "cuda":

@@ -17,6 +17,7 @@ from vllmx_torch.attention import Scratch
 from vllmx_torch.foreign.op import ForeignModule
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.ops import OPS, TorchFrame
+from vllmx_torch.ranks import TorchRanks
 from vllmx_torch.sampler import sample
 from vllmx_torch.step import TorchStep
 from vllmx_torch.transfer import Download, Started, StepClock
@@ -42,9 +43,10 @@ class TorchLoadedModel:
         sampling_device: torch.device,
         tower: OpList | None = None,
         features: tuple[Tensor, ...] = (),
+        ranks: TorchRanks | None = None,
     ) -> None:
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
-        self._features = features
+        self._features, self._ranks = features, ranks
         self._pass: TorchFrame | None = None
         self._tower_started: Started | None = None
         """When passes before the next step were enqueued."""
@@ -114,7 +116,7 @@ class TorchLoadedModel:
         started, self._tower_started = self._tower_started or self._clock.start(), None
         step = TorchStep.upload(plan, self._info.block_size, self._last_ids, self._device)
         frame = TorchFrame(step, self._weights, self._pages, self._states, self._scratch)
-        frame.features = self._features
+        frame.features, frame.ranks = self._features, self._ranks
         logits: Tensor = self._interpreter.run(frame)  # (L, V)
         return TorchStepHandle(self, started, logits, step.tokens[step.logit_rows])
 
@@ -136,7 +138,7 @@ class TorchLoadedModel:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._weights, self._pages, self._states, self._scratch = {}, (), (), Scratch()
-        self._features, self._pass = (), None
+        self._features, self._pass, self._ranks = (), None, None
         self._last_ids = torch.zeros(1, dtype=torch.int64)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

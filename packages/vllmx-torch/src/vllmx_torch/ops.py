@@ -15,6 +15,8 @@ from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
@@ -39,12 +41,14 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 from vllmx_torch.attention import Scratch, attention, rms_norm
 from vllmx_torch.experts import clamped, experts, route
 from vllmx_torch.foreign.op import FOREIGN_MODULE, ForeignModule, RunModule
 from vllmx_torch.kv_cache import LayerPages
 from vllmx_torch.latent_attention import latent_attention
+from vllmx_torch.ranks import TorchRanks
 from vllmx_torch.recurrent import StateStep, recurrence, short_conv
 from vllmx_torch.segment_attention import segment_attention
 from vllmx_torch.step import TorchStep
@@ -72,11 +76,18 @@ class TorchFrame(Frame[Tensor]):
         self.states = states
         self.features: tuple[Tensor, ...] = ()
         """(rows, E) of each part of the store of features."""
+        self.ranks: TorchRanks | None = None
+        """The other ranks of the model, if it has any."""
 
     @cached_property
     def state_step(self) -> StateStep:
         """Rows and their slots, made for the first layer that asks."""
         return StateStep.of(self.step)
+
+    def others(self) -> TorchRanks:
+        """The other ranks, for an op between ranks."""
+        assert self.ranks is not None, "an op between ranks needs a communicator"
+        return self.ranks
 
     def tensor(self, ref: WeightRef) -> Tensor:
         """A table, a vector or a constant."""
@@ -339,3 +350,20 @@ def _pool(op: Pool, frame: TorchFrame) -> None:
         return
     means = [x[begin : end + 1].mean(0) for begin, end in zip(first, plan.logit_rows, strict=True)]
     frame[op.out] = torch.stack(means) if means else x[:0]
+
+
+@OPS.add(AllReduce)
+def _all_reduce(op: AllReduce, frame: TorchFrame) -> None:
+    frame[op.out] = frame.others().all_reduce(frame[op.x])
+
+
+@OPS.add(AllGather)
+def _all_gather(op: AllGather, frame: TorchFrame) -> None:
+    frame[op.out] = frame.others().all_gather(frame[op.x], op.widths)
+
+
+@OPS.add(VocabEmbedding)
+def _vocab_embedding(op: VocabEmbedding, frame: TorchFrame) -> None:
+    table, ids = frame.tensor(op.w), frame.step.tokens - op.first
+    has = (ids >= 0) & (ids < len(table))
+    frame[op.out] = table[torch.where(has, ids, 0)].float() * has[:, None]

@@ -126,6 +126,12 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
                     param="isq",
                 )
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
+        if plan.config.tensor_parallel_size > 1 and chosen.impl != OWN:
+            raise ConfigError(
+                f"--tensor-parallel-size divides vllmx's own models, {chosen.impl} runs this one:"
+                " leave it out",
+                param="tensor_parallel_size",
+            )
         spec, reason = plan.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
         if plan.config.deterministic and not spec.fixed_sums:

@@ -1,0 +1,136 @@
+"""What ranks of a model say to each other, on tensors.
+
+Ranks whose device is no CUDA device speak through the memory that their processes share: their
+parts go through the host in any case, all ranks add them in one order, and who waits there sees the
+group's end. CUDA devices have NCCL, on the step's stream.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import functional
+from vllmx_core.communicator import Communicator
+from vllmx_core.errors import BackendUnavailableError, RankLostError
+
+_FOLDER_BYTES = 512
+_PATIENCE = timedelta(minutes=10)
+"""For a call of NCCL; the watch over the processes ends a group long before."""
+
+
+class TorchRanks(Protocol):
+    """One rank's end, as `vllmx_core.communicator.Communicator` on tensors."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x; x may be overwritten."""
+        ...
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Every rank's x (N, widths[rank]) side by side."""
+        ...
+
+
+class HostRanks:
+    """Through a communicator of the host."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `TorchRanks.all_reduce`."""
+        return torch.from_numpy(self._communicator.all_reduce(x.cpu().numpy())).to(x.device)
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """See `TorchRanks.all_gather`."""
+        found = self._communicator.all_gather(x.cpu().numpy(), widths)
+        return torch.from_numpy(found).to(x.device)
+
+
+class ProcessGroupRanks:
+    """Through a process group of torch (`torch.distributed.ProcessGroup`) of this model alone; no
+    global group is made."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @classmethod
+    def meet(cls, communicator: Communicator, kind: str) -> ProcessGroupRanks:
+        """All ranks form a group; they learn by the communicator where its store is.
+
+        Args:
+            kind: "nccl", or "gloo" for tensors of the host.
+        """
+        rank, ranks = communicator.rank, communicator.num_ranks
+        with tempfile.TemporaryDirectory(prefix="vllmx-ranks-") as own:  # one of them is used
+            folder = _folder_of_rank_0(communicator, own)
+            store = torch.distributed.FileStore(str(Path(folder) / "store"), ranks)
+            distributed: Any = torch.distributed
+            try:
+                if kind == "nccl":
+                    options = distributed.ProcessGroupNCCL.Options()
+                    options._timeout = _PATIENCE
+                    group = distributed.ProcessGroupNCCL(store, rank, ranks, options)
+                else:
+                    options = distributed.ProcessGroupGloo._Options()
+                    device = distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+                    options._devices, options._timeout = [device], _PATIENCE
+                    group = distributed.ProcessGroupGloo(store, rank, ranks, options)
+            except AttributeError as error:
+                raise BackendUnavailableError(
+                    f"this torch ({torch.__version__}) was built without {kind}, which ranks on"
+                    " CUDA devices need: install one with it, or leave out --tensor-parallel-size"
+                ) from error
+            found = cls(group)
+            first = torch.ones(1, device="cuda" if kind == "nccl" else "cpu")
+            found.all_reduce(first)  # which connects them, so that the store is needed no more
+            communicator.all_reduce(np.ones(1, np.float32))
+        return found
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `TorchRanks.all_reduce`."""
+        x = x.contiguous()
+        self._wait(lambda: self._group.allreduce([x]))
+        return x
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """See `TorchRanks.all_gather`. Parts are made equally wide on the way."""
+        widest = max(widths)
+        padded = functional.pad(x, (0, widest - x.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        self._wait(lambda: self._group.allgather([parts], [padded]))
+        return torch.cat(
+            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
+        )
+
+    @staticmethod
+    def _wait(call: Any) -> None:
+        try:
+            call().wait()
+        except RuntimeError as error:
+            raise RankLostError(f"a call between ranks failed: {error}") from error
+
+
+def _folder_of_rank_0(communicator: Communicator, own: str) -> str:
+    row = np.zeros((1, _FOLDER_BYTES), np.uint8)
+    data = own.encode()
+    row[0, : len(data)] = np.frombuffer(data, np.uint8)
+    folders = communicator.all_gather(row, [_FOLDER_BYTES] * communicator.num_ranks)
+    return bytes(folders[0, :_FOLDER_BYTES]).rstrip(b"\0").decode()
+
+
+def ranks_of(communicator: Communicator | None, device: torch.device) -> TorchRanks | None:
+    """How the ranks of a model on that kind of device speak; None for a model of one."""
+    if communicator is None:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return ProcessGroupRanks.meet(communicator, "nccl")
+    return HostRanks(communicator)
