@@ -71,8 +71,8 @@ class ProcessGroupRanks:
         rank, ranks = communicator.rank, communicator.num_ranks
         with tempfile.TemporaryDirectory(prefix="vllmx-ranks-") as own:  # one of them is used
             folder = _folder_of_rank_0(communicator, own)
-            store = torch.distributed.FileStore(str(Path(folder) / "store"), ranks)
             distributed: Any = torch.distributed
+            store = distributed.FileStore(str(Path(folder) / "store"), ranks)
             try:
                 if kind == "nccl":
                     options = distributed.ProcessGroupNCCL.Options()
