@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import socket
 import threading
 from dataclasses import fields, replace
 
@@ -9,13 +11,16 @@ import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cores import available_cores
-from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_tp import group, rank_process
+from vllmx_tp.channel import Reader, Sender
 from vllmx_tp.communicator import SharedMemoryCommunicator
 from vllmx_tp.frames import Frame, read_frame
 from vllmx_tp.loading import divide_cores, rank_options
-from vllmx_tp.region import BUFFER_BYTES, Region
+from vllmx_tp.messages import INLINE, NOTICE, Call
+from vllmx_tp.region import BUFFER_BYTES, RING_BYTES, Region
 from vllmx_tp.ring import Ring
 
 I32, F32 = np.int32, np.float32
@@ -171,3 +176,58 @@ def test_more_ranks_than_cores() -> None:
     assert divide_cores(count + 1, count + 1, "cpu") == [()] * (count + 1)
     found = divide_cores(count, None, "cpu")
     assert len({core for cores in found for core in cores}) in (0, count)
+
+
+def test_memory_that_cannot_be_had() -> None:
+    """A limit of this process stands for a system whose shared memory is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(
+            CapacityError, match=r"2 ranks share 3.* which cannot be had \(File too"
+        ):
+            Region.create(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_frame_of_which_half_came_is_never_read() -> None:
+    """Rank 0 ended while it wrote: a frame counts when its notice is complete, one that comes with
+    its notice when all of it has come."""
+    region = Region.create(2)
+    notice = NOTICE.pack(Call.STEP, 4 * Frame(PLAN, ROWS).num_words, INLINE)
+    for part in (notice[:5], notice + Frame(PLAN, ROWS).to_bytes()[:-4]):
+        ours, theirs = socket.socketpair()
+        ours.sendall(part)
+        ours.close()
+        with pytest.raises(EOFError):
+            Reader(theirs, region, 1).read()
+        theirs.close()
+    region.close()
+
+
+def test_a_hanging_rank_is_seen_within_five_seconds() -> None:
+    assert group.HANG_S + 2 * group.LOOK_S + rank_process.BEAT_S < 5.0
+
+
+def test_a_frame_waits_until_a_slow_rank_has_room() -> None:
+    """The sender looks meanwhile whether the group lives."""
+    region, (ours, theirs) = Region.create(2), socket.socketpair()
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise RankLostError("rank 1 hangs")
+
+    sender = Sender(region, [ours], check)
+    large = replace(PLAN, feature_rows=np.zeros(RING_BYTES // 10, I32))
+    for _ in range(2):  # the ring holds two
+        sender.send(Call.FORWARD, Frame(large, None))
+    with pytest.raises(RankLostError, match="rank 1 hangs"):
+        sender.send(Call.FORWARD, Frame(large, None))
+    assert len(theirs.recv(1 << 16)) == 2 * NOTICE.size
+    region.close()
+    ours.close()
+    theirs.close()

@@ -26,7 +26,7 @@ from vllmx_tp.region import Region, Word
 
 logger = logging.getLogger("vllmx.tp")
 
-_LOOK_S = 0.2
+LOOK_S = 0.2
 HANG_S = 3.0
 """A rank whose heartbeat stands still for so long hangs, or was stopped."""
 _FAREWELL_S = 5.0
@@ -111,7 +111,7 @@ class Group:
 
     def _answer(self, rank: int) -> RankReady:
         one = self._sockets[rank - 1]
-        one.settimeout(_LOOK_S)
+        one.settimeout(LOOK_S)
         data = b""
         while True:
             try:
@@ -189,9 +189,9 @@ class Group:
         twice the interval counts, as a machine that stood still tells nothing of a rank."""
         beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self._ranks]
         seen, still_s, looked_s = [0] * len(beats), [0.0] * len(beats), time.monotonic()
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(LOOK_S):
             now_s = time.monotonic()
-            passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
+            passed_s, looked_s = min(now_s - looked_s, 2 * LOOK_S), now_s
             for index, rank in enumerate(self._ranks):
                 beat = int(beats[index][0])
                 moved = beat != seen[index] or not beat  # the first comes when it has started

@@ -40,7 +40,7 @@ from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 logger = logging.getLogger("vllmx.tp")
 
-_BEAT_S = 0.25
+BEAT_S = 0.25
 _MAX_IN_FLIGHT = 2
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -97,7 +97,7 @@ def _beat(region: Region, rank: int, parent: int) -> None:
     word = region.word(rank, Word.HEARTBEAT)
     while os.getppid() == parent:
         word[0] = int(word[0]) % 0xFFFFFFFF + 1
-        time.sleep(_BEAT_S)
+        time.sleep(BEAT_S)
     os._exit(1)
 
 
