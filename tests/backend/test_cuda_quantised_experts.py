@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +18,19 @@ from vllmx_core.plan import F32
 from vllmx_core.testing.harness import VOCAB, Harness
 from vllmx_core.testing.op_checks import STEPS
 from vllmx_core.testing.synthetic import ArraySource, Builder, SyntheticModel
-from vllmx_core.weights import RawTensor, WeightPart
+from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
 from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.program import expert_ops
 from vllmx_cuda.testing.emulator import Emulator
 from vllmx_models.gguf.blocks import TYPES_BY_NAME, weight_part
 from vllmx_models.gguf.quantize.encode import encode
-from vllmx_models.quantization.matrices import fp4_part
+from vllmx_models.quantization.eight_bits import e4m3_codes
+from vllmx_models.quantization.matrices import decode_fp8, fp4_part
 
-from .cuda_models import _can_emulate
+from .cuda_models import _can_emulate, fp8_blocks, fp8_rows, int8_rows
 from .test_cuda_emulated import LaunchingDevice
+from .test_cuda_w4 import FORMS as INTEGER_FORMS
+from .test_cuda_w4 import Tensors
 
 __all__ = ["_can_emulate"]  # a fixture
 EMULATOR = Emulator()
@@ -77,12 +81,54 @@ def model_of(width: int, inner: int) -> tuple[SyntheticModel, Builder]:
     return builder.build(1, case.body), builder
 
 
+def integers(make: Any, scheme: Any, config: Mapping[str, Any]) -> Encode:
+    """As `make` writes them."""
+
+    def encoded(name: str, values: F32) -> WeightPart:
+        tensors = {f"{name}.{suffix}": array for suffix, array in make(values)[0].items()}
+        part: WeightPart = scheme(Tensors(tensors), config).part(f"{name}.weight")
+        return part
+
+    return encoded
+
+
+def one_scale(name: str, values: F32) -> WeightPart:
+    """FP8 with a scale for each tensor, and one for its activations."""
+    step = abs(values).max() / 448
+    codes = e4m3_codes(values / step)
+    layout = QuantLayout("fp8", 8, None, {
+        "strategy": "tensor", "dtype": "f8e4m3", "activations": "static",
+        "activation_strategy": "tensor",
+    })  # fmt: skip
+    raw = {
+        key: RawTensor(f"{name}.{key}", "f32", (1,), np.array([size], np.float32).view(np.uint8))
+        for key, size in (("scale", step), ("input_scale", len(name) / 100))
+    }
+    weight = RawTensor(name, "f8e4m3", values.shape, codes.reshape(-1))
+    return WeightPart(name, values.shape, layout, {"weight": weight, **raw}, decode_fp8)
+
+
+def blocks_of(name: str, values: F32) -> WeightPart:
+    found = fp8_blocks(name, values)
+    assert found is not None
+    return found
+
+
+W4_FORMS = {name: integers(*form) for name, form in INTEGER_FORMS.items() if "desc_act" not in name}
 FORMS: dict[str, tuple[Encode, int, int, set[str]]] = {
+    **{
+        name: (form, 128, 128 if name == "awq" else 64, {"experts_w4"})
+        for name, form in W4_FORMS.items()
+    },
+    "int8 rows": (int8_rows, 64, 32, {"experts_w4"}),
+    "FP8 rows": (fp8_rows, 64, 32, {"experts_codes8"}),
+    "FP8, one scale each": (one_scale, 64, 32, {"experts_codes8"}),
+    "FP8 blocks": (blocks_of, 256, 128, {"experts_codes8"}),
     "Q4_K and Q6_K": (blocks("Q4_K", "Q6_K"), 256, 256, {"experts_gguf"}),
     "Q8_0": (blocks("Q8_0", "Q8_0"), 64, 32, {"experts_gguf"}),
     "MXFP4 of gpt-oss": (fp4, 64, 32, {"experts_gguf"}),
 }
-KERNELS = {"experts_gguf", "experts_mma", "experts_gemv"}
+KERNELS = {"experts_gguf", "experts_mma", "experts_gemv", "experts_w4", "experts_codes8"}
 
 
 class TestQuantisedExperts(Harness):
@@ -124,6 +170,33 @@ class TestQuantisedExperts(Harness):
         model, builder = model_of(64, 32)
         self.compare(model, Stored(builder, encoded), STEPS[:1], tolerance=0.1, dtype="bf16")
         assert self.device.launched & KERNELS == {"experts_gguf", "experts_mma"}
+
+    def test_one_stack_of_codes(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Down dense, for its experts differ: tiles that both have."""
+
+        def encoded(name: str, values: F32) -> WeightPart:
+            integer = name.startswith("gate_up") or ".1." in name
+            return (W4_FORMS["gptq"] if integer else fp8_rows)(name, values)
+
+        model, builder = model_of(128, 64)
+        with caplog.at_level(logging.INFO, "vllmx"):
+            self.compare(model, Stored(builder, encoded), STEPS[:1], tolerance=0.1, dtype="bf16")
+        assert self.device.launched & KERNELS == {"experts_w4", "experts_mma"}
+        assert "dequantised" in caplog.text
+
+    @pytest.mark.parametrize("name", ["desc_act", "sm_75", "few rows"])
+    def test_dequantised(
+        self, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Columns in an order of each expert, no tensor cores, sizes that no tile divides."""
+        monkeypatch.setattr(self, "arch", "sm_75" if name == "sm_75" else self.arch, raising=False)
+        encoded = integers(*INTEGER_FORMS["gptq desc_act"]) if name == "desc_act" else fp8_rows
+        model, builder = model_of(128, 48 if name == "few rows" else 128)
+        with caplog.at_level(logging.INFO, "vllmx"):
+            self.compare(model, Stored(builder, encoded), STEPS[:1], tolerance=0.1, dtype="bf16")
+        used = "experts_mma" if name == "desc_act" else "experts_gemv"
+        assert self.device.launched & KERNELS == {used}
+        assert "dequantised" in caplog.text
 
     def test_float32_is_exact(self) -> None:
         """For checks: nothing rounds activations."""

@@ -78,6 +78,8 @@ WANTED = {
     "linear_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
     "experts_mma": ("LDG.E.NA.LTC", "HMMA.16816.F32.BF16"),
     "experts_gemv": ("LDG.E.NA.LTC",),
+    "experts_w4": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32"),
+    "experts_codes8": ("LDGSTS.E.BYPASS.128", "LDG.E.128", "HMMA.16816.F32.BF16"),
     "heads_gemv": ("LDG.E.NA.LTC",),
     "experts_sum": ("LDG.E.128", "STG.E.128"),
     "clamped_swiglu": ("LDG.E.128", "STG.E.128"),

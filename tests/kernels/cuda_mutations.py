@@ -38,6 +38,7 @@ CODES8, WORDS = "test_cuda_codes8.py", "test_cuda_w4_words.py"
 MMA, WRAPPERS = "test_cuda_decode_mma.py", "test_cuda_wrappers.py"
 WGMMA = f"{ATTENTION}:wgmma"
 EXPERTS, LATENT = "test_cuda_experts.py", "test_cuda_latent.py"
+CODED = "test_cuda_coded_experts.py"
 STATES, IMAGES = "test_cuda_states.py", "test_cuda_images.py"
 DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
 PREFILL = f"{ATTENTION}:prefill and not wgmma"
@@ -81,6 +82,18 @@ BUGS = (
         "SOME && t >= 1", f"{GGUF}:experts"),
     Bug("gguf_linear.cu", "rows of positions for those of tokens", "order, tile.first, share, 1",
         "nullptr, tile.first, share, 1", f"{GGUF}:experts"),
+    Bug("w4_linear.cu", "the first expert's matrix",
+        "data + (size_t)tile.expert * (n / TILE_ROWS) * size", "data", f"{CODED}:integers"),
+    Bug("w4_linear.cu", "the bias of the first expert", "bias + (size_t)tile.expert * n : nullptr",
+        "bias : nullptr", f"{CODED}:integers"),
+    Bug("w4_linear.cu", "rows of positions for those of tokens", "RowOfSlot{order, tile.first",
+        "RowOfSlot{nullptr, tile.first", f"{CODED}:integers"),
+    Bug("codes8_mma.cu", "the first expert's matrix", "w + first * k, scales", "w, scales",
+        f"{CODED}:codes"),
+    Bug("codes8_mma.cu", "the first expert's scales", "scales + first / block_rows * pitch,",
+        "scales,", f"{CODED}:codes"),
+    Bug("codes8_mma.cu", "answers where the first expert's are", "y + (size_t)tile.first * n", "y",
+        f"{CODED}:codes"),
     Bug("pool.cu", "the last token is left out", "last[blockIdx.x] + 1", "last[blockIdx.x]",
         f"{ROWS}:means"),
     Bug("pool.cu", "rows behind the last count", "row + n < end ? v[n][j] : 0.f", "v[n][j]",

@@ -3,8 +3,12 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from vllmx_core.errors import ConfigError
 
+from vllmx_cuda.kernel_specs.codes8 import CODES8_MMA
 from vllmx_cuda.kernel_specs.linear import LINEAR_GEMV, LINEAR_MMA, MMA_K
 from vllmx_cuda.kernel_specs.norms import ROW_OPTIONS
 from vllmx_cuda.kernel_specs.rows import by_rows
@@ -20,6 +24,7 @@ from vllmx_cuda.kernel_specs.types import (
     ceil_div,
     multiple_of,
 )
+from vllmx_cuda.kernel_specs.w4 import TILE_ROWS, W4_LINEAR, ZERO_CODES, ZERO_MIDDLE
 
 SCORES = {"softmax": 0, "sigmoid": 1}
 """Values of VX_SCORE."""
@@ -27,6 +32,8 @@ MAX_EXPERTS = 1024
 """Threads of the one block that orders them."""
 MAX_GROUPS = 32
 """Lanes of a warp."""
+CODED_TILES = (1, 2, 4)
+"""Values of VX_TILES where codes become numbers in registers, once for all tokens of a tile."""
 _WARPS = 4
 
 
@@ -60,6 +67,22 @@ def _mma(sizes: Sizes, options: Options) -> Launch:
 
 def _gemv(sizes: Sizes, options: Options) -> Launch:
     return Launch((ceil_div(sizes["outputs"], 4), sizes["tiles"], 1), 128)
+
+
+def _like(kernel: Kernel) -> Callable[[Sizes, Options], Launch]:
+    """As a product with one matrix, but for the tiles of tokens."""
+
+    def rule(sizes: Sizes, options: Options) -> Launch:
+        shape = {"tokens": 1, "splits": 1, "outputs": sizes["outputs"], "width": sizes["width"]}
+        launch = kernel.rule(shape, options)
+        return replace(launch, grid=(launch.grid[0], sizes["tiles"], 1))
+
+    return rule
+
+
+def _w4(sizes: Sizes, options: Options) -> Launch:
+    multiple_of("outputs", sizes["outputs"], TILE_ROWS)
+    return _like(W4_LINEAR)(sizes, options)
 
 
 _PRODUCT = arguments(
@@ -125,4 +148,38 @@ EXPERTS_MMA = Kernel(
     tensor_cores=True,
 )
 
-KERNELS = (ROUTE, EXPERTS_ORDER, EXPERTS_SUM, CLAMPED_SWIGLU, EXPERTS_GEMV, EXPERTS_MMA)
+EXPERTS_W4 = Kernel(
+    entry="experts_w4",
+    source=W4_LINEAR.source,
+    options={
+        **W4_LINEAR.options,
+        "VX_BITS": (4, 8),
+        "VX_ZERO": (ZERO_MIDDLE, ZERO_CODES),
+        "VX_FOLDS": (1, 2),
+        "VX_TILES": CODED_TILES,
+    },
+    arguments=arguments(
+        "in elem* x, in u8* data, in f32* bias?, in i32* order?, in i32* tiles, out out* y,"
+        " i32 share, i32 n, i32 k, i32 group_shift"
+    ),
+    sizes=EXPERTS_MMA.sizes,
+    rule=_w4,
+    tensor_cores=True,
+)
+EXPERTS_CODES8 = Kernel(
+    entry="experts_codes8",
+    source=CODES8_MMA.source,
+    options={**CODES8_MMA.options, "VX_TILES": CODED_TILES},
+    arguments=arguments(
+        "in elem* x, in u8* w, in f32* scales, in f32* bias?, in i32* order?, in i32* tiles,"
+        " out out* y, i32 share, i32 n, i32 k, i32 block_rows, i32 group_shift"
+    ),
+    sizes=EXPERTS_MMA.sizes,
+    rule=_like(CODES8_MMA),
+    tensor_cores=True,
+)
+
+KERNELS = (
+    ROUTE, EXPERTS_ORDER, EXPERTS_SUM, CLAMPED_SWIGLU, EXPERTS_GEMV, EXPERTS_MMA, EXPERTS_W4,
+    EXPERTS_CODES8,
+)  # fmt: skip

@@ -1,10 +1,12 @@
-// y = x w^T + bias for a few tokens, w of FP8 e4m3 codes as checkpoints store them, on tensor cores that
-// need not know FP8: codes become bf16 or f16, exactly, and x stays as it is.
+// codes8_mma:     y = x w^T + bias for a few tokens, w of FP8 e4m3 codes as checkpoints store them, on tensor cores
+//                 that need not know FP8: codes become bf16 or f16, exactly, and x stays as it is.
+// experts_codes8: the same with the matrix of one of X experts for each tile of tokens (expert_tiles.h).
 //
 // Layout: x (M, K) of elem, bf16 or f16; w (N, K) of codes, K a multiple of 16; scales (ceil(N / block_rows),
 //         scales_pitch) of f32, column c in group c >> group_shift, which are of 64 columns at least; bias (N) of
 //         f32 or null; y of elem, or of f32 with VX_OUT 1, (M, N) with rows `pitch` apart. Scales meet the
-//         sums of 64 products, in f32. A code that is NaN must have NaN as its scale: it would count as 480.
+//         sums of 64 products, in f32. Of experts: w (X, N, K), scales (X * N / block_rows, ..), which block_rows
+//         divides, bias (X, N), y (positions, N). A code that is NaN must have NaN as its scale: it would count as 480.
 // Grid:   (ceil(N / (16 * VX_ROWS)), ceil(M / (8 * VX_TILES)), splits), 256 threads. K is cut to 8 * splits
 //         pieces of whole tiles of 64 columns, one a warp. The order of columns inside a product is free: lane
 //         4 g + q takes columns 16 q .. 16 q + 15 of rows g and g + 8, whose bytes cp.async brings into a ring
@@ -13,6 +15,7 @@
 // Floor:  bytes of w, once for each tile of tokens.
 #include "code_scale.h"
 #include "code_values.h"
+#include "expert_tiles.h"
 #include "outputs.h"
 #include "vx.h"
 
@@ -82,14 +85,14 @@ VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int l
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
-codes8_mma(const elem* __restrict__ x, const u8* __restrict__ w, const float* __restrict__ scales,
-           const float* __restrict__ bias, out_elem* __restrict__ y, float* partial, u32* arrivals,
-           int m, int n, int k, int pitch, int block_rows, int group_shift) {
-  VX_DYNAMIC_SHARED(shared);
-  __shared__ int arrived;
+// begin_of(t): where the row of x begins that token t reads. shared: the block's.
+template <class BeginOf>
+VX_DEV void multiply_rows(const elem* __restrict__ x, BeginOf begin_of, const u8* __restrict__ w,
+                          const float* __restrict__ scales, const float* __restrict__ bias,
+                          out_elem* __restrict__ y, float* partial, u32* arrivals, int* arrived, u8* shared,
+                          int token0, int m, int n, int k, int pitch, int block_rows, int group_shift) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * 8 * VX_TILES;
+  int row0 = blockIdx.x * ROWS;
   int tiles = (k + COLS - 1) / COLS, piece = blockIdx.z * WARPS + warp, pieces = gridDim.z * WARPS;
   int tile = piece * tiles / pieces, end = (piece + 1) * tiles / pieces;
   int mine = lane % 4 * LANE_COLS, groups = ((k - 1) >> group_shift) + 1;
@@ -102,7 +105,7 @@ codes8_mma(const elem* __restrict__ x, const u8* __restrict__ w, const float* __
     factors[r] = (u32)(row / block_rows) * scales_pitch(groups, block_rows);
   }
 #pragma unroll
-  for (int t = 0; t < VX_TILES; t++) tokens[t] = (u32)min(token0 + 8 * t + lane / 4, m - 1) * k;
+  for (int t = 0; t < VX_TILES; t++) tokens[t] = (u32)begin_of(min(token0 + 8 * t + lane / 4, m - 1));
 
   float sums[VX_ROWS][VX_TILES][4] = {};
   u8 *ring = shared + warp * STAGES * STAGE_BYTES, *ring_end = ring + STAGES * STAGE_BYTES;
@@ -135,7 +138,34 @@ codes8_mma(const elem* __restrict__ x, const u8* __restrict__ w, const float* __
   }
   vx_cp_wait<0>();
   __syncthreads();  // the rings end
-  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, &arrived,
+  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, arrived,
                          token0, row0, m, n, pitch);
 }
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
+codes8_mma(const elem* __restrict__ x, const u8* __restrict__ w, const float* __restrict__ scales,
+           const float* __restrict__ bias, out_elem* __restrict__ y, float* partial, u32* arrivals,
+           int m, int n, int k, int pitch, int block_rows, int group_shift) {
+  VX_DYNAMIC_SHARED(shared);
+  __shared__ int arrived;
+  multiply_rows(x, OwnRow{k}, w, scales, bias, y, partial, arrivals, &arrived, shared, blockIdx.y * 8 * VX_TILES,
+                m, n, k, pitch, block_rows, group_shift);
+}
 VX_EXPORT(codes8_mma)
+
+#if VX_TILES <= 4  // what experts have
+extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
+experts_codes8(const elem* __restrict__ x, const u8* __restrict__ w, const float* __restrict__ scales,
+               const float* __restrict__ bias, const int* __restrict__ order, const int* __restrict__ tiles,
+               out_elem* __restrict__ y, int share, int n, int k, int block_rows, int group_shift) {
+  VX_DYNAMIC_SHARED(shared);
+  ExpertTile tile = tile_of(tiles, blockIdx.y);
+  if (tile.count == 0) return;
+  size_t first = (size_t)tile.expert * n;
+  int pitch = scales_pitch(((k - 1) >> group_shift) + 1, block_rows);
+  multiply_rows(x, RowOfSlot{order, tile.first, share, k}, w + first * k, scales + first / block_rows * pitch,
+                bias ? bias + first : nullptr, y + (size_t)tile.first * n, nullptr, nullptr, nullptr, shared, 0,
+                tile.count, n, k, n, block_rows, group_shift);
+}
+VX_EXPORT(experts_codes8)
+#endif

@@ -22,3 +22,9 @@ struct RowOfSlot {
   int first, share, width;
   VX_DEV size_t operator()(int i) const { return (size_t)(order ? order[first + i] / share : first + i) * width; }
 };
+
+// The same where there are no experts: the rows of x in their order.
+struct OwnRow {
+  int width;
+  VX_DEV size_t operator()(int i) const { return (size_t)i * width; }
+};

@@ -63,15 +63,11 @@ VX_DEV void multiply_tile(const i8* codes, const float* scales, RowOf row_of, co
   store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, pitch);
 }
 
-struct OwnRow {
-  VX_DEV size_t operator()(int token) const { return token; }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS)
 gguf_gemv(const i8* __restrict__ codes, const float* __restrict__ scales, const u8* __restrict__ w,
           const float* __restrict__ bias, out_elem* __restrict__ y, int m, int n, int k, int pitch) {
   __shared__ float part[WARPS][ROWS * VX_TOKENS];
-  multiply_tile<false>(codes, scales, OwnRow(), w, bias, y, part, blockIdx.y * VX_TOKENS, m, n, k, pitch);
+  multiply_tile<false>(codes, scales, OwnRow{1}, w, bias, y, part, blockIdx.y * VX_TOKENS, m, n, k, pitch);
 }
 VX_EXPORT(gguf_gemv)
 

@@ -69,11 +69,6 @@ VX_DEV void multiply_tile(const elem* __restrict__ x, Rows row_of, const elem* _
   store_sums<WARPS>(y, sums, part, bias, token0, row0, m, n, pitch);
 }
 
-struct OwnRow {
-  int pitch;
-  VX_DEV size_t operator()(int token) const { return (size_t)token * pitch; }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS(5))
 linear_gemv(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
             out_elem* __restrict__ y, int m, int n, int k, int pitch) {

@@ -97,11 +97,6 @@ VX_DEV void multiply_tile(const elem* __restrict__ x, Rows row_of, const elem* _
   store_parts<WARPS, ROWS, TOKENS>(y, part, bias, partial, arrivals, arrived, token0, row0, m, n, pitch);
 }
 
-struct OwnRow {
-  int pitch;
-  VX_DEV size_t operator()(int token) const { return (size_t)token * pitch; }
-};
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 linear_mma(const elem* __restrict__ x, const elem* __restrict__ w, const float* __restrict__ bias,
            out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch) {

@@ -1,4 +1,5 @@
-// y = x w^T + bias for up to 64 tokens, w as in w4_codes.h, on tensor cores; the codes are read once.
+// w4_linear:  y = x w^T + bias for up to 64 tokens, w as in w4_codes.h, on tensor cores; the codes are read once.
+// experts_w4: the same with the matrix of one of X experts for each tile of tokens (expert_tiles.h).
 //
 // Layout: x (M, K) of elem, bf16 or f16; w (N, K); bias (N) of f32 or null; y of elem, or of f32 with VX_OUT
 //         1, (M, N) with rows `pitch` apart. K is a multiple of 32. A code minus its zero is exact in elem, so
@@ -8,8 +9,10 @@
 //         32 KB of codes under way in a block, more than latency times bandwidth of an SM; nobody waits for
 //         another warp before the end. The pieces' sums are added in an order that neither M nor the grid
 //         changes; across splits the last block to arrive adds them, out of `partial` (splits, M, N).
-//         arrivals: one u32 for each (x, y) of the grid, 0 before and after; null with one split.
+//         arrivals: one u32 for each (x, y) of the grid, 0 before and after; null with one split. Of experts:
+//         w (X, N, K), N a multiple of 16, bias (X, N), y (positions, N), tiles for passes over tokens, one split.
 // Floor:  bytes of codes and records, once for each tile of tokens.
+#include "expert_tiles.h"
 #include "outputs.h"
 #include "w4_codes.h"
 
@@ -195,14 +198,14 @@ VX_DEV void multiply(float (&sums)[VX_ROWS][VX_TILES][4], const u8* stage, int f
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
-w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
-          out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch,
-          int group_shift) {
-  VX_DYNAMIC_SHARED(shared);
-  __shared__ int arrived;
+// begin_of(t): where the row of x begins that token t reads. shared: the block's.
+template <class BeginOf>
+VX_DEV void multiply_rows(const elem* __restrict__ x, BeginOf begin_of, const u8* __restrict__ data,
+                          const float* __restrict__ bias, out_elem* __restrict__ y, float* partial,
+                          u32* arrivals, int* arrived, u8* shared, int token0, int m, int n, int k,
+                          int pitch, int group_shift) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane % 4;
-  int row0 = blockIdx.x * ROWS, token0 = blockIdx.y * TOKENS, splits = gridDim.z;
+  int row0 = blockIdx.x * ROWS, splits = gridDim.z;
   int tiles = (k + TILE_COLS - 1) / TILE_COLS, row_tiles = (n + TILE_ROWS - 1) / TILE_ROWS;
   int groups = ((k - 1) >> group_shift) + 1;
   Source source = source_of(data, blockIdx.x * VX_ROWS, row_tiles, tiles, groups, lane);
@@ -211,7 +214,7 @@ w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* 
   const elem* tokens[VX_TILES];
 #pragma unroll
   for (int t = 0; t < VX_TILES; t++)
-    tokens[t] = x + (size_t)min(token0 + 8 * t + lane / 4, m - 1) * k + tile * TILE_COLS + quarter * LANE_COLS;
+    tokens[t] = x + begin_of(min(token0 + 8 * t + lane / 4, m - 1)) + tile * TILE_COLS + quarter * LANE_COLS;
 
   float sums[VX_ROWS][VX_TILES][4] = {};
   u8 *ring = shared + warp * STAGES * STAGE_BYTES, *ring_end = ring + STAGES * STAGE_BYTES;
@@ -244,7 +247,33 @@ w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* 
 
   vx_cp_wait<0>();
   __syncthreads();  // the rings end
-  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, &arrived,
+  store_fragments<WARPS>(y, sums, reinterpret_cast<float*>(shared), bias, partial, arrivals, arrived,
                          token0, row0, m, n, pitch);
 }
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
+w4_linear(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
+          out_elem* __restrict__ y, float* partial, u32* arrivals, int m, int n, int k, int pitch,
+          int group_shift) {
+  VX_DYNAMIC_SHARED(shared);
+  __shared__ int arrived;
+  multiply_rows(x, OwnRow{k}, data, bias, y, partial, arrivals, &arrived, shared, blockIdx.y * TOKENS, m, n, k,
+                pitch, group_shift);
+}
 VX_EXPORT(w4_linear)
+
+#if VX_TILES <= 4 && VX_BITS != 6 && VX_ZERO != 2  // what experts have
+extern "C" __global__ void __launch_bounds__(32 * WARPS, VX_ROWS* VX_TILES <= 4 ? 2 : 1)
+experts_w4(const elem* __restrict__ x, const u8* __restrict__ data, const float* __restrict__ bias,
+           const int* __restrict__ order, const int* __restrict__ tiles, out_elem* __restrict__ y, int share,
+           int n, int k, int group_shift) {
+  VX_DYNAMIC_SHARED(shared);
+  ExpertTile tile = tile_of(tiles, blockIdx.y);
+  if (tile.count == 0) return;
+  size_t size = row_bytes((k + TILE_COLS - 1) / TILE_COLS, ((k - 1) >> group_shift) + 1);
+  multiply_rows(x, RowOfSlot{order, tile.first, share, k}, data + (size_t)tile.expert * (n / TILE_ROWS) * size,
+                bias ? bias + (size_t)tile.expert * n : nullptr, y + (size_t)tile.first * n, nullptr, nullptr,
+                nullptr, shared, 0, tile.count, n, k, n, group_shift);
+}
+VX_EXPORT(experts_w4)
+#endif

@@ -153,6 +153,14 @@ class Codes8:
         scales[row // self.block_rows, column // self.block_cols] = np.nan
         return scales
 
+    def scales(self, segment: Segment) -> Memory:
+        """Those of a segment."""
+        return segment.data.at(self._scales_at(segment.rows, segment.cols))
+
+    def group_shift(self, cols: int) -> int:
+        """As codes8_mma finds the scale of a column."""
+        return ONE_GROUP if self.block_cols >= cols else self.block_cols.bit_length() - 1
+
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
         rows, cols = segment.rows, segment.cols
         codes, at = segment.data, self._scales_at(rows, cols)
@@ -178,7 +186,7 @@ class Codes8:
             return self.coded_products and all(map(ops.device.can_multiply, self._cut(m, segment)))
 
         usually = coded(FEW_ROWS + 1)
-        if self._meets_tensor_cores(cols, ops.target):
+        if self.meets_tensor_cores(cols, ops.target):
             as_they_are = self._by_mma(ops, segment, operands)
             library = usually and not (by_blocks and by_blocks.is_own)
             few = FEW_MMA_ROWS if library else OWN_TOKENS
@@ -197,7 +205,7 @@ class Codes8:
         of_x = X_CODES if in_blocks else ActivationCodes(self.code, self.x_scale)
         return SegmentProduct(enqueue, of_x if usually else None, lambda m: m > few and coded(m))
 
-    def _meets_tensor_cores(self, cols: int, target: Target) -> bool:
+    def meets_tensor_cores(self, cols: int, target: Target) -> bool:
         """codes8_mma has no other codes, and groups of columns that are whole tiles of its."""
         whole = self.block_cols >= cols or (
             self.block_cols % MMA_COLS == 0 and self.block_cols.bit_count() == 1
@@ -206,10 +214,8 @@ class Codes8:
 
     def _by_mma(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
         rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
-        scales = segment.data.at(self._scales_at(rows, cols))
+        scales, shift = self.scales(segment), self.group_shift(cols)
         counters = segment.data.at(self._counters_at(rows, cols))
-        one_group = self.block_cols >= cols
-        shift = ONE_GROUP if one_group else self.block_cols.bit_length() - 1
 
         def variant(tokens: int) -> Variant:
             tiles = token_tiles(tokens, ZERO_MIDDLE, 1, ops.target.arch)

@@ -124,8 +124,8 @@ class Fp4Blocks(GgufBlocks):
 
 
 def expert_blocks(part: WeightPart, target: Target) -> GgufBlocks | None:
-    """How experts hold a part as it is stored; None: dequantised. In float32, which is for checks,
-    always that: integer dot products round activations."""
+    """How experts hold a part in blocks; None: it has none that they could. In float32, which is
+    for checks, always that: integer dot products round activations."""
     if target.dtype == "f32":
         return None
     layout = part.layout

@@ -11,8 +11,8 @@ from vllmx_core.weights import DENSE, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cuda.device.dtypes import ITEM_BYTES
 from vllmx_cuda.matrices.dense import Dense
+from vllmx_cuda.matrices.experts import expert_form
 from vllmx_cuda.matrices.form import Form, ScratchBytes, Target
-from vllmx_cuda.matrices.gguf import expert_blocks
 from vllmx_cuda.matrices.kinds import form_of
 
 
@@ -137,9 +137,9 @@ def _plan_matrix(
     which kernels find an expert's rows in."""
     parts = parts_of(spec, source)
     plain: Form = Dense(target.dtype, spec.offset)
-    blocks = [expert_blocks(part, target) if experts else None for part in parts]
-    if blocks[0] is not None and not spec.offset and all(one == blocks[0] for one in blocks):
-        return MatrixPlan((Run(blocks[0], tuple(parts)),), spec.cols)
+    stored = expert_form(parts, target) if experts and not spec.offset else None
+    if stored is not None:
+        return MatrixPlan((Run(stored, tuple(parts)),), spec.cols)
     is_plain = bool(spec.offset) or spec.kind == "stack" or dense
     forms = [plain if is_plain else form_of(part, target, gathered=gathered) for part in parts]
     if gathered and any(form != forms[0] for form in forms):

@@ -3,7 +3,7 @@ and added token by token. Nothing is read back, so a step of one size is captura
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,13 @@ from vllmx_core.ops.experts import Experts, ExpertsSpec
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.route import Route
 
-from vllmx_cuda.device.device import Device, Memory
-from vllmx_cuda.kernel_specs import Variant, has_tensor_cores, vector_width
+from vllmx_cuda.device.device import Memory
+from vllmx_cuda.kernel_specs import has_tensor_cores, vector_width
 from vllmx_cuda.kernel_specs.experts import MAX_EXPERTS, MAX_GROUPS, SCORES, max_tiles
 from vllmx_cuda.kernel_specs.gguf import RUN
-from vllmx_cuda.kernel_specs.linear import MMA_K, MMA_TILES, row_tiles
+from vllmx_cuda.kernel_specs.linear import MMA_K
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS
-from vllmx_cuda.matrices.gguf import GgufBlocks
-from vllmx_cuda.matrices.matrix import Matrix
+from vllmx_cuda.program.expert_products import GEMV_TILE, expert_product
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 
 if TYPE_CHECKING:
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 1024
 """Tokens that go through the experts at once: what lies between the products is bounded so."""
-_GEMV_TILE = 4
-_TOKENS_A_TILE = 8
-"""Of experts_mma, in each of its tiles."""
 _ALIGNMENT = 256
 
 
@@ -78,7 +74,7 @@ class Spaces:
     def of(cls, op: Experts, tokens: int, item_bytes: int) -> Spaces:
         slots, width = min(tokens, CHUNK_TOKENS) * op.ids.width, op.x.width
         wide = max(op.gate_up.rows * item_bytes, 4 * width)
-        tiles = 12 * max_tiles(slots, op.gate_up.count, _GEMV_TILE)
+        tiles = 12 * max_tiles(slots, op.gate_up.count, GEMV_TILE)
         offsets = [0]
         values = max(min(tokens, CHUNK_TOKENS) * width, slots * op.inner)
         coded = values, values // RUN * 8
@@ -107,19 +103,17 @@ def experts(op: Experts, to: Lowering) -> Enqueue:
     whole = width % MMA_K == 0 and op.inner % MMA_K == 0
     mma = whole and has_tensor_cores(to.dtype, to.target.arch)
     up, down = to.matrix(op.gate_up), to.matrix(op.down)
-    blocks = any(isinstance(one.segments[0].form, GgufBlocks) for one in (up, down))
     coded = scratch.at(spaces.codes), scratch.at(spaces.scales)
-    rise = _product(to, up, op.gate_up.rows, to.dtype, chosen, coded, mma=mma)
-    fall = _product(to, down, width, "f32", chosen, coded, mma=mma)
+    rise = expert_product(to, up, op.gate_up.rows, to.dtype, chosen, coded, mma=mma)
+    fall = expert_product(to, down, width, "f32", chosen, coded, mma=mma)
+    widths = sorted(rise.kernels.keys() & fall.kernels.keys())
     activate = _activate(op.spec, op.inner, to)
     arrange = to.variant("experts_order", VX_VEC=vector_width(width))
     add = to.variant("experts_sum", VX_VEC=vector_width(width))
 
     def enqueue_chunk(first: int, tokens: int) -> None:
         slots, slot = tokens * chosen, 4 * first * chosen
-        tile = _GEMV_TILE
-        if mma:
-            tile = _TOKENS_A_TILE if blocks else _tile(slots, count)
+        tile = _tile(slots, count, widths)
         used = max_tiles(slots, count, tile)
         arguments = (ids.at(slot), order, place, tiles, slots, used, tile)
         to.device.launch(arrange, {"experts": count}, arguments)
@@ -137,113 +131,9 @@ def experts(op: Experts, to: Lowering) -> Enqueue:
     return enqueue
 
 
-def _tile(slots: int, experts: int) -> int:
-    """Positions of a tile: where experts have many, weights are read half as often."""
-    return _TOKENS_A_TILE * (2 if slots > _TOKENS_A_TILE * experts else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """Rows times the matrices of their experts."""
-
-    kernels: Mapping[int, Variant]
-    """The kernel for each number of positions in a tile."""
-    weights: Memory
-    bias: Memory | None
-    share: int
-    """Slots of a token."""
-    rows: int
-    cols: int
-    mma: bool
-
-    @classmethod
-    def of(
-        cls, to: Lowering, stack: Matrix, rows: int, out_dtype: str, share: int, *, mma: bool
-    ) -> Product:
-        out, (segment,) = int(out_dtype == "f32"), stack.segments
-        if mma:
-            tall = row_tiles(rows, to.device.info.num_processors)
-            kernels = {
-                _TOKENS_A_TILE * n: to.variant("experts_mma", VX_TILES=n, VX_ROWS=tall, VX_OUT=out)
-                for n in MMA_TILES
-            }
-        else:
-            vec = vector_width(stack.cols)
-            options = {"VX_VEC": vec, "VX_TOKENS": _GEMV_TILE, "VX_OUT": out}
-            kernels = {_GEMV_TILE: to.variant("experts_gemv", **options)}
-        return cls(kernels, segment.data, stack.bias, share, rows, stack.cols, mma)
-
-    def launch(
-        self,
-        device: Device,
-        tile: int,
-        num_tiles: int,
-        x: Memory,
-        rows_of_x: int,
-        order: Memory | None,
-        tiles: Memory,
-        y: Memory,
-    ) -> None:
-        """x by tokens, or by positions without `order`; y by positions."""
-        shape = {"outputs": self.rows, "tiles": num_tiles}
-        shape |= {"width": self.cols} if self.mma else {}
-        operands = (x, self.weights, self.bias, order, tiles, y, self.share, self.rows, self.cols)
-        device.launch(self.kernels[tile], shape, operands)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockProduct:
-    """The same where the matrices are GGUF blocks, as they are stored: rows become codes first."""
-
-    quantise: Variant
-    kernels: Mapping[int, Variant]
-    codes: Memory
-    scales: Memory
-    weights: Memory
-    bias: Memory | None
-    share: int
-    rows: int
-    cols: int
-
-    def launch(
-        self,
-        device: Device,
-        tile: int,
-        num_tiles: int,
-        x: Memory,
-        rows_of_x: int,
-        order: Memory | None,
-        tiles: Memory,
-        y: Memory,
-    ) -> None:
-        """Enqueues the product, see `Product.launch`."""
-        coded, shape = (self.codes, self.scales), {"rows": rows_of_x, "width": self.cols}
-        device.launch(self.quantise, shape, (x, *coded, self.cols))
-        operands = (*coded, self.weights, self.bias, order, tiles, y)
-        shape = {"outputs": self.rows, "tiles": num_tiles}
-        device.launch(self.kernels[tile], shape, (*operands, self.share, self.rows, self.cols))
-
-
-def _product(
-    to: Lowering,
-    stack: Matrix,
-    rows: int,
-    out_dtype: str,
-    share: int,
-    coded: tuple[Memory, Memory],
-    *,
-    mma: bool,
-) -> Product | BlockProduct:
-    (segment,) = stack.segments
-    if not isinstance(segment.form, GgufBlocks):
-        return Product.of(to, stack, rows, out_dtype, share, mma=mma)
-    options = {"VX_BLOCK": segment.form.block, "VX_OUT": int(out_dtype == "f32")}
-    tile = _TOKENS_A_TILE if mma else _GEMV_TILE
-    kernels = {tile: to.variant("experts_gguf", VX_TOKENS=tile, **options)}
-    quantise = to.variant("quantize_q8")
-    return BlockProduct(
-        quantise, kernels, *coded, segment.data, stack.bias, share, rows, stack.cols
-    )
+def _tile(slots: int, experts: int, widths: Sequence[int]) -> int:
+    """Positions of a tile: where experts have many, weights are read less often."""
+    return next((width for width in widths if slots <= width * experts), widths[-1])
 
 
 def _activate(spec: ExpertsSpec, width: int, to: Lowering) -> Callable[[Memory, Memory, int], None]:
