@@ -80,7 +80,8 @@ def launched(out: Path) -> list[dict[str, Any]]:
     """What all tests of the kernels launch, in one of the three orders of threads."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "tests.kernels.cuda_launches",
-               "-p", "no:cacheprovider", "--assert=plain", "-W", "ignore",
+               "-p", "no:cacheprovider", "-p", "no:schemathesis",  # which -O breaks
+               "--assert=plain", "-W", "ignore",
                "-k", "forward"]  # fmt: skip
     files = map(str, sorted(TESTS.glob("test_cuda_*.py")))
     done = subprocess.run(
@@ -168,18 +169,20 @@ def test_every_kernel_is_held_to_a_budget(arch: str) -> None:
     """All entries of a source are compiled together; what an architecture runs has its figure."""
     budget, units = json.loads(BUDGET.read_text()), units_of(arch, UNITS)
     for entry, kernel in KERNELS.items():
-        compiled = [unit for unit in units if has_entry(kernel, unit)]
+        compiled = [unit for unit in units if unit.source.name == kernel.source]
         assert compiled or kernel.tensor_cores, f"{kernel.source} is in no unit"
         assert compiled or arch == "sm_75" or kernel.architectures
-        for unit in compiled:
-            assert budget[key(entry, unit)][arch] > 0
+        figures = [budget[key(entry, unit)][arch] for unit in compiled if has_entry(kernel, unit)]
+        assert min(figures, default=1) > 0
+        known = [unit for unit in compiled if key(entry, unit) in budget]
+        assert known or not compiled, f"{entry} has no figure"
 
 
 def has_entry(kernel: Kernel, unit: Unit) -> bool:
-    """Whether a compiled source has this kernel: not with options that it does not take."""
+    """Whether a compiled source has this kernel for certain: it may leave it out with options that
+    the kernel does not take."""
     chosen = dict(define.split("=") for define in unit.defines)
-    taken = all(int(value) in kernel.options.get(name, ()) for name, value in chosen.items())
-    return unit.source.name == kernel.source and taken
+    return all(int(value) in kernel.options.get(name, ()) for name, value in chosen.items())
 
 
 def test_every_source_has_a_planted_bug() -> None:
