@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["weight", "router", "norm", "plain_norm", "decay", "bias"]
+Kind = Literal["weight", "router", "norm", "plain_norm", "decay", "bias", "codes", "exponents"]
 """What a tensor is. "norm" is a norm's weight, which Qwen3.5 stores minus one; "plain_norm" one
 that it does not; "decay" the logarithm of a decay rate; "router" a small matrix that a GGUF keeps
-in F32."""
+in F32; "codes" and "exponents" are bytes of MXFP4."""
 Arrange = Literal["none", "value_rows", "qkv_rows", "value_columns"]
 """Where a GGUF has the value heads of a delta net tiled over its key heads, not grouped."""
 Named = tuple[str, str, tuple[int, ...], Kind, Arrange]
@@ -38,6 +38,16 @@ class Tensor:
     @property
     def num_elements(self) -> int:
         return int(np.prod(self.shape))
+
+    @property
+    def dtype(self) -> str:
+        """In a folder."""
+        return "U8" if self.kind in ("codes", "exponents") else "BF16"
+
+    @property
+    def num_bytes(self) -> int:
+        """In a folder."""
+        return self.num_elements * (1 if self.dtype == "U8" else 2)
 
 
 @dataclass(frozen=True)

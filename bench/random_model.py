@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from expert_shapes import EXPERT_SHAPES
 from model_shapes import SHAPES, Shape, Tensor
 from numpy.typing import NDArray
 from rich.progress import Progress
@@ -24,10 +25,22 @@ NORM_STD = 0.05
 GGUF_NAME = "bf16.gguf"
 
 
+def random_bytes(tensor: Tensor, seed: int, norm_offset: float = 0.0) -> NDArray[np.uint8]:
+    """The tensor as it lies in a folder; see `random_bf16`."""
+    if tensor.dtype == "BF16":
+        return random_bf16(tensor, seed, norm_offset).view(np.uint8)
+    low, high = (119, 122) if tensor.kind == "exponents" else (0, 256)
+    return _generator(tensor, seed).integers(low, high, tensor.shape, np.uint8)
+
+
+def _generator(tensor: Tensor, seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
+
+
 def random_bf16(tensor: Tensor, seed: int, norm_offset: float = 0.0) -> NDArray[np.uint16]:
     """The tensor's bfloat16 bits; they depend on the seed and the name, not on other tensors.
     `norm_offset` is what the weights of norms lack to the factors that they are."""
-    generator = np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
+    generator = _generator(tensor, seed)
     values = generator.standard_normal(tensor.shape, dtype=np.float32)
     match tensor.kind:
         case "norm" | "plain_norm":
@@ -53,9 +66,9 @@ def write_safetensors(path: Path, shape: Shape, seed: int, progress: Progress) -
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shape.tensors():
-        end = offset + 2 * tensor.num_elements
+        end = offset + tensor.num_bytes
         header[tensor.name] = {
-            "dtype": "BF16",
+            "dtype": tensor.dtype,
             "shape": tensor.shape,
             "data_offsets": [offset, end],
         }
@@ -66,8 +79,8 @@ def write_safetensors(path: Path, shape: Shape, seed: int, progress: Progress) -
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in shape.tensors():
-            file.write(random_bf16(tensor, seed, shape.norm_offset).data)
-            progress.advance(task, 2 * tensor.num_elements)
+            file.write(random_bytes(tensor, seed, shape.norm_offset).data)
+            progress.advance(task, tensor.num_bytes)
 
 
 def write_gguf(
@@ -132,7 +145,6 @@ def config_json(shape: Shape, vocabulary: Vocabulary) -> dict[str, Any]:
     return {
         "architectures": [name],
         "model_type": model_type,
-        **shape.config(),
         "tie_word_embeddings": shape.tie_word_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -143,6 +155,7 @@ def config_json(shape: Shape, vocabulary: Vocabulary) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "torch_dtype": "bfloat16",
         "use_cache": True,
+        **shape.config(),
     }
 
 
@@ -169,12 +182,15 @@ def write_model(folder: Path, shape: Shape, seed: int, with_gguf: bool, progress
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    shapes = SHAPES | EXPERT_SHAPES
+    parser.add_argument("--shape", choices=shapes, default="qwen3-0.6b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gguf", action="store_true", help=f"write {GGUF_NAME} too (needs gguf)")
     args = parser.parse_args()
+    if args.gguf and args.shape in EXPERT_SHAPES:
+        parser.error("--gguf: make one of this shape's folder by `vllmx quantize`")
     with Progress() as progress:
-        write_model(args.out, SHAPES[args.shape], args.seed, args.gguf, progress)
+        write_model(args.out, shapes[args.shape], args.seed, args.gguf, progress)
 
 
 if __name__ == "__main__":

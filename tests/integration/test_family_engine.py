@@ -15,6 +15,8 @@ from vllmx_core.registry import load_registry
 from .test_quantised_experts import write
 
 BLOCK, CHUNK, WINDOW = 16, 32, 21
+NARROW = 5
+"""A window within a block."""
 SMALL: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
@@ -33,7 +35,7 @@ GEMMA4 = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
-        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "sliding_window": WINDOW,
+        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "sliding_window": NARROW,
     },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "sliding_window": WINDOW,

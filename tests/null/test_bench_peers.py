@@ -20,6 +20,7 @@ from vllmx_core.testing.model_suite import random_weights
 from vllmx_core.testing.plans import Row, make_plan
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+_OURS = ("cpu_peers", "expert_shapes", "model_shapes", "random_model", "synthetic_vocab")
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield load
     for name in set(sys.modules) - known:
-        if name.split(".")[0] in ("cpu_peers", "model_shapes", "random_model", "synthetic_vocab"):
+        if name.split(".")[0] in _OURS:
             del sys.modules[name]
 
 
@@ -102,6 +103,21 @@ def test_folder_and_gguf_hold_the_same_model(bench: Any, tmp_path: Path, name: s
     folder, file = (_logits(tmp_path / part) for part in ("", "bf16.gguf"))
     assert np.abs(folder).max() > 0.1
     np.testing.assert_allclose(file, folder, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-tiny", "glm-4.7-flash-tiny"])
+def test_shapes_with_experts_hold_a_model_alone(bench: Any, tmp_path: Path, name: str) -> None:
+    """It reads every tensor, and asks for no other."""
+    from rich.progress import Progress
+
+    model, shape = bench("random_model"), bench("expert_shapes").EXPERT_SHAPES[name]
+    with Progress(disable=True) as progress:
+        model.write_model(tmp_path, shape, 3, with_gguf=False, progress=progress)
+    checkpoint = open_checkpoint(load_registry(), tmp_path)
+    wanted = random_weights(build_model(load_registry(), checkpoint)).names()
+    assert set(checkpoint.weights.names()) == set(wanted)
+    checkpoint.weights.close()
+    assert 0.1 < np.abs(_logits(tmp_path)).max() < 100
 
 
 def _logits(path: Path) -> Any:
