@@ -190,6 +190,23 @@ class SamplingRows:
     def num_rows(self) -> int:
         return int(self.temperature.shape[0])
 
+    @classmethod
+    def greedy(cls, count: int) -> SamplingRows:
+        """So many rows that take the likeliest id, without log-probabilities."""
+        return cls(
+            temperature=np.zeros(count, np.float32),
+            top_k=np.zeros(count, np.int32),
+            top_p=np.ones(count, np.float32),
+            min_p=np.zeros(count, np.float32),
+            repetition_penalty=np.ones(count, np.float32),
+            frequency_penalty=np.zeros(count, np.float32),
+            presence_penalty=np.zeros(count, np.float32),
+            seed=np.zeros(count, np.uint64),
+            position=np.zeros(count, np.int32),
+            target=np.full(count, -1, np.int32),
+            num_logprobs=np.full(count, -1, np.int32),
+        )
+
 
 @dataclass(slots=True)
 class LogprobRows:

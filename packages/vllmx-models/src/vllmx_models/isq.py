@@ -66,8 +66,6 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
     cols = {named(part): spec.cols for spec in specs for part in spec.parts}
     words = [spec for spec in specs if spec.role == "vocabulary"]
     vocabulary = {named(part) for spec in words for part in spec.parts}
-    heads = {named(part) for spec in words if spec.kind == "linear" for part in spec.parts}
-    tables = {named(part) for spec in words if spec.kind == "embedding" for part in spec.parts}
     for part_name in cols:
         _check_dense(name, checkpoint.weights.part(part_name))
     across = partial(_lies_across, checkpoint.weights)
@@ -84,15 +82,30 @@ def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry)
             checkpoint.weights,
             {n: eight(width) for n, width in cols.items() if n not in vocabulary},
         )
-    mix, layers = ALIASES.get(name, name), _layers(checkpoint, model, tied=heads <= tables)
-    file_name = _file_names(checkpoint, registry)
-    types = {n: type_of(mix, file_name(n), (1, width), layers) for n, width in cols.items()}
+    types = matrix_types(name, checkpoint, model, registry)
     wanted = {kind for kind in types.values() if kind in QUANTIZERS}
     encodings = {kind: _blocks(kind, encoder_for(registry, kind)) for kind in wanted}
     return InSituSource(
         checkpoint.weights,
         {n: encodings[kind] for n, kind in types.items() if kind in encodings},
     )
+
+
+def matrix_types(
+    mix: str, checkpoint: Checkpoint, model: Model, registry: Registry
+) -> dict[str, str]:
+    """The GGUF type of each matrix in a mix such as q4_k_m, by the matrix's name in the checkpoint;
+    nothing is read of it but names."""
+    specs = [spec for spec in model.weights() if _quantised(spec)]
+    named = partial(name_in, checkpoint.weights)
+    words = [spec for spec in specs if spec.role == "vocabulary"]
+    heads = {named(part) for spec in words if spec.kind == "linear" for part in spec.parts}
+    tables = {named(part) for spec in words if spec.kind == "embedding" for part in spec.parts}
+    layers = _layers(checkpoint, model, tied=heads <= tables)
+    file_name = _file_names(checkpoint, registry)
+    cols = {named(part): spec.cols for spec in specs for part in spec.parts}
+    mix = ALIASES.get(mix, mix)
+    return {name: type_of(mix, file_name(name), (1, width), layers) for name, width in cols.items()}
 
 
 def _lies_across(source: WeightSource, part: PartSpec, cols: int) -> bool:

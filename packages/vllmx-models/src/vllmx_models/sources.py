@@ -44,7 +44,7 @@ def hub_snapshot(model: str, revision: str | None, progress: bool) -> Path | Non
     Raises:
         ModelNotFoundError: no such model or revision, no access, or no network and not cached.
     """
-    if not _is_repo_id(model):
+    if not is_repo_id(model):
         return None
     folder = _download(model, revision, progress, ALLOW, IGNORE)
     if folder is not None and next(folder.glob("*.safetensors"), None) is None:
@@ -80,7 +80,7 @@ def hub_file(model: str, revision: str | None, progress: bool) -> Path | None:
     """One file of a Hugging Face model, "org/repo:folder/file.gguf"; of a set of shards all of
     them, the first is returned. Otherwise as `hub_snapshot`."""
     repo, _, name = model.partition(":")
-    if not _is_repo_id(repo) or not _GGUF_NAME.fullmatch(name) or ".." in name:
+    if not is_repo_id(repo) or not is_gguf_name(name):
         return None
     wanted = shard_names(name)
     snapshot = _download(repo, revision, progress, wanted, ())
@@ -122,8 +122,20 @@ def hub_tower(path: Path) -> Path | None:
     return None if snapshot is None else snapshot / name
 
 
-def _is_repo_id(text: str) -> bool:
+def is_repo_id(text: str) -> bool:
+    """Whether it may be the id of a model on the hub."""
     return _REPO_ID.fullmatch(text) is not None and len(text) <= MAX_ID_LENGTH
+
+
+def is_gguf_name(name: str) -> bool:
+    """Whether it may be the path of a GGUF file in a repository."""
+    return _GGUF_NAME.fullmatch(name) is not None and ".." not in name
+
+
+def unreachable_model(repo: str, revision: str | None, error: Exception) -> ModelNotFoundError:
+    """What to say where the hub's client raised `error`."""
+    label = repr(repo) if revision is None else f"{repo!r} at revision {revision!r}"
+    return ModelNotFoundError(f"model {label} {_reason(error)}", param="model")
 
 
 def _download(
@@ -144,8 +156,7 @@ def _download(
     except HFValidationError:
         return None
     except Exception as error:  # the errors of its HTTP client share no base with its own
-        label = repr(repo) if revision is None else f"{repo!r} at revision {revision!r}"
-        raise ModelNotFoundError(f"model {label} {_reason(error)}", param="model") from error
+        raise unreachable_model(repo, revision, error) from error
     return Path(folder)
 
 

@@ -102,19 +102,7 @@ def _types(rows: Sequence[Row]) -> I32:
 
 def sampling_rows(count: int, **columns: Any) -> SamplingRows:
     """Greedy rows without logprobs; `columns` replaces fields, by one value or one a row."""
-    rows = SamplingRows(
-        temperature=np.zeros(count, np.float32),
-        top_k=np.zeros(count, np.int32),
-        top_p=np.ones(count, np.float32),
-        min_p=np.zeros(count, np.float32),
-        repetition_penalty=np.ones(count, np.float32),
-        frequency_penalty=np.zeros(count, np.float32),
-        presence_penalty=np.zeros(count, np.float32),
-        seed=np.zeros(count, np.uint64),
-        position=np.zeros(count, np.int32),
-        target=np.full(count, -1, np.int32),
-        num_logprobs=np.full(count, -1, np.int32),
-    )
+    rows = SamplingRows.greedy(count)
     changes: dict[str, Any] = {}
     for name, value in columns.items():
         old = getattr(rows, name)

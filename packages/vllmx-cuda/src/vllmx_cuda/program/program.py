@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from vllmx_core.plan import I32, SamplingRows, StepPlan
@@ -204,18 +204,4 @@ def _nothing(groups: int) -> StepPlan:
 
 
 def _no_rows(drawn: bool) -> SamplingRows:
-    f32, i32 = np.zeros(0, np.float32), np.zeros(0, np.int32)
-    return SamplingRows(
-        f32,
-        i32,
-        f32,
-        f32,
-        f32,
-        f32,
-        f32,
-        np.zeros(0, np.uint64),
-        i32,
-        i32,
-        i32,
-        all_greedy=not drawn,
-    )
+    return replace(SamplingRows.greedy(0), all_greedy=not drawn)

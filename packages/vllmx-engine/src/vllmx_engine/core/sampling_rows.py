@@ -28,13 +28,7 @@ from vllmx_engine.core.sequence import Limits, Sequence
 
 _FLOAT_DEFAULTS: F32 = np.array([list(FLOAT_DEFAULTS.values())], np.float32).T  # (fields, 1)
 
-_NO_FLOATS, _NO_IDS = np.zeros(0, np.float32), np.zeros(0, np.int32)
-NOTHING_SAMPLED = SamplingRows(
-    *(_NO_FLOATS, _NO_IDS),
-    *(_NO_FLOATS,) * 5,
-    np.zeros(0, np.uint64),
-    *(_NO_IDS,) * 3,
-)
+NOTHING_SAMPLED = SamplingRows.greedy(0)
 """Of a step whose model gives vectors or scores."""
 
 Number = TypeVar("Number", np.int32, np.float32)

@@ -1,0 +1,198 @@
+"""What a step of a model reads: its matrices by size and use, from the weight map alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vllmx_core.checkpoint import Checkpoint, build_model
+from vllmx_core.errors import ConfigError
+from vllmx_core.model import Model, ModelShape, encoder_of
+from vllmx_core.ops.experts import Experts
+from vllmx_core.recording import record
+from vllmx_core.registry import Registry, architecture_names
+from vllmx_core.weight_map import name_in, parts_of, tie_key
+from vllmx_core.weights import WeightSource, WeightSpec
+from vllmx_models.gguf.blocks import TYPES_BY_NAME
+from vllmx_models.header_only import Header, NamedWeights
+from vllmx_models.isq import matrix_types
+
+Use = Literal["table", "head", "experts", "linear", "tower"]
+FORMS = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")
+"""The quantisations that are weighed against each other, from the most precise one on."""
+STORED = "stored"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Matrices of one weight, and what a step reads of them."""
+
+    use: Use
+    """A table gives a row for each token, a head is multiplied for rows that sample, experts where
+    they are chosen, a tower where images are."""
+    count: int
+    values: int
+    """Numbers of each matrix."""
+    kind: str
+    """A GGUF type, or "stored" for what has no such name."""
+    bits: float
+    """A number takes, scales included."""
+    chosen: int = 0
+    """Of `count` experts, for a token."""
+
+    @property
+    def num_bytes(self) -> float:
+        return self.count * self.values * self.bits / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The model's weights in one quantisation."""
+
+    name: str
+    """As --isq has it, or "stored"."""
+    matrices: tuple[Matrices, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(matrices.num_bytes for matrices in self.matrices)
+
+    @property
+    def num_values(self) -> int:
+        return sum(matrices.count * matrices.values for matrices in self.matrices)
+
+    @property
+    def values_used(self) -> float:
+        """Multiplied for one token."""
+        shares = {"table": 0.0, "tower": 0.0, "head": 1.0, "linear": 1.0}
+        return sum(
+            each.values * each.count * shares[each.use]
+            if each.use != "experts"
+            else each.values * each.chosen
+            for each in self.matrices
+        )
+
+    @property
+    def bits(self) -> float:
+        """A number takes on average."""
+        return 8 * self.num_bytes / max(1, self.num_values)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A model as planning sees it."""
+
+    architecture: str
+    shape: ModelShape
+    forms: tuple[Form, ...]
+    """As it is stored, then the quantisations that may be had of it."""
+
+
+def facts_of(header: Header, registry: Registry) -> Facts:
+    """Raises UnsupportedModelError for an architecture that is not served, ConfigError where the
+    header does not tell how weights are stored."""
+    checkpoint = header.checkpoint
+    model = build_model(registry, checkpoint)
+    if not header.has_shapes:
+        checkpoint = replace(checkpoint, weights=NamedWeights(model))
+    stored = Form(STORED, tuple(_stored(header, checkpoint, model)))
+    forms = [stored]
+    quantised = bool(checkpoint.config.get("quantization_config"))
+    if not quantised and stored.bits > 15:
+        for name in FORMS:
+            kinds = matrix_types(name, checkpoint, model, registry)
+            forms.append(_form(name, model, checkpoint.weights, stored, kinds))
+    names = [*architecture_names(checkpoint.config), "unknown"]
+    return Facts(names[0], model.shape, tuple(forms))
+
+
+def _stored(header: Header, checkpoint: Checkpoint, model: Model) -> Iterator[Matrices]:
+    chosen = _chosen(model)
+    specs = list(_matrix_specs(model))
+    values = sum(spec.rows * spec.cols * spec.count for spec, _ in specs)
+    same = _bits_for_all(header, checkpoint, values)
+    for spec, use in specs:
+        kind, bits = ("BF16", same) if same is not None else _kind(spec, checkpoint.weights)
+        if same is not None and same != 16:
+            kind = STORED
+        yield Matrices(use, spec.count, spec.rows * spec.cols, kind, bits, chosen.get(spec.name, 0))
+
+
+def _bits_for_all(header: Header, checkpoint: Checkpoint, values: int) -> float | None:
+    """Bits of a number where no tensor says it: by the files' size, or what dense ones have."""
+    if header.has_shapes:
+        return None
+    quantised = checkpoint.config.get("quantization_config")
+    if not quantised:
+        return 16.0
+    if header.stored_bytes is None:
+        raise ConfigError(
+            "config.json says that the weights are quantised and not how many bytes they take: give"
+            " the folder with the weights, or the model's id on the Hugging Face hub",
+            param="model",
+        )
+    return 8 * header.stored_bytes / values
+
+
+def _kind(spec: WeightSpec, source: WeightSource) -> tuple[str, float]:
+    """The type and the bits of a weight's numbers, by its first part."""
+    first = replace(spec.matrices[0], parts=spec.matrices[0].parts[:1])
+    part = parts_of(first, source)[0]
+    layout = part.layout
+    if layout.kind == "dense":
+        raw = part.buffers["weight"]
+        bits = 8 * raw.num_bytes / max(1, part.shape[0] * part.shape[1])
+        return {32.0: "F32", 16.0: "BF16"}.get(bits, STORED), min(bits, 16.0)
+    if layout.kind == "gguf":
+        return str(layout.options["type"]), layout.bits
+    scales = 16 / layout.group_size if layout.group_size else 0.0
+    return STORED, layout.bits + scales
+
+
+def _form(
+    name: str, model: Model, source: WeightSource, stored: Form, kinds: Mapping[str, str]
+) -> Form:
+    found = []
+    for (spec, _), matrices in zip(_matrix_specs(model), stored.matrices, strict=True):
+        kind = kinds.get(name_in(source, spec.parts[0]))
+        if kind is None:
+            found.append(matrices)
+            continue
+        block = TYPES_BY_NAME[kind]
+        bits = min(block.layout.bits, 16.0)  # F32 is read as 16 bits by every backend's products
+        found.append(replace(matrices, kind=kind, bits=bits))
+    return Form(name, tuple(found))
+
+
+def _matrix_specs(model: Model) -> Iterator[tuple[WeightSpec, Use]]:
+    """Each matrix once, though table and head may be one."""
+    specs = model.weights()
+    heads = {tie_key(spec) for spec in specs if _is_head(spec)}
+    for spec in specs:
+        if spec.kind == "embedding" and tie_key(spec) not in heads:
+            yield spec, "table"
+        elif spec.kind == "stack":
+            yield spec, "experts" if spec.role == "experts" else "linear"
+        elif spec.kind == "linear":
+            yield spec, "head" if _is_head(spec) else "linear"
+    tower = encoder_of(model)
+    for spec in () if tower is None else tower.weights():
+        if spec.kind != "vector":
+            yield spec, "tower"
+
+
+def _is_head(spec: WeightSpec) -> bool:
+    return spec.kind == "linear" and spec.role == "vocabulary"
+
+
+def _chosen(model: Model) -> dict[str, int]:
+    """How many experts of each stack a token takes: the recorded step says it."""
+    if not any(spec.role == "experts" for spec in model.weights()):
+        return {}
+    return {
+        ref.name: op.ids.width
+        for op in record(model, 1).steps.ops
+        if isinstance(op, Experts)
+        for ref in (op.gate_up, op.down)
+    }

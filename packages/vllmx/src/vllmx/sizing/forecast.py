@@ -1,0 +1,148 @@
+"""What fits on a machine and how fast it is there, by the bytes that a step reads and the products
+that it computes. Attention's own arithmetic and the time of small ops are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.cache_groups import blocks_of, longest_sequence
+from vllmx_core.errors import CapacityError
+from vllmx_core.kv_capacity import BlockSizes, CachePlan, plan_cache
+from vllmx_core.model import ModelShape
+
+from vllmx.sizing.facts import Form, Matrices
+
+STEP_TOKENS = 2048
+BLOCK_SIZE = 16
+ACTIVATION_WIDTHS = 24
+"""Bytes of activations of a token, in bytes times the hidden size: what the backends' arenas come
+to within a third."""
+PROMPT = 512
+BATCHES = (1, 8, 32)
+
+
+class Rates(Protocol):
+    """How fast a machine multiplies."""
+
+    def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
+        """Of multiplying `rows` rows by a matrix of a type, for each of its numbers."""
+        ...
+
+    def seconds_per_byte(self) -> float:
+        """Of reading the KV cache."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user wants to run."""
+
+    context: int
+    """Tokens of each sequence."""
+    rows: int
+    """Sequences at a time."""
+    memory_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One form of a model on one machine."""
+
+    form: str
+    weight_bytes: float
+    kv_token_bytes: float
+    """Of one token in the layers without a window."""
+    longest_context: int
+    """Tokens of a sequence that runs alone; 0: the model does not fit."""
+    rows: int
+    """Sequences of `Wish.context` tokens that fit; 0: none."""
+    decode: dict[int, float]
+    """Tokens a second in all, by the number of sequences."""
+    prefill: float
+    """Tokens a second of a prompt of 512."""
+
+
+def forecast(
+    shape: ModelShape, form: Form, rates: Rates, memory_bytes: float, wish: Wish
+) -> Forecast:
+    """Of a form on a machine with so much free memory."""
+    plan = _cache(shape, form, memory_bytes, wish)
+    longest = rows = 0
+    windows: tuple[int | None, ...] = (None,)
+    if plan is not None:
+        windows = plan.layout.windows
+        longest = longest_sequence(
+            windows, plan.num_blocks, BLOCK_SIZE, STEP_TOKENS, shape.max_model_len
+        )
+        each = blocks_of(windows, wish.context, BLOCK_SIZE, STEP_TOKENS)
+        rows = min(plan.num_blocks // max(1, each), plan.states.num_seqs)
+    context = min(wish.context, shape.max_model_len)
+    kv = _kv_bytes(shape, context)
+    return Forecast(
+        form.name,
+        form.num_bytes,
+        _kv_bytes(shape, 1),
+        longest,
+        rows,
+        {n: n / _decode_seconds(shape, form, rates, n, kv) for n in BATCHES},
+        PROMPT / _seconds(form, rates, PROMPT, heads=1),
+    )
+
+
+def _cache(shape: ModelShape, form: Form, memory: float, wish: Wish) -> CachePlan | None:
+    activations = STEP_TOKENS * ACTIVATION_WIDTHS * shape.hidden_size
+    options = LoadOptions(
+        max_model_len=shape.max_model_len,
+        shrink_to_fit=True,
+        max_num_batched_tokens=STEP_TOKENS,
+        block_size=BLOCK_SIZE,
+        group_caches=not shape.whole_prompts,
+        memory_fraction=wish.memory_fraction,
+    )
+    used = int(form.num_bytes) + activations
+    try:
+        return plan_cache(shape, options, "bf16", BlockSizes("any"), int(memory), used)
+    except CapacityError:
+        return None
+
+
+def _kv_bytes(shape: ModelShape, tokens: int) -> float:
+    """That a sequence of so many tokens reads in a step, in 16 bits."""
+    return sum(
+        2 * kv.num_kv_heads * (kv.head_size + kv.value_size) * min(tokens, kv.window or tokens)
+        for kv in shape.kv_specs
+    )
+
+
+def _decode_seconds(
+    shape: ModelShape, form: Form, rates: Rates, rows: int, kv_bytes: float
+) -> float:
+    states = 2 * shape.state_slot_bytes  # read and written
+    beside = rows * (kv_bytes + states) * rates.seconds_per_byte()
+    return _seconds(form, rates, rows, heads=rows) + beside
+
+
+def _seconds(form: Form, rates: Rates, rows: int, heads: int) -> float:
+    """Of all products of a step with so many tokens, of which `heads` want logits."""
+    return sum(_of(matrices, rates, rows, heads) for matrices in form.matrices)
+
+
+def _of(matrices: Matrices, rates: Rates, rows: int, heads: int) -> float:
+    if matrices.use in ("table", "tower"):
+        return 0.0
+    used, each = float(matrices.count), float(rows)
+    if matrices.use == "head":
+        each = heads
+    if matrices.use == "experts":
+        share = matrices.chosen / matrices.count
+        used = matrices.count * (1 - (1 - share) ** rows)  # under uniform routing
+        each = rows * matrices.chosen / used
+    seconds = rates.seconds_per_value(matrices.kind, matrices.bits, each)
+    return used * matrices.values * seconds
+
+
+def choose(found: list[Forecast], wish: Wish) -> Forecast | None:
+    """The most precise form that leaves room for what is wished; `found` is ordered so."""
+    return next((each for each in found if each.rows >= wish.rows), None)

@@ -1,0 +1,338 @@
+"""`vllmx plan` against sums done by hand, from a config alone, a GGUF file's header, and a hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from vllmx.cli.plan import plan
+from vllmx.sizing import measured
+from vllmx_core.registry import load_registry
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""Llama 3 8B's."""
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+}
+"""Qwen3-30B-A3B's."""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(plan, list(arguments))
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+def written(folder: Path, config: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def form(found: dict[str, Any], name: str) -> dict[str, Any]:
+    (one,) = (each for each in found["forms"] if each["form"] == name)
+    return one
+
+
+def test_a_dense_model_by_hand(tmp_path: Path) -> None:
+    found = planned(written(tmp_path, DENSE), "--on", "h100", "--context", "4096")
+    assert found["parameters"] == pytest.approx(8.03e9, rel=0.001)
+    table = 128256 * 4096
+    assert found["parameters_used_by_a_token"] == found["parameters"] - table
+    assert found["kv_bytes_per_token"] == 2 * 2 * 8 * 128 * 32
+    assert not found["measured"]
+    stored = form(found, "stored")
+    assert stored["weight_bytes"] == 2 * found["parameters"]
+    read = 2 * found["parameters_used_by_a_token"] + 4096 * found["kv_bytes_per_token"]
+    assert stored["decode"]["1"] == pytest.approx(0.8 * 3.35e12 / read)
+    assert stored["longest_context"] == 8192
+    free = 0.9 * 80e9 - stored["weight_bytes"]
+    assert stored["rows"] == pytest.approx(free / (4096 * found["kv_bytes_per_token"]), rel=0.02)
+    assert form(found, "q8_0")["weight_bytes"] == found["parameters"] * 34 / 32
+    assert form(found, "q4_k_m")["weight_bytes"] / found["parameters"] * 8 == pytest.approx(
+        4.9, abs=0.1
+    )
+    assert found["choice"] == "stored"
+
+
+def test_experts_are_read_where_they_are_chosen(tmp_path: Path) -> None:
+    found = planned(written(tmp_path, EXPERTS), "--on", "h100", "--context", "1")
+    assert found["parameters"] == pytest.approx(30.5e9, rel=0.01)
+    expert = 3 * 2048 * 768
+    unused = 48 * (128 - 8) * expert + 151936 * 2048
+    assert found["parameters_used_by_a_token"] == found["parameters"] - unused
+    used_by_eight = 128 * (1 - (1 - 8 / 128) ** 8)
+    read = 2 * (found["parameters"] - 151936 * 2048 - 48 * (128 - used_by_eight) * expert)
+    kv = 8 * found["kv_bytes_per_token"]
+    assert form(found, "stored")["decode"]["8"] == pytest.approx(
+        8 * 0.8 * 3.35e12 / (read + kv), rel=1e-6
+    )
+
+
+def test_the_choice_is_the_most_precise_that_fits(tmp_path: Path) -> None:
+    model = written(tmp_path, EXPERTS)
+    assert planned(model, "--on", "rtx4090")["choice"] == "q4_k_m"
+    assert planned(model, "--on", "2xrtx4090")["choice"] == "q8_0"
+    many = planned(model, "--on", "rtx4090", "--rows", "200")
+    assert many["choice"] is None
+    text = run(model, "--on", "rtx4090").output
+    assert re.search(r"^stored .* does not fit", text, re.MULTILINE)
+    assert "--isq q4_k_m --max-model-len 4096" in text
+    assert (
+        "nothing leaves room for 200 of 4,096 tokens"
+        in run(model, "--on", "rtx4090", "--rows", "200").output
+    )
+
+
+def test_windows_and_states_bound_the_cache(tmp_path: Path) -> None:
+    windowed = DENSE | {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024,
+        "max_position_embeddings": 32768,
+    }  # fmt: skip
+    found = planned(written(tmp_path, windowed), "--on", "l4", "--context", "32768")
+    assert form(found, "stored")["rows"] > 5  # 0.5 with all tokens kept
+
+
+def test_quantised_weights_are_sized_by_their_files(tmp_path: Path) -> None:
+    quantised = DENSE | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    done = run(written(tmp_path, quantised), "--on", "h100")
+    assert "how many bytes they take" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--on", "h10"], "did you mean 'h100'"),
+        (["--on", "2000xh100"], "several devices are written as 8xh100"),
+        (["--on", "l4", "--context", "8193"], "--context 8193 is more than the 8192 tokens"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = run(written(tmp_path, DENSE), *arguments)
+    assert said in str(done.exception)
+
+
+def test_wrong_models(tmp_path: Path) -> None:
+    assert "was not found" in str(run("no/such/model/at all").exception)
+    assert "no installed plugin" in str(
+        run(written(tmp_path, DENSE | {"architectures": ["Nobody"], "model_type": "no"})).exception
+    )
+
+
+def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With probes so small that they say nothing of the machine, but that it was asked."""
+    pytest.importorskip("vllmx_cpu")
+    monkeypatch.setattr(measured, "PROBE_BYTES", 1)
+    monkeypatch.setattr(measured, "PROBE_LAYERS", 1)
+    monkeypatch.setattr(measured, "HIDDEN", 256)
+    small = DENSE | {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 1024}
+    found = planned(written(tmp_path, small), "--backend", "cpu")
+    assert found["measured"]
+    assert found["memory_bytes"] > 0
+    assert all(rate > 0 for each in found["forms"] for rate in each["decode"].values())
+
+
+def test_times_between_those_that_were_measured() -> None:
+    times = (1.0, 2.0, 5.0, 53.0)
+    assert measured.interpolated(0.5, times) == 1.0
+    assert measured.interpolated(8, times) == 2.0
+    assert measured.interpolated(20, times) == 3.5
+    assert measured.interpolated(1024, times) == 106.0
+
+
+def test_weights_for_the_measurement_are_of_the_type_that_is_measured() -> None:
+    registry = load_registry()
+    model = measured._probe(registry, 1)
+    block = measured.TYPES_BY_NAME["Q4_K"]
+    source = measured.RandomWeights(registry, model, block)
+    spec = next(spec for spec in model.weights() if spec.kind == "linear")
+    part = source.part(spec.parts[0].name)
+    assert part.layout == block.layout
+    values = part.dequantize()
+    assert values.shape == (spec.parts[0].rows, spec.cols)
+    assert 0.01 < float(np.std(values)) < 0.03
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one repository; `files` has what is in it."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+    endpoint: str
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        self.asked.append(f"{self.command} {path} {self.headers.get('Range')}")
+        if path.startswith("/api/"):
+            siblings = [{"rfilename": name, "size": len(d)} for name, d in self.files.items()]
+            body = json.dumps({"id": "org/model", "sha": "0" * 40, "siblings": siblings}).encode()
+            self._send(200, body)
+            return
+        data = self.files[path.rpartition("/")[2]]
+        wanted = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range") or "")
+        if wanted:
+            self._send(206, data[: int(wanted[1]) + 1])
+        else:
+            self._send(200, data)
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        size = len(body)
+        for name, value in {
+            "Content-Length": size,
+            "ETag": '"1"',
+            "X-Repo-Commit": "0" * 40,
+        }.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Says nothing."""
+
+
+SCRIPT = """
+import sys
+from vllmx.cli.plan import plan
+from vllmx_models import header_only
+header_only.FIRST_BYTES = 64  # so that a header must be asked for several times
+plan([*sys.argv[1:], "--on", "h100", "--json"])
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[type[Hub]]:
+    handler = type("OneHub", (Hub,), {"files": {}, "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    handler.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def planned_from(hub: type[Hub], home: Path, model: str) -> dict[str, Any]:
+    """In a process of its own: the hub's client reads its environment when it is imported."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    clean = {key: value for key, value in clean.items() if "proxy" not in key.lower()}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model],
+        env={**clean, "HF_HOME": str(home / "hub"), "HF_ENDPOINT": hub.endpoint},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_model_of_the_hub_is_planned_by_its_config(hub: type[Hub], tmp_path: Path) -> None:
+    hub.files |= {"config.json": json.dumps(DENSE).encode(), "model.safetensors": b"w" * 100}
+    found = planned_from(hub, tmp_path, "org/model")
+    assert found["parameters"] == pytest.approx(8.03e9, rel=0.001)
+    assert not any("safetensors" in line and "resolve" in line for line in hub.asked)
+
+
+def test_a_quantised_model_of_the_hub_is_sized_by_its_files(hub: type[Hub], tmp_path: Path) -> None:
+    quantised = DENSE | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    hub.files |= {"config.json": json.dumps(quantised).encode(), "model.safetensors": b"w" * 4000}
+    found = planned_from(hub, tmp_path, "org/model")
+    assert [each["form"] for each in found["forms"]] == ["stored"]
+    assert form(found, "stored")["weight_bytes"] == pytest.approx(4000)
+
+
+def test_a_gguf_file_of_the_hub_is_planned_by_its_header(hub: type[Hub], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    hub.files["model.gguf"] = path.read_bytes()
+    found = planned_from(hub, tmp_path, "org/model:model.gguf")
+    assert found == planned(str(path), "--on", "h100") | {"model": "org/model:model.gguf"}
+    assert form(found, "stored")["weight_bytes"] == found["parameters"] * 34 / 32
+    ranges = [line.rpartition(" ")[2] for line in hub.asked if "GET /org" in line]
+    assert ranges[:3] == ["bytes=0-63", "bytes=0-255", "bytes=0-1023"]
+    assert int(ranges[-1].rpartition("-")[2]) < path.stat().st_size - 1
+
+
+def write_gguf(path: Path) -> None:
+    """A Llama in Q8_0 whose header takes a few kilobytes, its weights more."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(512)
+    writer.add_embedding_length(128)
+    writer.add_feed_forward_length(256)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(300)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"token {n}" for n in range(300)])
+    shapes = {
+        "token_embd": (300, 128), "output": (300, 128), "blk.0.attn_q": (128, 128),
+        "blk.0.attn_k": (64, 128), "blk.0.attn_v": (64, 128), "blk.0.attn_output": (128, 128),
+        "blk.0.ffn_gate": (256, 128), "blk.0.ffn_up": (256, 128), "blk.0.ffn_down": (128, 256),
+    }  # fmt: skip
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, (rows, cols) in shapes.items():
+        blocks = np.zeros((rows, cols // 32 * 34), np.uint8)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(128, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
