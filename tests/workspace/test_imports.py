@@ -31,7 +31,7 @@ ALLOWED = {
     },
     "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},
     "vllmx_demo": {"vllmx_core"},
-    "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_server", "click", "yaml"},
+    "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_models", "vllmx_server", "click", "numpy", "yaml"},
 }
 IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "safetensors", "ml_dtypes"},
@@ -39,7 +39,7 @@ IN_FUNCTIONS = {
     "vllmx_torch": {"transformers"},
     "vllmx_engine": {"llguidance", "PIL"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
-    "vllmx": {"numpy", "msgspec", "prompt_toolkit", "vllmx_models"},
+    "vllmx": {"msgspec", "prompt_toolkit"},
 }
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
