@@ -31,7 +31,15 @@ ALLOWED = {
     },
     "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},
     "vllmx_demo": {"vllmx_core"},
-    "vllmx": {"vllmx_core", "vllmx_engine", "vllmx_models", "vllmx_server", "click", "numpy", "yaml"},
+    "vllmx": {
+        "vllmx_core",
+        "vllmx_engine",
+        "vllmx_models",
+        "vllmx_server",
+        "click",
+        "numpy",
+        "yaml",
+    },
 }
 IN_FUNCTIONS = {
     "vllmx_core": {"numpy", "torch", "transformers", "safetensors", "ml_dtypes"},

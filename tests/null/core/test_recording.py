@@ -175,7 +175,8 @@ def test_every_op_of_core_has_cases() -> None:
     others = {op.__name__ for op in set(OPS) - recorded}
     assert others == {
         "Attention", "LatentAttention", "Recurrence", "ShortConv", "GatedLinear",
-        "Patches", "Mix", "Merge", "Keep", "Place", "VocabEmbedding", "AllReduce", "AllGather", "Slice",
+        "Patches", "Mix", "Merge", "Keep", "Place", "VocabEmbedding", "AllReduce", "AllGather",
+        "Slice",
     }  # fmt: skip  # own suites; what a pass makes
 
 
