@@ -35,6 +35,7 @@ from vllmx_server.routes import (
     responses,
     status,
     text,
+    web,
 )
 from vllmx_server.state import ServerState
 from vllmx_server.store.storage import Storage
@@ -76,14 +77,16 @@ ROUTES = (
     ("GET", "/metrics", status.metrics),
     ("GET", "/version", status.version),
 )
+WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
+"""Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
 _METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
-_PATHS = {path for _, path, _ in ROUTES if "{" not in path}
+_PATHS = {path for _, path, _ in (*ROUTES, *WEB_ROUTES) if "{" not in path}
 _PATTERNS = [
     (
-        re.compile(re.sub(r"{[^}]*}", "[^/]+", path).replace("models/[^/]+", "models/.+")),
+        re.compile(re.sub(r"{[^}]*}", "[^/]+", re.sub(r"{\w+:path}", ".+", path))),
         path.replace(":path}", "}"),
     )
-    for path in dict.fromkeys(path for _, path, _ in ROUTES if "{" in path)
+    for path in dict.fromkeys(path for _, path, _ in (*ROUTES, *WEB_ROUTES) if "{" in path)
 ]
 """Of paths with a part of the client's, and what is shown of them."""
 
@@ -124,9 +127,11 @@ def build_app(llm: AsyncLLM, config: ServerConfig, storage: Storage | None = Non
     hosts = allowed_hosts(config)
     if hosts is not None:
         middleware.append(Middleware(HostCheck, allowed=hosts))
-    middleware.append(Middleware(Authorization, keys=config.api_key))
+    is_open = web.is_web if config.web else None
+    middleware.append(Middleware(Authorization, keys=config.api_key, is_open=is_open))
+    routes = (*ROUTES, *WEB_ROUTES) if config.web else ROUTES
     app = App(
-        routes=[Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES],
+        routes=[Route(path, endpoint, methods=[method]) for method, path, endpoint in routes],
         middleware=middleware,
         exception_handlers={
             VllmxError: errors.on_vllmx_error,

@@ -60,6 +60,8 @@ class ServerConfig:
     """How long files, batches and responses are kept."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template of their own."""
+    web: bool = True
+    """The web page at "/"."""
     disable_access_log: bool = False
     log_level: str = "info"
 

@@ -101,14 +101,25 @@ class RequestContext:
 
 class Authorization:
     """API keys on every route but /health, compared in constant time. The digest of the key
-    names the client: fair share and prefix-cache salt go by it."""
+    names the client: fair share and prefix-cache salt go by it.
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    Args:
+        is_open: whether a path needs no key either, as the files of the web page.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        is_open: Callable[[str], bool] | None = None,
+    ) -> None:
         self.app = app
+        self.is_open = is_open
         self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self.digests or route_path(scope) in PUBLIC_PATHS:
+        if scope["type"] != "http" or not self.digests or self._is_public(route_path(scope)):
             await self.app(scope, receive, send)
             return
         if _is_preflight(scope):  # browsers send it without the key, to ask whether they may
@@ -126,6 +137,9 @@ class Authorization:
             return
         scope.setdefault("state", {})["client"] = client_name(digest)
         await self.app(scope, receive, send)
+
+    def _is_public(self, path: str) -> bool:
+        return path in PUBLIC_PATHS or (self.is_open is not None and self.is_open(path))
 
 
 def header(scope: Scope, name: bytes) -> bytes:

@@ -63,7 +63,7 @@ LLAMA = (
     refused("--no-jinja", "templates are always Jinja: leave it out", bare=True),
     means("--reasoning-format", "reasoning_parser", "deepseek is auto", REASONING),
     switch(
-        "--metrics --no-slots --no-webui --no-warmup --warmup --mmproj-auto --perf --no-perf",
+        "--metrics --no-slots --no-warmup --warmup --mmproj-auto --perf --no-perf",
         "vllmx does it so anyway",
     ),
     switches("-v --verbose --log-verbose", "log_level", "debug", "all messages"),

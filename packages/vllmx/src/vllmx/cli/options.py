@@ -41,6 +41,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "seed": ("-s",),
     "root_path": ("--api-prefix",),
     "tool_parser": ("--tool-call-parser",),
+    "web": ("--webui/--no-webui",),
     "ssl_certfile": ("--ssl-cert-file",),
     "ssl_keyfile": ("--ssl-key-file",),
 }

@@ -51,6 +51,7 @@ HELP = {
     "max_stored_bytes": "Of all files of one API key, and as much again of its responses.",
     "max_stored_days": "How long files, batches and responses are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
+    "web": "The web page at /.",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",
 }

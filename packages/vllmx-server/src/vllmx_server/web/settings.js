@@ -1,0 +1,93 @@
+// What a user sets, how it is kept, and the request that it makes.
+
+const KEPT = "vllmx.settings";
+
+/** Sampling fields: name, label, least, greatest, step, what it does. An empty one is the model's. */
+export const NUMBERS = [
+  ["temperature", "Temperature", 0, 100, 0.1, "0 always takes the likeliest token"],
+  ["top_p", "Top p", 0, 1, 0.05, "share of probability that is drawn from"],
+  ["top_k", "Top k", -1, 1 << 30, 1, "so many of the likeliest tokens; -1 for all"],
+  ["min_p", "Min p", 0, 1, 0.01, "least probability, relative to the likeliest"],
+  ["max_tokens", "Longest answer", 1, 1 << 30, 1, "in tokens"],
+  ["seed", "Seed", 0, Number.MAX_SAFE_INTEGER, 1, "the same seed gives the same answer"],
+  ["presence_penalty", "Presence penalty", -2, 2, 0.1, "against tokens that were there"],
+  ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "the more often they were"],
+  ["repetition_penalty", "Repetition penalty", 0.01, 100, 0.05, "1 is none"],
+];
+const CARRIED = [...NUMBERS.map(([name]) => name), "system", "thinking", "stop"];
+
+/** Those of a new chat: what was set last, but for the form of answers and the tools. */
+export function lastSettings() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
+    return Object.fromEntries(CARRIED.filter((name) => name in kept).map((name) => [name, kept[name]]));
+  } catch {
+    return {};
+  }
+}
+
+export function keepSettings(settings) {
+  localStorage.setItem(KEPT, JSON.stringify(settings));
+}
+
+/** What is wrong with a text that should be JSON; null when it is, or is empty. */
+export function jsonTrouble(text, isArray) {
+  if (!text?.trim()) return null;
+  try {
+    const value = JSON.parse(text);
+    const isRight = isArray ? Array.isArray(value) : value && typeof value === "object" && !Array.isArray(value);
+    return isRight ? null : isArray ? "This must be a list: [ … ]" : "This must be an object: { … }";
+  } catch (error) {
+    return error.message;
+  }
+}
+
+/** The body of a chat completion for the messages of a path. */
+export function requestBody(path, settings, model, goesOn) {
+  const body = { messages: [], stream: true, stream_options: { include_usage: true } };
+  if (model) body.model = model;
+  if (settings.system?.trim()) body.messages.push({ role: "system", content: settings.system });
+  body.messages.push(...path.map(message));
+  for (const [name] of NUMBERS) {
+    if (Number.isFinite(settings[name])) body[name] = settings[name];
+  }
+  const stop = (settings.stop ?? "").split("\n").filter(Boolean);
+  if (stop.length) body.stop = stop;
+  if (settings.schema?.trim()) {
+    const schema = JSON.parse(settings.schema);
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  if (settings.tools?.trim()) body.tools = JSON.parse(settings.tools).map(asTool);
+  if (settings.thinking) {
+    const isOn = settings.thinking === "on";
+    body.chat_template_kwargs = { enable_thinking: isOn, thinking: isOn };
+  }
+  if (goesOn) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  return body;
+}
+
+/** A function may stand alone, without what the API puts around it. */
+function asTool(tool) {
+  return tool.type === "function" ? tool : { type: "function", function: tool };
+}
+
+function message(node) {
+  if (node.role === "tool") return { role: "tool", tool_call_id: node.call, content: node.content };
+  if (node.role === "user") return { role: "user", content: parts(node) };
+  const found = { role: "assistant", content: node.content };
+  if (node.reasoning) found.reasoning_content = node.reasoning;
+  if (node.calls?.length) {
+    found.tool_calls = node.calls.map((call) => ({
+      id: call.id,
+      type: "function",
+      function: { name: call.name, arguments: call.arguments },
+    }));
+  }
+  return found;
+}
+
+function parts(node) {
+  if (!node.images?.length) return node.content;
+  const images = node.images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return node.content ? [...images, { type: "text", text: node.content }] : images;
+}

@@ -1,0 +1,36 @@
+// A conversation is a tree of messages; what is shown is the path to one leaf.
+//
+// A node: {id, chat, parent, order, role, content} and, by role, `images` (data URLs), `calls`
+// ([{id, name, arguments}]), `call` (which call a tool's result answers), `reasoning`, `state`
+// ("streaming", "done", "stopped", "interrupted" or "failed"), `error`, `finish`, `model`, `stats`.
+
+/** The children of a node (null: the first messages) in the order in which they came. */
+export function children(nodes, parent) {
+  return [...nodes.values()].filter((node) => node.parent === parent).sort((a, b) => a.order - b.order);
+}
+
+/** From the first message to a leaf. */
+export function pathTo(nodes, leaf) {
+  const path = [];
+  for (let node = nodes.get(leaf); node && path.length <= nodes.size; node = nodes.get(node.parent)) {
+    path.push(node);
+  }
+  return path.reverse();
+}
+
+/** The leaf below a node that is reached by its newest children. */
+export function newestLeaf(nodes, id) {
+  let leaf = id;
+  for (let left = nodes.size; left; left -= 1) {
+    const next = children(nodes, leaf).at(-1);
+    if (!next) break;
+    leaf = next.id;
+  }
+  return leaf;
+}
+
+/** `{at, ids}`: which of its siblings a node is. */
+export function branches(nodes, node) {
+  const ids = children(nodes, node.parent).map((sibling) => sibling.id);
+  return { at: ids.indexOf(node.id), ids };
+}
