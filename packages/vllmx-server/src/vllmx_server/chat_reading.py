@@ -16,6 +16,12 @@ from vllmx_engine.formats.events import (
 )
 from vllmx_engine.wire.outputs import CompletionOutput
 
+from vllmx_server.answers.chat import (
+    AssistantMessage,
+    CalledFunction,
+    CalledTool,
+    FinishReason,
+)
 from vllmx_server.chunks import Chunks, encode
 
 _SLICE_CHARS = 4096
@@ -54,12 +60,12 @@ class ReadStream:
             return events
         return [event for event in events if not isinstance(event, ReasoningPiece)]
 
-    def finish_reason(self, choice: CompletionOutput) -> str:
+    def finish_reason(self, choice: CompletionOutput) -> FinishReason:
         """Of the last output; "tool_calls" where the model called some."""
         return finish_reason(choice, self._reader.num_calls)
 
 
-def finish_reason(choice: CompletionOutput, num_calls: int) -> str:
+def finish_reason(choice: CompletionOutput, num_calls: int) -> FinishReason:
     """OpenAI's reason why an answer ended."""
     assert choice.finish_reason is not None
     return "tool_calls" if num_calls and choice.finish_reason == "stop" else choice.finish_reason
@@ -139,29 +145,23 @@ class WholeAnswer:
         tokens = readers.reasoning_counter().add(choice.token_ids, reader)
         return cls(found, reader.num_calls, tokens)
 
-    def finish_reason(self, choice: CompletionOutput) -> str:
+    def finish_reason(self, choice: CompletionOutput) -> FinishReason:
         """ "tool_calls" where the model called some."""
         return finish_reason(choice, self._num_calls)
 
-    def message(self, echoed: str, *, has_reasoning: bool) -> dict[str, Any]:
+    def message(self, echoed: str, *, has_reasoning: bool) -> AssistantMessage:
         """The message, with its calls if there are some."""
         calls = self._found.tool_calls
         content = echoed + self._found.content
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if calls and not content else content,
-            "refusal": None,
-        }
+        message = AssistantMessage(content=None if calls and not content else content)
         if has_reasoning:
-            reasoning = self._found.reasoning or None
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            message.reasoning = message.reasoning_content = self._found.reasoning or None
         if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
+            message.tool_calls = [
+                CalledTool(
+                    id=call.id,
+                    function=CalledFunction(name=call.name, arguments=call.arguments),
+                )
                 for call in calls
             ]
         return message

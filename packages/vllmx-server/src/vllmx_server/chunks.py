@@ -52,9 +52,9 @@ class Chunks:
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk of `include_usage`."""
-        return self.head + b'],"usage":%b}\n\n' % encode(usage.as_dict())
+        return self.head + b'],"usage":%b}\n\n' % encode(usage.shown())
 
     def _end(self, usage: Usage, more: bytes) -> bytes:
         if self.has_usage:
-            return b'],"usage":%b%b}\n\n' % (encode(usage.as_dict()), more)
+            return b'],"usage":%b%b}\n\n' % (encode(usage.shown()), more)
         return b"]" + more + self.tail[1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any
 
 from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.logprob_rows import LogprobRows
@@ -12,6 +11,7 @@ from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import TokenLogprobs
 from vllmx_engine.wire.outputs import CompletionOutput
 
+from vllmx_server.answers.logprobs import TokenLogprob
 from vllmx_server.logprobs import chat_entry
 
 
@@ -30,7 +30,7 @@ class ContentLogprobs:
         self._top = top
         self._undecided: list[tuple[str, TokenLogprobs | None]] = []
         """Tokens that may be the first part of a marker, or of a character."""
-        self._entries: list[dict[str, Any]] = []
+        self._entries: list[TokenLogprob] = []
 
     def add(self, choice: CompletionOutput) -> None:
         """Takes the tokens of an output."""
@@ -73,7 +73,7 @@ class ContentLogprobs:
             at += len(text)
         self._undecided = waiting
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[TokenLogprob]:
         """Entries that nobody has taken yet."""
         found, self._entries = self._entries, []
         return found

@@ -11,6 +11,14 @@ from starlette.responses import Response
 from starlette.types import Scope
 from vllmx_core.errors import QueueFullError, VllmxError, excerpt
 
+from vllmx_server.answers.errors import (
+    AnthropicType,
+    ErrorAnswer,
+    ErrorFields,
+    MessagesError,
+    MessagesErrorFields,
+)
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -26,7 +34,7 @@ _TYPES = {
     503: "service_unavailable_error",
     505: "invalid_request_error",
 }
-_ANTHROPIC_TYPES = {
+_ANTHROPIC_TYPES: dict[int, AnthropicType] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -128,27 +136,28 @@ def cut_message(error: VllmxError) -> str:
     return excerpt(error.message, _MAX_MESSAGE)
 
 
-def error_fields(error: VllmxError) -> dict[str, str | None]:
+def error_fields(error: VllmxError) -> ErrorFields:
     """An error as OpenAI's API describes one."""
     param = error.param
-    return {
-        "message": cut_message(error),
-        "type": _TYPES.get(error.http_status, "internal_error"),
-        "param": param[:_MAX_PARAM] if param is not None else None,
-        "code": error.code,
-    }
+    return ErrorFields(
+        message=cut_message(error),
+        type=_TYPES.get(error.http_status, "internal_error"),
+        param=param[:_MAX_PARAM] if param is not None else None,
+        code=error.code,
+    )
 
 
 def error_body(error: VllmxError) -> bytes:
     """JSON of one error."""
-    return _encode({"error": error_fields(error)})
+    return _encode(ErrorAnswer(error=error_fields(error)))
 
 
 def messages_error_body(error: VllmxError) -> bytes:
     """JSON of one error as Anthropic's API has it."""
-    other = "api_error" if error.http_status >= 500 else "invalid_request_error"
+    other: AnthropicType = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.http_status, other)
-    return _encode({"type": "error", "error": {"type": kind, "message": cut_message(error)}})
+    fields = MessagesErrorFields(type=kind, message=cut_message(error))
+    return _encode(MessagesError(error=fields))
 
 
 def error_response(error: VllmxError, scope: Scope | None = None) -> Response:

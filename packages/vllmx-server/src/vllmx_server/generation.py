@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from msgspec import UNSET
 from vllmx_core.errors import VllmxError
 from vllmx_engine.client.answers import AnswerReaders
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
+from vllmx_server.answers.usage import CompletionTokens, PromptTokens, TokenUsage
 from vllmx_server.metrics import Metrics
 
 
@@ -25,16 +27,18 @@ class Usage:
         self.reasoning_tokens: int | None = None
         """Of the completion's; None where thoughts are not told from content."""
 
-    def as_dict(self) -> dict[str, object]:
-        usage: dict[str, object] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-        if self.reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return usage
+    def shown(self) -> TokenUsage:
+        """In the form of OpenAI's API."""
+        thoughts = self.reasoning_tokens
+        return TokenUsage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokens(cached_tokens=self.cached_tokens),
+            completion_tokens_details=UNSET
+            if thoughts is None
+            else CompletionTokens(reasoning_tokens=thoughts),
+        )
 
 
 class Generation:

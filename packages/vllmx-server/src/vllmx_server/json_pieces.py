@@ -37,7 +37,7 @@ class Members:
 
 def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of a value, in pieces of about the same work; a small one is a single piece. `Items`
-    and `Members` may stand in it anywhere within dictionaries and other ones of their kind."""
+    and `Members` may stand in it anywhere within structs, dictionaries and others of their kind."""
     held = bytearray()
     num_nothing = 0
     for part in _parts(value):
@@ -57,7 +57,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, Members):
         yield from _object(value.members)
     elif _is_lazy(value):
-        yield from _object(value.items())
+        yield from _object(value.items() if isinstance(value, dict) else _fields(value))
     else:
         yield encode(value)
 
@@ -89,7 +89,20 @@ def _array(items: Iterator[Any]) -> Iterator[bytes]:
     yield b"]" if before == b"," else b"[]"
 
 
+def _fields(value: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    """Those that are set, in their order, behind the tag if there is one."""
+    config = value.__struct_config__
+    if config.tag is not None and config.tag_field is not None:
+        yield config.tag_field, config.tag
+    for name in value.__struct_fields__:
+        field = getattr(value, name)
+        if field is not msgspec.UNSET:
+            yield name, field
+
+
 def _is_lazy(value: Any) -> bool:
+    if isinstance(value, msgspec.Struct):
+        return any(_is_lazy(getattr(value, name)) for name in value.__struct_fields__)
     return isinstance(value, Items | Members) or (
         isinstance(value, dict) and any(map(_is_lazy, value.values()))
     )

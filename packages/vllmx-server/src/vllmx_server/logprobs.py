@@ -11,7 +11,15 @@ from vllmx_engine.client.logprob_rows import LogprobRows, decode_logprobs
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import TokenLogprobs
 
-from vllmx_server.json_pieces import Items, Members
+from vllmx_server.answers.logprobs import (
+    ChatLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TextLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from vllmx_server.answers.record import lazily, lazy_members
 
 FLOOR = -9999.0
 """JSON has no -inf; vLLM sends this."""
@@ -38,33 +46,35 @@ def chat_logprobs(
     top: int,
     tokenizer: Tokenizer,
     as_ids: bool | None,
-) -> dict[str, Any]:
+) -> ChatLogprobs:
     """`choices[].logprobs` of a chat completion; `top`: -1: of all that there are."""
-
     assert isinstance(positions, LogprobRows)
     rows = (chat_entry(row, top, tokenizer, as_ids) for row in positions.rows[: len(token_ids)])
-    return {"content": Items(rows), "refusal": None}
+    return ChatLogprobs(content=lazily(rows))
 
 
 def chat_entry(
     position: TokenLogprobs | None, top: int, tokenizer: Tokenizer, as_ids: bool | None = None
-) -> dict[str, Any]:
+) -> TokenLogprob:
     """One token of a chat completion, with the `top` likeliest; -1: with all that there are."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": token_name(token, tokenizer.token_text(token), as_ids),
-            "logprob": finite(logprob),
-            "bytes": list(tokenizer.token_bytes(token)),
-        }
+    def entry(token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(
+            token=token_name(token, tokenizer.token_text(token), as_ids),
+            logprob=finite(logprob),
+            bytes=list(tokenizer.token_bytes(token)),
+        )
 
     assert position is not None, "a generated token has its log-probability"
     likeliest = islice(position.likeliest(), None if top < 0 else top)
     entries = (entry(token, logprob) for token, logprob in likeliest)
-    return {
-        **entry(position.token, position.logprob),
-        "top_logprobs": Items(entries) if is_long(position) else list(entries),
-    }
+    own = entry(position.token, position.logprob)
+    return TokenLogprob(
+        token=own.token,
+        logprob=own.logprob,
+        bytes=own.bytes,
+        top_logprobs=lazily(entries) if is_long(position) else list(entries),
+    )
 
 
 class CompletionLogprobs:
@@ -86,30 +96,28 @@ class CompletionLogprobs:
         assert isinstance(positions, LogprobRows)
         self._parts.append((token_ids, positions, [shift + offset for offset in offsets]))
 
-    def as_dict(self) -> dict[str, Any]:
+    def shown(self) -> TextLogprobs:
         """Its arrays are made while they are encoded."""
         rows = [(ids, positions) for ids, positions, _ in self._parts]
-        return {
-            "tokens": Items(self._text(token) for ids, _ in rows for token in ids),
-            "token_logprobs": Items(
+        return TextLogprobs(
+            tokens=lazily(self._text(token) for ids, _ in rows for token in ids),
+            token_logprobs=lazily(
                 None if logprob is None else finite(logprob)
                 for _, positions in rows
                 for logprob in positions.of_tokens()
             ),
-            "top_logprobs": Items(
-                self._top(row) for _, positions in rows for row in positions.rows
-            ),
-            "text_offset": Items(offset for _, _, offsets in self._parts for offset in offsets),
-        }
+            top_logprobs=lazily(self._top(row) for _, positions in rows for row in positions.rows),
+            text_offset=lazily(offset for _, _, offsets in self._parts for offset in offsets),
+        )
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
-    def _top(self, row: TokenLogprobs | None) -> dict[str, float] | Members | None:
+    def _top(self, row: TokenLogprobs | None) -> dict[str, float] | None:
         if row is None:
             return None
         if is_long(row):
-            return Members(self._named(row))
+            return lazy_members(self._named(row))
         return dict(member for member in self._named(row) if member is not None)
 
     def _named(self, row: TokenLogprobs) -> Iterator[tuple[str, float] | None]:
@@ -125,28 +133,26 @@ class CompletionLogprobs:
                 yield name, finite(entry.logprob)
 
 
-def prompt_logprobs(positions: Sequence[Any] | None) -> Items | None:
+def prompt_logprobs(positions: Sequence[Any] | None) -> PromptLogprobs | None:
     """vLLM's `prompt_logprobs`: a mapping by token id for each prompt token, null for the first."""
     if positions is None:
         return None
     assert isinstance(positions, LogprobRows)
-    return Items(_prompt_row(row, positions.tokenizer) for row in positions.rows)
+    return lazily(_prompt_row(row, positions.tokenizer) for row in positions.rows)
 
 
-def _prompt_row(
-    row: TokenLogprobs | None, tokenizer: Tokenizer
-) -> dict[str, dict[str, Any]] | Members | None:
+def _prompt_row(row: TokenLogprobs | None, tokenizer: Tokenizer) -> dict[str, PromptLogprob] | None:
     if row is None:
         return None
     members = (
         (
             str(token),
-            {
-                "logprob": finite(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            },
+            PromptLogprob(
+                logprob=finite(entry.logprob),
+                rank=entry.rank,
+                decoded_token=entry.decoded_token,
+            ),
         )
         for token, entry in decode_logprobs(row, tokenizer)
     )
-    return Members(members) if is_long(row) else dict(members)
+    return lazy_members(members) if is_long(row) else dict(members)

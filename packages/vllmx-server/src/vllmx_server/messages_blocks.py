@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
+from vllmx_server.answers.messages import (
+    BlockStart,
+    ContentBlock,
+    Stop,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
 from vllmx_server.chat_events import (
     AnswerEnd,
     ArgumentsPiece,
@@ -16,43 +25,41 @@ from vllmx_server.chat_events import (
     ReasoningPiece,
 )
 
+Block = TypeVar("Block", TextBlock, ThinkingBlock)
 encode = msgspec.json.Encoder().encode
-_EMPTY: dict[str, dict[str, Any]] = {
-    "text": {"type": "text", "text": ""},
-    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-}
+_TEXT, _THINKING = TextBlock(), ThinkingBlock()
 
 
-def stop_fields(end: AnswerEnd | None, cut_by_context: bool, has_calls: bool) -> dict[str, Any]:
-    """`stop_reason` and `stop_sequence`."""
+def stop_fields(end: AnswerEnd | None, cut_by_context: bool, has_calls: bool) -> Stop:
+    """Why an answer ended."""
     reason = "end_turn" if end is None else end.finish_reason
     if has_calls and reason in ("stop", "tool_calls"):
-        return {"stop_reason": "tool_use", "stop_sequence": None}
+        return Stop(stop_reason="tool_use", stop_sequence=None)
     if reason == "length":
-        found = "model_context_window_exceeded" if cut_by_context else "max_tokens"
-        return {"stop_reason": found, "stop_sequence": None}
+        found: StopReason = "model_context_window_exceeded" if cut_by_context else "max_tokens"
+        return Stop(stop_reason=found, stop_sequence=None)
     if end is not None and isinstance(end.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        return Stop(stop_reason="stop_sequence", stop_sequence=end.stop_reason)
+    return Stop(stop_reason="end_turn", stop_sequence=None)
 
 
 class Blocks:
     """All blocks of an answer that is not streamed."""
 
     def __init__(self) -> None:
-        self.content: list[dict[str, Any]] = []
+        self.content: list[ContentBlock] = []
         self._arguments: dict[int, list[str]] = {}
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls: dict[int, ToolUseBlock] = {}
         self._end: AnswerEnd | None = None
 
     def add(self, event: ChatEvent) -> None:
         """Takes what happened next."""
         if isinstance(event, ContentPiece):
-            self._open("text")["text"] += event.text
+            self._open(TextBlock).text += event.text
         elif isinstance(event, ReasoningPiece):
-            self._open("thinking")["thinking"] += event.text
+            self._open(ThinkingBlock).thinking += event.text
         elif isinstance(event, CallBegin):
-            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+            block = ToolUseBlock(id=event.id, name=event.name, input={})
             self._calls[event.index] = block
             self.content.append(block)
         elif isinstance(event, ArgumentsPiece):
@@ -61,14 +68,17 @@ class Blocks:
             self._end = event
             self._fill_inputs()
 
-    def stop(self, cut_by_context: bool) -> dict[str, Any]:
-        """`stop_reason` and `stop_sequence`."""
+    def stop(self, cut_by_context: bool) -> Stop:
+        """Why it ended."""
         return stop_fields(self._end, cut_by_context, bool(self._calls))
 
-    def _open(self, kind: str) -> dict[str, Any]:
-        if not self.content or self.content[-1]["type"] != kind:
-            self.content.append(dict(_EMPTY[kind]))
-        return self.content[-1]
+    def _open(self, kind: type[Block]) -> Block:
+        last = self.content[-1] if self.content else None
+        if isinstance(last, kind):
+            return last
+        new = kind()
+        self.content.append(new)
+        return new
 
     def _fill_inputs(self) -> None:
         """What was cut by `length` is no JSON and stays an empty object."""
@@ -78,7 +88,7 @@ class Blocks:
             except (msgspec.DecodeError, RecursionError):
                 continue
             if isinstance(found, dict):
-                block["input"] = found
+                block.input = found
 
 
 class BlockEvents:
@@ -93,16 +103,14 @@ class BlockEvents:
     def of(self, event: ChatEvent) -> bytes:
         """What goes out for what happened next; maybe nothing."""
         if isinstance(event, ContentPiece):
-            return self._open("text", _EMPTY["text"]) + self._delta(
-                b'"text_delta","text":', event.text
-            )
+            return self._open("text", _TEXT) + self._delta(b'"text_delta","text":', event.text)
         if isinstance(event, ReasoningPiece):
-            return self._open("thinking", _EMPTY["thinking"]) + self._delta(
+            return self._open("thinking", _THINKING) + self._delta(
                 b'"thinking_delta","thinking":', event.text
             )
         if isinstance(event, CallBegin):
             self._has_calls = True
-            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+            block = ToolUseBlock(id=event.id, name=event.name, input={})
             return self._close() + self._open("tool_use", block)
         if isinstance(event, ArgumentsPiece):
             return self._delta(b'"input_json_delta","partial_json":', event.text)
@@ -111,11 +119,11 @@ class BlockEvents:
         self._end = event
         return self._close()
 
-    def stop(self, cut_by_context: bool) -> dict[str, Any]:
-        """`stop_reason` and `stop_sequence`."""
+    def stop(self, cut_by_context: bool) -> Stop:
+        """Why it ended."""
         return stop_fields(self._end, cut_by_context, self._has_calls)
 
-    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
+    def _open(self, kind: str, block: ContentBlock) -> bytes:
         if self._kind == kind:
             return b""
         before = self._close()
@@ -123,7 +131,7 @@ class BlockEvents:
         self._kind = kind
         return b"%bevent: content_block_start\ndata: %b\n\n" % (
             before,
-            encode({"type": "content_block_start", "index": self._index, "content_block": block}),
+            encode(BlockStart(index=self._index, content_block=block)),
         )
 
     def _delta(self, fields: bytes, text: str) -> bytes:

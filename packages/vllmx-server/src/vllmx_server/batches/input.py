@@ -6,9 +6,10 @@ from pathlib import Path
 
 from vllmx_core.errors import InvalidRequestError, excerpt, shown
 
+from vllmx_server.answers.kept import BatchError
 from vllmx_server.schema.batches import ENDPOINTS, LINE, BatchLine
 from vllmx_server.schema.decode import decode
-from vllmx_server.store.batches import Line, LineError
+from vllmx_server.store.batches import Line
 
 MAX_LINES = 50_000
 ANY_ENDPOINT = ""
@@ -26,7 +27,7 @@ class InputReader:
     """
 
     def __init__(self, path: Path, endpoint: str, max_line_bytes: int) -> None:
-        self.errors: list[LineError] = []
+        self.errors: list[BatchError] = []
         self.num_lines = 0
         self._file = path.open("rb")
         self._endpoints = ENDPOINTS if endpoint == ANY_ENDPOINT else (endpoint,)
@@ -67,7 +68,7 @@ class InputReader:
         """Closes the file; one without lines is wrong too."""
         self._file.close()
         if not self.num_lines and not self.errors:
-            self.errors.append(LineError("empty_file", "the input file has no lines"))
+            self.errors.append(BatchError("empty_file", "the input file has no lines"))
 
     def _check(self, data: bytes, start: int) -> Line | None:
         try:
@@ -90,7 +91,7 @@ class InputReader:
 
     def _fault(self, code: str, message: str, param: str | None = None) -> None:
         """Notes a fault of the line that was read last."""
-        self.errors.append(LineError(code, excerpt(message, 1000), self._number, param))
+        self.errors.append(BatchError(code, excerpt(message, 1000), self._number, param))
 
 
 def read_line(data: bytes) -> BatchLine:

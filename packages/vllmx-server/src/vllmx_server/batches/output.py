@@ -9,8 +9,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from vllmx_server.answers.kept import Status
 from vllmx_server.batches.line import unanswered
-from vllmx_server.store.batches import Batch, Batches, LineState, Status, save
+from vllmx_server.store.batches import Batch, Batches, LineState, save
 from vllmx_server.store.files import Files, StoredFile
 from vllmx_server.store.ids import now
 

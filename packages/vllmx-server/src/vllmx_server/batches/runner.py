@@ -9,13 +9,14 @@ from functools import partial
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_core.private_traceback import private_traceback
 
+from vllmx_server.answers.kept import BatchError, Status
 from vllmx_server.batches.answers import AnswerWriter
 from vllmx_server.batches.input import InputReader
 from vllmx_server.batches.line import LineAnswerer
 from vllmx_server.batches.lines import LineRunner
 from vllmx_server.batches.output import finish
 from vllmx_server.batches.places import Places
-from vllmx_server.store.batches import Batch, Batches, LineError, Status
+from vllmx_server.store.batches import Batch, Batches
 from vllmx_server.store.database import logger
 from vllmx_server.store.files import FileNotKnownError, Files
 from vllmx_server.store.ids import now
@@ -132,7 +133,7 @@ class BatchRunner:
         try:
             known = await self._files.get(batch.owner, batch.input_file_id)
         except FileNotKnownError as error:
-            await self._fail(batch, [LineError("file_not_found", error.message)])
+            await self._fail(batch, [BatchError("file_not_found", error.message)])
             return
         open_input = partial(
             InputReader, self._files.path(known.id), batch.endpoint, self._max_line_bytes
@@ -154,7 +155,7 @@ class BatchRunner:
         _enter(batch, "in_progress")
         await self._batches.save(batch)
 
-    async def _fail(self, batch: Batch, errors: list[LineError]) -> None:
+    async def _fail(self, batch: Batch, errors: list[BatchError]) -> None:
         batch.errors, batch.total = errors, 0
         _enter(batch, "failed")
         await self._batches.save(batch)

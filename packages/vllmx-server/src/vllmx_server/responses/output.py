@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from vllmx_server.answers.logprobs import TokenLogprob
 from vllmx_server.chat_events import (
     AnswerEnd,
     ArgumentsPiece,
@@ -111,7 +112,7 @@ class Output:
         else:
             yield "reasoning_text.delta", at
 
-    def _new_logprobs(self) -> list[dict[str, Any]]:
+    def _new_logprobs(self) -> list[TokenLogprob]:
         """Those that came since they were last told of; the open message keeps them."""
         new = [] if self._logprobs is None else self._logprobs.take()
         self.items[-1]["content"][0]["logprobs"] += new

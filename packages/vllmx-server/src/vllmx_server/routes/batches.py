@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import QueueFullError
 
+from vllmx_server.answers.kept import BatchList
 from vllmx_server.body import checked, read_json
 from vllmx_server.errors import OverloadedError
 from vllmx_server.routes.pages import answer, check_query, number, page
@@ -57,7 +58,7 @@ async def list_batches(request: Request) -> Response:
     state, after = state_of(request), request.query_params.get("after")
     limit = number(request, "limit", 1, 100, 20)
     found, has_more = await state.storage.batches.page(owner_of(request), after, limit)
-    return page([state.batches.newest(batch).shown() for batch in found], has_more)
+    return page(BatchList, [state.batches.newest(batch).shown() for batch in found], has_more)
 
 
 async def retrieve(request: Request) -> Response:

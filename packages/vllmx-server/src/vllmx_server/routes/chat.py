@@ -12,12 +12,20 @@ from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import CompletionOutput
 
+from vllmx_server.answers.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    FinishReason,
+)
+from vllmx_server.answers.logprobs import ChatLogprobs
+from vllmx_server.answers.record import lazily
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.chat_reading import PlainChunks, ReadStream, WholeAnswer, deltas
 from vllmx_server.chunks import Chunks
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
-from vllmx_server.json_pieces import Items, json_pieces
+from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import chat_logprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.chat import DECODER, ChatCompletionRequest
@@ -73,37 +81,34 @@ class ChatAnswer:
             if self._readers.has_thinking:
                 tokens = sum(each.num_reasoning_tokens for each in read)
                 self._generation.usage.reasoning_tokens = tokens
-        body: dict[str, Any] = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._state.llm.config.name,
-            "choices": Items(map(self._choice, final.outputs, read or repeat(None))),
-            "system_fingerprint": self._state.fingerprint,
-            "usage": self._generation.usage.as_dict(),
-            "prompt_logprobs": prompt_logprobs(final.prompt_logprobs),
-            "prompt_token_ids": final.prompt_token_ids if self._body.return_token_ids else None,
-        }
-        return json_pieces(body)
+        return json_pieces(
+            ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._state.llm.config.name,
+                choices=lazily(map(self._choice, final.outputs, read or repeat(None))),
+                system_fingerprint=self._state.fingerprint,
+                usage=self._generation.usage.shown(),
+                prompt_logprobs=prompt_logprobs(final.prompt_logprobs),
+                prompt_token_ids=final.prompt_token_ids if self._body.return_token_ids else None,
+            )
+        )
 
-    def _choice(self, choice: CompletionOutput, read: WholeAnswer | None) -> dict[str, Any]:
-        message: dict[str, Any]
+    def _choice(self, choice: CompletionOutput, read: WholeAnswer | None) -> ChatChoice:
         if read is None:
-            text = self._echoed() + choice.text
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message = AssistantMessage(content=self._echoed() + choice.text)
         else:
             assert self._readers is not None
             has_reasoning = self._has_reasoning and self._readers.has_thinking
             message = read.message(self._echoed(), has_reasoning=has_reasoning)
-        found: dict[str, Any] = {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice),
-            "finish_reason": self._finish_reason(choice, read),
-            "stop_reason": choice.stop_reason,
-            "token_ids": choice.token_ids if self._body.return_token_ids else None,
-        }
-        return found
+        return ChatChoice(
+            index=choice.index,
+            message=message,
+            logprobs=self._logprobs(choice),
+            finish_reason=self._finish_reason(choice, read),
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self._body.return_token_ids else None,
+        )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a streamed answer with their SSE framing; none before the engine's first
@@ -175,7 +180,7 @@ class ChatAnswer:
 
     def _finish_reason(
         self, choice: CompletionOutput, read: ReadStream | WholeAnswer | None
-    ) -> str | None:
+    ) -> FinishReason | None:
         """As OpenAI's: a call that the request named is no news, and its answer ends by "stop"."""
         is_named = isinstance(self._body.tool_choice, dict)
         return choice.finish_reason if read is None or is_named else read.finish_reason(choice)
@@ -214,7 +219,7 @@ class ChatAnswer:
             found["token_ids"] = choice.token_ids
         return found
 
-    def _logprobs(self, choice: CompletionOutput) -> dict[str, Any] | None:
+    def _logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:
         top = self._body.num_logprobs
         if choice.logprobs is None or top is None:
             return None

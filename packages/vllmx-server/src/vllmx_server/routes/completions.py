@@ -20,10 +20,13 @@ from vllmx_engine.text.fim import fim_marks
 from vllmx_engine.text.output import prompt_offsets
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
+from vllmx_server.answers.completions import TextChoice, TextCompletion
+from vllmx_server.answers.logprobs import TextLogprobs
+from vllmx_server.answers.record import lazily
 from vllmx_server.chunks import Chunks, encode
 from vllmx_server.event_stream import DONE, HeldResponse
 from vllmx_server.generation import Generation
-from vllmx_server.json_pieces import Items, json_pieces
+from vllmx_server.json_pieces import json_pieces
 from vllmx_server.logprobs import CompletionLogprobs, prompt_logprobs
 from vllmx_server.routes.generate import generate
 from vllmx_server.schema.completions import DECODER, CompletionRequest
@@ -137,42 +140,42 @@ class CompletionAnswer:
         if self._body.scores_only:
             usage.completion_tokens = 0
         return json_pieces(
-            {
-                "id": self._id,
-                "object": "text_completion",
-                "created": self._created,
-                "model": self._state.llm.config.name,
-                "choices": Items(
+            TextCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._state.llm.config.name,
+                choices=lazily(
                     self._choice(index, final, choice)
                     for index, final in enumerate(finals)
                     for choice in final.outputs
                 ),
-                "system_fingerprint": self._state.fingerprint,
-                "usage": usage.as_dict(),
-            }
+                system_fingerprint=self._state.fingerprint,
+                usage=usage.shown(),
+            )
         )
 
-    def _choice(self, index: int, final: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, final: RequestOutput, choice: CompletionOutput) -> TextChoice:
         echo = self._echoes[index] if self._body.echo else None
         echoed = "" if echo is None else echo.text
-        found: dict[str, Any] = {
-            "index": index * self._n + choice.index,
-            "text": echoed if self._body.scores_only else echoed + choice.text,
-            "logprobs": self._logprobs(choice, len(echoed), echo),
-            "finish_reason": "length" if self._body.scores_only else choice.finish_reason,
-            "stop_reason": None if self._body.scores_only else choice.stop_reason,
-        }
         asked = self._body.prompt_logprobs is not None  # echo scores the prompt for itself
-        found["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs if asked else None)
-        found["token_ids"] = found["prompt_token_ids"] = None
+        found = TextChoice(
+            index=index * self._n + choice.index,
+            text=echoed if self._body.scores_only else echoed + choice.text,
+            logprobs=self._logprobs(choice, len(echoed), echo),
+            finish_reason="length" if self._body.scores_only else choice.finish_reason,
+            stop_reason=None if self._body.scores_only else choice.stop_reason,
+            prompt_logprobs=prompt_logprobs(final.prompt_logprobs if asked else None),
+            token_ids=None,
+            prompt_token_ids=None,
+        )
         if self._body.return_token_ids:
-            found["token_ids"] = [] if self._body.scores_only else choice.token_ids
-            found["prompt_token_ids"] = final.prompt_token_ids
+            found.token_ids = [] if self._body.scores_only else choice.token_ids
+            found.prompt_token_ids = final.prompt_token_ids
         return found
 
     def _logprobs(
         self, choice: CompletionOutput, shift: int, echo: Echo | None = None
-    ) -> dict[str, Any] | None:
+    ) -> TextLogprobs | None:
         """Of the choice's tokens, with echo after those of the prompt. `shift`: characters before
         the choice's text."""
         if self._body.logprobs is None or choice.logprobs is None:
@@ -183,7 +186,7 @@ class CompletionAnswer:
         if not self._body.scores_only:
             offsets = choice.text_offsets or [0] * len(choice.token_ids)
             rows.add(choice.token_ids, choice.logprobs, offsets, shift)
-        return rows.as_dict()
+        return rows.shown()
 
     def _echo_of(self, output: RequestOutput) -> Echo:
         text = self._prompt_text(output)
@@ -264,7 +267,7 @@ class CompletionAnswer:
             yield {
                 "index": number,
                 "text": echo.text[offsets[start] : offsets[end]],
-                "logprobs": found.as_dict(),
+                "logprobs": found.shown(),
                 "finish_reason": None,
             }
 

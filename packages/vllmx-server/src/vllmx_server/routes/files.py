@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_server.answers.kept import Deleted, FileList
 from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
 from vllmx_server.schema.batches import MAX_LIFETIME_S
 from vllmx_server.state import owner_of, state_of
@@ -69,7 +68,7 @@ async def list_files(request: Request) -> Response:
         number(request, "limit", 1, 10_000, 10_000),
         newest_first(request),
     )
-    return page([each.shown() for each in found], has_more)
+    return page(FileList, [each.shown() for each in found], has_more)
 
 
 async def retrieve(request: Request) -> Response:
@@ -98,5 +97,4 @@ async def delete(request: Request) -> Response:
             " first"
         )
     await state.storage.files.delete(found.id)
-    done: dict[str, Any] = {"id": found.id, "object": "file", "deleted": True}
-    return answer(done)
+    return answer(Deleted(id=found.id, object="file"))

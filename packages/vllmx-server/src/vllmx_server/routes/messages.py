@@ -14,6 +14,15 @@ from vllmx_core.errors import VllmxError
 from vllmx_engine.client.chat import ChatOptions
 from vllmx_engine.client.request_stream import RequestStream
 
+from vllmx_server.answers.messages import (
+    ContentBlock,
+    CountedTokens,
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessagesUsage,
+    Stop,
+)
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.chat_events import ChatEvents
@@ -73,7 +82,7 @@ async def count_tokens(request: Request) -> Response:
     conversation, options = await read_json(request, state, parse)
     encoding = state.llm.encode_chat(conversation, options, False, client, body_bytes(request))
     tokens = await while_there(request.receive, encoding)
-    return Response(encode({"input_tokens": len(tokens)}), media_type="application/json")
+    return Response(encode(CountedTokens(input_tokens=len(tokens))), media_type="application/json")
 
 
 class MessagesAnswer:
@@ -95,10 +104,8 @@ class MessagesAnswer:
         async with aclosing(self._events.all()) as events:
             async for event in events:
                 blocks.add(event)
-        message = self._message(blocks.content)
-        message.update(blocks.stop(self._cut_by_context()))
-        message["usage"] = self._usage(done=True)
-        return iter((encode(message),))
+        stop = blocks.stop(self._cut_by_context())
+        return iter((encode(self._message(blocks.content, stop, done=True)),))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a streamed answer; none before the engine's first output."""
@@ -111,15 +118,12 @@ class MessagesAnswer:
                 data = blocks.of(event)
                 if data:
                     yield data
-        stop = {
-            "type": "message_delta",
-            "delta": blocks.stop(self._cut_by_context()),
-            "usage": self._usage(done=True),
-        }
+        stop = blocks.stop(self._cut_by_context())
+        delta = MessageDelta(delta=stop, usage=self._usage(done=True))
         yield (
             b"event: message_delta\ndata: %b\n\n"
             b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-        ) % encode(stop)
+        ) % encode(delta)
 
     has_middle = True
 
@@ -128,30 +132,30 @@ class MessagesAnswer:
         return b"".join([self._blocks.of(event) for event in self._events.more(text, ids)])
 
     def _start(self) -> bytes:
-        message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
-        message["usage"] = self._usage(done=False)
+        message = self._message([], Stop(stop_reason=None, stop_sequence=None), done=False)
         return b"event: message_start\ndata: %b\n\n%b" % (
-            encode({"type": "message_start", "message": message}),
+            encode(MessageStart(message=message)),
             FRAMING.ping,
         )
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._state.llm.config.name,
-            "content": content,
-        }
+    def _message(self, content: list[ContentBlock], stop: Stop, *, done: bool) -> Message:
+        return Message(
+            id=self._id,
+            model=self._state.llm.config.name,
+            content=content,
+            stop_reason=stop.stop_reason,
+            stop_sequence=stop.stop_sequence,
+            usage=self._usage(done=done),
+        )
 
-    def _usage(self, *, done: bool) -> dict[str, Any]:
+    def _usage(self, *, done: bool) -> MessagesUsage:
         usage = self._generation.usage
-        return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "output_tokens": usage.completion_tokens if done else min(1, usage.completion_tokens),
-        }
+        return MessagesUsage(
+            input_tokens=usage.prompt_tokens - usage.cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens if done else min(1, usage.completion_tokens),
+        )
 
     def _cut_by_context(self) -> bool:
         """The context ended before `max_tokens`."""

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError, shown
 
+from vllmx_server.answers.kept import Page
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -47,14 +49,12 @@ def newest_first(request: Request) -> bool:
     return order == "desc"
 
 
-def page(data: Sequence[dict[str, Any]], has_more: bool) -> Response:
-    """A list as OpenAI's API has it."""
-    return answer(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": has_more,
-        }
-    )
+def page(kind: type[Page], data: Sequence[Any], has_more: bool) -> Response:
+    """A list as OpenAI's API has it; `kind` is that of these entries."""
+    first, last = (_id_of(data[0]), _id_of(data[-1])) if data else (None, None)
+    return answer(kind(data=list(data), first_id=first, last_id=last, has_more=has_more))
+
+
+def _id_of(entry: Any) -> str:
+    found: str = entry["id"] if isinstance(entry, dict) else entry.id
+    return found

@@ -14,9 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError
 
+from vllmx_server.answers.pooling import (
+    Classified,
+    ClassifiedList,
+    Embedding,
+    EmbeddingList,
+    PooledList,
+    PooledRow,
+    PoolingList,
+    Ranked,
+    RankedText,
+    Ranking,
+    Score,
+    ScoreList,
+)
+from vllmx_server.answers.record import lazily
+from vllmx_server.answers.usage import PoolingUsage
 from vllmx_server.body import checked, read_json
 from vllmx_server.disconnect import while_there
-from vllmx_server.json_pieces import Items, json_pieces
+from vllmx_server.json_pieces import json_pieces
 from vllmx_server.pooling import (
     F32,
     Pooled,
@@ -47,24 +63,33 @@ Vectors = TypeVar("Vectors", bound=EmbeddingsRequest)
 
 async def embeddings(request: Request) -> Response:
     """A vector for each input."""
-    return await _vectors(request, EMBEDDINGS, "embedding", "embedding")
+
+    def row(index: int, values: list[float] | str) -> Embedding:
+        return Embedding(index=index, embedding=values)
+
+    return await _vectors(request, EMBEDDINGS, row, EmbeddingList, "embed")
 
 
 async def pooling(request: Request) -> Response:
     """What the model makes of each input: a vector, or the probabilities of its classes."""
-    return await _vectors(request, POOLING, "pooling", "data")
+
+    def row(index: int, values: list[float] | str) -> PooledRow:
+        return PooledRow(index=index, data=values)
+
+    pooler = state_of(request).pooler
+    task: Task = "embed" if pooler is None or "embed" in pooler.tasks else "classify"
+    return await _vectors(request, POOLING, row, PooledList, task)
 
 
 async def _vectors(
     request: Request,
     decoder: msgspec.json.Decoder[Vectors],
-    kind: str,
-    field: str,
+    row_of: Callable[[int, list[float] | str], Any],
+    kind: Callable[..., PoolingList],
+    task: Task,
 ) -> Response:
     state = state_of(request)
     pooler = state.pooler
-    can_embed = pooler is None or "embed" in pooler.tasks
-    task: Task = "embed" if can_embed or kind == "embedding" else "classify"
 
     def prepare(body: Vectors) -> list[PoolingInput]:
         nonlocal task
@@ -79,15 +104,14 @@ async def _vectors(
     special = body.add_special_tokens is not False
     pooled = await _pool(request, state, body, task, inputs, special=special, normalize=normalize)
 
-    def row(index: int, each: Pooled) -> dict[str, Any]:
+    def row(index: int, each: Pooled) -> Any:
         values = shortened(each.values, body.dimensions, normalize=normalize)
-        shown: Any = values.tolist()
         if body.encoding_format == "base64":
-            shown = base64.b64encode(values.astype("<f4").tobytes()).decode()
-        return {"object": kind, "index": index, field: shown}
+            return row_of(index, base64.b64encode(values.astype("<f4").tobytes()).decode())
+        return row_of(index, values.tolist())
 
     rows = (row(index, each) for index, each in enumerate(pooled))
-    return _answer(request, state, body, rows, pooled)
+    return _answer(request, state, body, kind, rows, pooled)
 
 
 def _check_dimensions(dimensions: int | None, pooler: Pooler) -> None:
@@ -128,14 +152,14 @@ async def classify(request: Request) -> Response:
     assert state.pooler is not None
     labels = state.pooler.labels
 
-    def row(index: int, each: Pooled) -> dict[str, Any]:
+    def row(index: int, each: Pooled) -> Classified:
         best = int(each.values.argmax())
         label = labels[best] if best < len(labels) else str(best)
         probs = each.values.tolist()
-        return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+        return Classified(index=index, label=label, probs=probs, num_classes=len(probs))
 
     rows = (row(index, each) for index, each in enumerate(pooled))
-    return _answer(request, state, body, rows, pooled)
+    return _answer(request, state, body, ClassifiedList, rows, pooled)
 
 
 async def score(request: Request) -> Response:
@@ -149,11 +173,8 @@ async def score(request: Request) -> Response:
     body, pairs = await _read(request, state, SCORE, prepare)
     normalize = body.activation is not False
     pooled = await _pool(request, state, body, "score", pairs, normalize=normalize)
-    rows = (
-        {"index": index, "object": "score", "score": float(each.values[0])}
-        for index, each in enumerate(pooled)
-    )
-    return _answer(request, state, body, rows, pooled)
+    rows = (Score(index=index, score=float(each.values[0])) for index, each in enumerate(pooled))
+    return _answer(request, state, body, ScoreList, rows, pooled)
 
 
 async def rerank(request: Request) -> Response:
@@ -170,18 +191,20 @@ async def rerank(request: Request) -> Response:
     scores = np.array([each.values[0] for each in pooled])
     order = np.argsort(-scores, kind="stable")[: body.top_n or len(pairs)]
 
-    def row(index: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+    texts = body.texts()
+
+    def row(index: int) -> Ranked:
+        found = Ranked(index=index, relevance_score=float(scores[index]))
         if body.return_documents is not False:
-            found["document"] = {"text": pairs[index].pair}
+            found.document = RankedText(text=texts[index])
         return found
 
-    answer = {
-        "id": f"rerank-{request_id_of(request, body)}",
-        "model": state.llm.config.name,
-        "usage": _usage(pooled),
-        "results": Items(map(row, order.tolist())),
-    }
+    answer = Ranking(
+        id=f"rerank-{request_id_of(request, body)}",
+        model=state.llm.config.name,
+        usage=_usage(pooled),
+        results=lazily(map(row, order.tolist())),
+    )
     return _in_pieces(json_pieces(answer))
 
 
@@ -223,26 +246,26 @@ async def _pool(
         release()
 
 
-def _usage(pooled: Sequence[Pooled]) -> dict[str, int]:
+def _usage(pooled: Sequence[Pooled]) -> PoolingUsage:
     tokens = sum(each.num_tokens for each in pooled)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
+    return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 def _answer(
     request: Request,
     state: ServerState,
     body: PoolingFields,
-    rows: Iterator[dict[str, Any]],
+    kind: Callable[..., PoolingList],
+    rows: Iterator[Any],
     pooled: Sequence[Pooled],
 ) -> Response:
-    answer = {
-        "id": f"pool-{request_id_of(request, body)}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": state.llm.config.name,
-        "data": Items(rows),
-        "usage": _usage(pooled),
-    }
+    answer = kind(
+        id=f"pool-{request_id_of(request, body)}",
+        created=int(time.time()),
+        model=state.llm.config.name,
+        data=lazily(rows),
+        usage=_usage(pooled),
+    )
     return _in_pieces(json_pieces(answer))
 
 

@@ -11,6 +11,9 @@ from starlette.responses import Response, StreamingResponse
 from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.client.request_stream import RequestStream
 
+from vllmx_server.answers.kept import Deleted
+from vllmx_server.answers.responses import ItemList
+from vllmx_server.answers.responses_events import ErrorEvent
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
 from vllmx_server.disconnect import unless_gone
@@ -33,7 +36,9 @@ encode = msgspec.json.Encoder().encode
 def _failed(error: VllmxError) -> bytes:
     """An error that no response tells of."""
     fields = error_fields(error)
-    event = {"type": "error", "sequence_number": 0, **fields}
+    event = ErrorEvent(
+        sequence_number=0, code=fields.code, message=fields.message, param=fields.param
+    )
     return b"event: error\ndata: %b\n\n" % encode(event)
 
 
@@ -151,7 +156,7 @@ async def delete(request: Request) -> Response:
     if running is not None:
         await running.cancel()
     await state.storage.responses.delete(owner, name)
-    return answer({"id": found.id, "object": "response", "deleted": True})
+    return answer(Deleted(id=found.id, object="response"))
 
 
 async def input_items(request: Request) -> Response:
@@ -165,7 +170,7 @@ async def input_items(request: Request) -> Response:
     if after is not None:
         items = _behind(items, after)
     limit = number(request, "limit", 1, 100, 20)
-    return page([_shown(item) for item in items[:limit]], len(items) > limit)
+    return page(ItemList, [_shown(item) for item in items[:limit]], len(items) > limit)
 
 
 def _behind(items: list[InputItem], after: str) -> list[InputItem]:

@@ -9,6 +9,7 @@ from vllmx_core.config import DEMO_MODEL
 from vllmx_core.errors import ModelNotFoundError, shown
 
 from vllmx_server import __version__
+from vllmx_server.answers.status import Health, ModelCard, ModelList, Version
 from vllmx_server.metrics import CONTENT_TYPE
 from vllmx_server.state import ServerState, state_of
 
@@ -20,25 +21,24 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(_encode(value), status, headers=headers, media_type="application/json")
 
 
-def _card(state: ServerState) -> dict[str, object]:
+def _card(state: ServerState) -> ModelCard:
     model, info = state.llm.config.model, state.llm.info
-    return {
-        "id": state.llm.config.name,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "vllmx",
-        "root": info.path if model == DEMO_MODEL else model,
-        "parent": None,
-        "max_model_len": info.max_model_len,
-        "permission": [],
-    }
+    return ModelCard(
+        id=state.llm.config.name,
+        created=state.created,
+        root=info.path if model == DEMO_MODEL else model,
+        max_model_len=info.max_model_len,
+        permission=[],
+    )
 
 
 async def models(request: Request) -> Response:
-    return _json({"object": "list", "data": [_card(state_of(request))]})
+    """The models that are served."""
+    return _json(ModelList(data=[_card(state_of(request))]))
 
 
 async def model(request: Request) -> Response:
+    """One of them."""
     state = state_of(request)
     name = request.path_params["name"]
     if name != state.llm.config.name:
@@ -52,8 +52,8 @@ async def live(request: Request) -> Response:
     """200 while the process answers, unless the engine is gone for good."""
     state = state_of(request)
     if state.llm.errored:
-        return _json({"status": "dead", "message": state.llm.trouble}, 503)
-    return _json({"status": "live"})
+        return _json(Health(status="dead", message=state.llm.trouble), 503)
+    return _json(Health(status="live"))
 
 
 async def ready(request: Request) -> Response:
@@ -61,17 +61,22 @@ async def ready(request: Request) -> Response:
     drains."""
     state = state_of(request)
     if state.draining:
-        return _json({"status": "draining"}, 503)
+        return _json(Health(status="draining"), 503)
     if not state.llm.is_ready:
-        status = "unresponsive" if state.llm.is_silent else "starting"
-        status = "dead" if state.llm.errored else status
-        return _json({"status": status, "message": state.llm.trouble}, 503)
-    return _json({"status": "ready"})
+        shown = Health(
+            status="unresponsive" if state.llm.is_silent else "starting", message=state.llm.trouble
+        )
+        if state.llm.errored:
+            shown.status = "dead"
+        return _json(shown, 503)
+    return _json(Health(status="ready"))
 
 
 async def metrics(request: Request) -> Response:
+    """Counters and histograms for Prometheus."""
     return Response(state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 async def version(request: Request) -> Response:
-    return _json({"version": __version__})
+    """The version of vllmx."""
+    return _json(Version(version=__version__))

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllmx_core.errors import InvalidRequestError
 
+from vllmx_server.answers.status import Detokenized, Tokenized
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import check_template
 from vllmx_server.disconnect import while_there
@@ -40,12 +41,12 @@ async def tokenize(request: Request) -> Response:
 def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> bytes:
     text_of = state.llm.tokenizer.token_text
     return _encode(
-        {
-            "count": len(tokens),
-            "max_model_len": state.llm.info.max_model_len,
-            "tokens": tokens,
-            "token_strs": [text_of(token) for token in tokens] if with_strings else None,
-        }
+        Tokenized(
+            count=len(tokens),
+            max_model_len=state.llm.info.max_model_len,
+            tokens=tokens,
+            token_strs=[text_of(token) for token in tokens] if with_strings else None,
+        )
     )
 
 
@@ -76,7 +77,7 @@ async def detokenize(request: Request) -> Response:
 
     body = await read_json(request, state, parse)
     text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
-    return Response(_encode({"prompt": text}), media_type="application/json")
+    return Response(_encode(Detokenized(prompt=text)), media_type="application/json")
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Literal
 
 import msgspec
 from vllmx_core.errors import VllmxError, shown
 
+from vllmx_server.answers.kept import BatchError, BatchErrors, BatchObject, RequestCounts, Status
 from vllmx_server.store.database import Database
 
-Status = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """What is still to be worked on."""
 
@@ -39,15 +29,6 @@ class LineState(IntEnum):
     FAILED = 2
 
 
-class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with an input file."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
 class Batch(msgspec.Struct, kw_only=True):
     """A batch as it is kept."""
 
@@ -62,7 +43,7 @@ class Batch(msgspec.Struct, kw_only=True):
     output_lifetime_s: int | None = None
     status: Status = "validating"
     model: str | None = None
-    errors: list[LineError] = []
+    errors: list[BatchError] = []
     output_file_id: str | None = None
     error_file_id: str | None = None
     total: int = 0
@@ -75,40 +56,33 @@ class Batch(msgspec.Struct, kw_only=True):
     def is_open(self) -> bool:
         return self.status in OPEN
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> BatchObject:
         """The object in the form of OpenAI's API."""
-        return {
-            "id": self.id,
-            "object": "batch",
-            "endpoint": self.endpoint,
-            "model": self.model,
-            "errors": {"object": "list", "data": self.errors} if self.errors else None,
-            "input_file_id": self.input_file_id,
-            "completion_window": self.completion_window,
-            "status": self.status,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            **{
-                f"{status}_at": self.times.get(status)
-                for status in (
-                    "in_progress",
-                    "finalizing",
-                    "completed",
-                    "failed",
-                    "expired",
-                    "cancelling",
-                    "cancelled",
-                )
-            },
-            "request_counts": {
-                "total": self.total,
-                "completed": self.completed,
-                "failed": self.failed,
-            },
-            "metadata": self.metadata,
-        }
+        when = self.times.get
+        return BatchObject(
+            id=self.id,
+            endpoint=self.endpoint,
+            model=self.model,
+            errors=BatchErrors(data=self.errors) if self.errors else None,
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            status=self.status,
+            output_file_id=self.output_file_id,
+            error_file_id=self.error_file_id,
+            created_at=self.created_at,
+            expires_at=self.expires_at,
+            in_progress_at=when("in_progress"),
+            finalizing_at=when("finalizing"),
+            completed_at=when("completed"),
+            failed_at=when("failed"),
+            expired_at=when("expired"),
+            cancelling_at=when("cancelling"),
+            cancelled_at=when("cancelled"),
+            request_counts=RequestCounts(
+                total=self.total, completed=self.completed, failed=self.failed
+            ),
+            metadata=self.metadata,
+        )
 
 
 class Line(msgspec.Struct, frozen=True, gc=False):

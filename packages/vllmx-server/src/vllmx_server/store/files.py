@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from vllmx_core.errors import VllmxError, shown
 
+from vllmx_server.answers.kept import FileObject
 from vllmx_server.store.database import Database, StorageError, logger
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.ids import new_id, now
@@ -53,19 +54,16 @@ class StoredFile(msgspec.Struct, frozen=True):
     created: int
     expires: int | None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> FileObject:
         """The object in the form of OpenAI's API."""
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.bytes,
-            "created_at": self.created,
-            "expires_at": self.expires,
-            "filename": self.name,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
+        return FileObject(
+            id=self.id,
+            bytes=self.bytes,
+            created_at=self.created,
+            expires_at=self.expires,
+            filename=self.name,
+            purpose=self.purpose,
+        )
 
 
 class Files:

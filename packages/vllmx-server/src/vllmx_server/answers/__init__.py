@@ -1,0 +1,1 @@
+"""What the server sends, as msgspec structs: what the API's document says, and what is encoded."""

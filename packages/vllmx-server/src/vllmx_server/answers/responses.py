@@ -1,0 +1,135 @@
+"""Answers of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+
+from vllmx_server.answers.kept import Page
+from vllmx_server.answers.logprobs import TokenLogprob
+from vllmx_server.answers.record import Record
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class OutputText(Record, kw_only=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningText(Record, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class MessageItem(Record, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(Record, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCall(Record, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class CustomCall(Record, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCall | CustomCall
+
+
+class ResponseError(Record, kw_only=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Record, kw_only=True):
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningShown(Record, kw_only=True):
+    effort: str | None
+    summary: str | None
+
+
+class TextShown(Record, kw_only=True):
+    format: dict[str, Any]
+
+
+class InputTokens(Record, kw_only=True):
+    cached_tokens: int
+
+
+class OutputTokens(Record, kw_only=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Record, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class Response(Record, kw_only=True):
+    """One response: what was asked, and what there is of its answer."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: ResponseStatus
+    background: bool
+    completed_at: int | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningShown
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float | None
+    text: TextShown
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class ItemList(Page, kw_only=True):
+    """What a response was asked, as it was sent, with ids."""
+
+    data: list[dict[str, Any]]

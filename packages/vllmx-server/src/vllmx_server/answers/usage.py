@@ -1,0 +1,35 @@
+"""Token counts, as OpenAI's API tells them."""
+
+from __future__ import annotations
+
+from msgspec import UNSET, UnsetType
+
+from vllmx_server.answers.record import Record
+
+
+class PromptTokens(Record, kw_only=True):
+    cached_tokens: int
+    """Found in the prefix cache."""
+
+
+class CompletionTokens(Record, kw_only=True):
+    reasoning_tokens: int
+    """Of thoughts."""
+
+
+class TokenUsage(Record, kw_only=True):
+    """Over all prompts and choices of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
+    """Where thoughts are told from content."""
+
+
+class PoolingUsage(Record, kw_only=True):
+    """Of a request that generates nothing."""
+
+    prompt_tokens: int
+    total_tokens: int
