@@ -1,9 +1,10 @@
-"""docs/serving.md names every route, field, flag, error code and metric that there is."""
+"""The pages about the server name every route, field, flag, error code and metric that there is."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,14 @@ from vllmx_server.schema.messages import MessagesRequest
 from vllmx_server.schema.responses import ResponsesRequest
 
 DOCS = Path(__file__).parents[3] / "docs"
-TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("serving.md", "api.md"))
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("serving.md", "routes.md"))
+
+
+def test_the_reference_is_what_the_document_says() -> None:
+    lister = runpy.run_path(str(DOCS / "list_api.py"))
+    assert (DOCS / "api.md").read_text(encoding="utf-8") == lister["page"](), (
+        "run: python docs/list_api.py"
+    )
 
 
 def test_routes() -> None:

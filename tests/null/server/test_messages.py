@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 from vllmx_core.errors import InvalidRequestError
+from vllmx_server.answers.messages import Stop
 from vllmx_server.chat_events import (
     AnswerEnd,
     ArgumentsPiece,
@@ -189,8 +190,8 @@ def test_blocks_of_an_answer() -> None:
     blocks = Blocks()
     for event in EVENTS:
         blocks.add(event)
-    assert blocks.content == CONTENT
-    assert blocks.stop(False) == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert msgspec.to_builtins(blocks.content) == CONTENT
+    assert blocks.stop(False) == Stop(stop_reason="tool_use", stop_sequence=None)
 
 
 def test_streamed_blocks_come_to_the_same() -> None:
@@ -221,7 +222,7 @@ def test_streamed_blocks_come_to_the_same() -> None:
     for index, data in inputs.items():
         content[index]["input"] = json.loads(data)
     assert content == CONTENT
-    assert streamed.stop(False)["stop_reason"] == "tool_use"
+    assert streamed.stop(False).stop_reason == "tool_use"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,8 @@ def test_streamed_blocks_come_to_the_same() -> None:
 def test_why_an_answer_ended(end: AnswerEnd, cut: bool, reason: str, sequence: str | None) -> None:
     blocks = Blocks()
     blocks.add(end)
-    assert blocks.stop(cut) == {"stop_reason": reason, "stop_sequence": sequence}
+    found = blocks.stop(cut)
+    assert (found.stop_reason, found.stop_sequence) == (reason, sequence)
 
 
 async def test_streamed_and_whole_are_one_answer(served: Served) -> None:

@@ -29,6 +29,7 @@ from vllmx_server.routes import (
     batches,
     chat,
     completions,
+    document,
     files,
     messages,
     pooling,
@@ -76,17 +77,22 @@ ROUTES = (
     ("GET", "/health/ready", status.ready),
     ("GET", "/metrics", status.metrics),
     ("GET", "/version", status.version),
+    ("GET", "/openapi.json", document.document),
+    ("GET", "/docs", document.page),
+    ("GET", "/docs/{name}", document.file),
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
+ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
+"""Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands."""
 _METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
-_PATHS = {path for _, path, _ in (*ROUTES, *WEB_ROUTES) if "{" not in path}
+_PATHS = {path for _, path, _ in ALL_ROUTES if "{" not in path}
 _PATTERNS = [
     (
         re.compile(re.sub(r"{[^}]*}", "[^/]+", re.sub(r"{\w+:path}", ".+", path))),
         path.replace(":path}", "}"),
     )
-    for path in dict.fromkeys(path for _, path, _ in (*ROUTES, *WEB_ROUTES) if "{" in path)
+    for path in dict.fromkeys(path for _, path, _ in ALL_ROUTES if "{" in path)
 ]
 """Of paths with a part of the client's, and what is shown of them."""
 
@@ -127,9 +133,15 @@ def build_app(llm: AsyncLLM, config: ServerConfig, storage: Storage | None = Non
     hosts = allowed_hosts(config)
     if hosts is not None:
         middleware.append(Middleware(HostCheck, allowed=hosts))
-    is_open = web.is_web if config.web else None
-    middleware.append(Middleware(Authorization, keys=config.api_key, is_open=is_open))
-    routes = (*ROUTES, *WEB_ROUTES) if config.web else ROUTES
+    opened = (document.is_page, *((web.is_web,) if config.web else ()))
+    middleware.append(
+        Middleware(
+            Authorization,
+            keys=config.api_key,
+            is_open=lambda path: any(is_open(path) for is_open in opened),
+        )
+    )
+    routes = ALL_ROUTES if config.web else ROUTES
     app = App(
         routes=[Route(path, endpoint, methods=[method]) for method, path, endpoint in routes],
         middleware=middleware,

@@ -40,6 +40,8 @@ class ServerState:
     metrics: Metrics
     bodies: BodyBudget
     storage: Storage
+    document: bytes | None = None
+    """`/openapi.json`, once somebody has asked for it."""
     pooler: Pooler | None = None
     """Of a model that makes vectors or scores; None: it generates text."""
     draining: bool = False

@@ -82,7 +82,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and ignored."""
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
     """Accepted and ignored: nothing is padded."""
 
@@ -97,7 +97,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -31,7 +31,7 @@ VLLM = (
         "--disable-uvicorn-access-log", "disable_access_log", True, "no line for each request"
     ),
     means("--uvicorn-log-level", "log_level", "one level for the whole log", str),
-    switch("--disable-fastapi-docs", "there are no such pages"),
+    switch("--disable-fastapi-docs", "/docs stays: it holds no secret"),
     switch("--disable-frontend-multiprocessing", "the engine core always has its own process"),
     ignored("--api-server-count", "there is one API process: leave it out or say 1", "1"),
     switch("--enable-server-load-tracking", "/metrics has the load"),

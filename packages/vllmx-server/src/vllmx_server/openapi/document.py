@@ -1,0 +1,216 @@
+"""The API's document: OpenAPI 3.1 of the routes of an application."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from starlette.routing import BaseRoute, Route
+from vllmx_core.errors import VllmxError
+
+from vllmx_server import __version__
+from vllmx_server.answers.errors import ErrorAnswer, MessagesError
+from vllmx_server.openapi.operation import ANY, Events, Form, Media, Operation
+from vllmx_server.openapi.operations import OPERATIONS
+from vllmx_server.openapi.schemas import REF, Schema, schemas_of
+
+ABOUT = """\
+An inference server with OpenAI's and Anthropic's APIs. Unknown fields are refused by their names.
+Where the server has keys, each request brings one, as a bearer token or as `X-API-Key`. Errors that
+come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 408, 431, 501, 505)
+have the shape of the others."""
+_REASONS = {
+    200: "The answer.",
+    400: "The request can never be served as it stands.",
+    401: "No key, or a wrong one.",
+    403: "The Host header names somebody else, or the key has no right to this.",
+    404: "There is no such model, or nothing of this id.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large, or as much is kept as may be.",
+    415: "The body is of another type, or compressed.",
+    429: "Too much waits already: see Retry-After.",
+    500: "The model or the server failed.",
+    503: "The server starts, drains or is full: see Retry-After.",
+}
+_PARAMETERS = {"id": "The id that its answer had.", "name": "The model's name."}
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+_HEADERS = {
+    "X-Request-Id": {
+        "description": "The request's name in logs: the client's own, or a new one.",
+        "required": True,
+        "schema": {"type": "string"},
+    },
+    "Retry-After": {
+        "description": "Seconds after which to ask again.",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    },
+}
+
+
+class UndocumentedRouteError(VllmxError):
+    """A route that the document would not tell of."""
+
+
+def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """OpenAPI of these routes. Raises UndocumentedRouteError."""
+    found = list(_operations(routes))
+    types = dict.fromkeys(kind for _, _, _, operation in found for kind in _types(operation))
+    types |= dict.fromkeys((ErrorAnswer, MessagesError))
+    schemas, components = schemas_of(types)
+    refs = dict(zip(types, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, text, operation in found:
+        shown = re.sub(r"{(\w+)(:\w+)?}", r"{\1}", path)
+        paths.setdefault(shown, {})[method.lower()] = _shown(method, shown, text, operation, refs)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vllmx", "version": __version__, "description": ABOUT},
+        "tags": [{"name": tag} for tag in dict.fromkeys(each[3].tag for each in found)],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "headers": _HEADERS,
+            "securitySchemes": _SECURITY,
+        },
+        "security": [{"bearer": []}, {"key": []}, {}],
+    }
+
+
+def _operations(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str, Operation]]:
+    """(method, path, docstring, operation) of each route."""
+    for route in routes:
+        if not isinstance(route, Route):
+            continue
+        operation = OPERATIONS.get(route.endpoint)
+        text = route.endpoint.__doc__
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            if operation is None or not text:
+                endpoint = f"{route.endpoint.__module__}.{route.endpoint.__name__}"
+                raise UndocumentedRouteError(
+                    f"{method} {route.path} is not documented: give {endpoint} a docstring, and an"
+                    " Operation in OPERATIONS of vllmx_server/openapi/operations.py"
+                )
+            yield method, route.path, text, operation
+
+
+def _types(operation: Operation) -> Iterator[Any]:
+    """The structs that it refers to."""
+    for kind in (operation.answer, operation.body, *operation.answers.values()):
+        if isinstance(kind, type):
+            yield kind
+    if operation.events is not None:
+        yield from _kinds(operation.events)
+
+
+def _kinds(events: Events) -> tuple[Any, ...]:
+    return typing.get_args(events.data) or (events.data,)
+
+
+def _shown(
+    method: str, path: str, text: str, operation: Operation, refs: dict[Any, Schema]
+) -> dict[str, Any]:
+    words = " ".join(text.split())
+    summary = re.split(r"(?<=[.])\s", words, maxsplit=1)[0].removesuffix(".")
+    more = [words] if words.removesuffix(".") != summary else []
+    if operation.text:
+        more.append(operation.text)
+    found: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
+        "summary": summary,
+        "tags": [operation.tag],
+    }
+    if more:
+        found["description"] = "\n\n".join(more)
+    if parameters := list(_parameters(path, operation)):
+        found["parameters"] = parameters
+    if operation.body is not None:
+        found["requestBody"] = _body(operation, refs)
+    found["responses"] = _answers(operation, refs)
+    return found
+
+
+def _parameters(path: str, operation: Operation) -> Iterator[dict[str, Any]]:
+    for name in re.findall(r"{(\w+)}", path):
+        yield {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": _PARAMETERS.get(name, "A part of the path."),
+            "schema": {"type": "string", "minLength": 1},
+        }
+    for each in operation.query:
+        yield {
+            "name": each.name,
+            "in": "query",
+            "description": each.text,
+            "schema": dict(each.schema),
+        }
+
+
+def _body(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
+    if isinstance(operation.body, Form):
+        form = operation.body
+        schema = {
+            "type": "object",
+            "properties": {name: dict(each) for name, each in form.properties.items()},
+            "required": list(form.required),
+            "additionalProperties": False,
+        }
+        return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+    content: dict[str, Any] = {"schema": refs[operation.body]}
+    if operation.example is not None:
+        content["example"] = dict(operation.example)
+    return {"required": True, "content": {"application/json": content}}
+
+
+def _answers(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
+    content: dict[str, Any]
+    if isinstance(operation.answer, Media):
+        content = {operation.answer.media_type: {}}
+    else:
+        content = {"application/json": {"schema": refs[operation.answer]}}
+    if operation.events is not None:
+        content["text/event-stream"] = _event_stream(operation.events, refs)
+    found = {"200": _answer(200, content)}
+    error = refs[MessagesError if operation.is_anthropic else ErrorAnswer]
+    for status in sorted({*ANY, *operation.statuses}):
+        schema = refs[operation.answers[status]] if status in operation.answers else error
+        found[str(status)] = _answer(status, {"application/json": {"schema": schema}})
+    return found
+
+
+def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    names = ["X-Request-Id", *(["Retry-After"] if status in (429, 503) else [])]
+    return {
+        "description": _REASONS[status],
+        "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},
+        "content": content,
+    }
+
+
+def _event_stream(events: Events, refs: dict[Any, Schema]) -> dict[str, Any]:
+    """OpenAPI 3.1 knows no events: the stream is a string, and `x-events` says what comes in it."""
+    shown: list[dict[str, Any]] = []
+    for kind in _kinds(events):
+        name = {"event": kind.__struct_config__.tag} if events.is_named else {}
+        shown.append({**name, "data": refs[kind]})
+    if not events.is_named:
+        shown.append({"data": refs[ErrorAnswer]})
+    if events.ends_with is not None:
+        shown.append({"data": {"const": events.ends_with}})
+    return {"schema": {"type": "string"}, "x-events": shown}
+
+
+def encoded(routes: Iterable[BaseRoute]) -> bytes:
+    """The JSON of the document."""
+    return msgspec.json.encode(document(routes))
+
+
+__all__ = ["REF", "UndocumentedRouteError", "document", "encoded"]

@@ -1,0 +1,84 @@
+"""What is said of a route beside its path and the docstring of what answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+Endpoint = Callable[[Request], Awaitable[Any]]
+
+BODY = (400, 408, 413, 415, 429, 503)
+"""Errors of routes that read a body and do some work for it."""
+ANY = (400, 401, 403, 500, 503)
+"""Errors that every route may answer: no HTTP, no key, another host, a bug of ours, no place."""
+SCHEMA = {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A parameter of the query."""
+
+    name: str
+    text: str
+    schema: Mapping[str, Any] = field(default_factory=lambda: SCHEMA)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A body of multipart/form-data."""
+
+    properties: Mapping[str, Mapping[str, Any]]
+    required: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An answer that is no JSON."""
+
+    media_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """An answer as server-sent events.
+
+    Attributes:
+        data: the type of their data; a union of tagged structs, where events have names.
+        is_named: events have the names of the tags of their data.
+        ends_with: what the last event's data is instead.
+    """
+
+    data: Any
+    is_named: bool
+    ends_with: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route, or several that are answered alike.
+
+    Attributes:
+        tag: the group that it is shown in.
+        answer: the struct of a 200, or what that is else.
+        body: the struct of its body.
+        text: what the docstring of the endpoint does not say, in Markdown.
+        events: what it streams, where the body asks for that.
+        statuses: the errors that it may answer beside those of all routes.
+        answers: structs of statuses that are no errors of the usual shape.
+        example: a body that is answered.
+        is_anthropic: errors have the shape of Anthropic's API.
+    """
+
+    tag: str
+    answer: Any
+    body: type | Form | None = None
+    text: str = ""
+    query: tuple[Query, ...] = ()
+    events: Events | None = None
+    statuses: tuple[int, ...] = ()
+    answers: Mapping[int, Any] = field(default_factory=dict)
+    example: Mapping[str, Any] | None = None
+    is_anthropic: bool = False

@@ -1,0 +1,211 @@
+"""What the document says of each route; a route that is not here fails a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from vllmx_server.answers import chat, completions, kept, messages, pooling, responses, status
+from vllmx_server.answers.responses_events import ResponsesEvent
+from vllmx_server.metrics import CONTENT_TYPE
+from vllmx_server.openapi.operation import BODY, Endpoint, Events, Form, Media, Operation, Query
+from vllmx_server.routes import batches as batch_routes
+from vllmx_server.routes import chat as chat_routes
+from vllmx_server.routes import completions as completion_routes
+from vllmx_server.routes import document as document_routes
+from vllmx_server.routes import files as file_routes
+from vllmx_server.routes import messages as message_routes
+from vllmx_server.routes import pooling as pooling_routes
+from vllmx_server.routes import responses as response_routes
+from vllmx_server.routes import status as status_routes
+from vllmx_server.routes import text as text_routes
+from vllmx_server.schema import batches as batch_bodies
+from vllmx_server.schema import chat as chat_bodies
+from vllmx_server.schema import completions as completion_bodies
+from vllmx_server.schema import messages as message_bodies
+from vllmx_server.schema import pooling as pooling_bodies
+from vllmx_server.schema import responses as response_bodies
+from vllmx_server.schema import text as text_bodies
+
+GENERATING, VECTORS, KEPT = "Generating", "Vectors and scores", "Files and batches"
+STORED, TEXT, STATUS = "Stored responses", "Texts and tokens", "Status"
+_HELLO = [{"role": "user", "content": "Hello!"}]
+_LIMIT = {"type": "integer", "minimum": 1}
+_AFTER = Query("after", "The id behind which the page begins.")
+_ORDER = Query("order", "The newest first, or the oldest.", {"enum": ["asc", "desc"]})
+_INCLUDE = (
+    Query("include", "Accepted and ignored."),
+    Query("include[]", "Accepted and ignored."),
+)
+_POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
+_FILE = Form(
+    {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": list(file_routes.PURPOSES)},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": batch_bodies.MAX_LIFETIME_S,
+        },
+    },
+    ("file", "purpose"),
+)
+
+OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
+    {
+        chat_routes.chat_completions: Operation(
+            GENERATING,
+            chat.ChatCompletion,
+            chat_bodies.ChatCompletionRequest,
+            events=Events(chat.ChatChunk, is_named=False, ends_with="[DONE]"),
+            statuses=(*BODY, 404),
+            example={"messages": _HELLO, "max_tokens": 16},
+        ),
+        completion_routes.completions: Operation(
+            GENERATING,
+            completions.TextCompletion,
+            completion_bodies.CompletionRequest,
+            events=Events(completions.TextChunk, is_named=False, ends_with="[DONE]"),
+            statuses=(*BODY, 404),
+            example={"prompt": "Once upon a time", "max_tokens": 16},
+        ),
+        message_routes.messages: Operation(
+            GENERATING,
+            messages.Message,
+            message_bodies.MessagesRequest,
+            events=Events(messages.MessagesEvent, is_named=True),
+            statuses=(*BODY, 404),
+            example={"messages": _HELLO, "max_tokens": 16},
+            is_anthropic=True,
+        ),
+        message_routes.count_tokens: Operation(
+            TEXT,
+            messages.CountedTokens,
+            message_bodies.CountTokensRequest,
+            statuses=(*BODY, 404),
+            example={"messages": _HELLO},
+            is_anthropic=True,
+        ),
+        response_routes.create: Operation(
+            GENERATING,
+            responses.Response,
+            response_bodies.ResponsesRequest,
+            events=Events(ResponsesEvent, is_named=True),
+            statuses=(*BODY, 404),
+            example={"input": "Hello!", "max_output_tokens": 16},
+        ),
+        response_routes.retrieve: Operation(
+            STORED,
+            responses.Response,
+            query=(
+                Query("stream", "The events of one that runs in the background.",
+                      {"enum": ["true", "false"]}),
+                Query("starting_after", "The number of the last event that is known.",
+                      {"type": "integer", "minimum": 0, "maximum": 1 << 29}),
+                *_INCLUDE,
+                Query("include_obfuscation", "Accepted and ignored."),
+            ),
+            events=Events(ResponsesEvent, is_named=True),
+            statuses=(404,),
+        ),
+        response_routes.delete: Operation(STORED, kept.Deleted, statuses=(404,)),
+        response_routes.cancel: Operation(STORED, responses.Response, statuses=(404,)),
+        response_routes.input_items: Operation(
+            STORED,
+            responses.ItemList,
+            query=(Query("limit", "Items of a page.", {**_LIMIT, "maximum": 100}), _ORDER, _AFTER,
+                   *_INCLUDE),
+            statuses=(404,),
+        ),
+        pooling_routes.embeddings: Operation(
+            VECTORS,
+            pooling.EmbeddingList,
+            pooling_bodies.EmbeddingsRequest,
+            _POOLING_TEXT,
+            statuses=(*BODY, 404),
+            example={"input": ["a text", "another one"]},
+        ),
+        pooling_routes.pooling: Operation(
+            VECTORS,
+            pooling.PooledList,
+            pooling_bodies.PoolingRequest,
+            _POOLING_TEXT,
+            statuses=(*BODY, 404),
+            example={"input": ["a text", "another one"]},
+        ),
+        pooling_routes.classify: Operation(
+            VECTORS,
+            pooling.ClassifiedList,
+            pooling_bodies.ClassifyRequest,
+            _POOLING_TEXT,
+            statuses=(*BODY, 404),
+            example={"input": ["a text", "another one"]},
+        ),
+        pooling_routes.score: Operation(
+            VECTORS,
+            pooling.ScoreList,
+            pooling_bodies.ScoreRequest,
+            _POOLING_TEXT,
+            statuses=(*BODY, 404),
+            example={"text_1": "a question", "text_2": ["an answer", "another one"]},
+        ),
+        pooling_routes.rerank: Operation(
+            VECTORS,
+            pooling.Ranking,
+            pooling_bodies.RerankRequest,
+            _POOLING_TEXT,
+            statuses=(*BODY, 404),
+            example={"query": "a question", "documents": ["an answer", "another one"]},
+        ),
+        file_routes.upload: Operation(KEPT, kept.FileObject, _FILE, statuses=BODY),
+        file_routes.list_files: Operation(
+            KEPT,
+            kept.FileList,
+            query=(
+                Query("purpose", "Those of one purpose."),
+                Query("limit", "Files of a page.", {**_LIMIT, "maximum": 10_000}),
+                _ORDER,
+                _AFTER,
+            ),
+        ),
+        file_routes.retrieve: Operation(KEPT, kept.FileObject, statuses=(404,)),
+        file_routes.delete: Operation(KEPT, kept.Deleted, statuses=(404,)),
+        file_routes.content: Operation(
+            KEPT, Media("application/octet-stream"), statuses=(404,)
+        ),
+        batch_routes.create: Operation(
+            KEPT, kept.BatchObject, batch_bodies.CreateBatch, statuses=(*BODY, 404)
+        ),
+        batch_routes.list_batches: Operation(
+            KEPT,
+            kept.BatchList,
+            query=(_AFTER, Query("limit", "Batches of a page.", {**_LIMIT, "maximum": 100})),
+        ),
+        batch_routes.retrieve: Operation(KEPT, kept.BatchObject, statuses=(404,)),
+        batch_routes.cancel: Operation(KEPT, kept.BatchObject, statuses=(404,)),
+        text_routes.tokenize: Operation(
+            TEXT,
+            status.Tokenized,
+            text_bodies.TokenizeRequest,
+            statuses=(*BODY, 404),
+            example={"prompt": "Hello!"},
+        ),
+        text_routes.detokenize: Operation(
+            TEXT,
+            status.Detokenized,
+            text_bodies.DetokenizeRequest,
+            statuses=(*BODY, 404),
+            example={"tokens": [72, 105]},
+        ),
+        status_routes.models: Operation(STATUS, status.ModelList),
+        status_routes.model: Operation(STATUS, status.ModelCard, statuses=(404,)),
+        status_routes.live: Operation(STATUS, status.Health, answers={503: status.Health}),
+        status_routes.ready: Operation(STATUS, status.Health, answers={503: status.Health}),
+        status_routes.metrics: Operation(STATUS, Media(CONTENT_TYPE.partition(";")[0])),
+        status_routes.version: Operation(STATUS, status.Version),
+        document_routes.document: Operation(STATUS, Media("application/json")),
+        document_routes.page: Operation(STATUS, Media("text/html")),
+        document_routes.file: Operation(STATUS, Media("text/plain"), statuses=(404,)),
+    }
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""Requests made of the API's document by schemathesis, and answers held against it.
+
+`nox -s openapi` makes many times as many, other ones each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from .conftest import MakeServer, Served
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+NUM_EXAMPLES = int(os.environ.get("VLLMX_OPENAPI_EXAMPLES", "0"))
+"""Of each operation and kind; 0: a few, the same each time."""
+REMEDY = "vllmx_server/openapi or vllmx_server/answers does not say what the server does"
+
+
+async def kept_ids(served: Served) -> dict[str, str]:
+    """A file, a batch and a response, by the beginnings of their paths."""
+    line = b'{"custom_id":"a","url":"/v1/completions","body":{"prompt":"a","max_tokens":2}}\n'
+    files = {"file": ("in.jsonl", line)}
+    file = await served.client.post("/v1/files", files=files, data={"purpose": "batch"})
+    ask = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions"}
+    batch = await served.client.post("/v1/batches", json=ask)
+    response = await served.client.post(
+        "/v1/responses", json={"input": "a", "max_output_tokens": 4}
+    )
+    found = {"/v1/files": file, "/v1/batches": batch, "/v1/responses": response}
+    return {path: answer.json()["id"] for path, answer in found.items()}
+
+
+def check_operation(operation: Any, url: str, kept: dict[str, str]) -> list[str]:
+    """What is wrong with answers to requests that are as the document says, and to others."""
+    wrong: list[str] = []
+    known = next((kept[path] for path in kept if operation.path.startswith(path + "/{")), None)
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+        for parameters in (None, {"id": known}) if known else (None,):
+            options = {} if parameters is None else {"path_parameters": parameters}
+            try:
+                check_cases(operation.as_strategy(mode, **options), url)
+            except (FailureGroup, AssertionError) as error:
+                wrong.append(f"{operation.label}: {error}")
+            except Exception as error:
+                wrong.append(f"{operation.label} {mode}: {type(error)} {error}")
+    return wrong
+
+
+def check_cases(cases: Any, url: str) -> None:
+    @settings(
+        max_examples=NUM_EXAMPLES or 5,
+        derandomize=not NUM_EXAMPLES,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def check(case: Any) -> None:
+        case.call_and_validate(base_url=url, timeout=60, checks=CHECKS)
+
+    check()
+
+
+async def test_answers_are_as_the_document_says(make_server: MakeServer) -> None:
+    async with make_server(max_model_len=64) as served:
+        document = (await served.client.get("/openapi.json")).json()
+        kept = await kept_ids(served)
+
+        def check() -> list[str]:
+            import time
+
+            schema = schemathesis.openapi.from_dict(document)
+            found = []
+            for each in schema.get_all_operations():
+                t = time.time()
+                found += check_operation(each.ok(), served.url, kept)
+                print(each.ok().label, time.time() - t, flush=True)
+            return found
+
+        wrong = await asyncio.to_thread(check)
+        assert not wrong, f"{REMEDY}:\n" + "\n".join(wrong)

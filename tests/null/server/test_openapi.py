@@ -1,0 +1,186 @@
+"""The API's document: whole, true to what is sent, and a page that shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from vllmx_core.errors import InvalidRequestError
+from vllmx_server.answers.chat import ChatChunk, ChatCompletion
+from vllmx_server.answers.completions import TextChunk, TextCompletion
+from vllmx_server.answers.messages import Message, MessagesEvent
+from vllmx_server.answers.responses import Response as ResponseShown
+from vllmx_server.answers.responses_events import ResponsesEvent
+from vllmx_server.app import ROUTES
+from vllmx_server.openapi import document as module
+from vllmx_server.openapi.document import UndocumentedRouteError, document
+from vllmx_server.responses.output import Output
+from vllmx_server.responses.tools import ToolForm
+from vllmx_server.routes.document import is_page
+from vllmx_server.routes.responses import FRAMING
+
+from .conftest import MakeServer, Served
+from .test_messages import EVENTS, named_events
+
+PAGE = Path(module.__file__).parent / "page"
+REMEDY = "add an Operation in vllmx_server/openapi/operations.py, then run docs/list_api.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return document(Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES)
+
+
+def refs(value: Any) -> set[str]:
+    """All that a part of the document refers to."""
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(refs, value.values()))
+    return set().union(*map(refs, value)) if isinstance(value, list) else set()
+
+
+def test_every_route_is_documented(found: dict[str, Any]) -> None:
+    for method, path, _ in ROUTES:
+        shown = path.replace(":path}", "}")
+        assert method.lower() in found["paths"].get(shown, {}), f"{method} {path}: {REMEDY}"
+
+
+def test_a_route_that_is_not_is_named() -> None:
+    async def secret(request: Request) -> Response:
+        return Response()
+
+    with pytest.raises(
+        UndocumentedRouteError, match=r"GET /secret is not documented: give .*secret"
+    ):
+        document([Route("/secret", secret)])
+
+
+def test_schemas_are_sound(found: dict[str, Any]) -> None:
+    components = found["components"]["schemas"]
+    for name, schema in components.items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert re.fullmatch(r"\w+", name), "two structs share this name: rename one"
+    names = {ref for ref in refs(found) if ref.startswith("#/components/schemas/")}
+    assert {ref.rpartition("/")[2] for ref in names} <= set(components)
+    ids = [each["operationId"] for item in found["paths"].values() for each in item.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_intervals_and_words_of_fields(found: dict[str, Any]) -> None:
+    schemas = found["components"]["schemas"]
+    asked = schemas["ChatCompletionRequest"]
+    assert asked["additionalProperties"] is False
+    assert asked["required"] == ["messages"]
+    number = {"type": "number", "minimum": 0, "maximum": 100}
+    assert asked["properties"]["temperature"]["anyOf"][0] == number
+    assert "-1: never" in asked["properties"]["thinking_token_budget"]["description"]
+    answer = schemas["ChatCompletion"]
+    assert set(answer["required"]) == set(answer["properties"])
+    delta = schemas["CallDelta"]
+    assert delta["required"] == ["index", "function"], "what may be missing is not required"
+
+
+async def test_examples_are_answered(served: Served, found: dict[str, Any]) -> None:
+    kinds: dict[str, Any] = {
+        "/v1/chat/completions": ChatCompletion,
+        "/v1/completions": TextCompletion,
+        "/v1/messages": Message,
+        "/v1/responses": ResponseShown,
+    }
+    for path, item in found["paths"].items():
+        body = item.get("post", {}).get("requestBody", {}).get("content", {})
+        example = body.get("application/json", {}).get("example")
+        if example is None or item["post"]["tags"] == ["Vectors and scores"]:
+            continue
+        answer = await served.client.post(path, json=example)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+        if path in kinds:
+            decoded = msgspec.json.decode(answer.content, type=kinds[path])
+            assert json.loads(msgspec.json.encode(decoded)) == answer.json()
+
+
+MORE = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize("fields", [{}, USAGE, {"n": 2, **MORE}])
+async def test_chunks_of_chats(served: Served, fields: dict[str, Any]) -> None:
+    hello = [{"role": "user", "content": "ab"}]
+    events = await served.events("/v1/chat/completions", messages=hello, max_tokens=4, **fields)
+    assert events.pop() == "[DONE]"
+    for event in events:
+        decoded = msgspec.convert(event, ChatChunk)
+        assert msgspec.to_builtins(decoded) == event
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, USAGE, {"n": 2, "echo": True, "logprobs": 2, "return_token_ids": True}]
+)
+async def test_chunks_of_texts(served: Served, fields: dict[str, Any]) -> None:
+    events = await served.events("/v1/completions", prompt="ab", max_tokens=4, **fields)
+    assert events.pop() == "[DONE]"
+    for event in events:
+        assert msgspec.to_builtins(msgspec.convert(event, TextChunk)) == event
+
+
+async def test_events_of_messages(served: Served) -> None:
+    ask = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4, "stream": True}
+    answer = await served.client.post("/v1/messages", json=ask)
+    for name, event in named_events(answer.text):
+        assert msgspec.to_builtins(msgspec.convert(event, MessagesEvent)) == event
+        assert event["type"] == name
+
+
+@pytest.mark.parametrize("include", [[], ["message.output_text.logprobs"]])
+async def test_events_of_responses(served: Served, include: list[str]) -> None:
+    ask = {"input": "ab", "max_output_tokens": 4, "stream": True, "include": include}
+    answer = await served.client.post("/v1/responses", json=ask)
+    for name, event in named_events(answer.text):
+        assert msgspec.to_builtins(msgspec.convert(event, ResponsesEvent)) == event
+        assert event["type"] == name
+
+
+def test_thoughts_and_calls_in_responses() -> None:
+    output = Output(forms={"g": ToolForm("g", is_custom=True)})
+    told = [each for event in EVENTS for each in output.take(event)]
+    assert {item["type"] for item in output.items} == {
+        "message", "reasoning", "function_call", "custom_tool_call"
+    }  # fmt: skip
+    for number, (name, fields) in enumerate(told):
+        event = {"type": f"response.{name}", "sequence_number": number, **fields}
+        decoded = msgspec.json.decode(msgspec.json.encode(event), type=ResponsesEvent)
+        assert isinstance(decoded, ResponsesEvent)
+
+
+def test_an_error_of_a_stream_of_responses() -> None:
+    (_, event), *_ = named_events(FRAMING.failed(InvalidRequestError("no")).decode())
+    assert event["type"] == "error"
+    assert isinstance(msgspec.convert(event, ResponsesEvent), ResponsesEvent)
+
+
+# --- the page -------------------------------------------------------------------------------------
+async def test_the_page_needs_nobody_else(make_server: MakeServer) -> None:
+    async with make_server({"api_key": ("k",)}) as served:
+        for path in ("/docs", "/docs/page.js", "/docs/page.css"):
+            assert is_page(path)
+            answer = await served.client.get(path)
+            assert answer.status_code == 200, "no key is needed"
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self';")
+            assert "unsafe" not in policy
+            assert "://" not in answer.text
+        assert (await served.client.get("/docs/other")).status_code == 401
+        assert (await served.client.get("/openapi.json")).status_code == 401
+        key = {"authorization": "Bearer k"}
+        assert (await served.client.get("/docs/other", headers=key)).status_code == 404
+        assert (await served.client.get("/openapi.json", headers=key)).json()["openapi"] == "3.1.0"
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 20_000
+    assert "innerHTML" not in (PAGE / "page.js").read_text()
