@@ -90,6 +90,17 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def openapi(session: nox.Session) -> None:
+    """Some thousand requests made of the API's document, other ones each time; the argument is how
+    many of each operation and kind."""
+    session.install("-r", "requirements-dev.txt")
+    session.run(
+        "python", "-m", "pytest", "tests/null/server/test_conformance.py",
+        env={"VLLMX_OPENAPI_EXAMPLES": (session.posargs or ["300"])[0]},
+    )  # fmt: skip
+
+
+@nox.session
 def llama(session: nox.Session) -> None:
     """Runs the files of `vllmx quantize` in llama.cpp, which it builds first (some minutes)."""
     session.install("-r", "requirements-dev.txt")

@@ -19,10 +19,10 @@ from vllmx_server.running import hypercorn_config
 from .conftest import MakeServer, Served
 
 KEYS = {"api_key": ("first", "zweitër")}
-PUBLIC = ("/health", "/health/live", "/health/ready")
+PUBLIC = ("/health", "/health/live", "/health/ready", "/docs")
 
 
-async def test_a_key_is_wanted_on_every_route_but_health(make_server: MakeServer) -> None:
+async def test_a_key_is_wanted_on_every_route_but_public_ones(make_server: MakeServer) -> None:
     async with make_server(KEYS) as served:
         for _, path, _ in (*ROUTES, ("GET", "/nothing", None), ("GET", "/health/../metrics", None)):
             for method in ("GET", "POST", "OPTIONS", "DELETE"):

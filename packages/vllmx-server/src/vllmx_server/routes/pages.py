@@ -41,12 +41,20 @@ def number(request: Request, name: str, least: int, most: int, default: int) -> 
     return int(text)
 
 
+def one_of(request: Request, name: str, values: tuple[str, ...]) -> str:
+    """A parameter of the query, the first of these where it is not given. Raises
+    InvalidRequestError."""
+    given = request.query_params.get(name, values[0])
+    if given not in values:
+        raise InvalidRequestError(
+            f"{name} must be {' or '.join(values)}, got {shown(given)}", param=name
+        )
+    return given
+
+
 def newest_first(request: Request) -> bool:
     """The `order` of the query. Raises InvalidRequestError."""
-    order = request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError(f"order must be asc or desc, got {shown(order)}", param="order")
-    return order == "desc"
+    return one_of(request, "order", ("desc", "asc")) == "desc"
 
 
 def page(kind: type[Page], data: Sequence[Any], has_more: bool) -> Response:

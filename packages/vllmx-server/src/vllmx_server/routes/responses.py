@@ -25,7 +25,7 @@ from vllmx_server.responses.answer import ResponseAnswer
 from vllmx_server.responses.as_chat import chat_of
 from vllmx_server.responses.background import Running
 from vllmx_server.routes.generate import held
-from vllmx_server.routes.pages import answer, check_query, newest_first, number, page
+from vllmx_server.routes.pages import answer, check_query, newest_first, number, one_of, page
 from vllmx_server.schema.chat import MAX_MESSAGES
 from vllmx_server.schema.responses import RESPONSES, InputItem, ResponsesRequest
 from vllmx_server.state import ServerState, client_of, owner_of, state_of
@@ -108,10 +108,12 @@ async def _continued(request: Request, state: ServerState, body: ResponsesReques
 async def retrieve(request: Request) -> Response:
     """A response, or with `stream` the events of one in the background."""
     check_query(request, "stream", "starting_after", "include", "include[]", "include_obfuscation")
+    after = number(request, "starting_after", 0, 1 << 29, -1)
+    is_streamed = one_of(request, "stream", ("false", "true")) == "true"
     state = state_of(request)
     found = await state.storage.responses.get(owner_of(request), request.path_params["id"])
     running = state.running_responses.get(found.id)
-    if request.query_params.get("stream", "false") != "true":
+    if not is_streamed:
         has_begun = running is not None and running.has_begun
         return answer(found.response | {"status": "in_progress"} if has_begun else found.response)
     if running is None:
@@ -120,7 +122,6 @@ async def retrieve(request: Request) -> Response:
             " retrieve it without stream",
             param="stream",
         )
-    after = number(request, "starting_after", 0, 1 << 29, -1)
     return _followed(running, after)
 
 
