@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
-from vllmx_server.app import ROUTES
+from vllmx_server.app import ALL_ROUTES
 from vllmx_server.openapi.document import document
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,9 @@ def operation(method: str, path: str, asked: Schema) -> Iterator[str]:
 
 def page() -> str:
     """The whole page."""
-    found = document(Route(path, endpoint, methods=[method]) for method, path, endpoint in ROUTES)
+    found = document(
+        Route(path, endpoint, methods=[method]) for method, path, endpoint in ALL_ROUTES
+    )
     return "".join(_parts(found)).rstrip("\n") + "\n"
 
 

@@ -24,6 +24,7 @@ come before there is a route (no valid HTTP, or no such route: 400, 404, 405, 40
 have the shape of the others."""
 _REASONS = {
     200: "The answer.",
+    304: "What the client has is what there is.",
     400: "The request can never be served as it stands.",
     401: "No key, or a wrong one.",
     403: "The Host header names somebody else, or the key has no right to this.",
@@ -35,7 +36,7 @@ _REASONS = {
     500: "The model or the server failed.",
     503: "The server starts, drains or is full: see Retry-After.",
 }
-_PARAMETERS = {"id": "The id that its answer had.", "name": "The model's name."}
+_PARAMETERS = {"id": "The id that its answer had.", "name": "The name of a model or a file."}
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -173,26 +174,28 @@ def _body(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
 def _answers(operation: Operation, refs: dict[Any, Schema]) -> dict[str, Any]:
     content: dict[str, Any]
     if isinstance(operation.answer, Media):
-        content = {operation.answer.media_type: {}}
+        content = {media_type: {} for media_type in operation.answer.media_types}
     else:
         content = {"application/json": {"schema": refs[operation.answer]}}
     if operation.events is not None:
         content["text/event-stream"] = _event_stream(operation.events, refs)
     found = {"200": _answer(200, content)}
     error = refs[MessagesError if operation.is_anthropic else ErrorAnswer]
-    for status in sorted({*ANY, *operation.statuses}):
-        schema = refs[operation.answers[status]] if status in operation.answers else error
-        found[str(status)] = _answer(status, {"application/json": {"schema": schema}})
+    for status in sorted({*ANY, *operation.statuses, *operation.answers}):
+        kind = operation.answers.get(status, operation)
+        schema = error if kind is operation else refs.get(kind)
+        content = {} if schema is None else {"application/json": {"schema": schema}}
+        found[str(status)] = _answer(status, content)
     return found
 
 
 def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:
     names = ["X-Request-Id", *(["Retry-After"] if status in (429, 503) else [])]
-    return {
+    found: dict[str, Any] = {
         "description": _REASONS[status],
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},
-        "content": content,
     }
+    return {**found, "content": content} if content else found
 
 
 def _event_stream(events: Events, refs: dict[Any, Schema]) -> dict[str, Any]:

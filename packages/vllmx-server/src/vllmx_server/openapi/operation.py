@@ -36,9 +36,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An answer that is no JSON."""
+    """An answer that is of no struct: one of these types."""
 
-    media_type: str
+    media_types: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Operation:
         text: what the docstring of the endpoint does not say, in Markdown.
         events: what it streams, where the body asks for that.
         statuses: the errors that it may answer beside those of all routes.
-        answers: structs of statuses that are no errors of the usual shape.
+        answers: structs of statuses that are no errors of the usual shape; None: without a body.
         example: a body that is answered.
         is_anthropic: errors have the shape of Anthropic's API.
     """

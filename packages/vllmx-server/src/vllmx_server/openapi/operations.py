@@ -19,6 +19,7 @@ from vllmx_server.routes import pooling as pooling_routes
 from vllmx_server.routes import responses as response_routes
 from vllmx_server.routes import status as status_routes
 from vllmx_server.routes import text as text_routes
+from vllmx_server.routes import web as web_routes
 from vllmx_server.schema import batches as batch_bodies
 from vllmx_server.schema import chat as chat_bodies
 from vllmx_server.schema import completions as completion_bodies
@@ -28,7 +29,8 @@ from vllmx_server.schema import responses as response_bodies
 from vllmx_server.schema import text as text_bodies
 
 GENERATING, VECTORS, KEPT = "Generating", "Vectors and scores", "Files and batches"
-STORED, TEXT, STATUS = "Stored responses", "Texts and tokens", "Status"
+STORED, TEXT, STATUS, PAGES = "Stored responses", "Texts and tokens", "Status", "Pages"
+_KNOWN = {304: None}
 _HELLO = [{"role": "user", "content": "Hello!"}]
 _LIMIT = {"type": "integer", "minimum": 1}
 _AFTER = Query("after", "The id behind which the page begins.")
@@ -172,7 +174,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         file_routes.retrieve: Operation(KEPT, kept.FileObject, statuses=(404,)),
         file_routes.delete: Operation(KEPT, kept.Deleted, statuses=(404,)),
         file_routes.content: Operation(
-            KEPT, Media("application/octet-stream"), statuses=(404,)
+            KEPT, Media(("application/octet-stream",)), statuses=(404,)
         ),
         batch_routes.create: Operation(
             KEPT, kept.BatchObject, batch_bodies.CreateBatch, statuses=(*BODY, 404)
@@ -202,10 +204,19 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         status_routes.model: Operation(STATUS, status.ModelCard, statuses=(404,)),
         status_routes.live: Operation(STATUS, status.Health, answers={503: status.Health}),
         status_routes.ready: Operation(STATUS, status.Health, answers={503: status.Health}),
-        status_routes.metrics: Operation(STATUS, Media(CONTENT_TYPE.partition(";")[0])),
+        status_routes.metrics: Operation(STATUS, Media((CONTENT_TYPE.partition(";")[0],))),
         status_routes.version: Operation(STATUS, status.Version),
-        document_routes.document: Operation(STATUS, Media("application/json")),
-        document_routes.page: Operation(STATUS, Media("text/html")),
-        document_routes.file: Operation(STATUS, Media("text/plain"), statuses=(404,)),
+        document_routes.document: Operation(PAGES, Media(("application/json",))),
+        document_routes.page: Operation(PAGES, Media(("text/html",))),
+        document_routes.file: Operation(
+            PAGES, Media(("text/css", "text/javascript")), statuses=(404,)
+        ),
+        web_routes.page: Operation(PAGES, Media(("text/html",)), statuses=(404,), answers=_KNOWN),
+        web_routes.file: Operation(
+            PAGES,
+            Media(("text/css", "text/javascript", "image/svg+xml", "text/plain", "text/html")),
+            statuses=(404,),
+            answers=_KNOWN,
+        ),
     }
 )  # fmt: skip

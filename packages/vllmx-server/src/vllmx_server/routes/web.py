@@ -86,12 +86,14 @@ def _file(name: str) -> _File:
 
 
 async def page(request: Request) -> Response:
+    """A page to chat with the model."""
     if route_path(request.scope) != "/":  # the router overlooks a line's end behind the path
         raise HTTPException(404, "Not Found")
     return _answer(request, PAGE)
 
 
 async def file(request: Request) -> Response:
+    """A file of that page."""
     name: str = request.path_params["name"]
     if name not in _names() or name == PAGE:
         raise HTTPException(404, "Not Found")
