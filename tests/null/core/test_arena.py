@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from vllmx_core.arena import plan_arena
@@ -11,7 +9,6 @@ from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, eq=False)
 class AnyOp(Op):
     """Reads and writes whatever the test says."""
 

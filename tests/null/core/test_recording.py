@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -227,7 +227,6 @@ def test_a_model_with_an_op_that_a_backend_lacks_is_refused(
     assert caught.value.param == "backend"
 
 
-@dataclass(frozen=True, eq=False)
 class Twice(Op):
     """An op of a plugin."""
 

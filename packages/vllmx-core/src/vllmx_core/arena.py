@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from vllmx_core.ops.op import Op, last_reads
 from vllmx_core.ops.values import Value
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaPlan:
+class ArenaPlan(Record):
     """Byte offsets of all values in a buffer of `num_bytes`."""
 
     offsets: Mapping[Value, int]

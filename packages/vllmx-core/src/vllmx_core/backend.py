@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllmx_core.communicator import Communicator
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
 from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightSource
 
 DEFAULT_NUM_SEQS = 256
@@ -21,8 +21,7 @@ HOST_STEP_TIMEOUT_S = 3600.0
 there is no driver to hang in."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
+class LoadOptions(Record):
     """How to load a model. None always means: the backend decides and reports it in LoadedInfo."""
 
     dtype: str = "auto"
@@ -61,8 +60,7 @@ class LoadOptions:
         return self.max_num_seqs or DEFAULT_NUM_SEQS
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedInfo:
+class LoadedInfo(Record):
     """What loading came to."""
 
     backend: str

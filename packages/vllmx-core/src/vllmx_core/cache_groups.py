@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import ModelShape, OwnedKV, SharedKV
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CacheGroup(Record):
     """Layers with one block table."""
 
     window: int | None
@@ -35,8 +34,7 @@ class CacheGroup:
     """The layer in each of the places that the group uses; the last ones may be empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
+class CacheLayout(Record):
     """Where each layer keeps its keys and values."""
 
     groups: tuple[CacheGroup, ...]

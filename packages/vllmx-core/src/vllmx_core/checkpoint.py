@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, shown
+from vllmx_core.records import Record, field
 from vllmx_core.registry import Registry, architecture_names
 from vllmx_core.specs import (
     ModelSourceSpec,
@@ -23,8 +24,7 @@ if TYPE_CHECKING:  # numpy is not worth importing to resolve a name
     from vllmx_core.weights import WeightSource
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Record):
     """An opened model, as a weight format returns it."""
 
     path: Path

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.plan import F32, I32, AnyArray
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class CodedRows:
+class CodedRows(Record):
     """Rows of a matrix as integers: weight = (code - zero) * scale, the product rounded once.
 
     What GPTQ, AWQ, int8 and their like have in common once their words are unpacked: a backend with

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 
 T = TypeVar("T")
 
@@ -20,8 +20,7 @@ def tree_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
     return parts[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedAddresses:
+class SharedAddresses(Record):
     """Where the memory that ranks of one host share lies in this process, for native code that
     makes the calls itself. Each rank adds one to its `arrived` word when its part of a call lies in
     its buffer of that turn (turns alternate), and reads the others' when theirs are as far."""

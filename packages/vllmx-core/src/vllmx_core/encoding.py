@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 from vllmx_core.weights import RawTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Record):
     """Rows in a quantised type."""
 
     data: npt.NDArray[np.uint8]

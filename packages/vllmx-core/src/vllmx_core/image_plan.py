@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllmx_core.model import Encoder, ImagePlaces
 from vllmx_core.plan import F32, I32, PatchRows, StepPlan
+from vllmx_core.records import Record
 
 
 def tower_plan(
@@ -49,8 +49,7 @@ def _ordered(rows: F32, order: I32) -> F32:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
+class Turns(Record):
     """What rotations with axes turn the tokens of one sequence by."""
 
     known: I32

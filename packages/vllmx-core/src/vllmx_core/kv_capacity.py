@@ -5,7 +5,6 @@ the states of recurrent layers."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.cache_groups import CacheLayout, blocks_of, cache_layout, longest_sequence
@@ -13,6 +12,7 @@ from vllmx_core.errors import CapacityError, ConfigError
 from vllmx_core.kv_quant import LIMITS
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
+from vllmx_core.records import Record
 from vllmx_core.state_capacity import StateSlots, plan_slots
 
 PageBytes = Callable[[OwnedKV, int, str], tuple[int, int]]
@@ -24,8 +24,7 @@ device, but about 40 bytes each of the engine core's, and prefixes of millions o
 _ITEM_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 
 
-@dataclass(frozen=True, slots=True)
-class CachePlan:
+class CachePlan(Record):
     """The cache that options and memory come to; a backend allocates it."""
 
     layout: CacheLayout
@@ -64,8 +63,7 @@ def check_latents(shape: ModelShape, dtype: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSizes:
+class BlockSizes(Record):
     """The block sizes that a backend has."""
 
     backend: str

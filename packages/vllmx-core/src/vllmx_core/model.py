@@ -9,7 +9,6 @@ not look at values, only pass them on, so that a backend can tape, capture or co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from vllmx_core.ops.activation import Activation
@@ -20,6 +19,7 @@ from vllmx_core.ops.recurrence import RecurrenceSpec
 from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.ops.values import Output, StepInputs, Value, WeightRef
 from vllmx_core.plan import F32, I32, AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
@@ -35,8 +35,7 @@ Weight = WeightRef
 """What a model gets for a `WeightSpec` or a constant."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVSpec:
+class KVSpec(Record):
     """What one attention layer keeps for each token."""
 
     num_kv_heads: int
@@ -50,16 +49,14 @@ class KVSpec:
         return self.head_size
 
 
-@dataclass(frozen=True, slots=True)
-class SharedKV:
+class SharedKV(Record):
     """An attention layer that keeps nothing: it reads the pages of an earlier one."""
 
     layer: int
     """The layer that owns them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatentKV:
+class LatentKV(Record):
     """What a layer of multi-head latent attention keeps for each token: one row for all heads."""
 
     rank: int
@@ -92,8 +89,7 @@ CacheSpec = OwnedKV | SharedKV
 """What one attention layer keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpec:
+class StateSpec(Record):
     """What one recurrent layer keeps of a sequence, however long it is: float32 (heads, rows,
     cols). A short convolution keeps (1, K - 1, C) taps, a recurrence (H, Dk, Dv)."""
 
@@ -106,8 +102,7 @@ class StateSpec:
         return 4 * self.heads * self.rows * self.cols
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureSpec:
+class FeatureSpec(Record):
     """What a tower makes of an image, for each token that stands for it."""
 
     parts: int
@@ -127,8 +122,7 @@ class FeatureSpec:
         return 4 * self.parts * self.width
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelShape(Record):
     """What the engine and the backends must know of a model before it is loaded."""
 
     vocab_size: int
@@ -167,8 +161,7 @@ class ModelShape:
         return sum(spec.num_bytes for spec in self.states)
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePlaces:
+class ImagePlaces(Record):
     """Where the patches and the features of one image are, by its grid of patches."""
 
     rope_positions: I32

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllmx_core.checkpoint import Checkpoint, build_model, is_served
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, UnsupportedModelError
+from vllmx_core.records import Record
 from vllmx_core.registry import PLUGIN_CAN, Registry
 from vllmx_core.specs import ModelImplSpec
 
@@ -23,8 +23,7 @@ _SAME = {"vllm": OWN}
 _INSTALL = "`pip install 'vllmx[transformers]'` runs many such models by transformers' code, slowly"
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenModel:
+class ChosenModel(Record):
     """A constructed architecture."""
 
     model: Model

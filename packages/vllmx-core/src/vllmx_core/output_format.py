@@ -9,12 +9,12 @@ or less of it, except inside of `TaggedArguments`, where it may belong to a valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from vllmx_core.records import Record
 
-@dataclass(frozen=True, slots=True)
-class Thinking:
+
+class Thinking(Record):
     """Where thoughts stand. A prompt that ends with `begin` leaves them open: the answer starts
     inside of them."""
 
@@ -22,8 +22,7 @@ class Thinking:
     end: str
 
 
-@dataclass(frozen=True, slots=True)
-class JsonCall:
+class JsonCall(Record):
     """A call that is one JSON object; the values are its keys."""
 
     name: str | None = "name"
@@ -36,15 +35,13 @@ class JsonCall:
     """The object as it is written, with {name}, {arguments} and perhaps {id} and {index}."""
 
 
-@dataclass(frozen=True, slots=True)
-class JsonArguments:
+class JsonArguments(Record):
     """Arguments as one JSON object; `as_string`: as a JSON string that holds it."""
 
     as_string: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedArguments:
+class TaggedArguments(Record):
     """Each argument between markers of its own: strings as they are, other values as JSON."""
 
     key_begin: str
@@ -55,8 +52,7 @@ class TaggedArguments:
     """`key_end` before a string, where the format tells strings; else the tool's schema does."""
 
 
-@dataclass(frozen=True, slots=True)
-class ValueArguments:
+class ValueArguments(Record):
     """Arguments in a notation of values that is not JSON: Python's keywords, or Gemma's."""
 
     begin: str
@@ -71,8 +67,7 @@ class ValueArguments:
     """True, False and None in place of true, false and null; keys within values are strings."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedCall:
+class NamedCall(Record):
     """A call whose name stands before its arguments."""
 
     arguments: JsonArguments | TaggedArguments | ValueArguments
@@ -82,8 +77,7 @@ class NamedCall:
     """Between header and arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
+class Calls(Record):
     """The calls of an answer: `section_begin (begin call end) separator ... section_end`.
 
     Without a section the calls follow each other. Where neither a section nor a call has a marker
@@ -112,8 +106,7 @@ class Calls:
         return words[0] if words else "{"
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
+class Channels(Record):
     """An answer made of messages, each with a header that names its channel and recipient, as the
     Harmony format of gpt-oss: `start role channel NAME to=functions.TOOL message TEXT end`."""
 
@@ -128,8 +121,7 @@ class Channels:
     recipient: str = " to=functions."
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFormat:
+class OutputFormat(Record):
     """What an answer is made of; None: the model has no such part.
 
     Formats of third parties are found by the hook `vllmx_parsers` (`ParserSpec`).

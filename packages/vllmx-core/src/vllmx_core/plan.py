@@ -9,11 +9,11 @@ groups, L logit rows, V vocabulary, W = ceil(V / 32).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -23,8 +23,7 @@ F32 = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
 
 
-@dataclass(slots=True)
-class PatchRows:
+class PatchRows(Struct):
     """What a pass of a tower has beside positions and rows. A `StepPlan` with it has images as rows
     and patches as tokens: T patches, whose ids nobody reads, and M features."""
 
@@ -41,8 +40,7 @@ class PatchRows:
     (`SegmentSpec.windowed`); None: the tower has no such layer."""
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(Struct):
     """One step, flattened and without padding: decode rows and prefill chunks side by side.
 
     Row r owns tokens `query_start[r] : query_start[r + 1]`. Its attention context is
@@ -116,8 +114,7 @@ class StepPlan:
         return int(self.logit_rows.shape[0])
 
 
-@dataclass(slots=True)
-class LogitEdits:
+class LogitEdits(Struct):
     """Sparse additions to the logits before everything else (logit_bias, bans by -inf).
 
     Logit row i is edited by entries `start[i] : start[i + 1]`; ids are unique within a row.
@@ -128,8 +125,7 @@ class LogitEdits:
     values: F32  # (N,)
 
 
-@dataclass(slots=True)
-class TokenCounts:
+class TokenCounts(Struct):
     """Token occurrences for the penalties, sparse.
 
     Row i: entries `start[i] : start[i + 1]`, ids unique within a row. `output_counts` counts
@@ -149,8 +145,7 @@ MAX_LISTED_LOGPROBS = 64
 """Greatest `SamplingRows.num_logprobs` that a backend must serve."""
 
 
-@dataclass(slots=True)
-class SamplingRows:
+class SamplingRows(Struct):
     """Sampling parameters, one entry for each logit row. Order of work, on the device:
 
     1. logits as computed -> `logprobs` (log-softmax, when asked for);
@@ -208,8 +203,7 @@ class SamplingRows:
         )
 
 
-@dataclass(slots=True)
-class LogprobRows:
+class LogprobRows(Struct):
     """Log-probabilities of a step, filled for rows that asked; natural logarithm."""
 
     chosen: F32  # (L,) of the sampled or target id
@@ -218,8 +212,7 @@ class LogprobRows:
     top: F32  # (L, K)
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(Struct):
     """Arrays of a finished step; owned by the caller."""
 
     ids: I32  # (L,) sampled or target id; -1 = the row's logits held NaN or nothing was allowed

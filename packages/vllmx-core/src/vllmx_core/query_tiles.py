@@ -4,15 +4,14 @@ backends whose attention gathers a batch's keys and multiplies matrices."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllmx_core.plan import I64, StepPlan
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
+class QueryTiles(Record):
     """Pieces of rows; every array is (tiles,)."""
 
     row: I64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vllmx_core.errors import UnsupportedOpError
 from vllmx_core.model import Encoder, Model, ModelShape, encoder_of
@@ -13,13 +13,13 @@ from vllmx_core.ops.values import StepInputs, WeightRef
 from vllmx_core.passes import Pass
 from vllmx_core.passes.expand import expand_unsupported, unsupported_ops
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_core.weights import WeightSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(Record):
     """A model's step and everything that its ops name."""
 
     model: str

@@ -6,18 +6,16 @@ one be kept while its sequence goes on elsewhere; what is beyond keeps states fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllmx_core.backend import DEFAULT_NUM_SEQS, LoadOptions
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
+from vllmx_core.records import Record
 
 SPARE_SLOTS = 2
 """Beside one for each sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateSlots:
+class StateSlots(Record):
     """The slots of a load."""
 
     num_slots: int

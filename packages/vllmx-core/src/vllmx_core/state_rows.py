@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vllmx_core.plan import StepPlan
+from vllmx_core.records import Record
 
 Index = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class StateRows:
+class StateRows(Record):
     """The rows of a step, the longest first, so that those with a token at some offset are the
     first ones."""
 

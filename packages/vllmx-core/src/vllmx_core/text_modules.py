@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
 from vllmx_core.files import open_regular
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.weights import WeightPart, WeightSource
 
@@ -155,8 +156,7 @@ def _read(path: Path) -> Any:
         raise WeightFormatError(f"{path} is not valid JSON: download it again") from error
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedSource:
+class JoinedSource(Record):
     """A `WeightSource` with the tensors of others under prefixes of their own."""
 
     main: WeightSource

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from vllmx_core.errors import WeightFormatError
 from vllmx_core.files import open_regular
+from vllmx_core.records import Record
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -120,8 +120,7 @@ class WeightFile:
         self._close()
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(Record):
     """Bytes of a file, read whenever they are asked for."""
 
     file: WeightFile

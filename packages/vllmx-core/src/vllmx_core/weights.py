@@ -9,7 +9,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from vllmx_core.coded import CodedRows
 from vllmx_core.plan import F32
+from vllmx_core.records import Record, field
 from vllmx_core.weight_files import FileRange, ReadingRoom
 
 DType = Literal[
@@ -67,8 +68,7 @@ with np.errstate(over="ignore", invalid="ignore"):
     _FLOAT8 = _float8_tables()
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
+class RawTensor(Record):
     """One tensor as it lies in the file."""
 
     name: str
@@ -135,8 +135,7 @@ class RawTensor:
         return array.astype(np.float32, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantLayout:
+class QuantLayout(Record):
     """How the buffers of a part encode its matrix. `DENSE` has one buffer named "weight"."""
 
     kind: str
@@ -148,8 +147,7 @@ class QuantLayout:
 DENSE = QuantLayout("dense", 16)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightPart:
+class WeightPart(Record):
     """One logical tensor: a matrix (rows = output features, cols = input features) or a vector."""
 
     name: str
@@ -273,8 +271,7 @@ class WeightSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RowRuns:
+class RowRuns(Record):
     """Every `stride`-th row from `begin` on, `length` rows at a time: `RowRuns(0, D, 2 * D)` takes
     the first half of each pair of heads, `RowRuns(1, 1, 2)` every other row."""
 
@@ -288,8 +285,7 @@ class RowRuns:
         return (first[:, None] + np.arange(self.length)).reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
+class RankShare(Record):
     """What one rank takes of a part, behind all other picks: the sharding of a model sets it."""
 
     whole_rows: int
@@ -301,8 +297,7 @@ class RankShare:
     """(first, end) of the weight's columns; None: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartSpec:
+class PartSpec(Record):
     """A checkpoint tensor, or what is picked of it, that becomes `rows` consecutive rows of a
     logical weight.
 
@@ -340,8 +335,7 @@ Role = Literal["", "vocabulary", "experts", "heads", "router"]
 decide much and stay as precise as they are stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSpec:
+class WeightSpec(Record):
     """One line of a model's weight map: logical name, where it comes from, how it may be split.
 
     kind "linear": a (rows, cols) matrix for `Ops.linear` or `Ops.logits`; "embedding": a

@@ -24,8 +24,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from vllmx_core.records import Record
 
 logger = logging.getLogger("vllmx.cpu.build")
 
@@ -74,8 +75,7 @@ class BuildError(Exception):
     """The library cannot be built here; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Toolchain:
+class Toolchain(Record):
     """A C++ compiler and what it can compile for."""
 
     command: tuple[str, ...]

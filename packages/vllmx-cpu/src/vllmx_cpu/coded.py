@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from vllmx_core.plan import F32, AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightPart, float8_to_f32
 
 from vllmx_cpu.kinds import column_order
@@ -14,8 +13,7 @@ from vllmx_cpu.structs import AFFINE_KINDS, FLOAT8_COLS
 COLS_OF = {kind: cols for (_, cols), kind in AFFINE_KINDS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRows:
+class UnitRows(Record):
     """Arguments of vx_pack_coded."""
 
     codes: AnyArray  # (n, cols) uint8

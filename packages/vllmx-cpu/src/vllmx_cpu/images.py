@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import Structure, c_int32, c_void_p
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.ops.attention import Attention
@@ -14,6 +13,7 @@ from vllmx_core.ops.op import Op
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import WeightRef
 from vllmx_core.plan import F32, I32, AnyArray, StepPlan
+from vllmx_core.records import Record
 
 from vllmx_cpu.memory import Bytes, allocate
 
@@ -81,8 +81,7 @@ Rotation = tuple[str, tuple[int, ...]]
 """A table of rotations by name, and the axis that turns each of its frequencies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turned:
+class Turned(Record):
     """The cosines and sines of each token of a step, for attention to read row by row."""
 
     table: WeightRef

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weight_map import parts_of
 from vllmx_core.weights import RawTensor, WeightPart, WeightSource, WeightSpec
 
 from vllmx_cpu.structs import AFFINE_KINDS, BLOCK_KINDS, FLOAT8_COLS, FLOAT8_KIND
 
 
-@dataclass(frozen=True, slots=True)
-class NativeKind:
+class NativeKind(Record):
     """How the kernels hold a part."""
 
     name: str

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.kv_capacity import BlockSizes, CachePlan, plain_page_bytes, plan_cache
 from vllmx_core.memory import GIB
 from vllmx_core.model import LatentKV, ModelShape, OwnedKV
+from vllmx_core.records import Record
 
 from vllmx_cpu.memory import Bytes, allocate
 from vllmx_cpu.native import library
@@ -20,8 +20,7 @@ DEFAULT_BYTES = 4 * GIB
 """Without a flag the cache is no larger than this, unless one sequence needs more."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPages:
+class LayerPages(Record):
     """KV pages of one attention layer."""
 
     k: Bytes

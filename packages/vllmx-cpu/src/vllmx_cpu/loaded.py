@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.backend import LoadedInfo
@@ -12,6 +11,7 @@ from vllmx_core.backend_kit.in_flight import InFlight
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value
 from vllmx_core.plan import F32, I32, SamplingRows, StepPlan, StepResult
+from vllmx_core.records import Record
 
 from vllmx_cpu.images import VxSee, reads_images, see
 from vllmx_cpu.lowering.images import turns
@@ -26,8 +26,7 @@ from vllmx_cpu.tower import CpuTower
 from vllmx_cpu.vectors import VectorsCall
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
+class RecordedStep(Record):
     """The tape of the whole forward pass, and where it leaves the logits."""
 
     tape: Tape

@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 from ctypes import byref, c_char_p, c_int32, c_size_t, c_void_p
-from dataclasses import dataclass
 from functools import cache
 
 from vllmx_core.errors import BackendUnavailableError, CapacityError, ConfigError
 from vllmx_core.progress import show_progress
+from vllmx_core.records import Record
 
 from vllmx_cpu import build
 from vllmx_cpu.structs import MIRRORED, VxJob
@@ -93,8 +93,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-@dataclass(frozen=True, slots=True)
-class Isa:
+class Isa(Record):
     """One instruction set of the library."""
 
     name: str

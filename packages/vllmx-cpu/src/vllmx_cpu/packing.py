@@ -7,11 +7,11 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import F32, I32, AnyArray
 from vllmx_core.progress import show_progress
+from vllmx_core.records import Record
 from vllmx_core.weight_files import ReadingRoom
 from vllmx_core.weight_map import bias_of, parts_of
 from vllmx_core.weights import DENSE, ITEM_BYTES, WeightPart, WeightSource, WeightSpec
@@ -38,8 +38,7 @@ ROWS_AT_ONCE = 512
 ALIGNMENT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixShape:
+class MatrixShape(Record):
     """Size and layout of a packed matrix, or of each of a stack."""
 
     rows: int
@@ -72,8 +71,7 @@ class MatrixShape:
         return local // BLOCK_ROWS * TILE_ROWS + half * BLOCK_ROWS + local % BLOCK_ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
+class PackedMatrix(Record):
     """A matrix ready for `linear` and `embedding`, or a stack for `experts`."""
 
     shape: MatrixShape
@@ -100,8 +98,7 @@ class PackedMatrix:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedWeights:
+class LoadedWeights(Record):
     """Everything that ops point to; the arrays must live as long as the tape."""
 
     matrices: Mapping[str, PackedMatrix]
@@ -236,8 +233,7 @@ def _matrix_jobs(
     return jobs
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Record):
     """Where one matrix of this shape is packed."""
 
     shape: MatrixShape

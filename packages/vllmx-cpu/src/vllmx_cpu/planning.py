@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from vllmx_core.backend import LoadOptions
 from vllmx_core.backend_kit.features import feature_bytes
@@ -19,6 +18,7 @@ from vllmx_core.passes.activated_linear import fuse_activations
 from vllmx_core.passes.gated_linear import fuse_gated_linears, gated_weights
 from vllmx_core.plan import AnyArray
 from vllmx_core.recording import prepare
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightSource, WeightSpec
 
 from vllmx_cpu.kinds import segments
@@ -32,8 +32,7 @@ PATCHES_OF_WINDOW = 16
 """At the least, on an average of an image: those at its edges may have fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class TowerPlan:
+class TowerPlan(Record):
     """The recorded pass over images, and how large one is."""
 
     ops: OpList
@@ -49,8 +48,7 @@ class TowerPlan:
         return plan_room(self.ops, extent, self.shapes, self.num_threads, self.kv_dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(Record):
     """The recorded step, and the sizes of everything that it needs."""
 
     recorded: OpList

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.ops.attention import Attention
@@ -15,6 +14,7 @@ from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import OpList
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows
+from vllmx_core.records import Record
 
 from vllmx_cpu.lowering.attention import segment_dtype
 from vllmx_cpu.native import library
@@ -22,8 +22,7 @@ from vllmx_cpu.packing import MatrixShape
 from vllmx_cpu.structs import KV_DTYPES, WEIGHT_KINDS
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Record):
     """The largest pass."""
 
     max_rows: Mapping[Rows, int]
@@ -36,8 +35,7 @@ class Extent:
     """How many windows the images of a pass have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(Record):
     """What it takes."""
 
     arena: ArenaPlan

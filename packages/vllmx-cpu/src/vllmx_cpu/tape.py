@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from vllmx_core.records import Record
 
 from vllmx_cpu.structs import VxRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Record):
     """One native op: its name for profiles, its function's address and its arguments."""
 
     name: str
@@ -25,8 +25,7 @@ class Call:
         return VxRecord(self.function, ctypes.addressof(self.arguments), int(self.pooled))
 
 
-@dataclass(frozen=True, slots=True)
-class Tape:
+class Tape(Record):
     """Lowered ops in a C array; `calls` keeps their arguments alive."""
 
     records: ctypes.Array[VxRecord]

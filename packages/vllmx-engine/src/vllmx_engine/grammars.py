@@ -18,9 +18,9 @@ import socket
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct, field
 from vllmx_core.errors import VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
@@ -57,8 +57,7 @@ _TOO_LARGE = (
 )
 
 
-@dataclass(slots=True)
-class _Child:
+class _Child(Struct):
     """A check on its way."""
 
     pid: int

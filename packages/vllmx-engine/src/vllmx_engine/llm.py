@@ -6,12 +6,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from vllmx_core.config import DEMO_MODEL, EngineConfig
 from vllmx_core.errors import InvalidRequestError
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
@@ -38,8 +38,7 @@ Conversation = Sequence[ChatMessage | Message]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Record):
     """How far a call of `LLM.generate` is."""
 
     num_done: int

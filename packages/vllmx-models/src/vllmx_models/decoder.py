@@ -7,7 +7,7 @@ An architecture reads its config.json into a `DecoderSpec`: layers are data, bui
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllmx_core.model import (
@@ -22,6 +22,7 @@ from vllmx_core.model import (
     Weight,
 )
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import Block, FeedForward, LayerNames, LayerScope, Mixer, vector
@@ -29,8 +30,7 @@ from vllmx_models.blocks.norms import PRE, LayerNorms, Norm, ResidualStream
 from vllmx_models.rope import Rope
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerSpec(Record):
     """One layer; one of its two blocks may be missing."""
 
     mixer: Mixer | None
@@ -49,8 +49,7 @@ class LayerSpec:
         return self.mixer, self.feed_forward
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNames:
+class ModelNames(Record):
     """Modules of the checkpoint outside the layers."""
 
     embedding: str = "model.embed_tokens"
@@ -61,8 +60,7 @@ class ModelNames:
     """(prefix, another prefix that checkpoints have in its place)."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
+class DecoderSpec(Record):
     """One decoder model."""
 
     vocab_size: int  # V

@@ -8,10 +8,11 @@ of too. E hidden size, T tokens of a step, L texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vllmx_core.model import Array, ModelShape, Ops, StepInputs, Weight
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope
@@ -23,8 +24,7 @@ _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 """What files of the first BERTs call them."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderNames:
+class EncoderNames(Record):
     """Modules of the checkpoint outside the layers."""
 
     words: str = "embeddings.word_embeddings"
@@ -38,8 +38,7 @@ class EncoderNames:
     """What may stand before all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSpec:
+class EncoderSpec(Record):
     """What sets one encoder apart from another."""
 
     vocab_size: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, We
 from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import vector
@@ -26,8 +26,7 @@ _TOWER, _PROJECTOR = "model.vision_tower.", "model.embed_vision."
 _NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
-@dataclass(frozen=True, slots=True)
-class Gemma4Tower:
+class Gemma4Tower(Record):
     """A `vllmx_core.model.Encoder`."""
 
     depth: int

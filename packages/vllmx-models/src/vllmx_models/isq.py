@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from vllmx_core.cores import available_cores
 from vllmx_core.encoding import Encoder
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.weight_map import name_in, resolved
 from vllmx_core.weights import (
@@ -49,8 +50,7 @@ ROWS_ALONE = 1024
 """Up to so many rows are made by whoever asks for them; more by all cores together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(Record):
     """What a matrix becomes."""
 
     layout: QuantLayout

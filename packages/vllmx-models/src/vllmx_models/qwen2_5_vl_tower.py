@@ -4,13 +4,14 @@ and column, most of whose layers see windows of an image alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, Weight
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import I32, AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightSpec
 
 from vllmx_models.blocks.layer import part, vector
@@ -21,8 +22,7 @@ _EPS = 1e-6
 _LONGEST_SIDE = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class WindowTower:
+class WindowTower(Record):
     """A `vllmx_core.model.Encoder`."""
 
     depth: int

@@ -5,13 +5,13 @@ others behind layers in between (DeepStack, arXiv 2406.04334)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, Weight
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import F32, I32, AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part
@@ -22,8 +22,7 @@ _EPS = 1e-6
 _LONGEST_SIDE = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class QwenTower:
+class QwenTower(Record):
     """A `vllmx_core.model.Encoder`."""
 
     depth: int

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllmx_core.errors import UnsupportedModelError, listing, shown
 from vllmx_core.plan import F32
+from vllmx_core.records import Record, field
 
 from vllmx_models.config import LARGEST_FLOAT
 
@@ -45,8 +45,7 @@ _STILL = "still"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(Record):
     """Everything that makes one table."""
 
     kind: str

@@ -4,13 +4,13 @@ image, whose answers are averaged over smaller squares, normed and projected."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import InvalidRequestError
 from vllmx_core.model import Activation, Array, ImagePlaces, Ops, StepInputs, Weight
 from vllmx_core.ops.segment_attention import SegmentSpec
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import part
@@ -21,8 +21,7 @@ _OTHER_TOWERS = ("vision_tower.", "model.vision_tower.vision_model.", "model.vis
 _PROJECTOR = "multi_modal_projector."
 
 
-@dataclass(frozen=True, slots=True)
-class SiglipTower:
+class SiglipTower(Record):
     """A `vllmx_core.model.Encoder`."""
 
     depth: int

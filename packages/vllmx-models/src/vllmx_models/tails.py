@@ -6,13 +6,13 @@ E hidden size, T tokens of a step, L texts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from vllmx_core.errors import UnsupportedModelError
 from vllmx_core.model import Array, Ops, Output, StepInputs, Weight
 from vllmx_core.ops.activation import ActKind
 from vllmx_core.ops.pool import PoolKind
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightSpec
 
 from vllmx_models.blocks.layer import part
@@ -43,8 +43,7 @@ class Tail(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Record):
     """From (T, E) to a row for each text: pooled, then through matrices."""
 
     output: Output
@@ -70,8 +69,7 @@ class End:
         return x
 
 
-@dataclass(frozen=True, slots=True)
-class ClassHead:
+class ClassHead(Record):
     """Scores of labels: a dense layer over the pooled text, and a matrix with a row a label."""
 
     labels: int

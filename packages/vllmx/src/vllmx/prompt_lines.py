@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, InvalidRequestError, shown
+from vllmx_core.records import Record, field
 
 SEPARATOR = " | "
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
@@ -22,8 +22,7 @@ _SERVER_FIELDS = {"model", "stream", "user", "metadata", "store"}
 """Fields of a body that say nothing about the text: what is generated is this command's affair."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Record):
     """One prompt with the parameters that its line names."""
 
     prompt: str | list[int] | None = None

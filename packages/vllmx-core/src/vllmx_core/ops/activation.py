@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -28,7 +27,6 @@ def expect_activation(kind: object) -> None:
     expect(kind in KINDS, f"unknown activation {kind!r}: choose {', '.join(KINDS)}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Act(Op):
     """act(x)."""
 

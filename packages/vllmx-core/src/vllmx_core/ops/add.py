@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from vllmx_core.ops.case import Case, Weights
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Add(Op):
     """x + y."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from vllmx_core.ops.add import Add
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class AddRmsNorm(Op):
     """total = x + residual, out = rms_norm(total)."""
 

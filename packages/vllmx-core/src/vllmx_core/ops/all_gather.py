@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -10,7 +9,6 @@ from vllmx_core.ops.op import Op, expect
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class AllGather(Op):
     """x (L, widths[rank]) of all ranks -> (L, sum of the widths), in the order of the ranks.
     Sharding puts it behind the head, of which each rank has a part of the vocabulary."""

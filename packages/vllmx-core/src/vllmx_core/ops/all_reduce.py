@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -10,7 +9,6 @@ from vllmx_core.ops.op import Op, expect
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class AllReduce(Op):
     """x (T, E) of all ranks, added as `vllmx_core.communicator.tree_sum` does. Sharding puts it
     behind what each rank computed of a part of its input features; models do not write it."""

@@ -7,7 +7,6 @@ about pages and steps as much as about the formula.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -20,12 +19,12 @@ from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect
 from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
+from vllmx_core.records import Record
 
 W = TypeVar("W")
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(Record):
     """The options of one attention layer. D = head_size.
 
     The op splits `qkv` (T, (H + 2K) * D) into q | k | v, applies the optional per-head RMS norm to
@@ -62,8 +61,7 @@ class AttentionSpec:
         return self.num_heads + (0 if self.shared else 2 * self.num_kv_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionWeights(Generic[W]):
+class AttentionWeights(Record, Generic[W]):
     """The weights that a layer may have, as whatever a backend makes of a weight."""
 
     rope: W | None = None
@@ -76,7 +74,6 @@ class AttentionWeights(Generic[W]):
 NO_WEIGHTS: AttentionWeights[Floats] = AttentionWeights()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Attention(Op):
     """(T, (H + 2K) * D) -> (T, H * D); see `AttentionSpec` and `AttentionWeights`."""
 

@@ -7,10 +7,10 @@ type checkers alone, so that models and backends do not import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.records import Record
 
 if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
@@ -22,8 +22,7 @@ Middle = Callable[["Ops", Weights, Value], Value]
 Pooling = Callable[["Ops", Weights, Value, StepInputs], Value]
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(Record):
     """What the op computes must reach the logits that `body` returns."""
 
     name: str

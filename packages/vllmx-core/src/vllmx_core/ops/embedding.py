@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from vllmx_core.testing.synthetic import Builder
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Embedding(Op):
     """The step's token ids, positions or token types (T,), plus `offset`, become the table's rows
     (T, E). A token type beyond the table is its last one: tokenizers tell two texts apart for

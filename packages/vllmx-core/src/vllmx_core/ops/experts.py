@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -16,14 +15,14 @@ from vllmx_core.ops.gate import opening
 from vllmx_core.ops.gated_act import gated_act
 from vllmx_core.ops.op import Op, expect, expect_features, expect_stack
 from vllmx_core.ops.values import Value, ValueType, WeightRef
+from vllmx_core.records import Record
 
 if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
     from vllmx_core.testing.synthetic import Builder
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsSpec:
+class ExpertsSpec(Record):
     """What an expert computes between its two matrices."""
 
     activation: Activation | Literal["relu2"] = "silu"
@@ -36,7 +35,6 @@ class ExpertsSpec:
     alpha: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Experts(Op):
     """x (T, E), ids and weights (T, k) -> (T, E): the sum over a token's k slots, in their order,
     of weight * down(act(gate_up x)) by the expert of the slot, in float32, rounded once. The biases

@@ -7,7 +7,6 @@ the inputs (float32, or float64 when a test asks how far float32 itself is off).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from vllmx_core.communicator import Communicator
 from vllmx_core.interpreter import Frame
 from vllmx_core.ops.values import WeightRef
 from vllmx_core.plan import AnyArray, StepPlan
+from vllmx_core.records import Record
 
 Floats = npt.NDArray[np.floating[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
+class Pages(Record):
     """KV cache of one layer; one of latents has rows of one head in `k`, and an empty `v`."""
 
     k: Floats  # (blocks, P, K, D)
@@ -31,8 +30,7 @@ class Pages:
     """Which of the step's block tables lists its pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class NumpyWeights:
+class NumpyWeights(Record):
     """Weights and constants by name, and the biases of those matrices that have one."""
 
     arrays: Mapping[str, Floats]

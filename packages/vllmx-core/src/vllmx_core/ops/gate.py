@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -20,7 +19,6 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 KINDS: tuple[GateKind, ...] = (*ACTIVATIONS, "sigmoid", "identity", "tanh", "relu2")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Gate(Op):
     """x (T, F) times act(g), g (T, G) with G a divisor of F: each gate is for F / G neighbouring
     features, such as those of a head."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +14,6 @@ from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class GatedAct(Op):
     """gate_up (T, 2F), the gate first -> act(gate) * up (T, F)."""
 

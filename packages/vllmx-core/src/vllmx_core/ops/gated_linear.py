@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.activation import Activation, expect_activation
@@ -13,7 +12,6 @@ from vllmx_core.ops.op import Op, expect, expect_matrix
 from vllmx_core.ops.values import Value, WeightRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class GatedLinear(Op):
     """gated_act(linear(x, w)) without the (T, 2F) in between; see `vllmx_core.passes`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from vllmx_core.testing.synthetic import Builder
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Head(Op):
     """Gathers `rows` of x, multiplies by the LM head: (L, V) float32; with a softcap c, each logit
     becomes c * tanh(logit / c)."""

@@ -7,7 +7,7 @@ norm over all heads, weights of each head's own, layer norms, and a norm of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -18,10 +18,10 @@ from vllmx_core.ops.layer_norm import layer_norm
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNormSpec:
+class HeadNormSpec(Record):
     """What is normed, and how. H query heads and K key/value heads of D features; with K = 0 a row
     is H runs of any kind."""
 
@@ -41,7 +41,6 @@ class HeadNormSpec:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HeadNorm(Op):
     """qkv (T, (H + 2K) * D) with the heads normed whose weight is given."""
 

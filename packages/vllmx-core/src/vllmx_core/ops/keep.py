@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -11,7 +10,6 @@ from vllmx_core.ops.patches import patches_in
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Keep(Op):
     """Row i of x (L, E) becomes row `PatchRows.keep[i]` of a part of the store, float32. The
     recorder appends one for each of the features that a tower returns."""

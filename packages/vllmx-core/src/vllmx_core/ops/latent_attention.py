@@ -10,7 +10,6 @@ Its cases are a part of the suite of their own (`vllmx_core.testing.latent_check
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -23,12 +22,12 @@ from vllmx_core.ops.op import Op, expect, expect_features, expect_vector, expect
 from vllmx_core.ops.rms_norm import rms_norm
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
+from vllmx_core.records import Record
 
 W = TypeVar("W")
 
 
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
+class LatentSpec(Record):
     """The options of one layer. H heads, C rank, Dn nope_size, Dr rotary_dim, Dv value_size.
 
     `latent` (T, C + Dr) is a latent, which is normed, and a key part, which is rotated; both are
@@ -53,8 +52,7 @@ class LatentSpec:
         return self.rank + self.rotary_dim
 
 
-@dataclass(frozen=True, slots=True)
-class LatentWeights(Generic[W]):
+class LatentWeights(Record, Generic[W]):
     """The weights of a layer, as whatever a backend makes of a weight."""
 
     rope: W
@@ -66,7 +64,6 @@ class LatentWeights(Generic[W]):
     """H matrices (Dv, C): from the latents to a head's answer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention(Op):
     """(T, H * (Dn + Dr)), (T, C + Dr) -> (T, H * Dv); see `LatentSpec` and `LatentWeights`."""
 

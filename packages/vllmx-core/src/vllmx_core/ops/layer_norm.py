@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +13,6 @@ from vllmx_core.ops.op import Op, expect, expect_rows, expect_vector
 from vllmx_core.ops.values import Value, WeightRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LayerNorm(Op):
     """(x - mean) / sqrt(var + eps) * w + bias over the last axis."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.activation import Activation, activation
@@ -13,7 +12,6 @@ from vllmx_core.ops.op import Op, expect_matrix, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Linear(Op):
     """act(x @ w.T + bias); the bias comes with the weight."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -13,7 +12,6 @@ MergeKind = Literal["join", "mean"]
 KINDS: tuple[MergeKind, ...] = get_args(MergeKind)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Merge(Op):
     """(T, F) -> (L, count * F) or, as the mean, (L, F), for T = count * L: rows count * i to
     count * (i + 1) - 1 become row i."""

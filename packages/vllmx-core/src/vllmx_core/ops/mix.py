@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +12,6 @@ from vllmx_core.ops.patches import patches_in
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Mix(Op):
     """(T, E): row t is the sum of the table's rows `PatchRows.table_rows[t]`, each times its number
     in `PatchRows.table_weights[t]`."""

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllmx_core.errors import OpError
 from vllmx_core.ops.values import Output, Rows, Value, WeightKind, WeightRef
+from vllmx_core.records import Record
 
 if TYPE_CHECKING:
     from vllmx_core.ops.case import Case
     from vllmx_core.ops.formulas import NumpyFrame
 
 
-class Op:
-    """One operation of a recorded step. A subclass is a frozen dataclass without equality, whose
-    fields are operands and results (`Value`), weights (`WeightRef`) and options."""
+class Op(Record, eq=False):
+    """One operation of a recorded step. A subclass is frozen and has no equality but identity; its
+    fields are operands and results (`Value`), weights (`WeightRef`) and options. It takes no
+    decorator, for a `Record` is like a dataclass already."""
 
-    __slots__ = ()
     name: ClassVar[str]
     """What error messages and profiles call it."""
     results: ClassVar[tuple[str, ...]] = ("out",)
@@ -75,17 +74,10 @@ class Op:
         return f"{self.name!r} ({', '.join(facts)})" if facts else f"{self.name!r}"
 
     def _fields(self) -> Iterator[tuple[str, Any]]:
-        return ((name, getattr(self, name)) for name in _field_names(type(self)))  # type: ignore[arg-type]
+        return ((name, getattr(self, name)) for name in type(self).__struct_fields__)
 
 
-@cache
-def _field_names(kind: type[Op]) -> tuple[str, ...]:
-    """Kept for each type: every op of every layer asks."""
-    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class OpList:
+class OpList(Record):
     """A recorded step: its ops in order, and the value that holds its result: (L, V) logits, or the
     vectors or scores of a model that samples nothing."""
 

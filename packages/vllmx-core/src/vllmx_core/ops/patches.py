@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -11,7 +10,6 @@ from vllmx_core.ops.values import StepInputs, Value
 from vllmx_core.plan import PatchRows, StepPlan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Patches(Op):
     """(T, D): the normalised pixels of each patch, `StepPlan.patches`. Every tower begins with
     it."""

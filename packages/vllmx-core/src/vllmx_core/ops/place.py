@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -10,7 +9,6 @@ from vllmx_core.ops.op import Op, expect, expect_features
 from vllmx_core.ops.values import StepInputs, Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Place(Op):
     """(T, E) -> (T, E): where `StepPlan.feature_rows` names a row of the store of features, that
     row of its part `part` replaces x, or is added to it."""

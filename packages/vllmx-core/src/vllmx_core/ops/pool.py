@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
@@ -22,7 +21,6 @@ PoolKind = Literal["last", "mean", "cls"]
 KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Pool(Op):
     """(T, E) -> (L, E), summed in float32. Each of the step's logit rows is the last token of a row
     r of the step: "last" takes that token, "cls" the first one of r in this step, "mean" the mean

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
@@ -19,12 +18,12 @@ from vllmx_core.ops.gate import opening
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
+from vllmx_core.records import Record
 
 W = TypeVar("W")
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrenceSpec:
+class RecurrenceSpec(Record):
     """The options of one layer: H heads over Hk key heads of Dk, values of Dv.
 
     `qkv` (T, 2 * Hk * Dk + H * Dv) is split into q | k | v (of Mamba-2: C | B | x). Head h reads
@@ -66,8 +65,7 @@ class RecurrenceSpec:
         return self.num_heads * (self.key_size if self.decay == "channel" else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrenceWeights(Generic[W]):
+class RecurrenceWeights(Record, Generic[W]):
     """The weights of a layer, as whatever a backend makes of a weight."""
 
     a_log: W  # (H,)
@@ -75,7 +73,6 @@ class RecurrenceWeights(Generic[W]):
     d: W | None = None  # (H,), of rule "ssd"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Recurrence(Op):
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv); see `RecurrenceSpec` and `RecurrenceWeights`."""
 

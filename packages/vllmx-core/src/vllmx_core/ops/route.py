@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -14,14 +13,14 @@ from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.formulas import Floats, NumpyFrame, like
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.records import Record
 
 if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
     from vllmx_core.testing.synthetic import Builder
 
 
-@dataclass(frozen=True, slots=True)
-class RouteSpec:
+class RouteSpec(Record):
     """How k of X experts are chosen. Softmax over the chosen alone is softmax over all with
     `renormalise`."""
 
@@ -41,7 +40,6 @@ class RouteSpec:
     """Multiplies the weights, after that."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Route(Op):
     """logits (T, X) -> ids (T, k), by falling score + bias, ties to the lower expert, and weights
     (T, k): the scores of the chosen, without the bias, times `factor`. A row whose scores hold NaN

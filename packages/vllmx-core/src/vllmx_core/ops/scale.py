@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.case import Case
@@ -12,7 +11,6 @@ from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Scale(Op):
     """x * factor."""
 

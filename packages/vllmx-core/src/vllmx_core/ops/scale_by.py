@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.case import Case
@@ -12,7 +11,6 @@ from vllmx_core.ops.op import Op, expect, expect_rows, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ScaleBy(Op):
     """x (T, F) * w, w (G,) with G a divisor of F: each value is for F / G neighbouring features,
     one value for all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,14 +21,14 @@ from vllmx_core.ops.formulas import Floats, NumpyFrame
 from vllmx_core.ops.op import Op, expect, expect_features, expect_weight
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import I32, StepPlan
+from vllmx_core.records import Record
 
 if TYPE_CHECKING:
     from vllmx_core.ops.recorder import Ops
     from vllmx_core.testing.synthetic import Builder
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentSpec:
+class SegmentSpec(Record):
     """The options of one layer. H = num_heads, K = num_kv_heads, D = head_size.
 
     The op splits `qkv` (T, (H + 2K) * D) into q | k | v, rotates the first `rotary_dim` of D by
@@ -67,7 +66,6 @@ class SegmentSpec:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SegmentAttention(Op):
     """(T, (H + 2K) * D) -> (T, H * D); see `SegmentSpec`."""
 

@@ -6,7 +6,6 @@ slots and steps as much as about the formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -16,10 +15,10 @@ from vllmx_core.ops.formulas import Floats, NumpyFrame, like, state_before
 from vllmx_core.ops.op import Op, expect, expect_features, expect_vector
 from vllmx_core.ops.values import StepInputs, Value, WeightRef
 from vllmx_core.plan import StepPlan
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec:
+class ShortConvSpec(Record):
     """The options of one convolution over C channels."""
 
     state: int
@@ -29,7 +28,6 @@ class ShortConvSpec:
     activation: Literal["silu"] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ShortConv(Op):
     """y[t, c] = act(bias[c] + the sum over i < K, in this order, of w[c, i] * x[t - K + 1 + i, c]),
     in float32. Tokens of the row before this step come out of its state, zeros before its first."""

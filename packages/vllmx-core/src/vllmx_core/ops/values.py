@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
 from vllmx_core.errors import OpError
+from vllmx_core.records import Record, field
 
 Rows = Literal["T", "L"]
 """How many rows an array has: the tokens of the step, or those that want logits."""
@@ -16,8 +16,7 @@ ValueType = Literal["model", "f32", "i32"]
 WeightKind = Literal["linear", "embedding", "vector", "stack", "constant"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class Value(Record, eq=False):
     """An array (rows, width) of the step; identity is what tells two apart."""
 
     width: int
@@ -34,8 +33,7 @@ class Value:
         raise OpError("the forward pass iterates over an array: it must only pass arrays on")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRef:
+class WeightRef(Record):
     """A weight or a constant as a model sees it: its name and what the weight map says of it."""
 
     name: str
@@ -50,21 +48,18 @@ class WeightRef:
 IdSource = Literal["tokens", "positions", "token_types"]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIds:
+class TokenIds(Record):
     """Stands for a number of each token of the step (T,): its id, its position or its type; only
     `embedding` takes it."""
 
     source: IdSource = "tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRows:
+class LogitRows(Record):
     """Stands for the (L,) indices of the tokens that want logits; `logits` and `pool` take it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(Record):
     """The inputs of the step that is being recorded."""
 
     tokens: TokenIds = field(default_factory=TokenIds)

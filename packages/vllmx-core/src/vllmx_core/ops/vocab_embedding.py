@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +11,6 @@ from vllmx_core.ops.op import Op, expect, expect_weight
 from vllmx_core.ops.values import Value, WeightRef
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class VocabEmbedding(Op):
     """The step's tokens (T,) become (T, E): the table's rows for ids from `first` on, zeros for ids
     that the table does not have. Over all ranks the sum is the embedding."""

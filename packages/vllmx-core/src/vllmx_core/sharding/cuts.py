@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
+from vllmx_core.records import Record
 
 Piece = tuple[int, int]
 """Features from the first to before the second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Record):
     """Features that one rank has of a value or weight."""
 
     whole: int
@@ -42,8 +41,7 @@ class Share:
         return Share(end - begin, pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+class Units(Record):
     """Where a value may be cut: into multiples of `unit` features; with several sections of equal
     size, as many ranks get each, and none has features of two."""
 

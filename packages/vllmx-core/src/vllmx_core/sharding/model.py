@@ -117,13 +117,13 @@ class ShardedModel:
                 width = end - begin
             known[value] = replace(value, width=width)
         changes: dict[str, Any] = dict(plan.options.get(op, {}))
-        for name in op.__dataclass_fields__:  # type: ignore[attr-defined]  # ops are dataclasses
+        for name in op.__struct_fields__:
             field = getattr(op, name)
             if isinstance(field, Value):
                 changes[name] = known[field]
             elif isinstance(field, WeightRef):
                 changes[name] = w[field.name]
-        return replace(op, **changes)  # type: ignore[type-var]
+        return replace(op, **changes)
 
 
 def sharded(

@@ -9,7 +9,8 @@ weights, and so on up to a matrix whose output features are cut, which reads a w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from vllmx_core.errors import OpError
 from vllmx_core.ops.embedding import Embedding
@@ -28,16 +29,14 @@ ColUnit = Callable[[WeightSpec], int]
 """At multiples of how many input features a weight may be cut."""
 
 
-@dataclass(slots=True)
-class WeightCut:
+class WeightCut(Struct):
     """What a rank has of a weight."""
 
     rows: Share | None = None
     cols: Piece | None = None
 
 
-@dataclass(slots=True)
-class ShardPlan:
+class ShardPlan(Struct):
     """What one rank has of a step."""
 
     values: dict[Value, Share] = field(default_factory=dict)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.op import Op
 from vllmx_core.ops.values import Value, WeightRef
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 
 from vllmx_cpu.images import Rotation, Turned, VxImages
 from vllmx_cpu.kv_cache import LayerPages
@@ -22,8 +22,7 @@ from vllmx_cpu.tape import Call
 Address = Callable[[Value], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Lowering:
+class Lowering(Record):
     """What the ops of one loaded model point to."""
 
     isa: Isa
@@ -51,8 +50,7 @@ class Lowering:
         return int(self.weights.vectors[ref.name].ctypes.data)
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(Record):
     """Where one op is lowered: what the model has, and where its values lie."""
 
     model: Lowering

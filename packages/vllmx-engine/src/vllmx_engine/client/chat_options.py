@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from vllmx_core.records import Record, field
 
 ChatMessage = Mapping[str, Any]
 """An OpenAI message: role, content, and what else the template knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Record):
     """One turn of a conversation, for who does not want to write dictionaries."""
 
     role: str
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatOptions(Record):
     """How to render a conversation; see `ChatTemplate.render`."""
 
     tools: Sequence[Mapping[str, Any]] | None = None

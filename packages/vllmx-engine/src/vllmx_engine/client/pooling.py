@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import ContextLengthError, InvalidRequestError, NonFiniteLogitsError
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.request import Request, RequestOptions
@@ -40,8 +40,7 @@ def naming(index: int, count: int) -> Iterator[None]:
         raise type(error)(f"input {index}: {error.message}", param=error.param) from error
 
 
-@dataclass(frozen=True, slots=True)
-class PoolingText:
+class PoolingText(Record):
     """One input of a call that wants vectors or scores."""
 
     text: str = ""
@@ -57,8 +56,7 @@ class PoolingText:
         return len(self.text) + len(self.pair or "") + 4 * len(ids)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolingChoice:
+class PoolingChoice(Record):
     """How inputs become tokens, and what becomes of what the model gives."""
 
     add_special_tokens: bool = True

@@ -9,12 +9,13 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 from vllmx_core.errors import ConfigError, ContextLengthError, InvalidRequestError, shown
+from vllmx_core.records import Record, field
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.client.answers import AnswerReaders
@@ -38,8 +39,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _SEED_SPACE = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Record):
     """A checked request, ready for the core."""
 
     request_id: str

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(slots=True)
-class _Waiter:
+class _Waiter(Struct):
     done: Callable[[], bool]
     over: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None

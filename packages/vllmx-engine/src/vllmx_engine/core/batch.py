@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
 
 from vllmx_engine.core.chunk import Batch, Chunk
@@ -15,8 +14,7 @@ from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBu
 from vllmx_engine.core.sequence import Limits
 
 
-@dataclass(slots=True)
-class Step:
+class Step(Struct):
     """What the engine must know to commit a step that was launched."""
 
     number: int

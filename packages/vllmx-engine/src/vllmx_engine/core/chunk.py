@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 
 from vllmx_engine.core.cost import StepLoad
 from vllmx_engine.core.sequence import Sequence
@@ -35,8 +35,7 @@ class Chunk(NamedTuple):
         return max(0, self.start + self.num_tokens - charged)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Record):
     """What a step computes."""
 
     decodes: AnyArray

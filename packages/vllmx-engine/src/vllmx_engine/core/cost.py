@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 
 _REMEMBERED = 64
 _FEATURES = 5
@@ -41,8 +41,7 @@ _LEAST_SHARE = 1 / 128
 """Of a pass of the tower, which comes to an end whatever the target says."""
 
 
-@dataclass(frozen=True, slots=True)
-class TowerLoad:
+class TowerLoad(Record):
     """What a pass over images costs by, or a part of one."""
 
     patches: float

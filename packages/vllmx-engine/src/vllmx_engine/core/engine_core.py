@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from msgspec import Struct
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
@@ -37,8 +37,7 @@ _MIN_CHUNK = 16
 """Prompt tokens that a step computes however far it misses its target."""
 
 
-@dataclass(slots=True)
-class CoreActivity:
+class CoreActivity(Struct):
     """What a core is about, written by its thread and read by whoever watches it."""
 
     calls: int = 0
@@ -47,8 +46,7 @@ class CoreActivity:
     batch: Batch | None = None
 
 
-@dataclass(slots=True)
-class _Launched:
+class _Launched(Struct):
     step: Step
     handle: StepHandle
 

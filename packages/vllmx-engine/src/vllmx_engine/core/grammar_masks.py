@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
 
@@ -21,8 +21,7 @@ _MEASURED_STEPS = 3
 takes two slow masks in a row."""
 
 
-@dataclass(slots=True)
-class Constrained:
+class Constrained(Struct):
     """A logit row whose sequence follows a grammar."""
 
     logit: int

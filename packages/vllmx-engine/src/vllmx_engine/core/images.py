@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import cast
 
@@ -20,6 +19,7 @@ from vllmx_core.errors import CapacityError, InvalidRequestError
 from vllmx_core.image_plan import Turns, tower_plan, turns_of
 from vllmx_core.model import Encoder, FeatureSpec, ImagePlaces
 from vllmx_core.plan import F32, I32, StepPlan
+from vllmx_core.records import Record
 
 from vllmx_engine.core.chunk import Chunk
 from vllmx_engine.core.cost import StepCost
@@ -32,8 +32,7 @@ from vllmx_engine.wire.messages import CoreRequest, ImageInput
 _LEVELS_BYTES = 4 * 3 * 256
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceImages:
+class SequenceImages(Record):
     """Those of one sequence, in order."""
 
     inputs: tuple[ImageInput, ...]

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from vllmx_core.errors import CapacityError, ConfigError, UnsupportedOpError, sh
 from vllmx_core.memory import format_bytes, free_bytes, return_unused_bytes
 from vllmx_core.model import Model, encoder_of, text_alone
 from vllmx_core.model_choice import OWN, choose_model
+from vllmx_core.records import Record
 from vllmx_core.registry import architecture_names
 from vllmx_core.sharding.model import sharded
 from vllmx_core.specs import BackendSpec, ExecutorSpec
@@ -91,8 +92,7 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
     return core, info
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
+class OpenedModel(Record):
     """A model that is ready to be loaded; `checkpoint.weights` is closed by who loads it."""
 
     checkpoint: Checkpoint

@@ -6,19 +6,18 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllmx_core.checkpoint import quantizer, resolve_path
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ModelNotFoundError
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry, load_registry
 
 logger = logging.getLogger("vllmx.load")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadPlan(Record):
     """What to load, found but not yet opened."""
 
     config: EngineConfig

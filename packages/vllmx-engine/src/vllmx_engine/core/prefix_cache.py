@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+
+from vllmx_core.records import Record
 
 _DIGEST_BYTES = 16
 Entry = tuple[bytes, bytes, bytes]
 """Digest, parent and content of a cached block. A new one is made whenever a block is filed."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheIdentity:
+class CacheIdentity(Record):
     """What all blocks of one cache have in common, and those of another may not."""
 
     model: str = ""

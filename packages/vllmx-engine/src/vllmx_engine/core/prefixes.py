@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.plan import I32
+from vllmx_core.records import Record
 
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import PrefixCache
@@ -16,8 +16,7 @@ from vllmx_engine.core.sequence import Found, Sequence
 from vllmx_engine.core.state_slots import SlotPool, Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(Record):
     """The longest prefix of a sequence that need not be computed."""
 
     num_blocks: int

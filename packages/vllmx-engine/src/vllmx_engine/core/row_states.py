@@ -15,9 +15,8 @@ Rows come first: where no slot can be had, a row goes on in its own and no snaps
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
+from msgspec import Struct, field
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.plan import I32, AnyArray
 
@@ -42,8 +41,7 @@ def tokens_of_slot(info: LoadedInfo) -> int:
     return max(1, info.state_slot_bytes * tokens // (info.kv_cache_bytes * groups))
 
 
-@dataclass(slots=True)
-class _Marks:
+class _Marks(Struct):
     """Where the snapshots of a row lie."""
 
     due: list[int] = field(default_factory=list)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 from vllmx_core.plan import (
     F32,
     I32,
@@ -34,8 +34,7 @@ NOTHING_SAMPLED = SamplingRows.greedy(0)
 Number = TypeVar("Number", np.int32, np.float32)
 
 
-@dataclass(slots=True)
-class Scored:
+class Scored(Struct):
     """Logit rows that score prompt tokens: row `first + i` scores token `start + i + 1`."""
 
     sequence: Sequence
@@ -50,8 +49,7 @@ class Scored:
         return wanted
 
 
-@dataclass(slots=True)
-class LogitOwners:
+class LogitOwners(Struct):
     """Who gets what from a step's logit rows. S sampling rows."""
 
     rows: AnyArray  # (S,) rows of the table

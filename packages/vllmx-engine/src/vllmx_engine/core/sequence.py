@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from array import array
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 from vllmx_core.cache_groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
+from vllmx_core.records import field
 
 from vllmx_engine.core.grammar_row import GrammarRow
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _ID_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """What bounds a step and a sequence, resolved."""
 
@@ -47,7 +49,7 @@ class Limits:
     """For the states of recurrent layers; 0: the model has none."""
     snapshot_tokens: int = 1
     """A snapshot of states that saves at least so many tokens may evict any other one."""
-    max_tokens: int = field(init=False)
+    max_tokens: int = dataclasses.field(init=False)
     """Of a sequence, prompt included: what the context and the whole KV cache can hold."""
 
     def __post_init__(self) -> None:
@@ -57,8 +59,7 @@ class Limits:
         object.__setattr__(self, "max_tokens", longest)
 
 
-@dataclass(slots=True)
-class Found:
+class Found(Struct):
     """What a look into the prefix cache came upon in the groups without a window."""
 
     num_groups: int

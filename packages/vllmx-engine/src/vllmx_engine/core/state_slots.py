@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from vllmx_engine.core.prefix_cache import Entry
 
 
-@dataclass(slots=True, eq=False)
-class Snapshot:
+class Snapshot(Struct, eq=False):
     """The states behind a prefix."""
 
     slot: int

@@ -4,8 +4,8 @@ hold up those who decode."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from msgspec import Struct
 from vllmx_core.model import ImagePlaces
 from vllmx_core.plan import StepPlan
 
@@ -14,8 +14,7 @@ from vllmx_engine.core.step_budget import StepBudget
 from vllmx_engine.wire.messages import ImageInput
 
 
-@dataclass(slots=True)
-class Pass:
+class Pass(Struct):
     """An image on its way through the tower."""
 
     image: ImageInput

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 from vllmx_core.output_format import Calls, OutputFormat
+from vllmx_core.records import Record, field
 
 from vllmx_engine.formats.call_steps import CallReader, passed_on
 from vllmx_engine.formats.channel_steps import ChannelReader
@@ -26,8 +26,7 @@ from vllmx_engine.formats.sink import AnswerSink
 from vllmx_engine.formats.tool_schemas import Tools
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
+class ReadOptions(Record):
     """What is looked for in an answer."""
 
     tools: Tools = field(default_factory=dict)

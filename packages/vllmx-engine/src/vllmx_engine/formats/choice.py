@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from vllmx_core.config_values import nearest
 from vllmx_core.errors import ConfigError, TemplateError
 from vllmx_core.output_format import OutputFormat
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ParserSpec
 
@@ -21,8 +21,7 @@ from vllmx_engine.text.chat_template import ChatTemplate
 logger = logging.getLogger("vllmx.formats")
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFormat:
+class FoundFormat(Record):
     """The format of a model, and for people where its parts come from."""
 
     format: OutputFormat

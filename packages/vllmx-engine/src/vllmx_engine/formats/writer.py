@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllmx_core.output_format import (
@@ -16,10 +15,10 @@ from vllmx_core.output_format import (
     TaggedArguments,
     ValueArguments,
 )
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenCall:
+class WrittenCall(Record):
     """A call to be written."""
 
     name: str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import tokenizers
 from vllmx_core.errors import GrammarError
+from vllmx_core.records import Record
 
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.grammars import Vocabulary
@@ -38,8 +38,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int])
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Lexicon:
+class Lexicon(Record):
     """What grammars are checked over."""
 
     trie: Trie

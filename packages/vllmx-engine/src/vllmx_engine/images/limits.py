@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, InvalidRequestError
+from vllmx_core.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class ImageLimits:
+class ImageLimits(Record):
     """Bounds that are checked before anything is decoded."""
 
     max_images: int = 16

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 
 Pixels = npt.NDArray[np.uint8]
 """Levels of grey: images are (height, width, 3) in RGB."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedImage:
+class PreparedImage(Record):
     """An image as rows of patches."""
 
     digest: bytes

@@ -7,13 +7,13 @@ import binascii
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from vllmx_core.errors import InvalidRequestError, shown
 from vllmx_core.files import open_regular
+from vllmx_core.records import Record
 
 from vllmx_engine.images.limits import ImageLimits
 
@@ -31,8 +31,7 @@ _CHUNK_BYTES = 64 << 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSource:
+class ImageSource(Record):
     """An image that a message names."""
 
     url: str

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.records import Record
 
 from vllmx_engine.wire.grammars import Vocabulary
 from vllmx_engine.wire.ipc import (
@@ -32,8 +32,7 @@ START_AGAIN = "start the engine again"
 Status = Literal["ready", "restarting", "dead", "closed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
+class Listener(Record):
     """Who is told what a frontend hears from the core."""
 
     outputs: Callable[[list[CoreOutput]], None]

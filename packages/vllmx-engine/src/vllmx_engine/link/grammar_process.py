@@ -14,9 +14,9 @@ import socket
 import subprocess
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 from vllmx_core.errors import GrammarError, QueueFullError, VllmxError
 from vllmx_core.sampling import SamplingParams
 
@@ -143,8 +143,7 @@ class GrammarProcess:
             self._process.wait()
 
 
-@dataclass(slots=True)
-class _Turns:
+class _Turns(Struct):
     """One client's checks: one at a time, so that those of others need not wait for it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from vllmx_core.records import Record
 
 from vllmx_engine.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class FimMarks:
+class FimMarks(Record):
     """Tokens, as they are spelt, that stand before the parts of a text."""
 
     prefix: str

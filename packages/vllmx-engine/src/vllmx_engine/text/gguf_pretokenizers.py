@@ -8,7 +8,9 @@ of the models' own tokenizers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from vllmx_core.records import Record
 
 _ELISIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,8 +51,7 @@ _DEEPSEEK_LETTERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PreTokenizerKind:
+class PreTokenizerKind(Record):
     """One value of `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...]

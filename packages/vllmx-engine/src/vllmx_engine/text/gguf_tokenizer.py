@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown
+from vllmx_core.records import Record
 
 from vllmx_engine.text.gguf_backends import (
     byte_level_bpe,
@@ -54,8 +54,7 @@ _END_TOKENS = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
+class Algorithm(Record):
     """How a value of `tokenizer.ggml.model` becomes a tokenizer."""
 
     build: Callable[[GGUFVocabulary], tuple[tokenizers.Tokenizer, bool]]

@@ -23,11 +23,11 @@ import codecs
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import tokenizers
+from vllmx_core.records import Record
 
 EACH_BYTE = "vllmx.replace_each_byte"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -42,8 +42,7 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
-@dataclass(frozen=True, slots=True)
-class PiecePlan:
+class PiecePlan(Record):
     """How to turn token strings into bytes, and bytes into text."""
 
     to_bytes: Callable[[str], bytes]

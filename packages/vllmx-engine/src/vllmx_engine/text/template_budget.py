@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
-from dataclasses import dataclass
 from typing import Any
+
+from vllmx_core.records import Record
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 4096
@@ -26,8 +27,7 @@ class BoundsError(Exception):
     """The template went over a limit; the text says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateLimits:
+class TemplateLimits(Record):
     """Bounds of one rendering."""
 
     max_chars: int = 8 << 20

@@ -13,10 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from vllmx_core.errors import QueueFullError
+from vllmx_core.records import field
 
 T = TypeVar("T")
 Stopped = Callable[[], bool]
@@ -171,8 +173,7 @@ class TextThreads:
         return None
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+class _Job(Struct, eq=False):
     client: str
     size: int
     function: Callable[[Stopped], Any] | None
@@ -183,8 +184,7 @@ class _Job:
     left: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Client:
+class _Client(Struct, eq=False):
     served: int
     num_bytes: int = 0
     """In flight."""

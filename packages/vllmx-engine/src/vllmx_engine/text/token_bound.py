@@ -10,11 +10,11 @@ bound.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
+from vllmx_core.records import Record
 
 _NFC_SHRINKS = 4
 """A text's bytes over those of its NFC form, at most; Hangul syllables come to 3."""
@@ -23,8 +23,7 @@ _KEEPING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _SPLITTING = ("Split", "Punctuation")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBound:
+class TokenBound(Record):
     """`longest`: of the text of one token, in bytes or in characters."""
 
     longest: int

@@ -6,12 +6,13 @@ H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from vllmx_core.model import Array, AttentionSpec, KVSpec, Ops, SharedKV, StateSpec, Weight
 from vllmx_core.ops.head_norm import HeadNormSpec
 from vllmx_core.ops.segment_attention import SegmentSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import (
@@ -26,8 +27,7 @@ from vllmx_models.blocks.norms import Norm
 from vllmx_models.rope import Rope
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionNames:
+class AttentionNames(Record):
     """Its modules in the checkpoint."""
 
     module: str = "self_attn"
@@ -43,8 +43,7 @@ class AttentionNames:
     sinks: str = "sinks"
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMixer:
+class AttentionMixer(Record):
     """Grouped-query attention."""
 
     num_heads: int  # H

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from vllmx_core.model import Activation, Array
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part
 
 
-@dataclass(frozen=True, slots=True)
-class MLPNames:
+class MLPNames(Record):
     """Its modules in the checkpoint."""
 
     module: str = "mlp"
@@ -27,8 +27,7 @@ class MLPNames:
     """What checkpoints may have in place of `module`; for matrices without a bias."""
 
 
-@dataclass(frozen=True, slots=True)
-class DenseMLP:
+class DenseMLP(Record):
     """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     intermediate_size: int  # F

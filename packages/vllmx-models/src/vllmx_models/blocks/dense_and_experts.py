@@ -5,11 +5,10 @@ X experts, F features inside of each, E hidden size, T tokens, k experts of a to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllmx_core.model import Array
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.dense import DenseMLP
@@ -21,8 +20,7 @@ _TENSORS = EitherExperts(StackedExperts(), EachExpert())
 """Quantised checkpoints have a tensor for each expert."""
 
 
-@dataclass(frozen=True, slots=True)
-class DenseAndExperts:
+class DenseAndExperts(Record):
     """norm1(dense(x)) + norm2(experts(norm(stream))), as in Gemma 4: the router and the experts
     read the stream, each by a norm of its own."""
 

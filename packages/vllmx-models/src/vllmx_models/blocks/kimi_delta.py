@@ -5,17 +5,15 @@ H heads of D features for queries, keys and values alike, K taps of the convolut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, linear, part, vector
 from vllmx_models.blocks.recurrent import repeated, runs_norm, taps
 
 
-@dataclass(frozen=True, slots=True)
-class KimiDeltaMixer:
+class KimiDeltaMixer(Record):
     """Decays and gates come out of rows of D numbers; answers are normed and gated by sigmoid."""
 
     num_heads: int  # H

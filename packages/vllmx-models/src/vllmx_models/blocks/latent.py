@@ -6,17 +6,15 @@ the size of a head's answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllmx_core.model import Array, LatentKV, LatentSpec, StateSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
 from vllmx_models.rope import Rope
 
 
-@dataclass(frozen=True, slots=True)
-class LatentMixer:
+class LatentMixer(Record):
     """Queries of H heads over latents, and a matrix out."""
 
     num_heads: int  # H

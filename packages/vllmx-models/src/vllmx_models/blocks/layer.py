@@ -7,10 +7,10 @@ for each layer that it stands in; E is the hidden size, T the tokens of a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from vllmx_core.model import Array, CacheSpec, Ops, StateSpec, StepInputs, Weight
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.rope import Rope
@@ -18,8 +18,7 @@ from vllmx_models.rope import Rope
 Shard = Literal["none", "column", "row"]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNames:
+class LayerNames(Record):
     """Where the weights of one layer are."""
 
     ours: str
@@ -33,8 +32,7 @@ class LayerNames:
         return f"{self.theirs}.{module}" if module else self.theirs
 
 
-@dataclass(frozen=True, slots=True)
-class LayerScope:
+class LayerScope(Record):
     """What a block of one layer records its ops with."""
 
     ops: Ops

@@ -8,9 +8,9 @@ the latter, which is what `recurrence` reads as q | k | v.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import (
@@ -24,8 +24,7 @@ from vllmx_models.blocks.layer import (
 from vllmx_models.blocks.recurrent import runs_norm, taps
 
 
-@dataclass(frozen=True, slots=True)
-class MambaMixer:
+class MambaMixer(Record):
     """Mamba-2, its answers gated by silu and normed group by group."""
 
     num_heads: int  # H

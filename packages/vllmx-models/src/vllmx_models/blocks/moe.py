@@ -5,12 +5,13 @@ X experts, F features inside of each, E hidden size, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from vllmx_core.model import Array
 from vllmx_core.ops.experts import ExpertsSpec
 from vllmx_core.ops.route import RouteSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.dense import DenseMLP
@@ -32,8 +33,7 @@ class ExpertTensors(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class EachExpert:
+class EachExpert(Record):
     """Tensors of their own for every expert: experts.5.gate_proj.weight"""
 
     gate: str | None = "gate_proj"
@@ -50,8 +50,7 @@ class EachExpert:
         return (part(f"{module}.experts.{expert}.{self.down_name}", rows, self.bias),)
 
 
-@dataclass(frozen=True, slots=True)
-class StackedExperts:
+class StackedExperts(Record):
     """One tensor (X, 2F, E) with gate and up of all experts, one (X, E, F) with their down."""
 
     gate_up: str = "experts.gate_up_proj"
@@ -79,8 +78,7 @@ class StackedExperts:
         return PartSpec(name, rows, bias, entry=expert, transposed=self.transposed, runs=runs)
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedExperts:
+class JoinedExperts(Record):
     """Two tensors for every expert, the first with its gate above up: input_linear.5.weight"""
 
     gate_up: str
@@ -94,8 +92,7 @@ class JoinedExperts:
         return (PartSpec(f"{module}.{self.down_name}.{expert}.weight", rows),)
 
 
-@dataclass(frozen=True, slots=True)
-class EitherExperts:
+class EitherExperts(Record):
     """Tensors of one form or of another, for checkpoints that differ."""
 
     usual: ExpertTensors = EachExpert()
@@ -117,8 +114,7 @@ class EitherExperts:
         return tuple(replace(one, alternatives=(second,)) for one, second in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
+class Router(Record):
     """The matrix that gives each expert a score, and how experts are chosen by it."""
 
     route: RouteSpec
@@ -129,8 +125,7 @@ class Router:
     """A vector within the feed-forward's module that takes part in the choice alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatentExperts:
+class LatentExperts(Record):
     """Experts that read and write fewer features than the stream has."""
 
     size: int
@@ -140,8 +135,7 @@ class LatentExperts:
     """The module of the matrix back."""
 
 
-@dataclass(frozen=True, slots=True)
-class MoE:
+class MoE(Record):
     """A `FeedForward` of `count` experts, of which each token asks a few."""
 
     count: int  # X

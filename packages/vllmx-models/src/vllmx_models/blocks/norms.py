@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from vllmx_core.model import Array, Ops, Weight
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightSpec
 
 from vllmx_models.blocks.layer import vector
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(Record):
     """How every norm of a model computes."""
 
     eps: float
@@ -35,8 +34,7 @@ class Norm:
         return ops.layer_norm(x, w[name], w[f"{name}.bias"] if self.bias else None, self.eps)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNorms:
+class LayerNorms(Record):
     """The norms of a layer by their modules in the checkpoint; None: there is none at that place.
     Those before a block norm what it reads, those after it what it gives back."""
 

@@ -5,17 +5,15 @@ P features a layer, E hidden size, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllmx_core.model import Activation, Array
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import LayerNames, LayerScope, part, vector
 from vllmx_models.blocks.norms import Norm
 
 
-@dataclass(frozen=True, slots=True)
-class PerLayerInput:
+class PerLayerInput(Record):
     """norm(project(act(gate(x)) * inputs)) of one layer. Its inputs are the mean, times sqrt(2), of
     a row of a table and of a norm of the projected embedding; the file has the tables of all layers
     side by side."""

@@ -7,10 +7,11 @@ and the taps, in this order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vllmx_core.model import Array, RecurrenceSpec, ShortConvSpec, StateSpec
 from vllmx_core.ops.head_norm import HeadNormSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, RowRuns, WeightSpec
 
 from vllmx_models.blocks.layer import (
@@ -23,8 +24,7 @@ from vllmx_models.blocks.layer import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNames:
+class DeltaNames(Record):
     """Modules of a gated delta net in the checkpoint. `in_proj_qkvz` and `in_proj_ba`, where they
     are set, hold for each key head its rows of q, k, v and z, and those of b and a; the former may
     be absent, where q, k and v lie one below the other and z apart."""
@@ -41,8 +41,7 @@ class DeltaNames:
     out: str = "out_proj"
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaMixer:
+class DeltaMixer(Record):
     """Gated DeltaNet: the delta rule with one decay a head, answers normed and gated by silu."""
 
     num_heads: int  # H

@@ -5,9 +5,8 @@ E hidden size, K taps, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllmx_core.model import Array, ShortConvSpec, StateSpec
+from vllmx_core.records import Record
 from vllmx_core.weights import PartSpec, WeightSpec
 
 from vllmx_models.blocks.layer import (
@@ -21,8 +20,7 @@ from vllmx_models.blocks.layer import (
 from vllmx_models.blocks.recurrent import taps
 
 
-@dataclass(frozen=True, slots=True)
-class ConvMixer:
+class ConvMixer(Record):
     """out(c * conv(b * x)), where b, c and x come out of one matrix."""
 
     channels: int  # E

@@ -10,8 +10,9 @@ and its `ModelSpec` names it (`gguf="package.module:GGUF"`, `gguf_names=("qwen3"
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from vllmx_core.records import Record, field
 
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.rope import ROPE_TENSORS, rope_config
@@ -125,8 +126,7 @@ def mixtral_config(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFArchitecture:
+class GGUFArchitecture(Record):
     """The GGUF form of one architecture."""
 
     architecture: str

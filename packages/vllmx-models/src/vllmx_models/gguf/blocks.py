@@ -8,11 +8,11 @@ are; `decode` is for those that do not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 from vllmx_core.weight_files import FileRange
 from vllmx_core.weights import DENSE, DType, QuantLayout, RawTensor, WeightPart
 
@@ -22,8 +22,7 @@ VALUES_AT_ONCE = 1 << 18
 """Decoded values of one pass: its temporaries stay in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
+class TensorType(Record):
     """One type: `values` numbers in `num_bytes` bytes."""
 
     name: str

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import ModelNotFoundError, WeightFormatError, shown
+from vllmx_core.records import Record
 from vllmx_core.weight_files import FileRange, WeightFile
 
 from vllmx_models.gguf.blocks import FOREIGN_TYPES, TENSOR_TYPES, TensorType
@@ -37,8 +37,7 @@ _SMALLEST_ENTRY = 8 + 1 + 4 + 8 + 4 + 8
 """Bytes of the shortest tensor entry."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(Record):
     """Where a tensor lies."""
 
     name: str

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError, shown, shown_entry
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 
 from vllmx_models.gguf.file import TensorInfo
 from vllmx_models.gguf.metadata import Value
@@ -50,8 +50,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
+class GGUFHeader(Record):
     """What an architecture may ask of a file. Keys are those below "ARCHITECTURE.".
 
     Values that are missing or impossible raise WeightFormatError, known ones that change the model

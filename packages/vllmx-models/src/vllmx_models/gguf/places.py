@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.records import Record
 
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.file import GGUFFile, TensorInfo
@@ -31,8 +31,7 @@ _VECTORS = ("blk.{}.ssm_a", "blk.{}.ssm_d", "blk.{}.ssm_norm")
 MOST_EXPERTS = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Record):
     """Rows of the attention's matrices: `query` or `kv` heads of `size` each."""
 
     query: int
@@ -49,8 +48,7 @@ class Heads:
         return {f"blk.{{}}.attn_{name}": count * self.size for name, count in rows.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Record):
     """Where a weight comes from."""
 
     file: GGUFFile

@@ -4,11 +4,11 @@ forms where the file has others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 from vllmx_core.weights import DENSE, RawTensor, WeightPart, WeightSource, made_part
 
 from vllmx_models.gguf.blocks import weight_part
@@ -89,8 +89,7 @@ def _stacked(name: str, pieces: Sequence[WeightPart]) -> WeightPart:
 
 
 # --- the source -----------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Record):
     """Where weights come from."""
 
     name: str

@@ -8,10 +8,10 @@ Source: convert_hf_to_gguf.py and tools/mtmd/clip.cpp of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllmx_core.records import Record
 
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.tower_weights import (
@@ -26,8 +26,7 @@ _PATCH = "v.patch_embd.weight"
 _QKV = ("v.blk.{}.attn_q", "v.blk.{}.attn_k", "v.blk.{}.attn_v")
 
 
-@dataclass(frozen=True, slots=True)
-class TowerForm:
+class TowerForm(Record):
     """One `projector_type`. `GGUFHeader` is that of the tower's file, its architecture "clip"."""
 
     architectures: tuple[str, ...]

@@ -8,11 +8,11 @@ out. `ct_weights` reads the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from vllmx_core.errors import UnsupportedModelError, listing
+from vllmx_core.records import Record
 from vllmx_core.weights import WeightPart, WeightSource
 
 from vllmx_models.quantization.ct_weights import WeightArgs, read_activations, read_weight_args
@@ -38,8 +38,7 @@ def compressed_tensors(source: WeightSource, config: Mapping[str, Any]) -> Quant
     return QuantizedSource(source, CompressedTensorsScheme(config))
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Record):
     targets: tuple[str, ...]
     weights: WeightArgs
     activations: Options

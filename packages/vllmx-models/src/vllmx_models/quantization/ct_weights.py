@@ -11,12 +11,12 @@ X.weight with a scale for the tensor, a row or a block. Float4: X.weight_packed 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.coded import CodedRows
 from vllmx_core.plan import AnyArray
+from vllmx_core.records import Record
 from vllmx_core.weights import QuantLayout, RawTensor, WeightPart
 
 from vllmx_models.quantization.affine import decode_coded, group_map
@@ -28,8 +28,7 @@ from vllmx_models.quantization.source import ModuleTensors
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightArgs:
+class WeightArgs(Record):
     """`config_groups.*.weights`."""
 
     bits: int

@@ -12,12 +12,12 @@ nvfp4: e2m1 values times a scale of e4m3; X.scales (rows, cols / 16) u8.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 from vllmx_core.weights import QuantLayout, WeightPart, WeightSource, float8_to_f32
 
 from vllmx_models.quantization.bits import U8, unpack
@@ -30,8 +30,7 @@ AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(Record):
     """One that is no integer: what its codes and scales are."""
 
     bits: int

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from vllmx_core.errors import WeightFormatError
+from vllmx_core.records import Record
 from vllmx_core.weights import DType, RawTensor, WeightPart, WeightSource
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleTensors:
+class ModuleTensors(Record):
     """The tensors `stem + suffix` of one quantised module."""
 
     stem: str

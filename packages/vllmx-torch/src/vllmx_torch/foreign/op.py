@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -27,7 +26,6 @@ class ForeignModule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RunModule(Op):
     """From the step's tokens to (L, V) logits, by code that is no list of ops; there is no formula
     of it, so that every backend but torch refuses it."""

@@ -6,14 +6,14 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from vllmx_core.records import Record
 
 from vllmx.bench.figures import spread
 from vllmx.bench.sse_client import Streamed, stream_completion
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Record):
     """What to send where."""
 
     url: str

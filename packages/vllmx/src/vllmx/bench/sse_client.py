@@ -9,15 +9,14 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec import Struct, field
 from vllmx_core.errors import excerpt
 
 
-@dataclass(slots=True)
-class Streamed:
+class Streamed(Struct):
     """What one request came to."""
 
     sent_s: float

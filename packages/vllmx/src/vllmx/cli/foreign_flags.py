@@ -9,18 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllmx_core.errors import ConfigError
+from vllmx_core.records import Record
 
 logger = logging.getLogger("vllmx.flags")
 
 Translation = Mapping[str, Any] | Callable[[str], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignFlag:
+class ForeignFlag(Record):
     """A flag that vllmx does not have itself. `text` is what its users are told."""
 
     names: tuple[str, ...]

@@ -4,15 +4,15 @@ that run them and what was checked."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import click
+from vllmx_core.records import Record
 from vllmx_core.registry import load_registry
 from vllmx_core.specs import ModelSpec, QuantizationSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(Record):
     """One line of the list."""
 
     model_type: str

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from vllmx_core.checkpoint import Checkpoint, open_checkpoint
 from vllmx_core.encoding import Encoded
 from vllmx_core.errors import ConfigError
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.weights import RawTensor, WeightPart
 
@@ -45,8 +46,7 @@ Progress = Callable[[str, int, int], None]
 """Called with a tensor's name, its index and the number of tensors, before each tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class TypeSummary:
+class TypeSummary(Record):
     """All tensors of one type."""
 
     tensors: int = 0
@@ -65,8 +65,7 @@ class TypeSummary:
         return math.sqrt(self.squared_error / self.squared_value) if self.squared_value else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Record):
     """What was written."""
 
     path: Path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint, build_model
 from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.plan import F32
+from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ModelSpec
 
@@ -39,8 +40,7 @@ _SAMPLING: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Record):
     """The form that a checkpoint takes in a file."""
 
     name: str

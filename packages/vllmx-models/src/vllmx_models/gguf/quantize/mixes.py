@@ -8,13 +8,13 @@ as such; what chooses the experts stays F32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from vllmx_core.records import Record
 
 from vllmx_models.gguf.blocks import TYPES_BY_NAME
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
+class Mix(Record):
     """What `--type` names."""
 
     base: str
@@ -60,8 +60,7 @@ _FEW_EXPERTS = 8
 _FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
+class Layers(Record):
     """What the rules ask of a model."""
 
     count: int

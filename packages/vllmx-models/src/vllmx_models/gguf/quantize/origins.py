@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from vllmx_core.checkpoint import Checkpoint
 from vllmx_core.errors import UnsupportedModelError, WeightFormatError
+from vllmx_core.records import Record
 from vllmx_core.weight_map import bias_parts, parts_of, resolved
 from vllmx_core.weights import DENSE, PartSpec, RawTensor, WeightPart, WeightSource, WeightSpec
 
@@ -35,8 +36,7 @@ _TOWER = "model.visual."
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Record):
     """A tensor of the checkpoint, or what is picked of it."""
 
     name: str

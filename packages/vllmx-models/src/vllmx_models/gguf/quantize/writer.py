@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import UnsupportedModelError, shown
+from vllmx_core.records import Record
 
 from vllmx_models.gguf.blocks import TENSOR_TYPES, TYPES_BY_NAME
 from vllmx_models.gguf.file import DEFAULT_ALIGNMENT, MAGIC, TensorInfo
@@ -39,8 +39,7 @@ _OF_DTYPE: Mapping[str, int] = {
 _CODES = {kind.name: code for code, kind in TENSOR_TYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class NewTensor:
+class NewTensor(Record):
     """A tensor to be written; `shape` with the slowest dimension first."""
 
     name: str

@@ -1,0 +1,42 @@
+"""`Record`: the base of frozen values with named fields, which a class statement makes in C.
+
+A frozen dataclass compiles six functions when its module is imported, 0.6 to 1.1 ms each class; of
+200 classes that was a third of the time to a first token. A `Record` takes 0.02 ms, and making one
+takes a sixth of the time. What is defined the same way: fields in order with their defaults,
+keyword or positional arguments, `__post_init__`, equality, hash and repr by fields (`eq=False` in
+the class statement: by identity). `dataclasses.replace`, `fields` and `asdict` take records too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any, ClassVar, dataclass_transform
+
+from msgspec import Struct, field
+
+__all__ = ["Record", "field"]
+
+Fields = dict[str, "dataclasses.Field[Any]"]
+
+
+class _DataclassFields:
+    """What the functions of `dataclasses` ask a class for, made when they do."""
+
+    def __get__(self, record: object, kind: type[Struct]) -> Fields:
+        return _fields(kind)
+
+
+@cache
+def _fields(kind: type[Struct]) -> Fields:
+    """In the way that a dataclass keeps them, by the module's own means."""
+    made = dataclasses.make_dataclass(kind.__name__, kind.__struct_fields__, init=False)
+    return dict(vars(made)["__dataclass_fields__"])
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Record(Struct, frozen=True):
+    """A frozen value. A subclass lists its fields, as that of a dataclass does, and no decorator:
+    `class Extent(Record): begin: int; end: int = 0`."""
+
+    __dataclass_fields__: ClassVar[Fields] = _DataclassFields()  # type: ignore[assignment]
