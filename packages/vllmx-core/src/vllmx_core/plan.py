@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+
+from vllmx_core.records import MutableRecord
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -23,7 +24,7 @@ F32 = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
 
 
-class PatchRows(Struct):
+class PatchRows(MutableRecord):
     """What a pass of a tower has beside positions and rows. A `StepPlan` with it has images as rows
     and patches as tokens: T patches, whose ids nobody reads, and M features."""
 
@@ -40,7 +41,7 @@ class PatchRows(Struct):
     (`SegmentSpec.windowed`); None: the tower has no such layer."""
 
 
-class StepPlan(Struct):
+class StepPlan(MutableRecord):
     """One step, flattened and without padding: decode rows and prefill chunks side by side.
 
     Row r owns tokens `query_start[r] : query_start[r + 1]`. Its attention context is
@@ -114,7 +115,7 @@ class StepPlan(Struct):
         return int(self.logit_rows.shape[0])
 
 
-class LogitEdits(Struct):
+class LogitEdits(MutableRecord):
     """Sparse additions to the logits before everything else (logit_bias, bans by -inf).
 
     Logit row i is edited by entries `start[i] : start[i + 1]`; ids are unique within a row.
@@ -125,7 +126,7 @@ class LogitEdits(Struct):
     values: F32  # (N,)
 
 
-class TokenCounts(Struct):
+class TokenCounts(MutableRecord):
     """Token occurrences for the penalties, sparse.
 
     Row i: entries `start[i] : start[i + 1]`, ids unique within a row. `output_counts` counts
@@ -145,7 +146,7 @@ MAX_LISTED_LOGPROBS = 64
 """Greatest `SamplingRows.num_logprobs` that a backend must serve."""
 
 
-class SamplingRows(Struct):
+class SamplingRows(MutableRecord):
     """Sampling parameters, one entry for each logit row. Order of work, on the device:
 
     1. logits as computed -> `logprobs` (log-softmax, when asked for);
@@ -203,7 +204,7 @@ class SamplingRows(Struct):
         )
 
 
-class LogprobRows(Struct):
+class LogprobRows(MutableRecord):
     """Log-probabilities of a step, filled for rows that asked; natural logarithm."""
 
     chosen: F32  # (L,) of the sampled or target id
@@ -212,7 +213,7 @@ class LogprobRows(Struct):
     top: F32  # (L, K)
 
 
-class StepResult(Struct):
+class StepResult(MutableRecord):
     """Arrays of a finished step; owned by the caller."""
 
     ids: I32  # (L,) sampled or target id; -1 = the row's logits held NaN or nothing was allowed

@@ -1,8 +1,8 @@
 """`Record`: the base of frozen values with named fields, which a class statement makes in C.
 
 A frozen dataclass compiles six functions when its module is imported, 0.6 to 1.1 ms each class; of
-200 classes that was a third of the time to a first token. A `Record` takes 0.02 ms, and making one
-takes a sixth of the time. What is defined the same way: fields in order with their defaults,
+190 classes that was a quarter of the time to a first token. A `Record` takes 0.02 ms, and to make
+one takes a sixth of the time. The rest is a dataclass's: fields in order with their defaults,
 keyword or positional arguments, `__post_init__`, equality, hash and repr by fields (`eq=False` in
 the class statement: by identity). `dataclasses.replace`, `fields` and `asdict` take records too.
 """
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from msgspec import Struct, field
 
-__all__ = ["Record", "field"]
+__all__ = ["MutableRecord", "Record", "field"]
 
 Fields = dict[str, "dataclasses.Field[Any]"]
 
@@ -27,16 +27,34 @@ class _DataclassFields:
         return _fields(kind)
 
 
+class _NoDecorator:
+    """Asked for by `@dataclass` alone, when it meets a record among the bases of a class."""
+
+    def __get__(self, record: object, kind: type[Struct]) -> object:
+        raise TypeError(f"{kind.__name__} is the base of a class that needs no @dataclass: leave it")
+
+
 @cache
 def _fields(kind: type[Struct]) -> Fields:
-    """In the way that a dataclass keeps them, by the module's own means."""
-    made = dataclasses.make_dataclass(kind.__name__, kind.__struct_fields__, init=False)
+    """Fields as a dataclass keeps them: these functions read their names alone."""
+    made = dataclasses.make_dataclass(
+        kind.__name__, kind.__struct_fields__, init=False, repr=False, eq=False
+    )
     return dict(vars(made)["__dataclass_fields__"])
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Record(Struct, frozen=True):
-    """A frozen value. A subclass lists its fields, as that of a dataclass does, and no decorator:
+    """A frozen value. A subclass lists its fields and takes no decorator:
     `class Extent(Record): begin: int; end: int = 0`."""
 
     __dataclass_fields__: ClassVar[Fields] = _DataclassFields()  # type: ignore[assignment]
+    __dataclass_params__: ClassVar[object] = _NoDecorator()
+
+
+@dataclass_transform(field_specifiers=(field,))
+class MutableRecord(Struct):
+    """The same where fields may be set."""
+
+    __dataclass_fields__: ClassVar[Fields] = _DataclassFields()  # type: ignore[assignment]
+    __dataclass_params__: ClassVar[object] = _NoDecorator()

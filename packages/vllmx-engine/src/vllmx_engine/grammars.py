@@ -20,9 +20,9 @@ import time
 from collections import deque
 
 import msgspec
-from msgspec import Struct, field
 from vllmx_core.errors import VllmxError
 from vllmx_core.logs import configure_logging
+from vllmx_core.records import MutableRecord, field
 from vllmx_core.standard_error import StandardError
 
 from vllmx_engine.grammar.check import check
@@ -57,7 +57,7 @@ _TOO_LARGE = (
 )
 
 
-class _Child(Struct):
+class _Child(MutableRecord):
     """A check on its way."""
 
     pid: int

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from msgspec import Struct, field
-
 from vllmx_core.errors import OpError
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
@@ -19,6 +17,7 @@ from vllmx_core.ops.head import Head
 from vllmx_core.ops.linear import Linear
 from vllmx_core.ops.op import Op, OpList
 from vllmx_core.ops.values import Value, WeightRef
+from vllmx_core.records import MutableRecord, field
 from vllmx_core.sharding.cuts import Piece, Share, Units, divided
 from vllmx_core.sharding.rules import RULES, Options
 from vllmx_core.weights import WeightSpec
@@ -29,14 +28,14 @@ ColUnit = Callable[[WeightSpec], int]
 """At multiples of how many input features a weight may be cut."""
 
 
-class WeightCut(Struct):
+class WeightCut(MutableRecord):
     """What a rank has of a weight."""
 
     rows: Share | None = None
     cols: Piece | None = None
 
 
-class ShardPlan(Struct):
+class ShardPlan(MutableRecord):
     """What one rank has of a step."""
 
     values: dict[Value, Share] = field(default_factory=dict)

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from msgspec import Struct, field
+from vllmx_core.records import MutableRecord, field
 
 
-class _Waiter(Struct):
+class _Waiter(MutableRecord):
     done: Callable[[], bool]
     over: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from msgspec import Struct
 from vllmx_core.plan import I32, AnyArray, SamplingRows, StepPlan
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.chunk import Batch, Chunk
 from vllmx_engine.core.images import Images
@@ -14,7 +14,7 @@ from vllmx_engine.core.sampling_rows import NOTHING_SAMPLED, LogitOwners, RowsBu
 from vllmx_engine.core.sequence import Limits
 
 
-class Step(Struct):
+class Step(MutableRecord):
     """What the engine must know to commit a step that was launched."""
 
     number: int

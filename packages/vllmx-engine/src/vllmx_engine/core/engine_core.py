@@ -6,12 +6,12 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from msgspec import Struct
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import EngineDeadError, InvalidRequestError
 from vllmx_core.model import Encoder, ModelShape
 from vllmx_core.plan import SamplingRows, StepPlan
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.batch import BatchBuilder, Step
 from vllmx_engine.core.chunk import Batch
@@ -37,7 +37,7 @@ _MIN_CHUNK = 16
 """Prompt tokens that a step computes however far it misses its target."""
 
 
-class CoreActivity(Struct):
+class CoreActivity(MutableRecord):
     """What a core is about, written by its thread and read by whoever watches it."""
 
     calls: int = 0
@@ -46,7 +46,7 @@ class CoreActivity(Struct):
     batch: Batch | None = None
 
 
-class _Launched(Struct):
+class _Launched(MutableRecord):
     step: Step
     handle: StepHandle
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from msgspec import Struct
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.grammar_row import SLOW_S
 from vllmx_engine.core.sequence import Sequence
@@ -21,7 +21,7 @@ _MEASURED_STEPS = 3
 takes two slow masks in a row."""
 
 
-class Constrained(Struct):
+class Constrained(MutableRecord):
     """A logit row whose sequence follows a grammar."""
 
     logit: int

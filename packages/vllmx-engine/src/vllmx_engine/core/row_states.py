@@ -16,9 +16,9 @@ Rows come first: where no slot can be had, a row goes on in its own and no snaps
 from __future__ import annotations
 
 import numpy as np
-from msgspec import Struct, field
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.plan import I32, AnyArray
+from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.prefixes import Hit
 from vllmx_engine.core.rows import RowTable
@@ -41,7 +41,7 @@ def tokens_of_slot(info: LoadedInfo) -> int:
     return max(1, info.state_slot_bytes * tokens // (info.kv_cache_bytes * groups))
 
 
-class _Marks(Struct):
+class _Marks(MutableRecord):
     """Where the snapshots of a row lie."""
 
     due: list[int] = field(default_factory=list)

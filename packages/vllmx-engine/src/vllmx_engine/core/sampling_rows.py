@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct, field
 from vllmx_core.plan import (
     F32,
     I32,
@@ -19,6 +18,7 @@ from vllmx_core.plan import (
     StepPlan,
     TokenCounts,
 )
+from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.chunk import Batch
 from vllmx_engine.core.grammar_masks import Constrained, GrammarMasks
@@ -34,7 +34,7 @@ NOTHING_SAMPLED = SamplingRows.greedy(0)
 Number = TypeVar("Number", np.int32, np.float32)
 
 
-class Scored(Struct):
+class Scored(MutableRecord):
     """Logit rows that score prompt tokens: row `first + i` scores token `start + i + 1`."""
 
     sequence: Sequence
@@ -49,7 +49,7 @@ class Scored(Struct):
         return wanted
 
 
-class LogitOwners(Struct):
+class LogitOwners(MutableRecord):
     """Who gets what from a step's logit rows. S sampling rows."""
 
     rows: AnyArray  # (S,) rows of the table

@@ -8,10 +8,9 @@ from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import Struct
 from vllmx_core.cache_groups import longest_sequence
 from vllmx_core.errors import CapacityError, ContextLengthError, InvalidRequestError
-from vllmx_core.records import field
+from vllmx_core.records import MutableRecord, field
 
 from vllmx_engine.core.grammar_row import GrammarRow
 from vllmx_engine.core.logit_rules import LogitRules, make_rules
@@ -59,7 +58,7 @@ class Limits:
         object.__setattr__(self, "max_tokens", longest)
 
 
-class Found(Struct):
+class Found(MutableRecord):
     """What a look into the prefix cache came upon in the groups without a window."""
 
     num_groups: int

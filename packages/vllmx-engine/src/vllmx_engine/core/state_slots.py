@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from msgspec import Struct
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.prefix_cache import Entry
 
 
-class Snapshot(Struct, eq=False):
+class Snapshot(MutableRecord, eq=False):
     """The states behind a prefix."""
 
     slot: int

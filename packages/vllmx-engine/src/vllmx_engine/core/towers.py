@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import math
 
-from msgspec import Struct
 from vllmx_core.model import ImagePlaces
 from vllmx_core.plan import StepPlan
+from vllmx_core.records import MutableRecord
 
 from vllmx_engine.core.cost import StepCost, TowerLoad
 from vllmx_engine.core.step_budget import StepBudget
 from vllmx_engine.wire.messages import ImageInput
 
 
-class Pass(Struct):
+class Pass(MutableRecord):
     """An image on its way through the tower."""
 
     image: ImageInput

@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Struct, field
 from vllmx_core.errors import GrammarError, QueueFullError, VllmxError
+from vllmx_core.records import MutableRecord, field
 from vllmx_core.sampling import SamplingParams
 
 from vllmx_engine.grammar.spec import grammar_spec
@@ -143,7 +143,7 @@ class GrammarProcess:
             self._process.wait()
 
 
-class _Turns(Struct):
+class _Turns(MutableRecord):
     """One client's checks: one at a time, so that those of others need not wait for it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -16,9 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from msgspec import Struct
 from vllmx_core.errors import QueueFullError
-from vllmx_core.records import field
+from vllmx_core.records import MutableRecord, field
 
 T = TypeVar("T")
 Stopped = Callable[[], bool]
@@ -173,7 +172,7 @@ class TextThreads:
         return None
 
 
-class _Job(Struct, eq=False):
+class _Job(MutableRecord, eq=False):
     client: str
     size: int
     function: Callable[[Stopped], Any] | None
@@ -184,7 +183,7 @@ class _Job(Struct, eq=False):
     left: bool = False
 
 
-class _Client(Struct, eq=False):
+class _Client(MutableRecord, eq=False):
     served: int
     num_bytes: int = 0
     """In flight."""

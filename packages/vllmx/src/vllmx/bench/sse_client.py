@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec import Struct, field
 from vllmx_core.errors import excerpt
+from vllmx_core.records import MutableRecord, field
 
 
-class Streamed(Struct):
+class Streamed(MutableRecord):
     """What one request came to."""
 
     sent_s: float
