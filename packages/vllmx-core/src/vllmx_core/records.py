@@ -31,7 +31,9 @@ class _NoDecorator:
     """Asked for by `@dataclass` alone, when it meets a record among the bases of a class."""
 
     def __get__(self, record: object, kind: type[Struct]) -> object:
-        raise TypeError(f"{kind.__name__} is the base of a class that needs no @dataclass: leave it")
+        raise TypeError(
+            f"{kind.__name__} is the base of a class that needs no @dataclass: leave it"
+        )
 
 
 @cache

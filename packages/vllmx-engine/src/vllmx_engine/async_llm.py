@@ -105,6 +105,7 @@ class AsyncLLM(AsyncText):
         Leave `core` as a context afterwards. Raises what `start` raises."""
         plan = core.plan
         tokenizer = await asyncio.to_thread(load_tokenizer, plan)
+        await asyncio.to_thread(ChatRenderer.import_templates)
         renderer = ChatRenderer.of(plan.config, tokenizer, plan.registry)
         frontend = await core.ready()
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.config import EngineConfig
@@ -15,17 +17,18 @@ from vllmx_core.output_format import OutputFormat
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
-from vllmx_engine.client.answers import AnswerReaders, marker_ids
 from vllmx_engine.client.chat_options import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.forced_calls import asks_for_calls, with_calls
 from vllmx_engine.client.request import Request
 from vllmx_engine.core.load_plan import LoadPlan
-from vllmx_engine.formats.choice import FoundFormat, check_name, find_format
-from vllmx_engine.text.chat_template import ChatTemplate
+from vllmx_engine.formats.named import FoundFormat, check_name
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
 from vllmx_engine.text.tokenizer import TOKENIZER_NAME, Tokenizer
 from vllmx_engine.wire.grammars import Thoughts
+
+if TYPE_CHECKING:
+    from vllmx_engine.text.chat_template import ChatTemplate
 
 __all__ = ["ChatMessage", "ChatOptions", "ChatRenderer", "Message", "load_tokenizer"]
 
@@ -70,9 +73,17 @@ class ChatRenderer:
             )
         return cls(tokenizer, source, config=config, registry=registry)
 
+    @staticmethod
+    def import_templates() -> None:
+        """Imports what chats need, and programs that complete texts do not: 60 ms."""
+        importlib.import_module("vllmx_engine.client.answers")
+        importlib.import_module("vllmx_engine.formats.choice")
+
     @property
     def format(self) -> FoundFormat:
         """What answers are made of. Looked for at first use, which may take a while."""
+        from vllmx_engine.client.answers import marker_ids
+
         with self._lock:
             if self._found is None:
                 found = self._find_format()
@@ -86,6 +97,8 @@ class ChatRenderer:
         return self._found is not None
 
     def _find_format(self) -> FoundFormat:
+        from vllmx_engine.formats.choice import find_format
+
         if self._registry is None:
             return FoundFormat(OutputFormat("none"), "not read", "not read")
         own = self._tokenizer.chat_templates
@@ -103,6 +116,8 @@ class ChatRenderer:
     def template(self) -> ChatTemplate:
         """Compiled at first use: a model without a template serves everything but chat. Raises
         TemplateError."""
+        from vllmx_engine.text.chat_template import ChatTemplate
+
         if self._source is not None:
             return ChatTemplate(self._source, self._tokenizer.named_tokens)
         return ChatTemplate.from_tokenizer(self._tokenizer)
@@ -149,6 +164,8 @@ class ChatRenderer:
 
     def with_readers(self, request: Request, options: ChatOptions | None = None) -> Request:
         """The request of a prompt of `render`, with what reads its answers. May take a while."""
+        from vllmx_engine.client.answers import AnswerReaders
+
         options = options or ChatOptions()
         made_of = self.format.format
         readers = AnswerReaders(
@@ -174,7 +191,7 @@ class ChatRenderer:
         generation = options.add_generation_prompt
         template = self.template
         if options.source is not None:
-            template = ChatTemplate(options.source, self._tokenizer.named_tokens)
+            template = type(template)(options.source, self._tokenizer.named_tokens)
         return template.render(
             [asdict(message) if isinstance(message, Message) else message for message in messages],
             options.tools,

@@ -6,27 +6,18 @@ import logging
 from collections.abc import Mapping
 from functools import cached_property
 
-from vllmx_core.config_values import nearest
-from vllmx_core.errors import ConfigError, TemplateError
+from vllmx_core.errors import TemplateError
 from vllmx_core.output_format import OutputFormat
-from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.specs import ParserSpec
 
 from vllmx_engine.formats.derive import derive_calls, derive_thinking, predicts
+from vllmx_engine.formats.named import FoundFormat, named_format
 from vllmx_engine.formats.renderings import NotDerivedError
 from vllmx_engine.formats.response_template import stated_format
 from vllmx_engine.text.chat_template import ChatTemplate
 
 logger = logging.getLogger("vllmx.formats")
-
-
-class FoundFormat(Record):
-    """The format of a model, and for people where its parts come from."""
-
-    format: OutputFormat
-    tools_from: str
-    reasoning_from: str
 
 
 def find_format(
@@ -104,7 +95,7 @@ class _Finder:
         if wanted == "none":
             return OutputFormat("none"), f"not read ({flag} none)"
         if wanted != "auto":
-            return _named(self._registry, wanted, flag), f"{wanted} ({flag})"
+            return named_format(self._registry, wanted, flag), f"{wanted} ({flag})"
         stated = self._stated
         if stated is not None and (stated.calls if is_tools else stated.thinking) is not None:
             return stated, "the checkpoint's response_template"
@@ -148,31 +139,3 @@ class _Finder:
             return OutputFormat("derived", derive_thinking(self._template)), ""
         except (NotDerivedError, TemplateError) as error:
             return None, f"nothing is derived from it: {error}"
-
-
-def check_name(registry: Registry, field: str, name: str) -> None:
-    """Raises ConfigError for a value of `EngineConfig.tool_parser` or `reasoning_parser` that names
-    no format with that part."""
-    if name not in ("auto", "none"):
-        _named(registry, name, "--" + field.replace("_", "-"))
-
-
-def _named(registry: Registry, name: str, flag: str) -> OutputFormat:
-    spec = registry.find(ParserSpec, name) or registry.find(ParserSpec, name.replace("-", "_"))
-    if spec is None:
-        names = sorted({n for s in registry.all(ParserSpec) for n in (s.name, *s.aliases)})
-        raise ConfigError(
-            f"{flag} {name!r} is not a known format{nearest(name, names)}; known: auto, none,"
-            f" {', '.join(names)}",
-            param=flag[2:].replace("-", "_"),
-        )
-    found: OutputFormat = spec.load()
-    part = found.calls if flag == "--tool-parser" else found.thinking
-    if part is None and found.channels is None:
-        what = "calls of tools" if flag == "--tool-parser" else "thoughts"
-        raise ConfigError(
-            f"{flag} {name!r}: that format says nothing of {what}; `vllmx parsers` lists those that"
-            " do",
-            param=flag[2:].replace("-", "_"),
-        )
-    return found
