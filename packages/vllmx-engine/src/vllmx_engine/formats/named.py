@@ -1,4 +1,4 @@
-"""Formats by the names that flags give, apart from `choice`, whose templates take long to import."""
+"""Formats by the names that flags give; apart from `choice`, whose templates are long to import."""
 
 from __future__ import annotations
 
