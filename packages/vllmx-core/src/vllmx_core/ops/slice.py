@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from vllmx_core.ops.formulas import NumpyFrame
@@ -10,7 +9,6 @@ from vllmx_core.ops.op import Op, expect, expect_rows
 from vllmx_core.ops.values import Value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Slice(Op):
     """The features of x from `first` on, as many as `out` has. `vllmx_core.sharding.parts` puts it
     before products with some columns of a matrix; models do not write it."""

@@ -79,7 +79,7 @@ class Parts:
                     changes["x"] = piece.out
                     yield piece
             (whole,) = op.writes
-            result = replace(op, **changes, out=replace(whole))  # type: ignore[type-var]
+            result = replace(op, **changes, out=replace(whole))  # type: ignore[call-arg]
             results.append(result.writes[0])
             yield result
 
