@@ -8,10 +8,10 @@ others nothing is guessed: only what asks for that name fails, with both of them
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from vllmx_core.errors import PluginClashError
-from vllmx_core.records import Record
 from vllmx_core.specs import ModelSpec, ParserSpec
 
 OUR_DISTRIBUTIONS = frozenset(
@@ -33,7 +33,8 @@ OUR_DISTRIBUTIONS = frozenset(
 S = TypeVar("S")
 
 
-class Provided(Record, Generic[S]):
+@dataclass(frozen=True, slots=True)
+class Provided(Generic[S]):
     """A spec and the key of the plugin that brought it."""
 
     spec: S

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, TypeVar
@@ -29,7 +30,6 @@ from vllmx_core.errors import (
 )
 from vllmx_core.hooks import GROUP, Hooks
 from vllmx_core.providers import Provided, choose, claims, kind_name, matches, passed_over
-from vllmx_core.records import Record
 from vllmx_core.specs import (
     API_VERSION,
     BackendSpec,
@@ -65,7 +65,8 @@ _HOOKS: dict[str, type[Spec]] = {
 }
 
 
-class PluginInfo(Record):
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
     """One entry point, loaded or not."""
 
     key: str

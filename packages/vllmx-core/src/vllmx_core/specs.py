@@ -6,17 +6,18 @@ time, so that registering a plugin costs nothing. `api` is the protocol version 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from vllmx_core.errors import PluginError
-from vllmx_core.records import Record
 
 API_VERSION = 1
 """Version of the protocols between core and plugins; a spec names the one it was made for."""
 
 
-class _Spec(Record):
+@dataclass(frozen=True, slots=True)
+class _Spec:
     name: str
     implementation: str
 
@@ -35,6 +36,7 @@ class _Spec(Record):
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
 class BackendSpec(_Spec):
     """A device backend.
 
@@ -57,6 +59,7 @@ class BackendSpec(_Spec):
         return reason
 
 
+@dataclass(frozen=True, slots=True)
 class ModelSpec(_Spec):
     """A model architecture: a class constructed with the parsed config.json."""
 
@@ -80,6 +83,7 @@ class ModelSpec(_Spec):
         return self._load(self.gguf)
 
 
+@dataclass(frozen=True, slots=True)
 class ModelImplSpec(_Spec):
     """Code that runs architectures which no plugin has a file for, and which `--model-impl` names:
     a class constructed with the parsed config.json that is a `vllmx_core.model.Model`, or raises
@@ -99,6 +103,7 @@ class ModelImplSpec(_Spec):
         return reason
 
 
+@dataclass(frozen=True, slots=True)
 class WeightFormatSpec(_Spec):
     """A checkpoint format: a callable `open(path: Path) -> Checkpoint`.
 
@@ -121,6 +126,7 @@ class WeightFormatSpec(_Spec):
         return self._load(self.tower)
 
 
+@dataclass(frozen=True, slots=True)
 class QuantizationSpec(_Spec):
     """A quantisation scheme of config.json's `quantization_config.quant_method`: a callable
     `(source: WeightSource, config: Mapping) -> WeightSource` whose parts carry its layout."""
@@ -128,6 +134,7 @@ class QuantizationSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
 class QuantizerSpec(_Spec):
     """A type that `--isq` quantises a dense checkpoint to while it loads: a callable
     `(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> WeightSource` whose
@@ -136,6 +143,7 @@ class QuantizerSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
 class EncoderSpec(_Spec):
     """Fast code for quantised types: a callable `() -> vllmx_core.encoding.Encoder` that raises
     BackendUnavailableError where it cannot run. The one of the greatest `priority` that has a type
@@ -145,6 +153,7 @@ class EncoderSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
 class ExecutorSpec(_Spec):
     """Who runs a model on several ranks: a callable `(plan, opened) -> LoadedModel` of a
     `vllmx_engine.core.load_plan.LoadPlan` and a `vllmx_engine.core.load.OpenedModel`. The one named
@@ -153,6 +162,7 @@ class ExecutorSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
 class CommandSpec(_Spec):
     """A sub-command of `vllmx`: a click.Command."""
 
@@ -160,6 +170,7 @@ class CommandSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
 class ModelSourceSpec(_Spec):
     """Where a model name leads: a callable `(model: str, revision: str | None, progress: bool) ->
     Path | None`, None when the name is not its own. Asked in the order of falling `priority`."""
@@ -168,6 +179,7 @@ class ModelSourceSpec(_Spec):
     api: int = API_VERSION
 
 
+@dataclass(frozen=True, slots=True)
 class ParserSpec(_Spec):
     """How models of a family write thoughts and calls of tools: an
     `vllmx_core.output_format.OutputFormat`, which `--tool-parser` and `--reasoning-parser` name.
