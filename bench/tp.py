@@ -162,7 +162,7 @@ def plan_us() -> float:
     blocks = PLAN_CONTEXT // BLOCK_SIZE
     rows = [Row([1], PLAN_CONTEXT - 1, [row] * blocks) for row in range(PLAN_ROWS)]
     plan, sampling = make_plan(rows, BLOCK_SIZE), sampling_rows(PLAN_ROWS)
-    sender, taken = Sender(region, [ours], lambda: None), []
+    sender, taken = Sender(region, [1], [ours], lambda: None), []
     for number in range(PLANS):
         wait_ns = time.monotonic_ns() + 1_000_000
         while time.monotonic_ns() < wait_ns:  # for the reader to fall asleep

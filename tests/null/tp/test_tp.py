@@ -161,12 +161,12 @@ def test_who_waits_is_told_of_the_end() -> None:
 
 def test_a_rank_has_its_share_of_the_host() -> None:
     given = rank_options(
-        LoadOptions(num_threads=6, memory_fraction=0.8, kv_cache_memory_bytes=90), 2, 0
+        LoadOptions(num_threads=6, memory_fraction=0.8, kv_cache_memory_bytes=90), 2, 0, 2
     )
     assert given.num_threads == 3
     assert given.memory_fraction == 0.4
     assert given.kv_cache_memory_bytes == 45
-    assert rank_options(LoadOptions(), 2, 4).num_threads == 4
+    assert rank_options(LoadOptions(), 4, 4, 2).num_threads == 4
 
 
 def test_more_ranks_than_cores() -> None:
@@ -221,7 +221,7 @@ def test_a_frame_waits_until_a_slow_rank_has_room() -> None:
         if looks == 3:
             raise RankLostError("rank 1 hangs")
 
-    sender = Sender(region, [ours], check)
+    sender = Sender(region, [1], [ours], check)
     large = replace(PLAN, feature_rows=np.zeros(RING_BYTES // 10, I32))
     for _ in range(2):  # the ring holds two
         sender.send(Call.FORWARD, Frame(large, None))

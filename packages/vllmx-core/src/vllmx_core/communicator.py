@@ -30,7 +30,9 @@ class SharedAddresses(Record):
     abort: int
     """A 32-bit word: not zero when nobody will come any more."""
     arrived: int
-    """A 32-bit word for each rank, `arrived_stride` bytes apart."""
+    """A 32-bit word for each rank, `arrived_stride` bytes apart. Behind it are four more: how many
+    sleep for it by a futex; the bytes of the rank's part of each turn, written before it arrives;
+    and whether a link to another host sleeps for it, too."""
     arrived_stride: int
     buffers: int
     """Two of `buffer_bytes` for each rank, one rank's after the other's."""

@@ -74,6 +74,10 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     """Processes that compute each layer together, each with a part of its weights."""
+    rank_hosts: str | None = None
+    """host:port of other hosts with ranks, with commas between them; on each runs `vllmx rank`."""
+    rank_key_file: str | None = None
+    """A file with the key that all hosts of ranks have."""
     deterministic: bool = False
     """Equal bits whatever `tensor_parallel_size` is: sums of products in an order of their own."""
     enable_prefix_caching: bool = True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from vllmx_core.plan import I32
 
-from vllmx_tp.frames import Frame
+from vllmx_tp.frames import Frame, SentFrame
 from vllmx_tp.messages import INLINE, NOTICE, Call
 from vllmx_tp.region import RING_BYTES, Region, Word
 from vllmx_tp.ring import Ring
@@ -18,35 +18,40 @@ _WAIT_S = 20e-6
 
 
 class Sender:
-    """Rank 0's end.
+    """The end of a host's first process.
 
     Args:
         region: what the ranks share.
+        ranks: who reads.
         sockets: to each of the others, in the order of the ranks; more may be added until the first
             frame.
         check: raises where the others are gone, called while it waits for room.
     """
 
     def __init__(
-        self, region: Region, sockets: Sequence[socket.socket], check: Callable[[], None]
+        self,
+        region: Region,
+        ranks: Sequence[int],
+        sockets: Sequence[socket.socket],
+        check: Callable[[], None],
     ) -> None:
         self._bytes, self._sockets, self._check = region.ring, sockets, check
         self._ring = Ring(RING_BYTES)
         self._num_placed = 0
-        self._taken = [region.word(rank, Word.TAKEN) for rank in range(1, region.num_ranks)]
+        self._taken = [region.word(rank, Word.TAKEN) for rank in ranks]
 
-    def send(self, call: Call, frame: Frame) -> None:
+    def send(self, call: Call, frame: Frame | SentFrame) -> None:
         """Puts a frame where the others read it. Raises OSError where one has hung up."""
         size = 4 * frame.num_words
         at = self._place(size)
         if at is None:
-            self._tell(NOTICE.pack(call, size, INLINE) + frame.to_bytes())
+            self.tell(NOTICE.pack(call, size, INLINE) + frame.to_bytes())
         else:
             frame.write(self._bytes[at : at + size].view(np.int32))
             self._num_placed += 1
-            self._tell(NOTICE.pack(call, size, at))
+            self.tell(NOTICE.pack(call, size, at))
 
-    def _tell(self, data: bytes) -> None:
+    def tell(self, data: bytes) -> None:
         for one in self._sockets:
             one.sendall(data)
 
@@ -64,7 +69,9 @@ class Sender:
 
     def _num_taken(self) -> int:
         """Frames of the ring that every reader has taken."""
-        behind = max((self._num_placed - int(word[0])) & 0xFFFFFFFF for word in self._taken)
+        behind = max(
+            ((self._num_placed - int(word[0])) & 0xFFFFFFFF for word in self._taken), default=0
+        )
         return self._num_placed - behind
 
 

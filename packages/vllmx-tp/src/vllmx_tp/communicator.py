@@ -12,6 +12,7 @@ from vllmx_core.communicator import SharedAddresses, tree_sum
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import AnyArray
 
+from vllmx_tp import futex
 from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Word
 
 _SPINS = 200
@@ -28,7 +29,7 @@ class SharedMemoryCommunicator:
         ranks = range(region.num_ranks)
         self._arrived = [region.word(one, Word.ARRIVED) for one in ranks]
         self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in ranks]
-        self._aborted = region.aborted
+        self._aborted, self._bridged = region.aborted, region.bridged(rank)
         self._count = 0
 
     @property
@@ -80,10 +81,13 @@ class SharedMemoryCommunicator:
 
     def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
         """What every rank put down, `sizes` numbers each, until the call after the next one."""
+        self._count = (self._count + 1) & 0xFFFFFFFF
         turn = self._count & 1
         self._buffers[self._rank][turn][: piece.nbytes].view(piece.dtype)[:] = piece
-        self._count = (self._count + 1) & 0xFFFFFFFF
+        self._region.part_bytes(self._rank, turn)[0] = piece.nbytes
         self._arrived[self._rank][0] = self._count
+        if self._bridged[0]:
+            futex.wake(self._arrived[self._rank])
         self._wait()
         return [
             buffers[turn][: size * piece.itemsize].view(piece.dtype)

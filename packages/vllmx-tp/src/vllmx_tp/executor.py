@@ -17,7 +17,9 @@ from vllmx_engine.core.load_plan import LoadPlan
 
 from vllmx_tp.frames import Frame
 from vllmx_tp.group import Group
-from vllmx_tp.loading import divide_cores, load_rank
+from vllmx_tp.handshake import read_key
+from vllmx_tp.hosts import RemoteHost, addresses
+from vllmx_tp.loading import divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import ALIKE, Call, RankReady
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
@@ -30,17 +32,28 @@ _WAIT_S = 50e-6
 def load(plan: LoadPlan, opened: OpenedModel) -> RankedModel:
     """The executor. Starts the other ranks, which open the model themselves, and loads this one's
     part meanwhile. Raises what any of them met."""
-    ranks = plan.config.tensor_parallel_size
-    cores = divide_cores(ranks, opened.options.num_threads, opened.backend.name)
+    ranks, places = plan.config.tensor_parallel_size, addresses(plan.config.rank_hosts)
+    share = share_of_host(ranks, 1 + len(places))
+    key = read_key(plan.config.rank_key_file) if places else b""
+    cores = divide_cores(share, opened.options.num_threads, opened.backend.name)
     region = Region.create(ranks)
+
+    def hosts(group: Group) -> list[RemoteHost]:
+        firsts = range(share, ranks, share)
+        return [
+            RemoteHost(address, range(first, first + share), plan, region, key, group.check)
+            for address, first in zip(places, firsts, strict=True)
+        ]
+
     try:
-        group = Group(plan, region, cores)
+        group = Group(plan, region, range(1, share), cores[1:], share, hosts)
     except BaseException:
         region.close()
         raise
     model: LoadedModel | None = None
     try:
-        model = load_rank(opened, region, 0, cores[0], deterministic=plan.config.deterministic)
+        deterministic = plan.config.deterministic
+        model = load_rank(opened, region, 0, cores[0], share=share, deterministic=deterministic)
         others = group.loaded()
         return RankedModel(model, group, _agreed(model.info, others))
     except BaseException:
@@ -140,7 +153,7 @@ class RankedModel:
     def _compare(self, ids: I32) -> None:
         """With what the other ranks drew, for which it waits."""
         mine, region = zlib.crc32(ids.tobytes()), self._group.region
-        for rank in range(1, region.num_ranks):
+        for rank in self._group.ranks:
             checked = region.word(rank, Word.CHECKED)
             while (int(checked[0]) - self._num_read) & 0x80000000:  # behind
                 self._group.check()

@@ -124,6 +124,21 @@ class Frame:
         return words.tobytes()
 
 
+class SentFrame:
+    """A step as another host sent it, to be put into this one's ring."""
+
+    def __init__(self, words: I32) -> None:
+        self._words, self.num_words = words, len(words)
+
+    def write(self, words: I32) -> None:
+        """See `Frame.write`."""
+        words[:] = self._words
+
+    def to_bytes(self) -> bytes:
+        """See `Frame.to_bytes`."""
+        return self._words.tobytes()
+
+
 def _word_type(number: int) -> npt.DTypeLike:
     owner, name = _PLACES[number]
     dtype = _OPTIONAL[owner][name]

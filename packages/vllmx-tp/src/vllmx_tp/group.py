@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -20,7 +20,8 @@ from vllmx_engine.wire.ipc import Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 
 from vllmx_tp.channel import Sender
-from vllmx_tp.frames import Frame
+from vllmx_tp.frames import Frame, SentFrame
+from vllmx_tp.hosts import RemoteHost
 from vllmx_tp.messages import INLINE, NOTICE, Call, RankAnswer, RankReady
 from vllmx_tp.region import Region, Word
 
@@ -36,26 +37,38 @@ _WAIT_S = 20e-6
 
 
 class Group:
-    """Ranks 1 to n - 1 of a model. One thread uses it; another watches the processes.
+    """Ranks of a model: processes of this host, and other hosts with theirs. One thread uses it;
+    another watches them.
 
     Args:
         plan: what they load.
         region: whose memory they share with this process.
-        cores: of each rank.
+        ranks: of this host, this process left out.
+        cores: of each of them.
+        share: how many ranks this host has, this process among them.
+        hosts: makes the other hosts; called once the processes of this one have begun.
     """
 
-    def __init__(self, plan: LoadPlan, region: Region, cores: Sequence[Sequence[int]]) -> None:
-        self.region = region
-        self._ranks = range(1, region.num_ranks)
+    def __init__(
+        self,
+        plan: LoadPlan,
+        region: Region,
+        ranks: range,
+        cores: Sequence[Sequence[int]],
+        share: int,
+        hosts: Callable[[Group], Sequence[RemoteHost]] = lambda group: (),
+    ) -> None:
+        self.region, self.ranks, self._share = region, ranks, share
+        self._hosts: list[RemoteHost] = []
         self._failure: RankLostError | None = None
         self._verdict = threading.Lock()
         self._ended = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
-        self._sender = Sender(region, self._sockets, self.check)
+        self._sender = Sender(region, ranks, self._sockets, self.check)
         try:
-            for rank in self._ranks:
-                self._spawn(rank, cores[rank])
+            for rank, its_cores in zip(ranks, cores, strict=True):
+                self._spawn(rank, its_cores)
             start = encode_frame(
                 Start(
                     config=plan.config,
@@ -67,6 +80,7 @@ class Group:
             )
             for one in self._sockets:
                 one.sendall(start)
+            self._hosts += hosts(self)
         except BaseException:
             self.kill()
             raise
@@ -88,6 +102,7 @@ class Group:
             str(theirs.fileno()),
             str(os.getpid()),
             str(tied),
+            str(self._share),
             ",".join(map(str, cores)),
         ]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -107,10 +122,13 @@ class Group:
     def loaded(self) -> list[RankReady]:
         """What each of the other ranks came to, once all are loaded. Raises the VllmxError that one
         met, RankLostError where one ended without a word."""
-        return [self._answer(rank) for rank in self._ranks]
+        found = [self._answer(rank) for rank in self.ranks]
+        for host in self._hosts:
+            found += host.loaded(self.check)
+        return found
 
     def _answer(self, rank: int) -> RankReady:
-        one = self._sockets[rank - 1]
+        one = self._sockets[rank - self.ranks.start]
         one.settimeout(LOOK_S)
         data = b""
         while True:
@@ -134,10 +152,16 @@ class Group:
         return answer.ready
 
     # --- steps ------------------------------------------------------------------------------------
-    def send(self, call: Call, frame: Frame) -> None:
-        """Puts a frame where the others read it. Raises RankLostError."""
+    def send(self, call: Call, frame: Frame | SentFrame) -> None:
+        """Puts a frame where the others read it, and sends it to each host once. Raises
+        RankLostError."""
         self.check()
         try:
+            if self._hosts:
+                data = frame.to_bytes()
+                notice = NOTICE.pack(call, len(data), INLINE)
+                for host in self._hosts:
+                    host.send(notice, data)
             self._sender.send(call, frame)
         except OSError as error:
             raise self._disconnected("a rank has closed its connection") from error
@@ -167,7 +191,7 @@ class Group:
         """A connection is gone, which is seen before the process has ended: how that ended."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline_s:
-            ends = (self._end_of(rank, 0.0) for rank in self._ranks)
+            ends = (self._end_of(rank, 0.0) for rank in self.ranks)
             found = next(filter(None, ends), None)
             if found is not None:
                 return self.lost(found)
@@ -187,28 +211,31 @@ class Group:
     def _watch(self) -> None:
         """Looks at processes and heartbeats until the group ends. Between two looks no more than
         twice the interval counts, as a machine that stood still tells nothing of a rank."""
-        beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self._ranks]
+        beats = [self.region.word(rank, Word.HEARTBEAT) for rank in self.ranks]
         seen, still_s, looked_s = [0] * len(beats), [0.0] * len(beats), time.monotonic()
         while not self._ended.wait(LOOK_S):
             now_s = time.monotonic()
             passed_s, looked_s = min(now_s - looked_s, 2 * LOOK_S), now_s
-            for index, rank in enumerate(self._ranks):
+            ends = [host.look(passed_s, HANG_S) for host in self._hosts]
+            for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
                 moved = beat != seen[index] or not beat  # the first comes when it has started
                 still_s[index] = 0.0 if moved else still_s[index] + passed_s
                 seen[index] = beat
-                end = self._end_of(rank, still_s[index])
-                if end is not None and not self._ended.is_set():
-                    self.lost(end)
-                    return
+                ends.append(self._end_of(rank, still_s[index]))
+            end = next(filter(None, ends), None)
+            if end is not None and not self._ended.is_set():
+                self.lost(end)
+                return
 
     def _end_of(self, rank: int, still_s: float) -> str | None:
         """How a rank has ended, if it has."""
-        code = self._processes[rank - 1].poll()
+        process = self._processes[rank - self.ranks.start]
+        code = process.poll()
         if code is not None:
             return f"rank {rank} {_ended_by(code)}"
         if still_s >= HANG_S:
-            return f"rank {rank} (process {self._processes[rank - 1].pid}) hangs or was stopped"
+            return f"rank {rank} (process {process.pid}) hangs or was stopped"
         return None
 
     def kill(self) -> None:
@@ -220,6 +247,8 @@ class Group:
             process.wait()
         for one in self._sockets:
             one.close()
+        for host in self._hosts:
+            host.close()
 
     def close(self) -> None:
         """Lets the others close their models, and waits for them. May be called twice."""
@@ -230,6 +259,9 @@ class Group:
         for one in self._sockets:
             with suppress(OSError):  # it has ended
                 one.sendall(notice)
+        for host in self._hosts:
+            with suppress(OSError):
+                host.send(notice, b"")
         deadline_s = time.monotonic() + _FAREWELL_S
         for process in self._processes:
             try:

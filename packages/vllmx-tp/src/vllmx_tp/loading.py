@@ -36,6 +36,17 @@ def divide_cores(ranks: int, num_threads: int | None, backend: str) -> list[Core
     return [tuple(cores[ends[rank] : ends[rank + 1]]) for rank in range(ranks)]
 
 
+def share_of_host(ranks: int, hosts: int) -> int:
+    """Ranks of each host. Raises ConfigError where they cannot be shared out evenly."""
+    if ranks % hosts:
+        raise ConfigError(
+            f"{ranks} ranks cannot be shared out among {hosts} hosts (this one and those of"
+            f" --rank-hosts): choose --tensor-parallel-size {hosts} or a multiple",
+            param="tensor_parallel_size",
+        )
+    return ranks // hosts
+
+
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
     """This thread, and those that it starts meanwhile, which stay there."""
@@ -56,16 +67,18 @@ def load_rank(
     rank: int,
     cores: Sequence[int],
     *,
+    share: int,
     deterministic: bool = False,
 ) -> LoadedModel:
-    """One rank's part on its backend. Raises what `sharded` and the backend raise."""
+    """One rank's part on its backend, of a host that has `share` of the ranks. Raises what
+    `sharded` and the backend raise."""
     options, ranks = opened.options, region.num_ranks
     source = opened.checkpoint.weights
     model = sharded(
         opened.model, source, options.max_model_len, rank, ranks, deterministic=deterministic
     )
     mine = replace(
-        rank_options(options, ranks, len(cores)),
+        rank_options(options, ranks, len(cores), share),
         communicator=SharedMemoryCommunicator(region, rank),
         progress=options.progress and rank == 0,
     )
@@ -74,13 +87,13 @@ def load_rank(
     return loaded
 
 
-def rank_options(options: LoadOptions, ranks: int, num_cores: int) -> LoadOptions:
-    """A rank's part of the host: of its memory and of its threads."""
+def rank_options(options: LoadOptions, ranks: int, num_cores: int, share: int) -> LoadOptions:
+    """A rank's part of its host, on which `share` of the ranks are: of memory and of threads."""
     threads = options.num_threads
     given = options.kv_cache_memory_bytes
     return replace(
         options,
-        memory_fraction=options.memory_fraction / ranks,
+        memory_fraction=options.memory_fraction / share,
         kv_cache_memory_bytes=None if given is None else given // ranks,
-        num_threads=(num_cores or 1) if threads is None else max(1, threads // ranks),
+        num_threads=(num_cores or 1) if threads is None else max(1, threads // share),
     )

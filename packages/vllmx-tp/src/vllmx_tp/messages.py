@@ -1,4 +1,4 @@
-"""What ranks tell rank 0 while they load, and what stands before each frame."""
+"""What ranks and hosts tell rank 0 and it tells them, and what stands before each frame."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import msgspec
 from vllmx_core.backend import LoadedInfo
+from vllmx_core.config import EngineConfig
 from vllmx_engine.wire.ipc import ErrorRecord
 
 
@@ -18,6 +19,8 @@ class Call(IntEnum):
     SAMPLE = 3
     ENCODE = 4
     CLOSE = 5
+    BEAT = 6
+    """To a host: rank 0 lives."""
 
 
 NOTICE = struct.Struct("<IIQ")
@@ -65,3 +68,38 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: RankReady | None = None
     error: ErrorRecord | None = None
+
+
+# --- between hosts --------------------------------------------------------------------------------
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0 to a host: what its ranks are to load."""
+
+    config: EngineConfig
+    num_ranks: int
+    """Of all hosts."""
+    first: int
+    count: int
+    """How many of them the host runs, from `first` on."""
+    fingerprint: str
+    """See `vllmx_tp.fingerprint`."""
+    log_level: int
+
+
+class HostLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """How loading ended: what all ranks of the host came to, or the error."""
+
+    ready: list[RankReady] = []
+    error: ErrorRecord | None = None
+
+
+class HostBeat(msgspec.Struct, frozen=True, tag="beat"):
+    """The host lives."""
+
+
+class HostEnd(msgspec.Struct, frozen=True, tag="end"):
+    """Its ranks have ended."""
+
+    cause: str
+
+
+FromHost = HostLoaded | HostBeat | HostEnd

@@ -1,5 +1,5 @@
 """The process of a rank above 0: `python -P -m vllmx_tp.rank_process RANK RANKS REGION SOCKET
-PARENT TIED CORES`.
+PARENT TIED SHARE CORES`.
 
 Started by `vllmx_tp.group` alone. It opens and loads its part of the model, then runs every step
 that rank 0 runs, which it reads out of shared memory. It ends with rank 0, however that ends.
@@ -110,7 +110,7 @@ def _start(connection: socket.socket) -> Start:
     raise EOFError
 
 
-def serve(region: Region, rank: int, connection: socket.socket, cores: Cores) -> int:
+def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, share: int) -> int:
     """Loads, runs steps, and returns the exit code."""
     start = _start(connection)
     logging.getLogger("vllmx").setLevel(start.log_level)
@@ -118,7 +118,8 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores) ->
     try:
         opened = open_planned(plan)
         try:
-            model = load_rank(opened, region, rank, cores, deterministic=plan.config.deterministic)
+            deterministic = plan.config.deterministic
+            model = load_rank(opened, region, rank, cores, share=share, deterministic=deterministic)
         finally:
             opened.checkpoint.weights.close()
             return_unused_bytes()
@@ -137,8 +138,8 @@ def _answer(connection: socket.socket, answer: RankAnswer) -> None:
 
 def main() -> int:
     """Signals are rank 0's business."""
-    rank, ranks, region_fd, socket_fd, parent, tied = map(int, sys.argv[1:7])
-    cores = tuple(map(int, filter(None, sys.argv[7].split(","))))
+    rank, ranks, region_fd, socket_fd, parent, tied, share = map(int, sys.argv[1:8])
+    cores = tuple(map(int, filter(None, sys.argv[8].split(","))))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(stream=StandardError())
@@ -148,7 +149,7 @@ def main() -> int:
     region = Region(region_fd, ranks)
     threading.Thread(target=_beat, args=(region, rank, parent), daemon=True).start()
     try:
-        return serve(region, rank, socket.socket(fileno=socket_fd), cores)
+        return serve(region, rank, socket.socket(fileno=socket_fd), cores, share)
     except EOFError:
         return 0  # rank 0 is gone, or has given up
     except RankLostError:

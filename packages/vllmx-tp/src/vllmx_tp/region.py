@@ -40,7 +40,7 @@ class Word(IntEnum):
     TAKEN = 1
     """Frames that it needs no more."""
     ARRIVED = 2
-    """Calls of the communicator that it has begun."""
+    """Calls of the communicator that it has begun; see also `part_bytes` and `bridged`."""
     IDS = 3
     """Checksums of the ids of its last steps, `NUM_CHECKSUMS` words in turn, beside `CHECKED`."""
     CHECKED = 4
@@ -100,6 +100,18 @@ class Region:
         n % NUM_CHECKSUMS."""
         at = self.word_at(rank, Word.IDS)
         return self._bytes[at : at + 4 * NUM_CHECKSUMS].view(np.uint32)
+
+    def part_bytes(self, rank: int, turn: int) -> npt.NDArray[np.uint32]:
+        """(1,) bytes of the part that lies in a rank's buffer of that turn; beside `ARRIVED`, whose
+        second word counts those who sleep for the first."""
+        at = self.word_at(rank, Word.ARRIVED) + 4 * (2 + turn)
+        return self._bytes[at : at + 4].view(np.uint32)
+
+    def bridged(self, rank: int) -> npt.NDArray[np.uint32]:
+        """(1,) not zero: a link to another host sleeps until the rank arrives, so it is to wake
+        it."""
+        at = self.word_at(rank, Word.ARRIVED) + 16
+        return self._bytes[at : at + 4].view(np.uint32)
 
     @property
     def aborted(self) -> npt.NDArray[np.uint32]:

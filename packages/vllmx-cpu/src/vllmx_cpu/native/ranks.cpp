@@ -17,11 +17,19 @@ namespace VX_ISA {
 
 struct VxRanks {
   const uint32_t* abort;
-  uint8_t* arrived;        // of each rank a word, and beside it how many sleep on that
+  uint8_t* arrived;        // of each rank ArrivedWords
   uint8_t* buffers;        // two of buffer_bytes for each rank
   uint32_t* count;         // calls so far, this process's own
   size_t arrived_stride, buffer_bytes;
   int32_t rank, ranks;
+};
+
+// What a rank says of itself (vllmx_tp.region).
+struct ArrivedWords {
+  uint32_t count;          // calls that it has begun
+  uint32_t sleepers;       // who sleep for `count`
+  uint32_t bytes[2];       // of its part of each turn, for ranks of other hosts
+  uint32_t bridged;        // not zero: a link to another host sleeps for `count`
 };
 
 struct VxAllReduce {
@@ -78,14 +86,16 @@ void wait_for(uint32_t* word, uint32_t count, const uint32_t* abort) {
 }
 
 // Says that this rank's part lies there, and waits for the others'. All threads of the team call it.
-void meet(const VxRanks* all, uint32_t count, VxCtx* ctx) {
+void meet(const VxRanks* all, uint32_t count, size_t bytes, VxCtx* ctx) {
   vx_barrier(ctx);  // the part is complete, and all threads have read *count
   if (ctx->tid == 0) {
     *all->count = count;
     uint32_t* word = arrived_word(all, all->rank);
+    ArrivedWords* own = (ArrivedWords*)word;
+    own->bytes[count & 1] = (uint32_t)bytes;
     __atomic_store_n(word, count, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
-    if (__atomic_load_n(word + 1, __ATOMIC_SEQ_CST))
+    if (__atomic_load_n(&own->sleepers, __ATOMIC_SEQ_CST) | own->bridged)
       syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 #endif
   }
@@ -125,7 +135,7 @@ void all_reduce(const void* args, const VxStep* step, VxCtx* ctx) {
     for_chunks(size, ctx, [=](size_t begin, size_t end) {
       memcpy(mine + begin, x + begin, (end - begin) * sizeof(float));
     });
-    meet(all, count, ctx);
+    meet(all, count, size * sizeof(float), ctx);
     for_chunks(size, ctx, [=](size_t begin, size_t end) {
       for_lanes((int32_t)(end - begin), [=](int32_t i, int n) {
         const size_t at = begin + i;
@@ -158,7 +168,7 @@ void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
     for_chunks((size_t)rows * own, ctx, [=](size_t begin, size_t end) {
       memcpy(mine + begin, x + begin, (end - begin) * sizeof(float));
     });
-    meet(all, count, ctx);
+    meet(all, count, (size_t)rows * own * sizeof(float), ctx);
     // A piece of work is one rank's part of one row.
     for (int32_t i; (i = vx_next(ctx)) < rows * all->ranks;) {
       const int32_t row = i / all->ranks, rank = i % all->ranks, part = a->widths[rank];

@@ -126,6 +126,12 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
                     param="isq",
                 )
             checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
+        if plan.config.rank_hosts and plan.config.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--rank-hosts needs ranks for them: set --tensor-parallel-size to the number of"
+                " hosts, this one counted, or a multiple",
+                param="tensor_parallel_size",
+            )
         if plan.config.tensor_parallel_size > 1 and chosen.impl != OWN:
             raise ConfigError(
                 f"--tensor-parallel-size divides vllmx's own models, {chosen.impl} runs this one:"

@@ -82,6 +82,9 @@ HELP: Mapping[str, str] = {
     "num_threads": "Compute threads; default: the cores that are really available.",
     "tensor_parallel_size": "Processes that compute each layer together, each with a part of the"
     " weights and its own cores; needs vllmx[tp].",
+    "rank_hosts": "host:port of each other host whose ranks compute with this one's, with commas"
+    " between them; on each runs `vllmx rank`.",
+    "rank_key_file": "File with the key that all these hosts have.",
     "deterministic": "Equal answers to the last bit whatever --tensor-parallel-size is; some"
     " percent slower.",
     "enable_prefix_caching": "Share equal prompt prefixes.",

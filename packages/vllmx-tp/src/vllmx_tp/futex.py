@@ -1,0 +1,43 @@
+"""Waiting for a word of shared memory to change, and waking who waits for it so."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+_SYSCALLS = {"x86_64": 202, "aarch64": 98}
+_NUMBER = _SYSCALLS.get(platform.machine()) if sys.platform == "linux" else None
+_WAIT, _WAKE = 0, 1
+_SLICE_S = 0.02
+_SLEEP_S = 50e-6
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_SLICE = _Timespec(0, int(_SLICE_S * 1e9))
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def wait_while(word: npt.NDArray[np.uint32], seen: int) -> None:
+    """Returns when the word is no longer `seen` and its writer has woken, or after a moment: the
+    caller looks again."""
+    if _NUMBER is None:
+        time.sleep(_SLEEP_S)
+        return
+    address = ctypes.c_void_p(word.ctypes.data)
+    _libc.syscall(
+        _NUMBER, address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLICE), None, 0
+    )  # fmt: skip
+
+
+def wake(word: npt.NDArray[np.uint32]) -> None:
+    """All who wait for the word, in whichever process."""
+    if _NUMBER is not None:
+        _libc.syscall(_NUMBER, ctypes.c_void_p(word.ctypes.data), _WAKE, 0x7FFFFFFF, None, None, 0)

@@ -1,0 +1,117 @@
+"""Parts of calls between ranks on their way to another host and back.
+
+Each host has the whole region. A rank puts its part down there and counts itself as arrived, as if
+all shared it; a link sends what the ranks of this side put down, and puts down what comes in the
+buffers of the ranks of the other side, before it counts those as arrived. So who computes need not
+know where the others are. One thread sends and one receives; they wait for nobody but their own
+ranks and their own socket, so that the two buffers of a rank are enough here as well.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from vllmx_tp import futex
+from vllmx_tp.region import BUFFER_BYTES, Region, Word
+
+_SPINS = 100
+
+
+class LinkEndedError(Exception):
+    """The group has ended, or the other side has."""
+
+
+class Link:
+    """A connection for parts.
+
+    Args:
+        mine: whose parts go out: all ranks that are not the other side's.
+        theirs: whose parts come in.
+        on_end: called from a thread of the link when the connection breaks.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        connection: socket.socket,
+        mine: Sequence[int],
+        theirs: Sequence[int],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._region, self._socket, self._on_end = region, connection, on_end
+        self._mine, self._theirs = mine, theirs
+        self._header = struct.Struct(f"<{1 + len(theirs)}I")
+        self._out = struct.Struct(f"<{1 + len(mine)}I")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for rank in mine:
+            region.bridged(rank)[0] = 1  # the rank wakes this link from now on
+        for work in (self._send, self._receive):
+            name = f"vllmx-link-{work.__name__.strip('_')}"
+            threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (LinkEndedError, OSError):
+            if not self._region.aborted[0]:
+                self._on_end()
+
+    def _send(self) -> None:
+        count, region = 0, self._region
+        arrived = [region.word(rank, Word.ARRIVED) for rank in self._mine]
+        while True:
+            count = (count + 1) & 0xFFFFFFFF
+            turn = count & 1
+            for word in arrived:
+                self._wait(word, count)
+            sizes = [int(region.part_bytes(rank, turn)[0]) for rank in self._mine]
+            message = bytearray(self._out.pack(count, *sizes))
+            for rank, size in zip(self._mine, sizes, strict=True):
+                message += region.buffer(rank, turn)[:size].data
+            self._socket.sendall(message)
+
+    def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
+        looks = 0
+        while ((seen := int(word[0])) - count) & 0x80000000:  # behind, as 32-bit numbers go
+            if self._region.aborted[0]:
+                raise LinkEndedError
+            looks += 1
+            if looks > _SPINS:
+                futex.wait_while(word, seen)
+
+    def _receive(self) -> None:
+        region = self._region
+        head = bytearray(self._header.size)
+        while True:
+            self._fill(memoryview(head))
+            count, *sizes = self._header.unpack(head)
+            turn = count & 1
+            for rank, size in zip(self._theirs, sizes, strict=True):
+                if size > BUFFER_BYTES:
+                    raise LinkEndedError
+                self._fill(region.buffer(rank, turn)[:size].data)
+                region.part_bytes(rank, turn)[0] = size  # for those to whom it is passed on
+            for rank in self._theirs:
+                word = region.word(rank, Word.ARRIVED)
+                word[0] = count
+                futex.wake(word)
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            size = self._socket.recv_into(view)
+            if not size:
+                raise LinkEndedError
+            view = view[size:]
+
+    def close(self) -> None:
+        """Both threads end."""
+        with suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,279 @@
+"""Ranks on several hosts, without a model: keys, hellos, the way of parts from region to region."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_tp import handshake, hosts
+from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.fingerprint import fingerprint
+from vllmx_tp.handshake import HandshakeError, greet, read_key
+from vllmx_tp.hosts import addresses, connect
+from vllmx_tp.link import Link
+from vllmx_tp.listener import listen
+from vllmx_tp.loading import share_of_host
+from vllmx_tp.region import BUFFER_BYTES, Region
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+# --- keys -----------------------------------------------------------------------------------------
+def test_a_key_is_long_and_its_owners_alone(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    with pytest.raises(ConfigError, match="need --rank-key-file: make one by"):
+        read_key(None)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_key(str(file))
+    file.write_bytes(KEY + b"\n")
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"may be read by others: chmod 600 "):
+        read_key(str(file))
+    file.chmod(0o600)
+    assert read_key(str(file)) == KEY
+    file.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="holds 5 bytes, at least 32"):
+        read_key(str(file))
+
+
+def greeted(
+    pool: ThreadPoolExecutor, caller: Callable[[socket.socket], None], waiter_key: bytes = KEY
+) -> Future[None]:
+    """What comes of a call for the side that waits."""
+    ours, theirs = socket.socketpair()
+
+    def wait() -> None:
+        with theirs:
+            greet(theirs, waiter_key, calls=False)
+
+    future = pool.submit(wait)
+    with ours:
+        caller(ours)
+        if ours.fileno() >= 0:
+            ours.shutdown(socket.SHUT_WR)  # all that will come
+        future.exception()
+    return future
+
+
+def test_who_has_the_key_is_let_in(pool: ThreadPoolExecutor) -> None:
+    greeted(pool, lambda ours: greet(ours, KEY, calls=True)).result()
+
+
+def test_who_has_another_key_is_told_and_not_let_in(pool: ThreadPoolExecutor) -> None:
+    def call(ours: socket.socket) -> None:
+        with pytest.raises(HandshakeError, match="another key: give both the same --rank-key-file"):
+            greet(ours, OTHER_KEY, calls=True)
+
+    with pytest.raises(HandshakeError):
+        greeted(pool, call).result()
+
+
+def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
+    """Neither one that was overheard, nor the waiting side's own."""
+
+    def echo(ours: socket.socket) -> None:
+        ours.sendall(handshake.receive(ours, len(handshake.MAGIC) + 64))
+        ours.sendall(handshake.receive(ours, 32))
+
+    with pytest.raises(HandshakeError, match="another key"):
+        greeted(pool, echo).result()
+    overheard: list[bytes] = []
+
+    class Ear(socket.socket):
+        def sendall(self, data: Any, *flags: int) -> None:  # type: ignore[override]
+            overheard.append(bytes(data))
+            super().sendall(data, *flags)
+
+    def listened_to(ours: socket.socket) -> None:
+        with Ear(fileno=os.dup(ours.fileno())) as ear:
+            greet(ear, KEY, calls=True)
+
+    greeted(pool, listened_to).result()
+
+    def replay(ours: socket.socket) -> None:
+        for data in overheard:
+            ours.sendall(data)
+
+    with pytest.raises(HandshakeError, match="another key"):
+        greeted(pool, replay).result()
+
+
+def test_another_version_is_named(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(ours: socket.socket) -> None:
+        ours.sendall(handshake.MAGIC + b"9.9".ljust(32, b"\0") + bytes(32))
+
+    with pytest.raises(HandshakeError, match=r"vllmx-tp 9\.9, this host .*: install the same"):
+        greeted(pool, call).result()
+    with pytest.raises(HandshakeError, match="no host of ranks: check the port"):
+        greeted(pool, lambda ours: ours.sendall(b"GET / HTTP/1.1\r\n".ljust(100))).result()
+
+
+def test_who_says_nothing_is_hung_up_on(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
+    silent = threading.Event()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(HandshakeError, match="does not answer"):
+        greet(theirs, KEY, calls=False)
+    silent.set()
+
+
+# --- addresses ------------------------------------------------------------------------------------
+def test_hosts_are_written_with_their_ports() -> None:
+    assert addresses(None) == []
+    assert addresses("a:1, [::1]:7000,") == [("a", 1), ("::1", 7000)]
+    for wrong in ("a", "a:", ":5", "a:99999", "a:b", "a:-1"):
+        with pytest.raises(ConfigError, match="is no host:port"):
+            addresses(wrong)
+
+
+def test_ranks_are_shared_out_evenly() -> None:
+    assert share_of_host(4, 2) == 2
+    with pytest.raises(ConfigError, match=r"3 ranks .* 2 hosts .* --tensor-parallel-size 2 or a"):
+        share_of_host(3, 2)
+
+
+def test_a_port_in_use() -> None:
+    with listen(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: Address already in use: choose"):
+            listen(("127.0.0.1", port))
+
+
+def test_hosts_that_start_later_are_waited_for(
+    pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other host begins when this one has looked twice in vain."""
+    with listen(("127.0.0.1", 0)) as place:
+        address = place.getsockname()
+    looks = 0
+    opened: list[socket.socket] = []
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            opened.append(listen(address))
+            pool.submit(lambda: greet(opened[0].accept()[0], KEY, calls=False))
+
+    connect(address, KEY, 60.0, check).close()
+    opened[0].close()
+    assert looks == 2
+    (told,) = [record.getMessage() for record in caplog.records if "waiting" in record.message]
+    assert told.startswith(f"waiting for ranks at 127.0.0.1:{address[1]} (Connection refused)")
+
+
+def test_waiting_for_hosts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen(("127.0.0.1", 0)) as place:
+        address = place.getsockname()
+    with pytest.raises(
+        ConfigError, match=r"no host of ranks there within 0 s .* start `vllmx rank"
+    ):
+        connect(address, KEY, 0.0, lambda: None)
+
+    def check() -> None:
+        raise RankLostError("rank 1 was killed")
+
+    with pytest.raises(RankLostError):
+        connect(address, KEY, 60.0, check)
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(hosts.socket, "create_connection", unknown)
+    with pytest.raises(ConfigError, match="the host is not known"):
+        connect(("nowhere", 1), KEY, 60.0, lambda: None)
+
+
+def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+    for name, byte in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(300_000) + byte)
+        (tmp_path / name / "notes.txt").write_text(name)
+    marks = [fingerprint(tmp_path / name) for name in "abc"]
+    assert marks[0] == marks[1] != marks[2]
+    weights = [fingerprint(tmp_path / name / "model.safetensors") for name in "abc"]
+    assert weights[0] == weights[1] != weights[2]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shares", [[(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1,), (2,)]])
+def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]]) -> None:
+    """Also more than a buffer holds; with three hosts, the first passes parts on."""
+    count = sum(map(len, shares))
+    regions, links, broken = [Region.create(count) for _ in shares], [], []
+    for host, share in enumerate(shares[1:], 1):
+        listener = listen(("127.0.0.1", 0))
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+        listener.close()
+        others = [rank for rank in range(count) if rank not in share]
+        links.append(Link(regions[0], ours, others, share, lambda: broken.append(0)))
+        links.append(Link(regions[host], theirs, share, others, lambda: broken.append(1)))
+    wide = BUFFER_BYTES // 8 + 17
+    given = [np.random.default_rng(rank).standard_normal((2, wide)) for rank in range(count)]
+    found: dict[int, list[Any]] = {}
+
+    def run(region: Region, rank: int) -> None:
+        comm = SharedMemoryCommunicator(region, rank)
+        part = np.full((3, rank + 1), rank, np.float32)
+        found[rank] = [comm.all_reduce(given[rank])]
+        found[rank] += [comm.all_gather(part, [one + 1 for one in range(count)])]
+        found[rank] += [int(comm.all_reduce(np.full(4, rank + turn))[0]) for turn in range(7)]
+
+    threads = [
+        threading.Thread(target=run, args=(region, rank))
+        for region, share in zip(regions, shares, strict=True)
+        for rank in share
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(count):
+        total, gathered, *sums = found[rank]
+        np.testing.assert_array_equal(total, found[0][0])
+        np.testing.assert_allclose(total, sum(given), rtol=1e-12, atol=1e-12)
+        assert gathered[0].tolist() == [one for one in range(count) for _ in range(one + 1)]
+        assert sums == [count * (count - 1) // 2 + count * turn for turn in range(7)]
+    assert not broken
+    for region in regions:
+        region.aborted[0] = 1
+    for link in links:
+        link.close()
+    for region in regions:
+        region.close()
+
+
+def test_a_link_that_breaks_says_so() -> None:
+    region, (ours, theirs) = Region.create(2), socket.socketpair()
+    ended = threading.Event()
+    ours_tcp = socket.create_server(("127.0.0.1", 0))
+    connection = socket.create_connection(ours_tcp.getsockname())
+    other, _ = ours_tcp.accept()
+    link = Link(region, connection, [0], [1], ended.set)
+    other.close()
+    assert ended.wait(60)
+    region.aborted[0] = 1
+    link.close()
+    for one in (ours, theirs, ours_tcp):
+        one.close()
+    region.close()
