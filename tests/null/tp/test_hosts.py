@@ -171,7 +171,11 @@ def test_hosts_that_start_later_are_waited_for(
         looks += 1
         if looks == 2:
             opened.append(listen(address))
-            pool.submit(lambda: greet(opened[0].accept()[0], KEY, calls=False))
+            pool.submit(wait)
+
+    def wait() -> None:
+        with opened[0].accept()[0] as connection:
+            greet(connection, KEY, calls=False)
 
     connect(address, KEY, 60.0, check).close()
     opened[0].close()

@@ -38,12 +38,10 @@ def load(plan: LoadPlan, opened: OpenedModel) -> RankedModel:
     cores = divide_cores(share, opened.options.num_threads, opened.backend.name)
     region = Region.create(ranks)
 
-    def hosts(group: Group) -> list[RemoteHost]:
-        firsts = range(share, ranks, share)
-        return [
-            RemoteHost(address, range(first, first + share), plan, region, key, group.check)
-            for address, first in zip(places, firsts, strict=True)
-        ]
+    def hosts(group: Group) -> Iterator[RemoteHost]:
+        for address, first in zip(places, range(share, ranks, share), strict=True):
+            mine = range(first, first + share)
+            yield RemoteHost(address, mine, plan, region, key, group.check)
 
     try:
         group = Group(plan, region, range(1, share), cores[1:], share, hosts)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -56,7 +56,7 @@ class Group:
         ranks: range,
         cores: Sequence[Sequence[int]],
         share: int,
-        hosts: Callable[[Group], Sequence[RemoteHost]] = lambda group: (),
+        hosts: Callable[[Group], Iterable[RemoteHost]] = lambda group: (),
     ) -> None:
         self.region, self.ranks, self._share = region, ranks, share
         self._hosts: list[RemoteHost] = []
@@ -80,11 +80,12 @@ class Group:
             )
             for one in self._sockets:
                 one.sendall(start)
-            self._hosts += hosts(self)
+            threading.Thread(target=self._watch, name="vllmx-ranks", daemon=True).start()
+            for host in hosts(self):
+                self._hosts.append(host)  # and it is watched while others are waited for
         except BaseException:
             self.kill()
             raise
-        threading.Thread(target=self._watch, name="vllmx-ranks", daemon=True).start()
 
     def _spawn(self, rank: int, cores: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
@@ -216,7 +217,7 @@ class Group:
         while not self._ended.wait(LOOK_S):
             now_s = time.monotonic()
             passed_s, looked_s = min(now_s - looked_s, 2 * LOOK_S), now_s
-            ends = [host.look(passed_s, HANG_S) for host in self._hosts]
+            ends = [host.look(passed_s, HANG_S) for host in tuple(self._hosts)]
             for index, rank in enumerate(self.ranks):
                 beat = int(beats[index][0])
                 moved = beat != seen[index] or not beat  # the first comes when it has started

@@ -36,7 +36,8 @@ PATIENCE_S = 600.0
 """How long hosts are waited for that do not answer yet."""
 _TELL_S = 30.0
 _AGAIN_S = 0.5
-_LOOK_S = 0.2
+_LOOK_S = 0.02
+_LAST_WORDS_S = 1.0
 _decoder = msgspec.msgpack.Decoder(FromHost)
 
 
@@ -115,7 +116,7 @@ class RemoteHost:
         self._loaded: HostLoaded | None = None
         self._heard = self._seen = 0
         self._silent_s = 0.0
-        self._turn = threading.Lock()
+        self._turn, self._ended = threading.Lock(), threading.Event()
         self._socket = connect(address, key, patience_s, check)
         self._link: Link | None = None
         try:
@@ -131,7 +132,7 @@ class RemoteHost:
             self._socket.sendall(encode_frame(begin))
             data = connect(address, key, patience_s, check)
             mine = [rank for rank in range(region.num_ranks) if rank not in ranks]
-            self._link = Link(region, data, mine, ranks, self._hung_up)
+            self._link = Link(region, data, mine, ranks, self._link_broke)
         except BaseException:
             self.close()
             raise
@@ -139,6 +140,11 @@ class RemoteHost:
 
     def _hung_up(self) -> None:
         self._cause = self._cause or f"host {self.name} has closed its connection"
+
+    def _link_broke(self) -> None:
+        """The host's last words, which say why, come by the other connection."""
+        self._ended.wait(_LAST_WORDS_S)
+        self._hung_up()
 
     def _read(self) -> None:
         reader: FrameReader[FromHost] = FrameReader(_decoder)
@@ -155,8 +161,8 @@ class RemoteHost:
                             pass
         except (OSError, FrameError) as error:
             logger.debug("host %s: %s", self.name, error)
-        time.sleep(_LOOK_S)  # the link may know no more than that it broke: last words count first
         self._hung_up()
+        self._ended.set()
 
     def loaded(self, check: Callable[[], None]) -> list[RankReady]:
         """What its ranks came to. Raises the VllmxError that one of them met."""
@@ -164,7 +170,7 @@ class RemoteHost:
             check()
             if self._cause is not None:
                 raise RankLostError(self._cause)
-            time.sleep(_LOOK_S / 10)
+            time.sleep(_LOOK_S)
         if self._loaded.error is not None:
             raise self._loaded.error.rebuild()
         return self._loaded.ready

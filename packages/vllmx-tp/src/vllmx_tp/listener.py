@@ -47,8 +47,8 @@ def listen(address: tuple[str, int]) -> socket.socket:
     try:
         return socket.create_server(address, family=family, backlog=8)
     except (OSError, OverflowError) as error:
-        known = isinstance(error, OSError) and error.errno is not None and error.errno > 0
-        reason = os.strerror(error.errno) if known else str(error)
+        number = getattr(error, "errno", None) or 0  # those of resolvers are negative
+        reason = os.strerror(number) if number > 0 else str(error)
         raise ConfigError(
             f"--listen {address[0]}:{address[1]}: {reason}: choose another port, or end the"
             " process that has this one",
@@ -126,7 +126,11 @@ class HostedGroup:
                 self._rest()
                 return
             threading.Thread(target=self._watch, args=(group,), daemon=True).start()
-            self._steps(group)
+            try:
+                self._steps(group)
+            except RankLostError as error:
+                self._send(HostEnd(error.message))
+                raise
         finally:
             self._done.set()
             region.aborted[0] = 1

@@ -1,0 +1,151 @@
+"""Two hosts that compute the demo model: one machine's loopback, and two network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from vllmx import LLM, SamplingParams
+from vllmx_core.errors import ConfigError, RankLostError
+from vllmx_demo.source import MODEL_FOLDER
+
+LIMITS = {
+    "backend": "cpu", "dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 32,
+    "num_kv_blocks": 24, "max_model_len": 128, "num_threads": 1,
+}  # fmt: skip
+PROMPTS = ["Once upon a time there was a little", "The capital of", "A cat"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=6, logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=6),
+]
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_key(tmp_path_factory.mktemp("keys") / "key", b"k")
+
+
+def make_key(file: Path, letter: bytes) -> Path:
+    file.touch(0o600)
+    file.write_bytes(letter * 40)
+    return file
+
+
+@contextmanager
+def rank_host(
+    key: Path, model: str = "demo", address: str = "127.0.0.1", prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`vllmx rank` on a free port: where it listens, and its process."""
+    command = [*prefix, sys.executable, "-m", "vllmx", "rank", model]
+    command += ["--listen", f"{address}:0", "--rank-key-file", str(key)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if found := re.search(r"wait at (\S+)", line):
+                    yield found[1], process
+                    return
+            raise AssertionError("the host of ranks ended")
+        finally:
+            process.kill()
+            process.stderr.close()
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    return [
+        tuple(output.outputs[0].token_ids)
+        for params in PARAMS
+        for output in llm.generate(PROMPTS, params)
+    ]
+
+
+def until_lost(llm: LLM) -> None:
+    while True:
+        llm.generate(["A cat"], SamplingParams(max_tokens=2))
+
+
+def test_two_hosts_answer_as_one_and_a_second_group_after_the_first(key_file: Path) -> None:
+    """The first group is lost with its rank on the other host; the host waits again."""
+    with LLM("demo", **LIMITS) as llm:  # type: ignore[arg-type]
+        expected = answers(llm)
+    with rank_host(key_file) as (place, process):
+        more = LIMITS | {"tensor_parallel_size": 2, "rank_hosts": place}
+        more["rank_key_file"] = str(key_file)
+        with LLM("demo", **more) as llm:  # type: ignore[arg-type]
+            assert answers(llm) == expected
+            (rank,) = psutil.Process(process.pid).children()
+            rank.kill()
+            with pytest.raises(RankLostError, match=r"rank 1 was killed by SIGKILL \(on host 127"):
+                until_lost(llm)
+        with LLM("demo", **more) as llm:  # type: ignore[arg-type]
+            assert answers(llm) == expected
+            (rank,) = psutil.Process(process.pid).children()
+        rank.wait(PATIENCE_S)
+        assert process.poll() is None
+
+
+def test_a_host_with_another_model_or_key(key_file: Path, tmp_path: Path) -> None:
+    """The config differs, so no weight needs to be loaded."""
+    other = shutil.copytree(MODEL_FOLDER, tmp_path / "model")
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config + "\n")
+    with rank_host(key_file, str(other)) as (place, _):
+        more = LIMITS | {"tensor_parallel_size": 2, "rank_hosts": place}
+        wrong = make_key(tmp_path / "wrong", b"w")
+        with pytest.raises(ConfigError, match=rf"{place}: it has another key: give both the same"):
+            LLM("demo", **more, rank_key_file=str(wrong))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"other files of the model .* copy the same ones"):
+            LLM("demo", **more, rank_key_file=str(key_file))  # type: ignore[arg-type]
+
+
+def test_hosts_need_ranks() -> None:
+    with pytest.raises(ConfigError, match="--rank-hosts needs ranks for them"):
+        LLM("demo", rank_hosts="a:1", **LIMITS)  # type: ignore[arg-type]
+
+
+# --- network namespaces ---------------------------------------------------------------------------
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    """Another one, joined to ours by a pair of interfaces; its address is 10.201.77.2."""
+    name, ip = f"vllmx{os.getpid()}", shutil.which("ip")
+    if ip is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need `ip` and root")
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+
+    near, far = f"v{os.getpid()}a", f"v{os.getpid()}b"
+    try:
+        run(ip, "netns", "add", name)
+        run(ip, "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        run(ip, "address", "add", "10.201.77.1/30", "dev", near)
+        run(ip, "link", "set", near, "up")
+        run(ip, "-n", name, "address", "add", "10.201.77.2/30", "dev", far)
+        run(ip, "-n", name, "link", "set", far, "up")
+        yield name
+    finally:
+        subprocess.run([ip, "netns", "delete", name], capture_output=True, check=False)
+
+
+def test_two_network_namespaces(namespace: str, key_file: Path) -> None:
+    """The host of ranks has no other way to rank 0 than the pair of interfaces."""
+    with LLM("demo", **LIMITS) as llm:  # type: ignore[arg-type]
+        expected = answers(llm)
+    ip = shutil.which("ip")
+    assert ip is not None
+    inside = (ip, "netns", "exec", namespace)
+    with rank_host(key_file, address="10.201.77.2", prefix=inside) as (place, _):
+        more = LIMITS | {"tensor_parallel_size": 2, "rank_hosts": place}
+        with LLM("demo", **more, rank_key_file=str(key_file)) as llm:  # type: ignore[arg-type]
+            assert answers(llm) == expected
