@@ -122,6 +122,7 @@ class MetalBackend:
             kernels,
             recording.tower,
             features,
+            options.communicator,
         )
 
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from vllmx_core.backend import LoadedInfo
 from vllmx_core.backend_kit.in_flight import InFlight
+from vllmx_core.communicator import Communicator
 from vllmx_core.interpreter import Interpreter
 from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
@@ -45,9 +46,11 @@ class MetalLoadedModel:
         kernels: PagedKernels,
         tower: OpList | None = None,
         features: Sequence[mx.array] = (),
+        ranks: Communicator | None = None,
     ) -> None:
         self._tower = None if tower is None else Interpreter(tower, OPS.handler)
         self._features = list(features)  # the owner's
+        self._ranks = ranks
         self._failure: BaseException | None = None  # of the tower, for the next step; the owner's
         self._interpreter, self._samples = Interpreter(steps, OPS.handler), steps.samples
         self._weights, self._pages, self._dtype = weights, pages, dtype
@@ -161,10 +164,12 @@ class MetalLoadedModel:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        if self._ranks is not None:
+            self._finish_running()  # calls between ranks compute what was built until then
         last_ids = mx.zeros(1, mx.int32) if self._last_ids is None else self._last_ids
         step = MetalStep.build(plan, self._info.block_size, last_ids, self._kernels)
         frame = MetalFrame(step, self._weights, self._pages, self._states, self._dtype)
-        frame.features = self._features
+        frame.features, frame.ranks = self._features, self._ranks
         logits: mx.array = self._interpreter.run(frame)
         return logits, step.tokens[step.logit_rows]
 

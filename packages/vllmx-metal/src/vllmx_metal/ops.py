@@ -10,11 +10,14 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
+from vllmx_core.communicator import Communicator
 from vllmx_core.interpreter import Frame
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
@@ -39,6 +42,7 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 from vllmx_metal.attention import attention
 from vllmx_metal.experts import clamped, experts, route
@@ -106,11 +110,18 @@ class MetalFrame(Frame[mx.array]):
         self.states = states
         self.features: list[mx.array] = []
         """(rows, E) of each part of the store of features; `keep` replaces them."""
+        self.ranks: Communicator | None = None
+        """The other ranks of the model, if it has any."""
 
     @cached_property
     def state_step(self) -> StateStep:
         """Rows and their slots, made for the first layer that asks."""
         return StateStep.of(self.step.plan)
+
+    def others(self) -> Communicator:
+        """The other ranks, for an op between ranks."""
+        assert self.ranks is not None, "an op between ranks needs a communicator"
+        return self.ranks
 
     def array(self, ref: WeightRef) -> mx.array:
         """A vector or a constant."""
@@ -378,3 +389,25 @@ def _pool(op: Pool, frame: MetalFrame) -> None:
         for begin, end in zip(first.tolist(), ends.tolist(), strict=True)
     ]
     frame[op.out] = mx.stack(means) if means else x[:0]
+
+
+# Parts go through the host, so what was built until here is computed first: MLX's own calls between
+# machines take connections from anybody, and a machine that goes away would hang them.
+@OPS.add(AllReduce)
+def _all_reduce(op: AllReduce, frame: MetalFrame) -> None:
+    part = np.array(frame[op.x].astype(mx.float32))
+    frame[op.out] = mx.array(frame.others().all_reduce(part))
+
+
+@OPS.add(AllGather)
+def _all_gather(op: AllGather, frame: MetalFrame) -> None:
+    part = np.array(frame[op.x].astype(mx.float32))
+    frame[op.out] = mx.array(frame.others().all_gather(part, op.widths))
+
+
+@OPS.add(VocabEmbedding)
+def _vocab_embedding(op: VocabEmbedding, frame: MetalFrame) -> None:
+    ids = frame.step.tokens - op.first
+    has = mx.logical_and(ids >= 0, ids < op.w.rows)
+    rows = frame.table(op.w).rows(mx.where(has, ids, 0)).astype(mx.float32)
+    frame[op.out] = mx.where(has[:, None], rows, 0.0)

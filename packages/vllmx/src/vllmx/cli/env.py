@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib import metadata
 
 import click
+from vllmx_core.cores import available_cores
 from vllmx_core.errors import VllmxError
-from vllmx_core.registry import load_registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.registry import Registry, load_registry
+from vllmx_core.specs import BackendSpec, ExecutorSpec
 
 LIBRARIES = (
     "numpy",
@@ -50,11 +52,31 @@ def collect() -> dict[str, dict[str, str]]:
         "machine": {"system": platform.platform(), "processor": platform.machine()},
         "backends": backends,
         **sections,
+        "ranks": _ranks(registry),
         "environment": {
             name: "set" if "KEY" in name or "TOKEN" in name else value
             for name, value in sorted(os.environ.items())
             if name.startswith(("VLLMX_", "HF_", "OMP_"))
         },
+    }
+
+
+def _ranks(registry: Registry) -> dict[str, str]:
+    """Who can compute one model together, and over what."""
+    from vllmx_core.ops.all_reduce import AllReduce
+    from vllmx_core.ops.values import Value
+
+    op, able = AllReduce.of(Value(1)), []
+    for spec in registry.all(BackendSpec):
+        with suppress(Exception):  # of a plugin, perhaps, or for want of a library
+            if spec.unavailable_reason() is None and spec.load()().supports(op):
+                able.append(spec.name)
+    if registry.find(ExecutorSpec, "tensor-parallel") is None:
+        return {"--tensor-parallel-size": "needs vllmx-tp: pip install 'vllmx[tp]'"}
+    return {
+        "backends": ", ".join(able),
+        "on this host": f"up to {available_cores()}, one a core; parts go through shared memory",
+        "on other hosts": "--rank-hosts; parts go by TCP (torch on CUDA devices: one host alone)",
     }
 
 
