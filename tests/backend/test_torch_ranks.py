@@ -17,7 +17,7 @@ from vllmx_core.sharding.model import sharded
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
 from vllmx_core.weights import WeightSource
-from vllmx_torch import device
+from vllmx_torch import device, ranks
 from vllmx_torch.backend import TorchBackend
 from vllmx_torch.loaded import TorchLoadedModel
 from vllmx_torch.ranks import HostRanks, ProcessGroupRanks
@@ -52,12 +52,12 @@ def check(model: Model, source: WeightSource, count: int) -> None:
         mine = sharded(model, source, 64, end.rank, count)
         return TorchBackend().load(mine, source, options(communicator=end))
 
-    ranks = RankThreads(count, load)
-    found = ranks.each(chunks)
+    threads = RankThreads(count, load)
+    found = threads.each(chunks)
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])  # or they would draw different ids
-    ranks.close()
+    threads.close()
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -78,9 +78,9 @@ def test_sums_and_parts_of_three_ranks(kind: str) -> None:
         return end.rank, HostRanks(end) if kind == "host" else ProcessGroupRanks.meet(end, kind)
 
     def work(one: tuple[int, HostRanks | ProcessGroupRanks]) -> Sequence[torch.Tensor]:
-        rank, ranks = one
-        total = ranks.all_reduce(torch.arange(6.0).view(2, 3) * (rank + 1))
-        return total, ranks.all_gather(parts[rank], widths)
+        rank, end = one
+        total = end.all_reduce(torch.arange(6.0).view(2, 3) * (rank + 1))
+        return total, end.all_gather(parts[rank], widths)
 
     threads = RankThreads(3, make)
     for total, gathered in threads.each(work):
@@ -94,20 +94,30 @@ def test_who_waits_for_a_rank_that_has_gone_is_told() -> None:
     threads = RankThreads(2, lambda end: [end.rank, ProcessGroupRanks.meet(end, "gloo")])
 
     def work(one: list[object]) -> str:
-        rank, ranks = one
+        rank, end = one
         if rank == 1:
-            del ranks
+            del end
             one.pop()  # its connections close
             gone.set()
             return ""
         gone.wait()
-        assert isinstance(ranks, ProcessGroupRanks)
+        assert isinstance(end, ProcessGroupRanks)
         with pytest.raises(RankLostError) as raised:
-            ranks.all_reduce(torch.ones(4))
+            end.all_reduce(torch.ones(4))
         return raised.value.message
 
     assert threads.each(work)[0].startswith("a call between ranks failed: ")
     threads.close()
+
+
+def test_process_groups_are_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's folder is not found on the other host, which rank 1 of these two stands for."""
+    own = ranks._folder_of_rank_0
+    monkeypatch.setattr(
+        ranks, "_folder_of_rank_0", lambda end, folder: own(end, folder) + "x" * end.rank
+    )
+    with pytest.raises(ConfigError, match="must be on one host: leave out --rank-hosts"):
+        RankThreads(2, lambda end: ProcessGroupRanks.meet(end, "gloo"))
 
 
 def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

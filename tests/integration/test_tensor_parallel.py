@@ -67,6 +67,29 @@ def test_ranks_answer_as_one_process(backend: str, monkeypatch: pytest.MonkeyPat
     rank.wait(PATIENCE_S)
 
 
+def test_64_seeded_requests_answer_as_one_process() -> None:
+    """To the last bit, so that no draw can differ; more rows than the cache holds at once, which
+    are preempted, prefixes that others have left, prompts in chunks."""
+    limits = LIMITS | {
+        "backend": "cpu", "dtype": "bfloat16", "num_threads": 2, "deterministic": True,
+        "max_num_seqs": 16,
+    }  # fmt: skip
+    prompts = [f"{SYSTEM if number % 3 else ''}Number {number}" for number in range(64)]
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.95, seed=number, max_tokens=6, logprobs=1)
+        for number in range(64)
+    ]
+
+    def everything(llm: LLM) -> list[Any]:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    with LLM("demo", **limits) as llm:
+        expected = everything(llm)
+    with LLM("demo", tensor_parallel_size=2, **limits) as llm:
+        assert everything(llm) == expected
+
+
 def lost(llm: LLM) -> str:
     """What requests are told once it was noticed."""
     deadline_s = time.monotonic() + PATIENCE_S

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from vllmx.cli import env
+from vllmx_core.cores import available_cores
 from vllmx_core.hooks import hookimpl
+from vllmx_core.ops.op import Op
 from vllmx_core.registry import Registry
-from vllmx_core.specs import BackendSpec
+from vllmx_core.specs import BackendSpec, ExecutorSpec
 
 
 class Broken:
@@ -47,4 +49,37 @@ def test_what_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["backends"]["explains"] == "there is no driver"
     assert found["backend explains"] == {"driver": "missing", "library": "1.2"}
     assert found["backend absent"] == {}
+    assert found["ranks"] == {"--tensor-parallel-size": "needs vllmx-tp: pip install 'vllmx[tp]'"}
     assert found["backend breaks"] == {"error": "ImportError: no module named abacus"}
+
+
+class Adding(Explaining):
+    def supports(self, op: Op) -> bool:
+        return op.name == "all_reduce"
+
+
+class Together:
+    @staticmethod
+    @hookimpl
+    def vllmx_backends() -> tuple[BackendSpec, ...]:
+        here = __name__
+        return (
+            BackendSpec("adds", f"{here}:Adding", probe=f"{here}:can_run"),
+            BackendSpec("absent", f"{here}:Adding", probe=f"{here}:cannot_run"),
+            BackendSpec("breaks", f"{here}:Broken", probe=f"{here}:can_run"),
+        )
+
+    @staticmethod
+    @hookimpl
+    def vllmx_executors() -> tuple[ExecutorSpec, ...]:
+        return (ExecutorSpec("tensor-parallel", f"{__name__}:can_run"),)
+
+
+def test_who_can_compute_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    registry.add(Together, "test:together")
+    monkeypatch.setattr(env, "load_registry", lambda: registry)
+    ranks = env.collect()["ranks"]
+    assert ranks["backends"] == "adds"
+    assert ranks["on this host"].startswith(f"up to {available_cores()}, one a core")
+    assert "--rank-hosts" in ranks["on other hosts"]

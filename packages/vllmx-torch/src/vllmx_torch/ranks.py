@@ -19,7 +19,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import functional
 from vllmx_core.communicator import Communicator
-from vllmx_core.errors import BackendUnavailableError, RankLostError
+from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
 
 _FOLDER_BYTES = 512
 _PATIENCE = timedelta(minutes=10)
@@ -71,6 +71,7 @@ class ProcessGroupRanks:
         rank, ranks = communicator.rank, communicator.num_ranks
         with tempfile.TemporaryDirectory(prefix="vllmx-ranks-") as own:  # one of them is used
             folder = _folder_of_rank_0(communicator, own)
+            _check_one_host(communicator, folder)
             distributed: Any = torch.distributed
             store = distributed.FileStore(str(Path(folder) / "store"), ranks)
             try:
@@ -124,6 +125,17 @@ def _folder_of_rank_0(communicator: Communicator, own: str) -> str:
     row[0, : len(data)] = np.frombuffer(data, np.uint8)
     folders = communicator.all_gather(row, [_FOLDER_BYTES] * communicator.num_ranks)
     return bytes(folders[0, :_FOLDER_BYTES]).rstrip(b"\0").decode()
+
+
+def _check_one_host(communicator: Communicator, folder: str) -> None:
+    """All ranks look, so that all refuse together and none is waited for."""
+    seen = communicator.all_reduce(np.array([Path(folder).is_dir()], np.float32))
+    if seen[0] < communicator.num_ranks:
+        raise ConfigError(
+            "ranks of torch on CUDA devices must be on one host: leave out --rank-hosts, or choose"
+            " --backend cpu",
+            param="rank_hosts",
+        )
 
 
 def ranks_of(communicator: Communicator | None, device: torch.device) -> TorchRanks | None:
