@@ -64,9 +64,9 @@ class Together:
     def vllmx_backends() -> tuple[BackendSpec, ...]:
         here = __name__
         return (
-            BackendSpec("adds", f"{here}:Adding", probe=f"{here}:can_run"),
-            BackendSpec("absent", f"{here}:Adding", probe=f"{here}:cannot_run"),
-            BackendSpec("breaks", f"{here}:Broken", probe=f"{here}:can_run"),
+            BackendSpec("adds", f"{here}:Adding", probe=f"{here}:can_run", priority=1),
+            BackendSpec("absent", f"{here}:Adding", probe=f"{here}:cannot_run", priority=1),
+            BackendSpec("breaks", f"{here}:Broken", probe=f"{here}:can_run", priority=1),
         )
 
     @staticmethod
