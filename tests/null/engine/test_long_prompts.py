@@ -47,6 +47,23 @@ def test_the_core_copies_it_once(params: dict[str, float]) -> None:
     assert peak < 6 * LENGTH
 
 
+def test_ids_for_penalties_are_gathered_once_as_the_first_token_is_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gathered: list[int] = []
+    monkeypatch.setattr(
+        "vllmx_engine.core.logit_rules._distinct",
+        lambda ids, size: gathered.append(ids.size) or array("i", sorted({*ids.tolist()})),
+    )
+    harness = Harness(rules=QUIET, max_model_len=600)  # chunks of 32 tokens
+    harness.add([3] * 250, 4, params={"frequency_penalty": 0.5})
+    for _ in range(3):
+        harness.core.step()
+    assert gathered == []
+    harness.run()
+    assert gathered == [250]
+
+
 def test_counts_of_a_prompt_and_an_answer() -> None:
     in_prompt = array("i", [2, 5, 9])
     counts, other = Counts(in_prompt), Counts(in_prompt)

@@ -24,10 +24,10 @@ class LogitRules:
     """
 
     __slots__ = (
+        "_counts",
         "_fixed",
         "_fixed_arrays",
-        "_in_prompt",
-        "counts",
+        "_prompt",
         "has_edits",
         "mask",
         "min_tokens",
@@ -53,11 +53,8 @@ class LogitRules:
         self.min_tokens = params.min_tokens
         self.stop_ids = [token for token in request.stop_ids if 0 <= token < vocab_size]
         self.mask = _bitset(params.allowed_token_ids, vocab_size)
-        self._in_prompt = array("i")
-        """Ids of the prompt, each once, where they are needed."""
-        if params.needs_counts:
-            self._in_prompt = _distinct(request.prompt_ids, vocab_size)
-        self.counts = Counts(self._in_prompt) if params.needs_counts else None
+        self._prompt = PromptIds(request, vocab_size) if params.needs_counts else None
+        self._counts: Counts | None = None
         _check_allowed(params.allowed_token_ids, dict(zip(*self.edits(array("i"), 0), strict=True)))
         bans_stops = self.min_tokens > 0 and bool(self.stop_ids)
         self.has_edits = bool(self._fixed) or bool(self.phrases) or bans_stops
@@ -66,8 +63,16 @@ class LogitRules:
         """The rules of a request with the same prompt and parameters: only the counts are its
         own."""
         other = copy.copy(self)
-        other.counts = None if self.counts is None else Counts(self._in_prompt)
+        other._counts = None
         return other
+
+    @property
+    def counts(self) -> Counts | None:
+        """For penalties: made as the first token is drawn, since a long prompt takes a while, and
+        by then the device has more to do than the host."""
+        if self._counts is None and self._prompt is not None:
+            self._counts = Counts(self._prompt.distinct())
+        return self._counts
 
     def edits(self, tokens: array[int], num_generated: int) -> tuple[array[int], array[float]]:
         """Ids, each once, and additions to their logits, for token number `num_generated` of the
@@ -81,6 +86,23 @@ class LogitRules:
                 if size <= num_generated and tokens[-size:] == prefix:
                     more[last] = _BANNED
         return _edit_arrays(self._fixed | more) if more else self._fixed_arrays
+
+
+class PromptIds:
+    """The ids of a prompt, each once, for all choices of a call."""
+
+    __slots__ = ("_distinct", "_request", "_vocab_size")
+
+    def __init__(self, request: CoreRequest, vocab_size: int) -> None:
+        self._request = request
+        self._vocab_size = vocab_size
+        self._distinct: array[int] | None = None
+
+    def distinct(self) -> array[int]:
+        """Ascending; found when first asked for."""
+        if self._distinct is None:
+            self._distinct = _distinct(self._request.prompt_ids, self._vocab_size)
+        return self._distinct
 
 
 class Counts:

@@ -130,8 +130,8 @@ class RowsBuilder:
                 owners.edited.append((logit, sequence, rules))
             if rules.mask is not None and sequence.grammar is None:
                 owners.masked.append((logit, rules.mask))
-            if rules.counts is not None:
-                owners.counted.append((logit, rules.counts))
+            if (counts := rules.counts) is not None:
+                owners.counted.append((logit, counts))
         return owners
 
     def _mixed_owners(self, batch: Batch, rows: AnyArray) -> LogitOwners:

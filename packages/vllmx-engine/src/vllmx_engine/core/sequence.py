@@ -87,7 +87,6 @@ class Sequence:
         "arrival",
         "arrival_s",
         "content",
-        "counts",
         "digests",
         "finished",
         "found",
@@ -160,7 +159,6 @@ class Sequence:
             if leader is None or leader.rules is None
             else leader.rules.of_another_choice()
         )
-        self.counts = None if self.rules is None else self.rules.counts
         self.grammar: GrammarRow | ThoughtBudget | None = None
         """Of a request with a grammar, once that is compiled."""
         self.skipped_step = -1
@@ -203,8 +201,8 @@ class Sequence:
         """Appends a sampled id and says whether the sequence ends with it. Raises GrammarError for
         one that its grammar does not allow."""
         self.tokens.append(token)
-        if self.counts is not None:
-            self.counts.add(token)
+        if self.rules is not None and (counts := self.rules.counts) is not None:
+            counts.add(token)
         if token in self.stop_ids:  # before min_tokens they are banned, see LogitRules
             return "stop"
         if self.grammar is not None and self.grammar.accept(token):
