@@ -9,8 +9,9 @@ included, the next one enqueued before the last is read. Both engines are in mem
 in each round of a case, so that a slow minute of the machine hits both; medians over the rounds,
 and the median of the rounds' ratios.
 
-`--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape, and
-the way of a step's plan from one process into the other, which sleeps until it comes.
+`--links` measures what ranks pay: a sum over two ranks, one pinned core each, inside the tape, the
+way of a step's plan from one process into the other, which sleeps until it comes, and a sum of one
+row by TCP on the loopback, whose two ends share the cores with those who compute.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def links(rounds: int) -> list[Record]:
     return [
         _row(f"sum of ({SUM_ROWS}, {SUM_WIDTH}) f32", [sum_us() for _ in range(rounds)]),
         _row(f"plan of {PLAN_ROWS} rows", [plan_us() for _ in range(rounds)]),
+        _row(f"sum of (1, {SUM_WIDTH}) f32 by TCP", [tcp_sum_us() for _ in range(rounds)]),
     ]
 
 
@@ -119,7 +121,30 @@ def sum_us() -> float:
     return found
 
 
-def _sums(region: Region, rank: int) -> float:
+def tcp_sum_us() -> float:
+    """Of one `all_reduce` of a row between two regions, on the loopback of this host."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    place = listener.getsockname()
+    other = _forked(lambda: _linked_sums(socket.create_connection(place), 1))
+    found = _linked_sums(listener.accept()[0], 0)
+    other.join()
+    listener.close()
+    return found
+
+
+def _linked_sums(connection: socket.socket, rank: int) -> float:
+    from vllmx_tp.link import Link
+
+    region = Region.create(RANKS)
+    link = Link(region, connection, [rank], [1 - rank], lambda: None)
+    found = _sums(region, rank, 1)
+    region.aborted[0] = 1
+    link.close()
+    region.close()
+    return found
+
+
+def _sums(region: Region, rank: int, rows: int = SUM_ROWS) -> float:
     """Microseconds of a sum, on a core of its own: those of a long tape without a short one's."""
     from vllmx_cpu.lowering.ranks import VxAllReduce, ranks_of
     from vllmx_cpu.native import Team, choose_isa
@@ -129,7 +154,7 @@ def _sums(region: Region, rank: int) -> float:
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    x, y = (np.ones((SUM_ROWS, SUM_WIDTH), np.float32) for _ in range(2))
+    x, y = (np.ones((rows, SUM_WIDTH), np.float32) for _ in range(2))
     meeting = ranks_of(SharedMemoryCommunicator(region, rank))
     arguments = VxAllReduce(meeting, x.ctypes.data, y.ctypes.data, SUM_WIDTH)
     call = Call("all_reduce", choose_isa().op("all_reduce", VxAllReduce), arguments)
@@ -138,7 +163,7 @@ def _sums(region: Region, rank: int) -> float:
     for _ in range(20):
         for count, taken in seconds.items():
             tape = make_tape([call] * count)
-            job = VxJob(step=VxStep(T=SUM_ROWS, R=1, L=1))
+            job = VxJob(step=VxStep(T=rows, R=1, L=1))
             job.records, job.num_records = tape.records, count
             team.run(job)
             taken.append(job.seconds)

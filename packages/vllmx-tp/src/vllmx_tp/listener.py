@@ -74,7 +74,7 @@ def serve_ranks(
         try:
             with connection:
                 HostedGroup(listener, connection, plan, mark, key).run()
-        except (HandshakeError, RankLostError, FrameError, OSError, EOFError) as error:
+        except (HandshakeError, VllmxError, FrameError, OSError, EOFError) as error:
             logger.error("a group has ended: %s", error)
         if once:
             return
