@@ -42,7 +42,7 @@ _INCLUDE = (
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _FILE = Form(
     {
-        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "file": {"contentMediaType": "application/octet-stream"},
         "purpose": {"enum": list(file_routes.PURPOSES)},
         "expires_after[anchor]": {"const": "created_at"},
         "expires_after[seconds]": {
