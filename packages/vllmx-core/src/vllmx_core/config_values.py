@@ -23,6 +23,7 @@ AUTOMATIC = frozenset(
         "max_num_batched_tokens",
         "num_kv_blocks",
         "kv_cache_memory_bytes",
+        "api_workers",
         "num_threads",
         "step_timeout_s",
     }

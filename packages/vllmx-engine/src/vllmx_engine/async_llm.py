@@ -41,6 +41,7 @@ from vllmx_engine.client.request import Prompt, Request, RequestBuilder, Request
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, rules_size
 from vllmx_engine.client.request_state import OutputKind
 from vllmx_engine.client.request_stream import RequestStream
+from vllmx_engine.gauge import Gauge
 from vllmx_engine.grammar.vocabulary import vocabulary_of
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend, Listener
@@ -349,6 +350,11 @@ class AsyncLLM(AsyncText):
     def abort(self, request_id: str) -> bool:
         """Ends the request of this id with finish reason "abort"; False when there is none."""
         return self._streams.abort(request_id)
+
+    def share(self, sequences: Gauge, texts: Gauge) -> None:
+        """Has its limits in common with other processes over the same core: `max_queue`, and bytes
+        of text that wait for threads."""
+        self._streams.gauge, self.text.gauge = sequences, texts
 
     # --- life -------------------------------------------------------------------------------------
     async def reset_prefix_cache(self) -> bool:

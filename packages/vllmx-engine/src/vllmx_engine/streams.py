@@ -12,6 +12,7 @@ from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.client.request_table import RequestTable
+from vllmx_engine.gauge import Alone, Gauge
 from vllmx_engine.link.frontend import Frontend
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class Streams:
     Attributes:
         idle: set while there is none.
         draining: nothing new is taken.
+        gauge: of sequences in flight.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Streams:
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = False
+        self.gauge: Gauge = Alone()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -60,7 +63,12 @@ class Streams:
             raise EngineDeadError("the engine is shutting down: send the request to another one")
         if self._frontend.status != "ready":
             raise self._frontend.unavailable()
-        self._table.check_room(num_choices, self._frontend.info.max_num_seqs, self._max_queue)
+        self._table.check_room(
+            num_choices,
+            self._frontend.info.max_num_seqs,
+            self._max_queue,
+            self.gauge.elsewhere,
+        )
 
     def launch(self, request: Request, kind: OutputKind) -> RequestStream:
         """Hands a checked request to the core."""
@@ -73,6 +81,7 @@ class Streams:
         stream = RequestStream(request, self._forget, self._end)
         stream.attach(self._table.add(request, kind, stream.wake))
         self._streams[request.request_id] = stream
+        self.gauge.set(len(self._table))
         self.idle.clear()
         try:
             grammar = request.core[0].grammar
@@ -131,6 +140,7 @@ class Streams:
     def _forget(self, stream: RequestStream) -> None:
         """A request has ended."""
         self._streams.pop(stream.request_id, None)
+        self.gauge.set(len(self._table))
         if not self._streams:
             self.idle.set()
 

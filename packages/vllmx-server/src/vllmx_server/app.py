@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +21,7 @@ from vllmx_server.batches.places import Places
 from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
+from vllmx_server.desk import RemoteDesk
 from vllmx_server.engine_pooler import EnginePooler
 from vllmx_server.errors import route_path
 from vllmx_server.hosts import HostCheck, allowed_hosts
@@ -38,8 +40,13 @@ from vllmx_server.routes import (
     text,
     web,
 )
+from vllmx_server.sharing import Sharing
 from vllmx_server.state import ServerState
 from vllmx_server.store.storage import Storage
+from vllmx_server.workers.relay import Relays, led
+
+if TYPE_CHECKING:
+    from vllmx_server.workers.peers import Peers
 
 ROUTES = (
     ("POST", "/v1/chat/completions", chat.chat_completions),
@@ -55,19 +62,19 @@ ROUTES = (
     ("POST", "/classify", pooling.classify),
     ("POST", "/pooling", pooling.pooling),
     ("POST", "/v1/responses", responses.create),
-    ("GET", "/v1/responses/{id}", responses.retrieve),
-    ("DELETE", "/v1/responses/{id}", responses.delete),
-    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{id}", led(responses.retrieve)),
+    ("DELETE", "/v1/responses/{id}", led(responses.delete)),
+    ("POST", "/v1/responses/{id}/cancel", led(responses.cancel)),
     ("GET", "/v1/responses/{id}/input_items", responses.input_items),
     ("POST", "/v1/files", files.upload),
     ("GET", "/v1/files", files.list_files),
     ("GET", "/v1/files/{id}", files.retrieve),
-    ("DELETE", "/v1/files/{id}", files.delete),
+    ("DELETE", "/v1/files/{id}", led(files.delete)),
     ("GET", "/v1/files/{id}/content", files.content),
-    ("POST", "/v1/batches", batches.create),
-    ("GET", "/v1/batches", batches.list_batches),
-    ("GET", "/v1/batches/{id}", batches.retrieve),
-    ("POST", "/v1/batches/{id}/cancel", batches.cancel),
+    ("POST", "/v1/batches", led(batches.create, has_body=True)),
+    ("GET", "/v1/batches", led(batches.list_batches)),
+    ("GET", "/v1/batches/{id}", led(batches.retrieve)),
+    ("POST", "/v1/batches/{id}/cancel", led(batches.cancel)),
     ("GET", "/v1/models", status.models),
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
@@ -106,9 +113,15 @@ class App(Starlette):
         await super().__call__(scope, receive, send)
 
 
-def build_app(llm: AsyncLLM, config: ServerConfig, storage: Storage | None = None) -> Starlette:
+def build_app(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    storage: Storage | None = None,
+    peers: Peers | None = None,
+) -> Starlette:
     """The application over a started engine; it does not own the engine, nor what it stores where
-    that is given. `app.state.server.background` must be started and stopped."""
+    that is given. `app.state.server.background` must be started and stopped; of a server with
+    several processes, `peers`, in one of them."""
     metrics = Metrics(llm.config.name, lambda: llm.stats, _cache_labels(llm))
     middleware = []
     if config.allowed_origins:
@@ -151,15 +164,19 @@ def build_app(llm: AsyncLLM, config: ServerConfig, storage: Storage | None = Non
         },
     )
     app.router.redirect_slashes = False  # it redirects to whatever host the client named
-    state = ServerState(
-        llm, config, metrics, BodyBudget(config.max_body_bytes), storage or Storage(config)
-    )
+    sharing = Sharing() if peers is None else peers.sharing
+    bodies = BodyBudget(config.max_body_bytes, sharing)
+    storage = storage or Storage(config)
+    state = ServerState(llm, config, metrics, bodies, storage, sharing=sharing, peers=peers)
     pooling_model = llm.info.pooling
     if pooling_model is not None:
         state.pooler = EnginePooler(llm, pooling_model)
     state.batches = _batch_runner(app, state)
     state.background = Background(state.storage, state.batches)
     app.state.server = state
+    if peers is not None:
+        state.desk = RemoteDesk(peers.channel)
+        Relays(app, app.router).serve(peers.channel)
     return app
 
 

@@ -22,10 +22,13 @@ class Background:
         self._runner = runner
         self._cleaning: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """With a data folder: goes on with the batches that are there."""
-        if self._storage.folder.outlives:
+    async def start(self, *, takes_over: bool = False) -> None:
+        """With a data folder: goes on with the batches that are there. `takes_over`: from another
+        process of this server, which has died; others go on writing files."""
+        outlives = self._storage.folder.outlives
+        if outlives and not takes_over:
             await self._storage.files.clean_strangers()
+        if outlives or takes_over:
             await self._storage.responses.end_open_ones(lost)
             await self._runner.resume()
         self._cleaning = asyncio.ensure_future(self._clean())

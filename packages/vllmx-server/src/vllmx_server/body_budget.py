@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from vllmx_server.errors import OverloadedError
+from vllmx_server.sharing import ALONE, Sharing
 
 _FREE_BYTES = 64 << 10
 """Of each body. So small requests are never refused for the bodies of others; the connections bound
@@ -20,9 +21,11 @@ class BodyBudget:
 
     Args:
         max_body_bytes: of one body.
+        sharing: with other processes of the server.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, sharing: Sharing = ALONE) -> None:
+        self._sharing = sharing
         self._in_all = _BODIES_IN_ALL * max_body_bytes
         self._of_a_client = _BODIES_OF_A_CLIENT * max_body_bytes
         self._clients: dict[str, int] = {}
@@ -36,16 +39,24 @@ class BodyBudget:
         """Takes bytes, or gives them back where `num_bytes` is negative. Raises OverloadedError."""
         of_client = self._clients.get(client, 0) + num_bytes
         in_all = self.num_bytes + num_bytes
-        if num_bytes > 0 and (of_client > self._of_a_client or in_all > self._in_all):
-            raise OverloadedError(
-                f"{self.num_bytes} bytes of request bodies are being read,"
-                f" {of_client - num_bytes} of them from this client; at most {self._in_all} and"
-                f" {self._of_a_client} are taken: send it again in a moment"
-            )
+        if num_bytes > 0:
+            self._check(num_bytes, in_all, of_client, client)
         self.num_bytes = in_all
+        self._sharing.bodies.set(in_all)
+        self._sharing.clients.add(client, num_bytes)
         self._clients[client] = of_client
         if not of_client:
             del self._clients[client]
+
+    def _check(self, num_bytes: int, in_all: int, of_client: int, client: str) -> None:
+        in_all += self._sharing.bodies.elsewhere
+        of_client += self._sharing.clients.elsewhere(client)
+        if of_client > self._of_a_client or in_all > self._in_all:
+            raise OverloadedError(
+                f"{in_all - num_bytes} bytes of request bodies are being read,"
+                f" {of_client - num_bytes} of them from this client; at most {self._in_all} and"
+                f" {self._of_a_client} are taken: send it again in a moment"
+            )
 
 
 class HeldBody:

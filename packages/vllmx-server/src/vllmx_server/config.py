@@ -19,6 +19,9 @@ class ServerConfig:
     uds: str | None = None
     """Path of a unix socket instead of host and port."""
     root_path: str = ""
+    api_workers: int | None = 1
+    """Processes that answer requests; with one, the supervisor is it. None: as many as suit the
+    machine."""
     api_key: tuple[str, ...] = ()
     """Accepted bearer tokens; empty: no authorisation."""
     priority_range: tuple[str, ...] = ()
@@ -67,6 +70,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         self._check_interval("port", 0, 65535)
+        if self.api_workers is not None:
+            self._check_interval("api_workers", 1, 256)
         for name in ("max_connections", "max_connections_per_address"):
             if getattr(self, name) is not None:
                 self._check_interval(name, 1, 1 << 20)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     GCCollector,
@@ -62,6 +63,15 @@ class Histogram:
         """Cumulative, as Prometheus wants them."""
         names = [*map(str, map(float, self.bounds)), "+Inf"]
         return list(zip(names, accumulate(self.counts), strict=True))
+
+
+class MetricCounts(msgspec.Struct, frozen=True):
+    """What one process has counted, on its way to another."""
+
+    histograms: list[tuple[list[int], float]]
+    """Counts and sum, in the order of `Metrics`."""
+    finished: dict[str, int]
+    http: list[tuple[str, str, str, int]]
 
 
 class RequestTimes:
@@ -139,9 +149,44 @@ class Metrics(Collector):
         key = (handler, method, f"{status // 100}xx")
         self._http[key] = self._http.get(key, 0) + 1
 
+    def counts(self) -> MetricCounts:
+        """What this process has counted so far."""
+        return MetricCounts(
+            histograms=[(each.counts, each.total) for each in self._histograms()],
+            finished=self._finished,
+            http=[(*key, count) for key, count in self._http.items()],
+        )
+
+    def add(self, counts: MetricCounts) -> None:
+        """Counts what another process has counted."""
+        for each, (buckets, total) in zip(self._histograms(), counts.histograms, strict=True):
+            each.counts = [a + b for a, b in zip(each.counts, buckets, strict=True)]
+            each.total += total
+        for reason, count in counts.finished.items():
+            self._finished[reason] += count
+        for *key, count in counts.http:
+            name = (key[0], key[1], key[2])
+            self._http[name] = self._http.get(name, 0) + count
+
+    def with_others(self, others: Sequence[MetricCounts]) -> Metrics:
+        """Of the whole server, of which other processes have counted so much."""
+        whole = Metrics(self._model, self._stats, self._cache)
+        for counts in (self.counts(), *others):
+            whole.add(counts)
+        return whole
+
     def render(self) -> bytes:
         """The exposition text."""
         return generate_latest(self._registry)
+
+    def _histograms(self) -> list[Histogram]:
+        """Those that are counted here, always in this order."""
+        times = self._times
+        return [
+            self.first_token, self.between_tokens, self._request_time, self._prompt_tokens,
+            self._generation_tokens, self._max_tokens, self._num_choices, self._longest_choice,
+            times.queue, times.prefill, times.decode, times.inference,
+        ]  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()

@@ -7,6 +7,7 @@ little itself, so that the core begins at once.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from importlib import import_module
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
+from vllmx_core.cores import available_cores
 from vllmx_engine.link.core_start import CoreStart
 
 from vllmx_server.address import bind, check_certificate
@@ -21,10 +23,12 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.signals import Signals
 
 if TYPE_CHECKING:
-    from vllmx_engine.async_llm import AsyncLLM
+    from vllmx_engine.wire.messages import CoreInfo
 
 logger = logging.getLogger("vllmx.server")
 
+_MOST_WORKERS = 8
+"""A core seldom makes more than they can send."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -32,19 +36,25 @@ def run_server(
     engine: EngineConfig,
     server: ServerConfig,
     *,
-    on_ready: Callable[[AsyncLLM, str], None] | None = None,
+    on_ready: Callable[[str, CoreInfo, str], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT. `on_ready` gets the engine and the base URL once requests are
-    accepted. Raises ConfigError when the address or the certificate cannot be used (without waiting
-    for the model), the typed errors of loading, EngineDeadError when the engine core is gone for
-    good, and KeyboardInterrupt when a signal comes while the model loads."""
+    """Serves until SIGTERM or SIGINT. `on_ready` gets the model's name, what loading came to and
+    the base URL once requests are accepted. Raises ConfigError when the address or the certificate
+    cannot be used (without waiting for the model), the typed errors of loading, EngineDeadError
+    when the engine core is gone for good, and KeyboardInterrupt when a signal comes while the
+    model loads."""
     asyncio.run(_serve(engine, server, on_ready))
+
+
+def _suitable_workers() -> int:
+    """One for each core but that of the engine's own loop."""
+    return min(max(1, available_cores() - 1), _MOST_WORKERS)
 
 
 async def _serve(
     engine: EngineConfig,
     server: ServerConfig,
-    on_ready: Callable[[AsyncLLM, str], None] | None,
+    on_ready: Callable[[str, CoreInfo, str], None] | None,
 ) -> None:
     check_certificate(
         server
@@ -53,12 +63,17 @@ async def _serve(
     if not (server.api_key or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
 
-    def announce(llm: AsyncLLM) -> None:
+    def announce(info: CoreInfo) -> None:
         if on_ready is not None:
-            on_ready(llm, url)
+            on_ready(engine.name, info, url)
 
     try:
         signals = Signals()
+        server = dataclasses.replace(server, api_workers=server.api_workers or _suitable_workers())
+        if server.api_workers != 1:
+            workers: Any = await asyncio.to_thread(import_module, "vllmx_server.workers.supervisor")
+            await workers.serve_with_workers(engine, server, listener, signals, announce)
+            return
         async with await CoreStart.begin(engine) as core:
             running: Any = await asyncio.to_thread(import_module, "vllmx_server.running")
             await running.serve_until_stopped(core, server, listener, signals, announce)

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from hypercorn.config import Config
 from vllmx_core.errors import EngineDeadError
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server.address import check_certificate, listen
 from vllmx_server.app import build_app
@@ -21,8 +23,12 @@ from vllmx_server.connections.listening import ConnectionLimits
 from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
 from vllmx_server.loop_errors import on_loop_error
-from vllmx_server.signals import CLOSE_S, Signals
+from vllmx_server.sharing import ALONE, Sharing
+from vllmx_server.signals import CLOSE_S, Serving
 from vllmx_server.store.storage import Storage
+
+if TYPE_CHECKING:
+    from vllmx_server.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
 
@@ -30,27 +36,42 @@ _PREPARE_S = 2.0
 """From the start to making what grammars need."""
 
 
+class Stopping(Protocol):
+    """Who says when to stop: signals, or the supervisor."""
+
+    def begin_serving(self, serving: Serving) -> asyncio.Event:
+        """Returns the event that is set when the server must stop."""
+        ...
+
+
 async def serve_until_stopped(
     core: CoreStart,
     server: ServerConfig,
     listener: socket.socket,
-    signals: Signals,
-    on_ready: Callable[[AsyncLLM], None],
+    signals: Stopping,
+    on_ready: Callable[[CoreInfo], None],
+    peers: Peers | None = None,
 ) -> None:
-    """Answers requests on a bound socket once the core is ready. Raises what `run_server` does."""
+    """Answers requests on a bound socket once the core is ready, beside `peers` if there are any.
+    Raises what `run_server` does."""
     check_versions()
-    config, limits = hypercorn_config(server), connection_limits(server)
+    sharing = ALONE if peers is None else peers.sharing
+    config, limits = hypercorn_config(server), connection_limits(server, sharing)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
-    storage = Storage(server)
+    storage = Storage(server) if peers is None else peers.storage(server)
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
     try:
         async with await AsyncLLM.over(core) as llm:
-            app = build_app(llm, server, storage)
-            await app.state.server.background.start()
+            app = build_app(llm, server, storage, peers)
+            if peers is None:
+                await app.state.server.background.start()
+            tls = app.state.server.tls = config.create_ssl_context()
             listen(listener, server)
             stop = signals.begin_serving(app.state.server)
-            on_ready(llm)
-            serving = asyncio.ensure_future(serve(app, config, listener, limits, timeouts, stop))
+            on_ready(llm.info)
+            serving = asyncio.ensure_future(
+                serve(app, config, listener, limits, timeouts, stop, tls)
+            )
             dying = asyncio.ensure_future(llm.until_dead())
             preparing = asyncio.ensure_future(_prepare_grammars(llm))
             await _until_stopped(serving, stop, dying)
@@ -86,12 +107,12 @@ async def _until_stopped(
         serving.result()
 
 
-def connection_limits(server: ServerConfig) -> ConnectionLimits:
+def connection_limits(server: ServerConfig, sharing: Sharing = ALONE) -> ConnectionLimits:
     """Raises this process's limit of open files, and ConfigError for more connections than it
     allows."""
     in_all = connection_limit(server.max_connections, raise_descriptor_limit())
     per_address = server.max_connections_per_address or max(1, in_all // 2)
-    return ConnectionLimits(in_all, min(per_address, in_all))
+    return ConnectionLimits(in_all, min(per_address, in_all), sharing)
 
 
 def hypercorn_config(server: ServerConfig) -> Config:

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from starlette.requests import Request
-from vllmx_core.errors import ModelNotFoundError, shown
+from starlette.responses import Response
+from vllmx_core.errors import ModelNotFoundError, VllmxError, shown
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.wire.messages import CoreInfo
 
 from vllmx_server import __version__
+from vllmx_server.address import check_certificate
+from vllmx_server.admission import Admission
 from vllmx_server.background import Background
 from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
-from vllmx_server.errors import OverloadedError
+from vllmx_server.desk import Desk, OpenDesk
 from vllmx_server.metrics import Metrics
 from vllmx_server.pooling import Pooler
 from vllmx_server.priorities import PriorityRange, priority_ranges
 from vllmx_server.responses.background import BackgroundResponses
+from vllmx_server.sharing import Sharing
+from vllmx_server.signals import CLOSE_S
 from vllmx_server.store.storage import Storage
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from vllmx_server.workers.peers import Peers
+
+logger = logging.getLogger("vllmx.server")
 
 BATCH_PRIORITY = (1 << 31) - 1
 """Behind everybody else, as batches are."""
@@ -44,8 +56,14 @@ class ServerState:
     """`/openapi.json`, once somebody has asked for it."""
     pooler: Pooler | None = None
     """Of a model that makes vectors or scores; None: it generates text."""
-    draining: bool = False
-    in_flight: int = 0
+    sharing: Sharing = field(default_factory=Sharing)
+    """Of limits, with other processes of the server."""
+    peers: Peers | None = None
+    """The other processes of the server; None: there are none."""
+    tls: SSLContext | None = None
+    """Of connections, where they are encrypted."""
+    desk: Desk = field(default_factory=OpenDesk)
+    """What keys may have."""
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = field(init=False)
     """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
@@ -55,11 +73,37 @@ class ServerState:
     running_responses: BackgroundResponses = field(default_factory=BackgroundResponses)
     background: Background = field(init=False)
     """Of it the owner of the server calls `start` and `stop`."""
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
         self.priorities = priority_ranges(self.config.priority_range, self.config.api_key)
         self.fingerprint = fingerprint(self.llm.info)
+        self.admission = Admission(self.config.max_concurrent_requests, self.sharing.requests)
+        self.llm.share(self.sharing.sequences(self.llm.config.name), self.sharing.texts)
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is admitted."""
+        return self.admission.draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self.admission.draining = value
+
+    @property
+    def in_flight(self) -> int:
+        """Generation requests in flight in this process."""
+        return self.admission.in_flight
+
+    @property
+    def leads(self) -> bool:
+        """Whether batches and responses of the background are this process's business."""
+        return self.peers is None or self.peers.leads
+
+    async def relay(self, request: Request, body: bytes) -> Response:
+        """The answer of the process that leads."""
+        assert self.peers is not None, "there is no other process"
+        return await self.peers.relay(request, body)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
@@ -73,39 +117,43 @@ class ServerState:
         """Whether a generation request would be taken now; asked before its body is read. Raises
         OverloadedError while draining or over `max_concurrent_requests`, QueueFullError,
         EngineDeadError."""
-        if self.draining:
-            raise OverloadedError("the server is shutting down: send the request to another one")
-        if self.in_flight >= self.config.max_concurrent_requests:
-            raise OverloadedError(
-                f"{self.in_flight} requests are in flight, the limit is"
-                f" {self.config.max_concurrent_requests}: try again later, or raise"
-                " --max-concurrent-requests"
-            )
+        self.admission.check()
         self.llm.check_open()
 
     def admit(self) -> Callable[[], None]:
         """Counts a generation request in flight until the returned function is called. Raises what
         `check_admission` raises."""
         self.check_admission()
-        self.in_flight += 1
-        return self._release
+        self.admission.enter()
+        return self.admission.leave
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing new and waits until every answer has been sent; False when the time was
         up."""
-        self.draining = True
+        self.admission.draining = True
         await self.background.stop()
-        if self.in_flight:
-            try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
-            except TimeoutError:
-                return False
-        return True
+        return await self.admission.drain(timeout_s)
 
-    def _release(self) -> None:
-        self.in_flight -= 1
-        if self.draining and not self.in_flight:
-            self._idle.set()
+    async def end(self) -> None:
+        """Drains for as long as the configuration says; what is left then is aborted."""
+        logger.info("draining: %d requests in flight", self.in_flight)
+        if not await self.drain(self.config.drain_timeout_s):
+            logger.warning("drain timed out: %d requests are aborted", self.in_flight)
+            await self.llm.shutdown()  # they end with finish reason "abort"
+            await self.drain(CLOSE_S)
+
+    def reload(self) -> None:
+        """Reads the certificate again. One that cannot be used is told of, and the old one stays
+        in use."""
+        if self.tls is None:
+            return
+        try:
+            check_certificate(self.config)
+            self.tls.load_cert_chain(str(self.config.ssl_certfile), self.config.ssl_keyfile)
+        except (VllmxError, OSError) as error:
+            logger.error("the certificate stays as it is: %s", error)
+        else:
+            logger.info("the certificate was read again")
 
 
 def fingerprint(info: CoreInfo) -> str:

@@ -34,18 +34,20 @@ class RequestTable:
         """Sequences in flight."""
         return len(self._choices)
 
-    def check_room(self, num_choices: int, running: int, waiting: int) -> None:
-        """Whether a call with so many choices fits beside those in flight, where so many run and
-        wait at the most. Raises InvalidRequestError where it never could, and QueueFullError."""
+    def check_room(self, num_choices: int, running: int, waiting: int, elsewhere: int = 0) -> None:
+        """Whether a call with so many choices fits beside those in flight, here and elsewhere,
+        where so many run and wait at the most. Raises InvalidRequestError where it never could,
+        and QueueFullError."""
         if num_choices > running + waiting:
             raise InvalidRequestError(
                 f"the call has {num_choices} choices in all, but at most {running} run and"
                 f" {waiting} wait: lower n or best_of, split the call, or raise --max-queue",
                 param="n",
             )
-        if len(self) + num_choices > running + waiting:
+        in_flight = len(self) + elsewhere
+        if in_flight + num_choices > running + waiting:
             raise QueueFullError(
-                f"{len(self)} sequences are in flight and this request has {num_choices};"
+                f"{in_flight} sequences are in flight and this request has {num_choices};"
                 f" at most {running} run and {waiting} wait: try again later"
             )
 

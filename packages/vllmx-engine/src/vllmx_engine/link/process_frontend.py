@@ -63,6 +63,11 @@ class ProcessFrontend(CoreFrontend):
         return self._heartbeat.silent_s if self.status == "ready" else 0.0
 
     @property
+    def start_message(self) -> Start:
+        """What the core is told to load."""
+        return self._start
+
+    @property
     def pid(self) -> int:
         """The process id of the core."""
         return self._core.pid

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from vllmx_core.errors import QueueFullError
 from vllmx_core.records import MutableRecord, field
 
+from vllmx_engine.gauge import Alone, Gauge
+
 T = TypeVar("T")
 Stopped = Callable[[], bool]
 """Whether nobody waits for the work any more."""
@@ -47,6 +49,8 @@ class TextThreads:
 
     def __init__(self, limits: TextLimits = TextLimits()) -> None:
         self._limits = limits
+        self.gauge: Gauge = Alone()
+        """Of the bytes of all clients."""
         self._lock = threading.Lock()
         self._clients: dict[str, _Client] = {}
         self._bytes = 0
@@ -105,13 +109,15 @@ class TextThreads:
             client = self._clients.get(job.client) or _Client(self._served)
             if client.num_bytes:
                 self._check(job, client.num_bytes, self._limits.client_bytes, "of this client")
-            if self._bytes:
-                self._check(job, self._bytes, self._limits.all_bytes, "of all clients")
+            taken = self._bytes + self.gauge.elsewhere
+            if taken:
+                self._check(job, taken, self._limits.all_bytes, "of all clients")
             if not client.waits:
                 client.served = max(client.served, self._served)
             job.due = client.served + job.size
             client.num_bytes += job.size
             self._bytes += job.size
+            self.gauge.set(self._bytes)
             (client.small if self._is_small(job.size) else client.large).append(job)
             self._clients[job.client] = client
 
@@ -134,6 +140,7 @@ class TextThreads:
             client.drop(job)
             client.num_bytes -= job.size
             self._bytes -= job.size
+            self.gauge.set(self._bytes)
             if not client.num_bytes and not client.waits:
                 del self._clients[job.client]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllmx_server.errors import OverloadedError, error_body
+from vllmx_server.sharing import ALONE, Sharing
 
 logger = logging.getLogger("vllmx.server")
 
@@ -27,6 +28,8 @@ class ConnectionLimits:
 
     in_all: int
     per_address: int
+    sharing: Sharing = ALONE
+    """With other processes that accept from the same socket."""
 
 
 class Place:
@@ -95,8 +98,13 @@ class Listener:
         if place in self._places:
             self._places.remove(place)
             self._by_address[place.address] -= 1
+            self._count(place.address, -1)
             if not self._by_address[place.address]:
                 del self._by_address[place.address]
+
+    def _count(self, address: str, change: int) -> None:
+        self._limits.sharing.connections.set(len(self._places))
+        self._limits.sharing.addresses.add(address, change)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
@@ -113,15 +121,19 @@ class Listener:
 
     def _admit(self, accepted: socket.socket, address: str) -> None:
         accepted.setblocking(False)
-        if address and self._by_address[address] >= self._limits.per_address:
+        sharing = self._limits.sharing
+        of_address = self._by_address[address] + sharing.addresses.elsewhere(address)
+        if address and of_address >= self._limits.per_address:
             self._refuse(accepted, f"{address} has {self._limits.per_address} connections open")
             return
-        if len(self._places) >= self._limits.in_all and not self._make_room():
+        in_all = len(self._places) + sharing.connections.elsewhere
+        if in_all >= self._limits.in_all and not self._make_room():
             self._refuse(accepted, f"{self._limits.in_all} connections are open")
             return
         place = Place(address)
         self._places.add(place)
         self._by_address[address] += 1
+        self._count(address, 1)
         self._idle[place] = None
         self._on_accepted(accepted, place)
 

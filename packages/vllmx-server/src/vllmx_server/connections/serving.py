@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,12 @@ async def serve(
     limits: ConnectionLimits,
     timeouts: Timeouts,
     stop: asyncio.Event,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Accepts connections until `stop` is set; then they have `config.graceful_timeout` to end. The
-    socket stays open: whoever made it closes it."""
-    server = _Server(app, config, listening, limits, timeouts)
+    socket stays open: whoever made it closes it. `tls`: None: as the configuration says."""
+    tls = tls or config.create_ssl_context()
+    server = _Server(app, config, listening, limits, timeouts, tls)
     try:
         await stop.wait()
     finally:
@@ -39,10 +42,10 @@ class _Server:
         listening: socket.socket,
         limits: ConnectionLimits,
         timeouts: Timeouts,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = WorkerContext(None)
-        tls = config.create_ssl_context()
         self._shared = Shared(app, config, self._context, tls, timeouts)
         answer = b"" if config.ssl_enabled else refusal()
         self._listener = Listener(listening, limits, self._begin, refusal=answer)

@@ -45,18 +45,30 @@ def _failed(error: VllmxError) -> bytes:
 FRAMING = Framing(_failed)
 
 
+class _ElsewhereError(Exception):
+    """Another process of the server answers what goes on in the background."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
 async def create(request: Request) -> Response | HeldResponse:
     """Answers, streamed or not, or goes on in the background."""
     state, owner, started_s = state_of(request), owner_of(request), time.monotonic()
 
     def parse(data: bytes) -> tuple[ResponsesRequest, ChatCall | None]:
         body = checked(data, state, RESPONSES)
+        if body.background and not state.leads:
+            raise _ElsewhereError(data)
         if body.previous_response_id is not None:
             return body, None
         return body, _call(state, body, ())
 
     state.check_admission()
-    body, call = await read_json(request, state, parse)
+    try:
+        body, call = await read_json(request, state, parse)
+    except _ElsewhereError as found:
+        return await state.relay(request, found.data)
     release = state.admit()
     try:
         streams = await unless_gone(request.receive, _submit(request, state, body, call))

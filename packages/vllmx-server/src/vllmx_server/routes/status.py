@@ -74,7 +74,11 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Counters and histograms for Prometheus."""
-    return Response(state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+    state = state_of(request)
+    found = state.metrics
+    if state.peers is not None:
+        found = found.with_others(await state.peers.metric_counts())
+    return Response(found.render(), headers={"content-type": CONTENT_TYPE})
 
 
 async def version(request: Request) -> Response:

@@ -106,7 +106,8 @@ def _open(path: str) -> sqlite3.Connection:
     connection.execute("PRAGMA synchronous = NORMAL")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:
-        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        script = f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
+        connection.executescript(script)
     elif version != VERSION:
         connection.close()
         raise ConfigError(

@@ -18,20 +18,22 @@ class Folder:
     """Where things are kept. Without a path the database has no name on the disk, and files are in
     a temporary folder that is made when it is needed: nothing outlives the server then.
 
+    Args:
+        outlives: what is kept is found again by the next server; None: where there is a path.
+        is_locked: another process of this server holds the lock.
+
     Raises ConfigError where the folder cannot be used, or another server uses it.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(
+        self, path: str | None, *, outlives: bool | None = None, is_locked: bool = False
+    ) -> None:
         self._path = None if path is None else Path(path).expanduser()
         self._temporary: Path | None = None
         self._lock: int | None = None
-        if self._path is not None:
+        self.outlives = path is not None if outlives is None else outlives
+        if self._path is not None and not is_locked:
             self._lock = _locked(self._path)
-
-    @property
-    def outlives(self) -> bool:
-        """What is kept is found again by the next server."""
-        return self._path is not None
 
     @property
     def database(self) -> str:

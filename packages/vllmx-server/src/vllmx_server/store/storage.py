@@ -19,9 +19,9 @@ class Storage:
     Raises ConfigError where the folder cannot be used.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, folder: Folder | None = None) -> None:
         self.lifetime_s = round(config.max_stored_days * _DAY_S)
-        self.folder = Folder(config.data_dir)
+        self.folder = folder or Folder(config.data_dir)
         self.database = Database(self.folder.database)
         self.files = Files(self.database, self.folder, config.max_stored_bytes, self.lifetime_s)
         self.batches = Batches(self.database)

@@ -16,13 +16,15 @@ from vllmx.cli.command import ModelCommand
 from vllmx.cli.options import engine_options, options_of, resolve
 
 if TYPE_CHECKING:
-    from vllmx_engine.async_llm import AsyncLLM
+    from vllmx_engine.wire.messages import CoreInfo
 
 HELP = {
     "host": "Address to listen on; 0.0.0.0 for all (set --api-key then).",
     "port": "Port to listen on; 0 takes a free one.",
     "uds": "Path of a unix socket to listen on instead.",
     "root_path": "Path prefix when behind a proxy.",
+    "api_workers": "Processes that answer requests over one engine; auto: one for each core, 8 at"
+    " most.",
     "api_key": "Bearer token that clients must send; may be repeated.",
     "priority_range": "What `priority` of a request may be: LEAST:GREATEST, or KEY=LEAST:GREATEST"
     " for one API key; may be repeated  [default: 0:].",
@@ -80,10 +82,9 @@ def serve(**flags: Any) -> None:
         stream.finish()  # an error is shown after what the log has to say
 
 
-def _announce(stream: StandardError | TextIO, llm: AsyncLLM, url: str) -> None:
-    info = llm.info
+def _announce(stream: StandardError | TextIO, name: str, info: CoreInfo, url: str) -> None:
     stream.write(
-        f"\nvllmx serves {llm.config.name} ({info.architecture}, {info.dtype}) on {info.backend},"
+        f"\nvllmx serves {name} ({info.architecture}, {info.dtype}) on {info.backend},"
         f" context {info.max_model_len}, {info.num_kv_blocks * info.block_size} tokens of KV cache,"
         f" up to {info.max_num_seqs} sequences together"
         f"\n  {url}/v1\n\n"
@@ -91,6 +92,6 @@ def _announce(stream: StandardError | TextIO, llm: AsyncLLM, url: str) -> None:
     if url.startswith("http"):
         stream.write(
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f'    -d \'{{"model": "{llm.config.name}", "messages": [{{"role": "user",'
+            f'    -d \'{{"model": "{name}", "messages": [{{"role": "user",'
             f' "content": "Hello!"}}]}}\'\n\n'
         )

@@ -1,0 +1,163 @@
+"""A process that answers requests: `python -P -m vllmx_server.worker CONTROL LISTENER COUNTS`.
+
+Started by `vllmx_server.workers.crew` alone, with three descriptors. The end of the control channel
+ends this process at once: nobody is left to serve for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from vllmx_core.errors import VllmxError
+from vllmx_core.logs import configure_logging
+from vllmx_core.standard_error import StandardError
+from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.link.attached_frontend import AttachedFrontend
+from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.link.frontend import Frontend
+from vllmx_engine.wire.messages import CoreInfo
+
+from vllmx_server.metrics import MetricCounts
+from vllmx_server.running import serve_until_stopped
+from vllmx_server.signals import Serving
+from vllmx_server.state import ServerState
+from vllmx_server.workers.channel import Channel
+from vllmx_server.workers.messages import (
+    BEGIN,
+    CORE_LOST,
+    COUNT,
+    END,
+    LEAD,
+    RELOAD,
+    STOP,
+    Begin,
+    Lead,
+)
+from vllmx_server.workers.peers import Peers
+
+logger = logging.getLogger("vllmx.server")
+
+
+class Worker:
+    """Does what the supervisor asks.
+
+    Args:
+        listener: the socket of the server, which all workers accept from.
+        counts: descriptor of the shared counts.
+    """
+
+    def __init__(self, channel: Channel, listener: socket.socket, counts: int) -> None:
+        self._channel = channel
+        self._listener = listener
+        self._counts = counts
+        self._peers: Peers
+        self._state: ServerState
+        self._frontend: AttachedFrontend
+        self._stop = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        channel.serve(BEGIN, Begin, self._begin)
+        channel.serve(LEAD, Lead, self._lead)
+        channel.serve(END, type(None), self._end)
+        channel.serve(STOP, type(None), self._end_serving)
+        channel.serve(RELOAD, type(None), self._reload)
+        channel.serve(COUNT, type(None), self._count)
+        channel.serve(CORE_LOST, str, self._core_lost)
+
+    def begin_serving(self, serving: Serving) -> asyncio.Event:
+        """See `vllmx_server.running.Stopping`."""
+        assert isinstance(serving, ServerState)
+        self._state = serving
+        return self._stop
+
+    async def run(self) -> int:
+        """Until it is told to stop, or has nothing to serve; returns the exit code."""
+        await self._stop.wait()
+        if self._serving is None:
+            return 0
+        await asyncio.wait((self._serving,))
+        error = self._serving.exception()
+        if error is not None and not isinstance(error, VllmxError):
+            logger.error("an API process failed", exc_info=error)
+        return 0 if error is None else 1
+
+    # --- what the supervisor asks -----------------------------------------------------------------
+    async def _begin(self, begin: Begin) -> None:
+        logging.getLogger("vllmx").setLevel(begin.server.log_level.upper())
+        self._peers = Peers(self._channel, begin, self._counts)
+        self._serving = asyncio.ensure_future(self._serve(begin))
+        await asyncio.wait((self._serving, self._ready), return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._stop.set()
+            self._serving.result()
+
+    async def _serve(self, begin: Begin) -> None:
+        start = begin.core
+        plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), False)
+        attaching: asyncio.Future[Frontend] = asyncio.ensure_future(self._attach(Path(begin.door)))
+        async with CoreStart(plan, attaching) as core:
+            await serve_until_stopped(
+                core, begin.server, self._listener, self, self._on_ready, self._peers
+            )
+
+    async def _attach(self, door: Path) -> Frontend:
+        self._frontend = await AttachedFrontend.start(door)
+        return self._frontend
+
+    def _on_ready(self, _: CoreInfo) -> None:
+        self._ready.set_result(None)
+
+    async def _lead(self, lead: Lead) -> None:
+        self._peers.leads = True
+        await self._state.background.start(takes_over=not lead.is_first)
+
+    async def _end(self, _: None) -> None:
+        await self._state.end()
+
+    async def _end_serving(self, _: None) -> None:
+        self._stop.set()
+
+    async def _reload(self, _: None) -> None:
+        self._state.reload()
+
+    async def _count(self, _: None) -> MetricCounts:
+        return self._state.metrics.counts()
+
+    async def _core_lost(self, reason: str) -> None:
+        self._frontend.note(reason)
+
+
+async def _run(control: int, listener: int, counts: int) -> int:
+    channel = await Channel.over(socket.socket(fileno=control))
+    worker = Worker(channel, socket.socket(fileno=listener), counts)
+    running = asyncio.ensure_future(worker.run())
+    leaving = asyncio.ensure_future(channel.gone.wait())
+    await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        logger.warning("the supervisor is gone: exiting")
+        logging.shutdown()
+        os._exit(1)
+    leaving.cancel()
+    return running.result()
+
+
+def main() -> int:
+    """Signals are the supervisor's business."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging(stream=StandardError())
+    faulthandler.enable()
+    code = asyncio.run(_run(*map(int, sys.argv[1:])))
+    logging.shutdown()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

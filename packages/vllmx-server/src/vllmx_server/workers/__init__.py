@@ -1,0 +1,1 @@
+"""Several processes that answer requests for one server: `--api-workers`."""

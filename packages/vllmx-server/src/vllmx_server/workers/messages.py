@@ -1,0 +1,94 @@
+"""What the supervisor and its workers ask of each other, each named by the constant before it."""
+
+from __future__ import annotations
+
+import msgspec
+from vllmx_engine.wire.ipc import Start
+
+from vllmx_server.config import ServerConfig
+
+# --- to a worker ----------------------------------------------------------------------------------
+BEGIN = "begin"
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """Serve. Answered when it does."""
+
+    server: ServerConfig
+    core: Start
+    """What the core was told to load."""
+    door: str
+    """Of the core."""
+    row: int
+    num_rows: int
+    seed: int
+    """Of the shared counts."""
+    data_dir: str
+    outlives: bool
+    """The data folder does."""
+
+
+LEAD = "lead"
+
+
+class Lead(msgspec.Struct, frozen=True):
+    """Take over batches and responses in the background: who had them is gone."""
+
+    is_first: bool
+    """Nobody had them since the server's start."""
+
+
+END = "end"
+"""Admit nothing new. Answered when nothing is in flight any more."""
+STOP = "stop"
+"""Close all connections and exit."""
+RELOAD = "reload"
+"""Read certificates again."""
+COUNT = "count"
+"""Answered by MetricCounts."""
+CORE_LOST = "core lost"
+"""The core has ended: why, for people."""
+
+# --- to the supervisor ----------------------------------------------------------------------------
+METRICS = "metrics"
+"""Answered by the MetricCounts of all other workers."""
+
+# --- to the worker that leads, by way of the supervisor -------------------------------------------
+RELAY = "relay"
+
+
+class Relayed(msgspec.Struct, frozen=True, kw_only=True):
+    """An HTTP request that another worker took."""
+
+    method: str
+    path: str
+    query: bytes
+    body: bytes
+    owner: str
+    """The API key's name; empty without keys."""
+    address: str
+    request_id: str
+
+
+class RelayedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How it was answered."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    number: int
+    """0: that is all; else what RELAY_MORE is asked with."""
+
+
+RELAY_MORE = "relay more"
+
+
+class RelayedMore(msgspec.Struct, frozen=True):
+    """The next events of a stream."""
+
+    body: bytes
+    is_last: bool
+
+
+RELAY_END = "relay end"
+"""Nobody reads a stream any more."""

@@ -1,0 +1,55 @@
+"""The other processes of the server, as a worker sees them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.metrics import MetricCounts
+from vllmx_server.sharing import Sharing
+from vllmx_server.store.folder import Folder
+from vllmx_server.store.storage import Storage
+from vllmx_server.workers.channel import Channel
+from vllmx_server.workers.messages import METRICS, Begin
+from vllmx_server.workers.shared_counts import SharedCounts
+
+
+class Peers:
+    """Reached by way of the supervisor.
+
+    Attributes:
+        channel: to the supervisor, which any part of the server may ask.
+        sharing: of limits.
+        leads: batches and responses of the background are this process's business.
+    """
+
+    def __init__(self, channel: Channel, begin: Begin, descriptor: int) -> None:
+        self.channel = channel
+        self.leads = False
+        self._begin = begin
+        counts = SharedCounts(descriptor, begin.num_rows, begin.row, begin.seed)
+        self.sharing = Sharing(
+            connections=counts.gauge("connections"),
+            addresses=counts.named("addresses"),
+            requests=counts.gauge("requests"),
+            bodies=counts.gauge("body_bytes"),
+            clients=counts.named("clients"),
+            texts=counts.gauge("text_bytes"),
+            sequences=counts.named("sequences").gauge,
+        )
+
+    def storage(self, config: ServerConfig) -> Storage:
+        """What all of them keep, in one folder that the supervisor holds."""
+        begin = self._begin
+        return Storage(config, Folder(begin.data_dir, outlives=begin.outlives, is_locked=True))
+
+    async def relay(self, request: Request, body: bytes) -> Response:
+        """The answer of the worker that leads."""
+        from vllmx_server.workers.relay import relay
+
+        return await relay(self.channel, request, body)
+
+    async def metric_counts(self) -> list[MetricCounts]:
+        """Of all others."""
+        return await self.channel.ask(METRICS, None, list[MetricCounts])

@@ -1,0 +1,192 @@
+"""The process that owns socket, core and workers, and answers no request itself."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import VllmxError
+from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.link.door import Door
+from vllmx_engine.link.frontend import Listener
+from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.wire.messages import CoreInfo
+
+from vllmx_server.config import ServerConfig
+from vllmx_server.desk import Desk, OpenDesk, ServedDesk
+from vllmx_server.metrics import MetricCounts
+from vllmx_server.signals import CLOSE_S, Signals
+from vllmx_server.store.storage import Storage
+from vllmx_server.workers.channel import Channel
+from vllmx_server.workers.crew import Crew, asked_of_all
+from vllmx_server.workers.messages import (
+    CORE_LOST,
+    COUNT,
+    END,
+    METRICS,
+    RELAY,
+    RELAY_END,
+    RELAY_MORE,
+    RELOAD,
+    Begin,
+    Relayed,
+    RelayedAnswer,
+    RelayedMore,
+)
+
+logger = logging.getLogger("vllmx.supervisor")
+
+_COUNT_S = 1.0
+"""A worker that has not said its counts by then is left out of /metrics."""
+
+
+async def serve_with_workers(
+    engine: EngineConfig,
+    server: ServerConfig,
+    listener: socket.socket,
+    signals: Signals,
+    on_ready: Callable[[CoreInfo], None],
+) -> None:
+    """Serves until it is stopped. Raises what `run_server` does."""
+    plan = await asyncio.to_thread(plan_load, engine, None)
+    folder = None if server.data_dir else tempfile.mkdtemp(prefix="vllmx-")
+    door = Door()
+    starting = asyncio.ensure_future(ProcessFrontend.start(plan, door))
+    try:
+        await asyncio.sleep(0)  # until the core's process is there
+        stored = await _open_storage(server, folder)
+        try:
+            begin = Begin(
+                server=server,
+                core=ProcessFrontend(plan).start_message,
+                door=str(door.path),
+                row=0,
+                num_rows=0,
+                seed=0,
+                data_dir=str(server.data_dir or folder),
+                outlives=folder is None,
+            )
+            supervisor = Supervisor(server, listener, begin)
+            await supervisor.run(starting, signals, on_ready)
+        finally:
+            stored.close()
+    finally:
+        starting.cancel()
+        await asyncio.wait((starting,))
+        door.close()
+        if not starting.cancelled() and starting.exception() is None:
+            await starting.result().close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
+    """Holds the lock of the folder, in which workers find a database then."""
+    path = server.data_dir or folder
+    stored = Storage(dataclasses.replace(server, data_dir=path))
+    await stored.database.run(lambda connection: None)
+    return stored
+
+
+class Supervisor:
+    """What becomes of the core and of the workers is told to all of them."""
+
+    def __init__(self, server: ServerConfig, listener: socket.socket, begin: Begin) -> None:
+        self._server = server
+        self._dead = asyncio.Event()
+        self._desk: Desk = OpenDesk()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._crew = Crew(server.api_workers or 1, listener, begin, self._serve_channel)
+
+    async def run(
+        self,
+        starting: asyncio.Future[ProcessFrontend],
+        signals: Signals,
+        on_ready: Callable[[CoreInfo], None],
+    ) -> None:
+        """Until it is stopped, the core is gone for good, or workers keep failing."""
+        try:
+            core = await self._started(starting)
+            core.listener = Listener(
+                outputs=lambda outputs: None,
+                stats=lambda stats: None,
+                lost=self._tell_lost,
+                restarted=lambda info: None,
+                dead=self._dead.set,
+            )
+            stop = signals.begin_serving(self)
+            on_ready(core.info)
+            stopping = asyncio.ensure_future(stop.wait())
+            dying = asyncio.ensure_future(self._dead.wait())
+            failing = asyncio.ensure_future(self._crew.failed())
+            tasks = (stopping, dying, failing)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_dead, failed = dying.done(), failing.done()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if is_dead:
+                raise core.unavailable()
+            if failed and not stop.is_set():
+                raise failing.result()
+        finally:
+            await self._crew.stop(2 * CLOSE_S)
+
+    async def _started(self, starting: asyncio.Future[ProcessFrontend]) -> ProcessFrontend:
+        """The core, when all workers serve it. Raises what either meets."""
+        ready = asyncio.ensure_future(self._crew.ready())
+        try:
+            await asyncio.wait((starting, ready), return_when=asyncio.FIRST_EXCEPTION)
+            core = starting.result() if starting.done() else None
+            await ready
+            return core or await starting
+        finally:
+            ready.cancel()
+
+    # --- signals ----------------------------------------------------------------------------------
+    async def end(self) -> None:
+        """See `vllmx_server.signals.Serving`."""
+        timeout_s = self._server.drain_timeout_s + 2 * CLOSE_S
+        await asked_of_all(self._crew.channels(), END, type(None), timeout_s)
+
+    def reload(self) -> None:
+        """See `vllmx_server.signals.Serving`."""
+        for channel in self._crew.channels():
+            channel.tell(RELOAD, None)
+
+    # --- what workers ask -------------------------------------------------------------------------
+    def _serve_channel(self, channel: Channel) -> None:
+        async def metrics(_: None) -> list[MetricCounts]:
+            others = self._crew.channels(but=channel)
+            return await asked_of_all(others, COUNT, MetricCounts, _COUNT_S)
+
+        async def relay(relayed: Relayed) -> RelayedAnswer:
+            return await self._crew.leader.ask(RELAY, relayed, RelayedAnswer)
+
+        async def relay_more(number: int) -> RelayedMore:
+            return await self._crew.leader.ask(RELAY_MORE, number, RelayedMore)
+
+        async def relay_end(number: int) -> None:
+            self._crew.leader.tell(RELAY_END, number)
+
+        async def settle_all(desk: ServedDesk) -> None:
+            await channel.gone.wait()
+            await desk.close()
+
+        task = asyncio.ensure_future(settle_all(ServedDesk(self._desk, channel)))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        channel.serve(METRICS, type(None), metrics)
+        channel.serve(RELAY, Relayed, relay)
+        channel.serve(RELAY_MORE, int, relay_more)
+        channel.serve(RELAY_END, int, relay_end)
+
+    def _tell_lost(self, error: VllmxError) -> None:
+        for channel in self._crew.channels():
+            channel.tell(CORE_LOST, error.message)

@@ -1,0 +1,200 @@
+"""Several API processes over one core: their deaths, their end, what they count together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import MakeFake, RunningServer, wait_until
+
+LONG = {"model": "fake", "prompt": "ab", "max_tokens": 4000, "stream": True}
+SHORT = {"model": "fake", "prompt": "ab", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def workers(fake_server: MakeFake) -> Iterator[RunningServer]:
+    with fake_server("--api-workers", "2", "--max-model-len", "8192") as server:
+        yield server
+
+
+def children(server: RunningServer, module: str) -> list[int]:
+    pid = server.process.pid
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(child)
+        for child in found
+        if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def worker_pids(server: RunningServer) -> list[int]:
+    return children(server, "vllmx_server.worker")
+
+
+def worker_of(client: httpx.Client, server: RunningServer) -> int:
+    """The worker that a client's only connection is with."""
+    stream = client._transport._pool.connections[0]._connection._network_stream  # type: ignore[attr-defined]
+    port = stream.get_extra_info("client_addr")[1]
+    inodes = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[2].split(":")[1], 16) == port:
+            inodes.add(f"socket:[{fields[9]}]")
+    for pid in worker_pids(server):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(link) in inodes:
+                return pid
+    raise AssertionError("nobody has the connection")
+
+
+class Stream:
+    """A streamed answer that has begun, over a connection of its own."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.client = httpx.Client(timeout=60)
+        self._context = self.client.stream("POST", server.url + "/v1/completions", json=LONG)
+        self.response = self._context.__enter__()
+        self.lines = self.response.iter_lines()
+        next(self.lines)
+        self.worker = worker_of(self.client, server)
+
+    def close(self) -> None:
+        self.response.close()
+        self.client.close()
+
+
+def streams_on_both(server: RunningServer) -> dict[int, Stream]:
+    """One stream on each worker: connections are opened until both have one."""
+    found: dict[int, Stream] = {}
+    for _ in range(200):
+        stream = Stream(server)
+        if stream.worker in found:
+            stream.close()
+        else:
+            found[stream.worker] = stream
+        if len(found) == 2:
+            return found
+    raise AssertionError("one worker takes all connections")
+
+
+def test_a_killed_worker_ends_its_own_streams_alone(workers: RunningServer) -> None:
+    before = worker_pids(workers)
+    streams = streams_on_both(workers)
+    victim, other = streams.values()
+    os.kill(victim.worker, signal.SIGKILL)
+    with pytest.raises(httpx.HTTPError):
+        for _ in victim.lines:
+            pass
+    for _ in range(20):
+        next(other.lines)  # goes on
+    wait_until(lambda: len(set(worker_pids(workers)) - set(before)) == 1, 60)
+    other.close()
+    workers.becomes_idle()
+    assert workers.core_pid() in children(workers, "link.process")
+    wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200, 60)
+
+
+def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:
+    """Whichever process answers: each scrape has a connection of its own."""
+    before = workers.metric("request_success_total")
+    for _ in range(6):
+        assert workers.post("/v1/completions", SHORT).status_code == 200
+    assert {workers.metric("request_success_total") for _ in range(6)} == {before + 6}
+
+
+def test_files_and_batches_work_from_each_worker(workers: RunningServer) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": SHORT}
+    upload = {"file": ("in.jsonl", json.dumps(line).encode()), "purpose": (None, "batch")}
+    file = workers.post("/v1/files", files=upload).json()
+    body = {
+        "input_file_id": file["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    batches = [workers.post("/v1/batches", body).json() for _ in range(4)]
+    for batch in batches:
+        path = f"/v1/batches/{batch['id']}"
+        wait_until(lambda path=path: workers.get(path).json()["status"] == "completed", 60)  # type: ignore[misc]
+    assert len(workers.get("/v1/batches").json()["data"]) == 4
+    output = workers.get(path).json()["output_file_id"]
+    for _ in range(4):
+        found = json.loads(workers.get(f"/v1/files/{output}/content").content)
+        assert found["response"]["status_code"] == 200
+
+
+def test_responses_of_the_background_are_found_from_each_worker(workers: RunningServer) -> None:
+    body = {"model": "fake", "input": "hi", "background": True, "max_output_tokens": 4}
+    for _ in range(4):
+        made = workers.post("/v1/responses", body).json()
+        path = f"/v1/responses/{made['id']}"
+        done = ("completed", "incomplete")
+        wait_until(lambda path=path: workers.get(path).json()["status"] in done, 60)  # type: ignore[misc]
+    body = body | {"stream": True, "max_output_tokens": 4}
+    for _ in range(4):
+        text = workers.post("/v1/responses", body).text
+        assert "response.created" in text
+        assert "response.incomplete" in text
+
+
+def test_a_dead_core_is_told_to_all(workers: RunningServer) -> None:
+    streams = streams_on_both(workers)
+    core = workers.core_pid()
+    os.kill(core, signal.SIGKILL)
+    for stream in streams.values():
+        rest = "".join(stream.lines)
+        assert "engine_unavailable" in rest
+        stream.close()
+    wait_until(lambda: len(children(workers, "link.process")) == 1, 60)
+    wait_until(lambda: workers.post("/v1/completions", SHORT).status_code == 200, 60)
+    assert workers.core_pid() != core
+
+
+def test_sigterm_drains_all_and_leaves_nobody_behind(fake_server: MakeFake) -> None:
+    with fake_server("--api-workers", "2", "--drain-timeout-s", "60") as server:
+        pids = [*worker_pids(server), server.core_pid()]
+        body = SHORT | {"max_tokens": 40, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        assert server.process.wait(60) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_nobody_outlives_a_killed_supervisor(fake_server: MakeFake) -> None:
+    with fake_server("--api-workers", "2") as server:
+        pids = [*worker_pids(server), server.core_pid()]
+        assert len(pids) == 3
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not any(_lives(pid) for pid in pids), 60)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_port_in_use_is_one_sentence(workers: RunningServer, fake_model: Path) -> None:
+    port = workers.url.rpartition(":")[2]
+    flags = ("--model", str(fake_model), "--port", port, "--api-workers", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "vllmx", "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "choose another --port" in done.stderr
+    assert "Traceback" not in done.stderr

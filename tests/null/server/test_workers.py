@@ -1,0 +1,178 @@
+"""What the processes of one server say to each other and count together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from vllmx_core.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from vllmx_server.desk import Granted, OpenDesk, RemoteDesk, ServedDesk, Used, Wanted
+from vllmx_server.errors import OverloadedError
+from vllmx_server.metrics import Metrics
+from vllmx_server.workers.channel import Channel, GoneError
+from vllmx_server.workers.crew import asked_of_all
+from vllmx_server.workers.shared_counts import SharedCounts
+
+
+@asynccontextmanager
+async def channels() -> AsyncIterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    one, two = await Channel.over(ours), await Channel.over(theirs)
+    try:
+        yield one, two
+    finally:
+        one.close()
+        two.close()
+        await asyncio.gather(one.gone.wait(), two.gone.wait())
+
+
+async def test_both_sides_ask_and_answers_find_who_asked() -> None:
+    async with channels() as (one, two):
+        second = asyncio.Event()
+
+        async def slow_first(number: int) -> int:
+            if number == 1:
+                await second.wait()
+            second.set()
+            return number * 10
+
+        two.serve("times ten", int, slow_first)
+        one.serve("name", type(None), lambda _: asyncio.sleep(0, "one"))
+        answers = await asyncio.gather(*(one.ask("times ten", n, int) for n in (1, 2)))
+        assert answers == [10, 20]
+        assert await two.ask("name", None, str) == "one"
+
+
+async def test_errors_of_ours_come_back_whole_and_others_tell_nothing() -> None:
+    async with channels() as (one, two):
+        errors = [
+            InvalidRequestError("no", param="x"),
+            QueueFullError("full", retry_after_s=7.0),
+            OverloadedError("busy"),
+            ZeroDivisionError("secret"),
+        ]
+
+        async def fail(index: int) -> None:
+            raise errors[index]
+
+        two.serve("fail", int, fail)
+        with pytest.raises(InvalidRequestError, match="no") as refused:
+            await one.ask("fail", 0, int)
+        assert refused.value.param == "x"
+        with pytest.raises(QueueFullError) as full:
+            await one.ask("fail", 1, int)
+        assert full.value.retry_after_s == 7.0
+        with pytest.raises(OverloadedError) as busy:
+            await one.ask("fail", 2, int)
+        assert (busy.value.code, busy.value.http_status) == ("overloaded", 503)
+        with pytest.raises(Exception, match="internal error") as hidden:
+            await one.ask("fail", 3, int)
+        assert "secret" not in str(hidden.value)
+        with pytest.raises(Exception, match="internal error"):
+            await one.ask("unknown", 0, int)
+
+
+async def test_whoever_waits_for_a_process_that_ends_is_told() -> None:
+    async with channels() as (one, two):
+        asked = asyncio.Event()
+
+        async def never(_: None) -> None:
+            asked.set()
+            await asyncio.get_running_loop().create_future()
+
+        two.serve("never", type(None), never)
+        waiting = asyncio.ensure_future(one.ask("never", None, int))
+        await asked.wait()
+        two.close()
+        with pytest.raises(GoneError):
+            await waiting
+        with pytest.raises(EngineDeadError):
+            await one.ask("never", None, int)
+        one.tell("never", None)  # which nobody hears
+
+
+async def test_only_answers_in_time_are_gathered() -> None:
+    async with channels() as (one, two), channels() as (three, four):
+        two.serve("count", type(None), lambda _: asyncio.sleep(0, 5))
+        four.serve("count", type(None), lambda _: asyncio.get_running_loop().create_future())
+        assert await asked_of_all([one, three], "count", int, 0.05) == [5]
+        assert await asked_of_all([], "count", int, 0.05) == []
+
+
+class CountingDesk(OpenDesk):
+    """Remembers what was settled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settled: list[Used] = []
+
+    async def reserve(self, wanted: Wanted) -> Granted:
+        if wanted.num_tokens > 100:
+            raise QueueFullError("too many tokens", retry_after_s=3.0)
+        return await super().reserve(wanted)
+
+    async def settle(self, used: Used) -> None:
+        self.settled.append(used)
+
+
+async def test_a_desk_serves_other_processes_and_settles_for_those_that_die() -> None:
+    desk = CountingDesk()
+    async with channels() as (supervisor, worker):
+        served, remote = ServedDesk(desk, supervisor), RemoteDesk(worker)
+        first = await remote.reserve(Wanted(key="a", model="m", num_tokens=50))
+        second = await remote.reserve(Wanted(key="a", model="m", num_tokens=60))
+        with pytest.raises(QueueFullError) as refused:
+            await remote.reserve(Wanted(key="a", model="m", num_tokens=101))
+        assert refused.value.retry_after_s == 3.0
+        await remote.settle(Used(ticket=first.ticket, num_tokens=7))
+        await remote.settle(Used(ticket=first.ticket, num_tokens=7))  # once is enough
+        await remote.reserve(Wanted(key="b", model="m"))  # answered behind both
+        assert desk.settled == [Used(ticket=first.ticket, num_tokens=7)]
+        await served.close()
+        assert Used(ticket=second.ticket, num_tokens=60) in desk.settled
+
+
+def test_workers_see_what_the_others_count() -> None:
+    descriptor = SharedCounts.memory(3)
+    try:
+        views = [SharedCounts(descriptor, 3, row, seed=1) for row in range(3)]
+    finally:
+        os.close(descriptor)
+    for count, view in enumerate(views):
+        view.gauge("connections").set(10**count)
+        view.named("addresses").add("10.0.0.1", count)
+        view.named("sequences").gauge("model").set(count)
+    assert [view.gauge("connections").elsewhere for view in views] == [110, 101, 11]
+    assert [view.named("addresses").elsewhere("10.0.0.1") for view in views] == [3, 2, 1]
+    assert [view.named("sequences").gauge("model").elsewhere for view in views] == [3, 2, 1]
+    assert views[0].gauge("requests").elsewhere == 0
+    views[0].clear(2)
+    assert views[0].gauge("connections").elsewhere == 10
+    assert views[1].named("addresses").elsewhere("10.0.0.1") == 0
+
+
+def test_metrics_of_several_processes_add(metrics: Metrics) -> None:
+    """Counters, and the buckets and sums of histograms."""
+    other = metrics.with_others([])
+    for each, seconds in ((metrics, 0.5), (other, 1000.0)):
+        each.begin(1, 64)
+        each.finish("stop", 3, 5, seconds)
+        each.count_http("/v1/models", "GET", 200)
+    text = metrics.with_others([other.counts()]).render().decode()
+    assert 'request_success_total{finished_reason="stop",model_name="m"} 2.0' in text
+    assert 'http_requests_total{handler="/v1/models",method="GET",status="2xx"} 2.0' in text
+    assert 'e2e_request_latency_seconds_sum{model_name="m"} 1000.5' in text
+    assert 'e2e_request_latency_seconds_bucket{le="0.5",model_name="m"} 1.0' in text
+    assert 'request_prompt_tokens_count{model_name="m"} 2.0' in text
+    assert metrics.counts().finished["stop"] == 1, "a sum leaves its parts as they are"
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    from vllmx_engine.wire.messages import CoreStats
+
+    return Metrics("m", CoreStats, {"block_size": 16})
