@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,8 +21,12 @@ SHORT = {"model": "fake", "prompt": "ab", "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def workers(fake_server: MakeFake) -> Iterator[RunningServer]:
-    with fake_server("--api-workers", "2", "--max-model-len", "8192") as server:
+def workers(
+    fake_server: MakeFake, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    with fake_server("--api-workers", "2", "--chat-template", str(template)) as server:
         yield server
 
 
@@ -110,6 +115,10 @@ def test_counters_are_those_of_the_whole_server(workers: RunningServer) -> None:
     assert {workers.metric("request_success_total") for _ in range(6)} == {before + 6}
 
 
+def has_status(server: RunningServer, path: str, status: str) -> bool:
+    return bool(server.get(path).json()["status"] == status)
+
+
 def test_files_and_batches_work_from_each_worker(workers: RunningServer) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": SHORT}
     upload = {"file": ("in.jsonl", json.dumps(line).encode()), "purpose": (None, "batch")}
@@ -122,7 +131,7 @@ def test_files_and_batches_work_from_each_worker(workers: RunningServer) -> None
     batches = [workers.post("/v1/batches", body).json() for _ in range(4)]
     for batch in batches:
         path = f"/v1/batches/{batch['id']}"
-        wait_until(lambda path=path: workers.get(path).json()["status"] == "completed", 60)  # type: ignore[misc]
+        wait_until(partial(has_status, workers, path, "completed"), 60)
     assert len(workers.get("/v1/batches").json()["data"]) == 4
     output = workers.get(path).json()["output_file_id"]
     for _ in range(4):
@@ -135,8 +144,7 @@ def test_responses_of_the_background_are_found_from_each_worker(workers: Running
     for _ in range(4):
         made = workers.post("/v1/responses", body).json()
         path = f"/v1/responses/{made['id']}"
-        done = ("completed", "incomplete")
-        wait_until(lambda path=path: workers.get(path).json()["status"] in done, 60)  # type: ignore[misc]
+        wait_until(partial(has_status, workers, path, "incomplete"), 60)
     body = body | {"stream": True, "max_output_tokens": 4}
     for _ in range(4):
         text = workers.post("/v1/responses", body).text

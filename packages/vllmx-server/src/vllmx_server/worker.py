@@ -82,7 +82,11 @@ class Worker:
         await self._stop.wait()
         if self._serving is None:
             return 0
+        if not self._ready.done():
+            self._serving.cancel()
         await asyncio.wait((self._serving,))
+        if self._serving.cancelled():
+            return 0
         error = self._serving.exception()
         if error is not None and not isinstance(error, VllmxError):
             logger.error("an API process failed", exc_info=error)

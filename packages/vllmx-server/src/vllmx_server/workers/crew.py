@@ -140,8 +140,10 @@ class Crew:
             except Exception as error:
                 if not self._began[row].done():
                     self._began[row].set_exception(error)
+                    self._began[row].exception()  # which nobody may ask for any more
                     return
-                logger.error("an API process cannot serve: %s", error)
+                if not self._stopping:
+                    logger.error("an API process cannot serve: %s", error)
             finally:
                 await self._bury(worker, row)
             if self._stopping:

@@ -33,7 +33,6 @@ VLLM = (
     means("--uvicorn-log-level", "log_level", "one level for the whole log", str),
     switch("--disable-fastapi-docs", "/docs stays: it holds no secret"),
     switch("--disable-frontend-multiprocessing", "the engine core always has its own process"),
-    ignored("--api-server-count", "there is one API process: leave it out or say 1", "1"),
     switch("--enable-server-load-tracking", "/metrics has the load"),
     switch("--enable-request-id-headers", "every answer has X-Request-Id"),
     ignored("--h11-max-incomplete-event-size --h11-max-header-count", "limits are vllmx's own"),

@@ -40,6 +40,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "served_model_name": ("--alias", "-a"),
     "seed": ("-s",),
     "root_path": ("--api-prefix",),
+    "api_workers": ("--api-server-count",),
     "tool_parser": ("--tool-call-parser",),
     "web": ("--webui/--no-webui",),
     "ssl_certfile": ("--ssl-cert-file",),
