@@ -41,12 +41,12 @@ from vllmx_engine.client.request import Prompt, Request, RequestBuilder, Request
 from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, rules_size
 from vllmx_engine.client.request_state import OutputKind
 from vllmx_engine.client.request_stream import RequestStream
-from vllmx_engine.gauge import Gauge
 from vllmx_engine.grammar.vocabulary import vocabulary_of
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend, Listener
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.streams import Streams, all_or_none
+from vllmx_engine.text.gauge import Gauge
 from vllmx_engine.text.text_threads import Stopped
 from vllmx_engine.wire.messages import CoreInfo, CoreStats
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput

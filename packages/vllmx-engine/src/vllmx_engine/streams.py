@@ -12,9 +12,9 @@ from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.client.request_table import RequestTable
-from vllmx_engine.gauge import Alone, Gauge
 from vllmx_engine.link.frontend import Frontend
 from vllmx_engine.link.grammar_process import GrammarChecker
+from vllmx_engine.text.gauge import Alone, Gauge
 from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreOutput
 

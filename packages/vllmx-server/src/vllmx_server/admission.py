@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from vllmx_engine.gauge import Alone, Gauge
+from vllmx_engine.text.gauge import Alone, Gauge
 
 from vllmx_server.errors import OverloadedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllmx_engine.gauge import Alone, AloneByName, Gauge, NamedGauge
+from vllmx_engine.text.gauge import Alone, AloneByName, Gauge, NamedGauge
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from vllmx_core.errors import QueueFullError
 from vllmx_core.records import MutableRecord, field
 
-from vllmx_engine.gauge import Alone, Gauge
+from vllmx_engine.text.gauge import Alone, Gauge
 
 T = TypeVar("T")
 Stopped = Callable[[], bool]

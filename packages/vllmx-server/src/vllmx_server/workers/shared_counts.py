@@ -69,7 +69,7 @@ class SharedCounts:
 
 
 class SharedGauge:
-    """See `vllmx_engine.gauge.Gauge`."""
+    """See `vllmx_engine.text.gauge.Gauge`."""
 
     def __init__(self, column: npt.NDArray[np.int64], own: npt.NDArray[np.int64]) -> None:
         self._column, self._own = column, own
@@ -83,7 +83,7 @@ class SharedGauge:
 
 
 class SharedNames:
-    """See `vllmx_engine.gauge.NamedGauge`."""
+    """See `vllmx_engine.text.gauge.NamedGauge`."""
 
     def __init__(
         self, columns: npt.NDArray[np.int64], own: npt.NDArray[np.int64], seed: int
