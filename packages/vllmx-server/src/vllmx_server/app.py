@@ -21,7 +21,6 @@ from vllmx_server.batches.places import Places
 from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
-from vllmx_server.desk import RemoteDesk
 from vllmx_server.engine_pooler import EnginePooler
 from vllmx_server.errors import route_path
 from vllmx_server.hosts import HostCheck, allowed_hosts
@@ -43,9 +42,9 @@ from vllmx_server.routes import (
 from vllmx_server.sharing import Sharing
 from vllmx_server.state import ServerState
 from vllmx_server.store.storage import Storage
-from vllmx_server.workers.relay import Relays, led
 
 if TYPE_CHECKING:
+    from vllmx_server.batches.line import Endpoint
     from vllmx_server.workers.peers import Peers
 
 ROUTES = (
@@ -62,19 +61,19 @@ ROUTES = (
     ("POST", "/classify", pooling.classify),
     ("POST", "/pooling", pooling.pooling),
     ("POST", "/v1/responses", responses.create),
-    ("GET", "/v1/responses/{id}", led(responses.retrieve)),
-    ("DELETE", "/v1/responses/{id}", led(responses.delete)),
-    ("POST", "/v1/responses/{id}/cancel", led(responses.cancel)),
+    ("GET", "/v1/responses/{id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{id}", responses.delete),
+    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
     ("GET", "/v1/responses/{id}/input_items", responses.input_items),
     ("POST", "/v1/files", files.upload),
     ("GET", "/v1/files", files.list_files),
     ("GET", "/v1/files/{id}", files.retrieve),
-    ("DELETE", "/v1/files/{id}", led(files.delete)),
+    ("DELETE", "/v1/files/{id}", files.delete),
     ("GET", "/v1/files/{id}/content", files.content),
-    ("POST", "/v1/batches", led(batches.create, has_body=True)),
-    ("GET", "/v1/batches", led(batches.list_batches)),
-    ("GET", "/v1/batches/{id}", led(batches.retrieve)),
-    ("POST", "/v1/batches/{id}/cancel", led(batches.cancel)),
+    ("POST", "/v1/batches", batches.create),
+    ("GET", "/v1/batches", batches.list_batches),
+    ("GET", "/v1/batches/{id}", batches.retrieve),
+    ("POST", "/v1/batches/{id}/cancel", batches.cancel),
     ("GET", "/v1/models", status.models),
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
@@ -92,6 +91,17 @@ WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.fi
 """Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
 """Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands."""
+_LED = {
+    responses.retrieve,
+    responses.delete,
+    responses.cancel,
+    files.delete,
+    batches.create,
+    batches.list_batches,
+    batches.retrieve,
+    batches.cancel,
+}
+"""What one of several processes answers, whichever took the request."""
 _METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
 _PATHS = {path for _, path, _ in ALL_ROUTES if "{" not in path}
 _PATTERNS = [
@@ -156,7 +166,10 @@ def build_app(
     )
     routes = ALL_ROUTES if config.web else ROUTES
     app = App(
-        routes=[Route(path, endpoint, methods=[method]) for method, path, endpoint in routes],
+        routes=[
+            Route(path, _passed_on(endpoint, peers), methods=[method])
+            for method, path, endpoint in routes
+        ],
         middleware=middleware,
         exception_handlers={
             VllmxError: errors.on_vllmx_error,
@@ -175,9 +188,16 @@ def build_app(
     state.background = Background(state.storage, state.batches)
     app.state.server = state
     if peers is not None:
-        state.desk = RemoteDesk(peers.channel)
-        Relays(app, app.router).serve(peers.channel)
+        peers.join(app, state)
     return app
+
+
+def _passed_on(endpoint: Endpoint, peers: Peers | None) -> Endpoint:
+    if peers is None or endpoint not in _LED:
+        return endpoint
+    from vllmx_server.workers.relay import led
+
+    return led(endpoint, has_body=endpoint is batches.create)
 
 
 def _batch_runner(app: App, state: ServerState) -> BatchRunner:

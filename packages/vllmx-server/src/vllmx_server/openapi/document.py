@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import typing
 from collections.abc import Iterable, Iterator
@@ -89,7 +90,7 @@ def _operations(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str, Op
     for route in routes:
         if not isinstance(route, Route):
             continue
-        operation = OPERATIONS.get(route.endpoint)
+        operation = OPERATIONS.get(inspect.unwrap(route.endpoint))
         text = route.endpoint.__doc__
         for method in sorted((route.methods or set()) - {"HEAD"}):
             if operation is None or not text:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vllmx_server.config import ServerConfig
+from vllmx_server.desk import RemoteDesk
 from vllmx_server.metrics import MetricCounts
 from vllmx_server.sharing import Sharing
+from vllmx_server.state import ServerState
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
 from vllmx_server.workers.messages import METRICS, Begin
+from vllmx_server.workers.relay import Relays, relay
 from vllmx_server.workers.shared_counts import SharedCounts
 
 
@@ -44,10 +48,13 @@ class Peers:
         begin = self._begin
         return Storage(config, Folder(begin.data_dir, outlives=begin.outlives, is_locked=True))
 
+    def join(self, app: Starlette, state: ServerState) -> None:
+        """Has an application answer what other workers pass on, and ask for what is theirs."""
+        state.desk = RemoteDesk(self.channel)
+        Relays(app, app.router).serve(self.channel)
+
     async def relay(self, request: Request, body: bytes) -> Response:
         """The answer of the worker that leads."""
-        from vllmx_server.workers.relay import relay
-
         return await relay(self.channel, request, body)
 
     async def metric_counts(self) -> list[MetricCounts]:
