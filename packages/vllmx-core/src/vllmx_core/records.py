@@ -6,7 +6,8 @@ one takes a sixth of the time. The rest is a dataclass's: fields in order with t
 keyword or positional arguments, `__post_init__`, equality, hash and repr by fields (`eq=False` in
 the class statement: by identity). `dataclasses.replace`, `fields` and `asdict` take records too.
 
-What plugins import before anything is loaded (`specs`) stays dataclasses, without msgspec.
+What plugins import before anything is loaded (`specs`) stays dataclasses, without msgspec, and so
+does `vllmx_cpu.build`, which runs while nothing is installed.
 """
 
 from __future__ import annotations

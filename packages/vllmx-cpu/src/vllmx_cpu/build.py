@@ -24,9 +24,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-
-from vllmx_core.records import Record
 
 logger = logging.getLogger("vllmx.cpu.build")
 
@@ -75,7 +74,8 @@ class BuildError(Exception):
     """The library cannot be built here; the message says why and what to do."""
 
 
-class Toolchain(Record):
+@dataclass(frozen=True, slots=True)
+class Toolchain:
     """A C++ compiler and what it can compile for."""
 
     command: tuple[str, ...]
