@@ -60,8 +60,20 @@ def _complete(schema: Schema, kind: type[msgspec.Struct]) -> None:
     for name, each in properties.items():
         if text := texts.get(name):
             each["description"] = text
-        elif name in UNSERVED and "default" in each:
+        elif _is_unserved(name, each):
             each["description"] = f"Not served: {UNSERVED[name][1]}."
+    required = schema.get("required", ())
+    if not issubclass(kind, Record) and properties:
+        names = sorted(
+            properties,
+            key=lambda name: (name not in required, _is_unserved(name, properties[name])),
+        )
+        schema["properties"] = {name: properties[name] for name in names}
+
+
+def _is_unserved(name: str, schema: Schema) -> bool:
+    """Of a field of a request."""
+    return name in UNSERVED and "default" in schema
 
 
 def _always_there(kind: type[msgspec.Struct], properties: Mapping[str, Schema]) -> list[str]:
