@@ -256,12 +256,13 @@ def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
 
 def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
     """With the names as other checkpoints have them as alternatives."""
-    return replace(spec, parts=tuple(_renamed_part(part, prefix, other) for part in spec.parts))
+    return replace(spec, parts=tuple(renamed_part(part, prefix, other) for part in spec.parts))
 
 
-def _renamed_part(part: PartSpec, prefix: str, other: str) -> PartSpec:
+def renamed_part(part: PartSpec, prefix: str, other: str) -> PartSpec:
+    """The same of one part."""
     others = tuple(
-        one if isinstance(one, str) else _renamed_part(one, prefix, other)
+        one if isinstance(one, str) else renamed_part(one, prefix, other)
         for one in part.alternatives
     )
     if part.name.startswith(prefix):

@@ -74,9 +74,9 @@ def granite_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
     }
 
 
-def _states(spec: DecoderSpec) -> Mapping[str, Any]:
-    mixer = spec.layers[0].mixer
-    assert isinstance(mixer, AttentionMixer)
+def granite_states(spec: DecoderSpec) -> dict[str, Any]:
+    """What `granite_config` reads beside the keys of every decoder."""
+    mixer = next(one for one in spec.mixers if isinstance(one, AttentionMixer))
     return {
         "embedding_scale": spec.embedding_scale,
         "residual_scale": spec.residual_scale,
@@ -86,5 +86,5 @@ def _states(spec: DecoderSpec) -> Mapping[str, Any]:
 
 
 GGUF = GGUFArchitecture(
-    "GraniteForCausalLM", interleaved=INTERLEAVED, config=granite_config, states=_states
+    "GraniteForCausalLM", interleaved=INTERLEAVED, config=granite_config, states=granite_states
 )

@@ -12,7 +12,7 @@ from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import EachExpert, MoE, Router
 from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder
+from vllmx_models.decoder import Decoder, DecoderSpec
 from vllmx_models.decoder_config import (
     attention_mixer,
     decoder_spec,
@@ -29,16 +29,19 @@ from vllmx_models.gguf.architecture import (
 from vllmx_models.gguf.hybrids import (
     KV_HEADS,
     alike,
+    attention_of,
     has_tensor,
+    mamba_states,
     mamba_tensors,
     of_each_layer,
 )
 from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS, granite_config
+from vllmx_models.granite import DEFAULT_POSITIONS, MULTIPLIERS, granite_config, granite_states
 from vllmx_models.granitemoe import TENSORS
 from vllmx_models.hybrid_config import MAMBA_DEFAULTS, hybrid_layers, layer_kinds, mamba_mixer
 from vllmx_models.moe_config import EXPERT_KEYS, SPLIT, chosen_experts, experts_spec
 
+_SHARED_LENGTH = "expert_shared_feed_forward_length"
 KINDS = ("linear_attention", "full_attention", "mamba", "attention")
 """The last two are the names that published files have."""
 SHARED = MLPNames("shared_mlp", down="output_linear", gate_up="input_linear")
@@ -107,7 +110,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
     """A layer without key/value heads is Mamba-2; gates lie apart."""
     config = granite_config(alike(header, KV_HEADS), "expert_count")
     heads, inner = header.integer("ssm.time_step_rank"), header.integer("ssm.inner_size")
-    dense, shared = config["intermediate_size"], "expert_shared_feed_forward_length"
+    dense = config["intermediate_size"]
     experts = {"num_local_experts": 0, "shared_intermediate_size": dense}
     if header.integer("expert_count", 0, low=0):
         found = experts_config(header)
@@ -115,7 +118,7 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
             "num_local_experts": found["num_experts"],
             "num_experts_per_tok": found["num_experts_per_tok"],
             "intermediate_size": found["moe_intermediate_size"],
-            "shared_intermediate_size": header.integer(shared),
+            "shared_intermediate_size": header.integer(_SHARED_LENGTH),
         }
     return {
         **config,
@@ -134,6 +137,17 @@ def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
         "mamba_d_conv": header.integer("ssm.conv_kernel"),
         "mamba_conv_bias": has_tensor(header, "ssm_conv1d.bias"),
         "mamba_proj_bias": has_tensor(header, "ssm_in.bias"),
+    }
+
+
+def _states(spec: DecoderSpec) -> Mapping[str, Any]:
+    attention, feed_forward = attention_of(spec), spec.layers[0].feed_forward
+    shared = feed_forward.shared if isinstance(feed_forward, MoE) else None
+    return {
+        **granite_states(spec),
+        **mamba_states(spec),
+        "rope.scaling.finetuned": attention.rope is not None,
+        **({} if shared is None else {_SHARED_LENGTH: shared.intermediate_size}),
     }
 
 
@@ -157,5 +171,6 @@ GGUF = GGUFArchitecture(
     },
     interleaved=INTERLEAVED,
     config=_gguf_config,
+    states=_states,
     decays=("blk.{}.ssm_a",),
 )

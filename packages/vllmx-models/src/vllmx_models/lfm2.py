@@ -15,7 +15,7 @@ from vllmx_models.blocks.moe import EachExpert, MoE, Router
 from vllmx_models.blocks.norms import LayerNorms, Norm
 from vllmx_models.blocks.short_conv import ConvMixer
 from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder, ModelNames
+from vllmx_models.decoder import Decoder, DecoderSpec, ModelNames
 from vllmx_models.decoder_config import (
     attention_mixer,
     decoder_spec,
@@ -24,7 +24,7 @@ from vllmx_models.decoder_config import (
     num_layers,
 )
 from vllmx_models.gguf.architecture import GGUFArchitecture, decoder_config, experts_config
-from vllmx_models.gguf.hybrids import KV_HEADS, alike, has_tensor, of_each_layer
+from vllmx_models.gguf.hybrids import KV_HEADS, alike, has_tensor, kv_heads_of, of_each_layer
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.hybrid_config import hybrid_layers, layer_kinds
 from vllmx_models.moe_config import EXPERT_KEYS, chosen_experts, layer_numbers, num_experts
@@ -154,7 +154,7 @@ _LAYER = "model.layers.{}"
 _TENSORS: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.embedding_norm",
-    "output_norm": "model.embedding_norm",  # its name in newer files
+    "output_norm": "model.embedding_norm",  # its name by the tables of the gguf package
     "output": "lm_head",
     "blk.{}.attn_norm": f"{_LAYER}.operator_norm",
     "blk.{}.attn_q": f"{_LAYER}.self_attn.q_proj",
@@ -171,7 +171,19 @@ _TENSORS: Mapping[str, str] = {
     "blk.{}.ffn_up": f"{_LAYER}.feed_forward.w3",
     "blk.{}.ffn_down": f"{_LAYER}.feed_forward.w2",
 }
-GGUF = GGUFArchitecture("Lfm2ForCausalLM", _TENSORS, config=_gguf_config)
+
+
+def _states(spec: DecoderSpec) -> Mapping[str, Any]:
+    mixer = next((one for one in spec.mixers if isinstance(one, ConvMixer)), None)
+    kernel = {} if mixer is None else {"shortconv.l_cache": mixer.kernel}
+    moes = [isinstance(layer.feed_forward, MoE) for layer in spec.layers]
+    experts = {"leading_dense_block_count": moes.index(True)} if any(moes) else {}
+    return {KV_HEADS: kv_heads_of(spec), **kernel, **experts}
+
+
+GGUF = GGUFArchitecture(
+    "Lfm2ForCausalLM", _TENSORS, config=_gguf_config, states=_states, read_only=("output_norm",)
+)
 GGUF_MOE = GGUFArchitecture(
     "Lfm2MoeForCausalLM",
     {
@@ -183,4 +195,6 @@ GGUF_MOE = GGUFArchitecture(
         "blk.{}.exp_probs_b.bias": f"{_LAYER}.feed_forward.expert_bias",
     },
     config=_gguf_config,
+    states=_states,
+    read_only=("output_norm",),
 )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from vllmx_core.ops.experts import ExpertsSpec
 
 from vllmx_models.blocks.attention import AttentionNames
@@ -15,7 +16,7 @@ from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.moe import EachExpert, LatentExperts, MoE
 from vllmx_models.blocks.norms import LayerNorms, Norm
 from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder, LayerSpec, ModelNames
+from vllmx_models.decoder import Decoder, DecoderSpec, LayerSpec, ModelNames
 from vllmx_models.decoder_config import attention_mixer, decoder_spec, head_size
 from vllmx_models.deepseek import CHOICE_BIAS, sigmoid_router
 from vllmx_models.gguf.architecture import (
@@ -30,6 +31,7 @@ from vllmx_models.gguf.hybrids import (
     NEXT_TOKENS,
     alike,
     has_tensor,
+    mamba_states,
     mamba_tensors,
     of_each_layer,
 )
@@ -210,6 +212,32 @@ def _gguf_experts(header: GGUFHeader) -> dict[str, Any]:
     }
 
 
+def _states(spec: DecoderSpec) -> Mapping[str, Any]:
+    """Both epsilons are one, and llama.cpp asks for either."""
+    feeds = [layer.feed_forward for layer in spec.layers]
+    inner = [one.intermediate_size if isinstance(one, DenseMLP | MoE) else 0 for one in feeds]
+    moe = next((one for one in feeds if isinstance(one, MoE)), None)
+    return {
+        **mamba_states(spec),
+        "attention.layer_norm_epsilon": float(spec.norm.eps),
+        INNER: np.array(inner, np.int32),
+        **({} if moe is None else _moe_states(moe)),
+    }
+
+
+def _moe_states(moe: MoE) -> dict[str, Any]:
+    route, shared, latent = moe.router.route, moe.shared, moe.latent
+    found = {
+        "expert_shared_count": 1,
+        "expert_weights_scale": float(route.scale),
+        "expert_group_count": route.groups,
+        "expert_group_used_count": route.groups_kept,
+    }
+    if shared is not None:
+        found["expert_shared_feed_forward_length"] = shared.intermediate_size
+    return found if latent is None else {**found, "moe_latent_size": latent.size}
+
+
 _LAYER = "backbone.layers.{}"
 _MIXER = f"{_LAYER}.mixer"
 GGUF = GGUFArchitecture(
@@ -239,6 +267,8 @@ GGUF = GGUFArchitecture(
     },
     interleaved=INTERLEAVED,
     config=_gguf_config,
+    states=_states,
+    with_experts="nemotron_h_moe",
     decays=("blk.{}.ssm_a",),
 )
 """Files of models with experts have an architecture of their own, of the same names."""

@@ -16,7 +16,7 @@ from vllmx_models.decoder import Decoder, ModelNames
 from vllmx_models.decoder_config import dense_mlp, num_layers
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.hyperparameters import GGUFHeader
-from vllmx_models.gguf.rope import SECTIONS, with_sections
+from vllmx_models.gguf.rope import SECTIONS, stated_sections, with_sections
 from vllmx_models.qwen3_next import (
     CONVERTED,
     DEFAULTS,
@@ -39,6 +39,7 @@ from vllmx_models.text_config import text_config
 
 NAMES = ModelNames(also=("model.", "model.language_model."))
 """Published files have the text beside the part for images, in a module of its own."""
+_SECTIONS = [11, 11, 10]
 
 
 def qwen3_5(config: Mapping[str, Any]) -> Decoder:
@@ -69,7 +70,7 @@ def _seeing(config: Mapping[str, Any], text: Decoder, sections: Any) -> Decoder:
     if not sees_images(config):
         return text
     outer = ConfigReader(config, "Qwen3_5ForConditionalGeneration")
-    axes = interleaved_axes(outer, sections, [11, 11, 10])
+    axes = interleaved_axes(outer, sections, _SECTIONS)
     return with_images(text, qwen_tower(outer, []), axes, outer)
 
 
@@ -94,7 +95,14 @@ _TENSORS = {
     "blk.{}.ssm_alpha": f"{LINEAR}.in_proj_a",
     "blk.{}.ssm_beta": f"{LINEAR}.in_proj_b",
 }
-GGUF = GGUFArchitecture("Qwen3_5ForCausalLM", _TENSORS, config=_gguf_config, **CONVERTED)
+GGUF = GGUFArchitecture(
+    "Qwen3_5ForCausalLM",
+    _TENSORS,
+    config=_gguf_config,
+    kept=lambda config: stated_sections(config, _SECTIONS),
+    tiled_heads=True,
+    **CONVERTED,
+)
 GGUF_MOE = replace(
     GGUF, architecture="Qwen3_5MoeForCausalLM", tensors={**_TENSORS, **SHARED_EXPERT_TENSORS}
 )

@@ -11,7 +11,7 @@ from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.blocks.recurrent import DeltaMixer, DeltaNames
 from vllmx_models.config import ConfigReader
-from vllmx_models.decoder import Decoder
+from vllmx_models.decoder import Decoder, DecoderSpec
 from vllmx_models.decoder_config import (
     attention_mixer,
     decoder_spec,
@@ -162,7 +162,24 @@ SHARED_EXPERT_TENSORS: Mapping[str, str] = {
     "blk.{}.ffn_up_shexp": f"{_SHARED}.up_proj",
     "blk.{}.ffn_down_shexp": f"{_SHARED}.down_proj",
 }
+
+
+def delta_states(spec: DecoderSpec) -> dict[str, Any]:
+    """What `delta_config` reads beside the keys of every decoder."""
+    kinds = [isinstance(mixer, DeltaMixer) for mixer in spec.mixers]
+    mixer = next(one for one in spec.mixers if isinstance(one, DeltaMixer))
+    return {
+        "full_attention_interval": kinds.index(False) + 1,
+        "ssm.time_step_rank": mixer.num_heads,
+        "ssm.group_count": mixer.num_key_heads,
+        "ssm.state_size": mixer.key_size,
+        "ssm.inner_size": mixer.num_heads * mixer.value_size,
+        "ssm.conv_kernel": mixer.kernel,
+    }
+
+
 CONVERTED: Mapping[str, Any] = {
+    "states": delta_states,
     "norm_offset": 1.0,
     "plain_norms": ("blk.{}.ssm_norm",),
     "decays": ("blk.{}.ssm_a",),
@@ -177,5 +194,6 @@ GGUF = GGUFArchitecture(
         "blk.{}.ssm_ba": f"{LINEAR}.in_proj_ba",
     },
     config=delta_config,
+    read_only=("blk.{}.ssm_in",),
     **CONVERTED,
 )

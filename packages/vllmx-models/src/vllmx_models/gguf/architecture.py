@@ -152,6 +152,13 @@ class GGUFArchitecture(Record):
     """Names in the file of norms that it has nothing added to."""
     decays: tuple[str, ...] = ()
     """Names in the file of vectors that it has as -exp of the original's."""
+    read_only: tuple[str, ...] = ()
+    """Names in the file that stand for what llama.cpp now has under another one of `tensors`: read,
+    and never written."""
+    tiled_heads: bool = False
+    """Whether value head h of a delta net reads key head h % Hk; else h // (H / Hk)."""
+    with_experts: str = ""
+    """What `general.architecture` says of models with experts, where it is another name."""
 
     def name_of(self, pattern: str, suffix: str) -> str:
         """The original's name of a tensor, with places for the layer and perhaps the expert; empty

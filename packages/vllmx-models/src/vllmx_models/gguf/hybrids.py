@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllmx_core.errors import UnsupportedModelError
 
+from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.mamba import MambaMixer
+from vllmx_models.decoder import DecoderSpec
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 
 KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
@@ -37,6 +42,41 @@ def mamba_tensors(module: str) -> dict[str, str]:
         "ssm_out": "out_proj",
     }
     return {f"blk.{{}}.{theirs}": f"{module}.{ours}" for theirs, ours in names.items()}
+
+
+def attention_of(spec: DecoderSpec) -> AttentionMixer:
+    """That of the first layer that has some. Raises UnsupportedModelError."""
+    found = next((one for one in spec.mixers if isinstance(one, AttentionMixer)), None)
+    if found is None:
+        raise UnsupportedModelError(
+            "a model without a layer of attention has no form in GGUF files here"
+        )
+    return found
+
+
+def kv_heads_of(spec: DecoderSpec) -> NDArray[np.int32]:
+    """Key/value heads of each layer, for files that are written; 0: it has no attention."""
+    mixers = (layer.mixer for layer in spec.layers)
+    counts = [one.num_kv_heads if isinstance(one, AttentionMixer) else 0 for one in mixers]
+    return np.array(counts, np.int32)
+
+
+def mamba_states(spec: DecoderSpec) -> dict[str, Any]:
+    """The sizes of Mamba-2, for files that are written. Raises UnsupportedModelError where no
+    layer is one."""
+    mixer = next((one for one in spec.mixers if isinstance(one, MambaMixer)), None)
+    if mixer is None:
+        raise UnsupportedModelError(
+            "a model of this architecture without a layer of Mamba-2 has no form in GGUF files here"
+        )
+    return {
+        KV_HEADS: kv_heads_of(spec),
+        "ssm.time_step_rank": mixer.num_heads,
+        "ssm.inner_size": mixer.width,
+        "ssm.group_count": mixer.num_groups,
+        "ssm.state_size": mixer.state_size,
+        "ssm.conv_kernel": mixer.kernel,
+    }
 
 
 def of_each_layer(header: GGUFHeader, key: str) -> list[int]:

@@ -24,6 +24,7 @@ from vllmx_core.weights import RawTensor, WeightPart
 
 from vllmx_models.encoders import encoder_for, float_rows
 from vllmx_models.gguf.norms import is_norm, shifted
+from vllmx_models.gguf.places import split_name
 from vllmx_models.gguf.quantize.header import target_of
 from vllmx_models.gguf.quantize.mixes import MIXES, Layers, type_of
 from vllmx_models.gguf.quantize.mxfp4 import MXFP4, is_kept, stored_blocks
@@ -234,7 +235,8 @@ class _Conversion:
         if is_stack(self._target, tensor.name):
             return partial(stacked_rows, parts)
         part = as_vector(parts[0]) if len(tensor.shape) == 1 else parts[0]
-        if len(tensor.shape) == 1 and is_norm(tensor.name):
+        plain = split_name(tensor.name)[0] in self._target.table.plain_norms
+        if len(tensor.shape) == 1 and is_norm(tensor.name) and not plain:
             part = shifted(part, self._target.table.norm_offset)
         if (heads := self._interleaved_heads(tensor)) is None:
             return partial(float_rows, part)

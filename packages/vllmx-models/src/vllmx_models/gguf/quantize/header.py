@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from vllmx_core.checkpoint import Checkpoint, build_model
@@ -17,7 +18,10 @@ from vllmx_models.blocks.attention import AttentionMixer
 from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.dense_and_experts import DenseAndExperts
 from vllmx_models.blocks.latent import LatentMixer
+from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.moe import MoE
+from vllmx_models.blocks.recurrent import DeltaMixer
+from vllmx_models.blocks.short_conv import ConvMixer
 from vllmx_models.decoder import Decoder, DecoderSpec
 from vllmx_models.gguf.architecture import GGUFArchitecture
 from vllmx_models.gguf.quantize.traits import decoder_metadata, experts_of
@@ -30,7 +34,11 @@ _STORED_AS: Mapping[str, str] = {
     "MistralForCausalLM": "LlamaForCausalLM",
     "MixtralForCausalLM": "LlamaForCausalLM",
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
+_MIXERS = (AttentionMixer, LatentMixer, ConvMixer, DeltaMixer, MambaMixer, NoneType)
+_FEEDS = (DenseMLP, MoE, DenseAndExperts, NoneType)
 _SAMPLING: Mapping[str, str] = {
     "temperature": "temp",
     "top_k": "top_k",
@@ -48,7 +56,7 @@ class Target(Record):
     table: GGUFArchitecture
     spec: DecoderSpec
     mixer: AttentionMixer | LatentMixer
-    """The mixer of the first layer."""
+    """Of the first layer that attends."""
     experts: int
     """How many experts a layer has that has some."""
     metadata: Mapping[str, Any]
@@ -70,28 +78,31 @@ def target_of(registry: Registry, checkpoint: Checkpoint) -> Target:
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{architecture} cannot be written to a GGUF file by vllmx yet")
     mixer = _known_blocks(model.spec, architecture)
+    found = (experts_of(layer.feed_forward) for layer in model.spec.layers)
+    experts = max((moe.count for moe in found if moe is not None), default=0)
+    name = (table.with_experts if experts else "") or name
     metadata, extra = decoder_metadata(model.spec, mixer, name)
     stated = {**table.states(model.spec), **table.kept(checkpoint.config)}
     metadata |= {f"{name}.{key}": value for key, value in stated.items()}
-    found = (experts_of(layer.feed_forward) for layer in model.spec.layers)
-    experts = max((moe.count for moe in found if moe is not None), default=0)
     metadata |= _sampling(checkpoint)
     return Target(name, table, model.spec, mixer, experts, metadata, extra)
 
 
 def _known_blocks(spec: DecoderSpec, architecture: str) -> AttentionMixer | LatentMixer:
-    """The first layer's mixer. Raises UnsupportedModelError where a layer has another block than
-    those that files state here."""
+    """The first layer of attention. Raises UnsupportedModelError where a layer has another block
+    than those that files state here."""
     for layer in spec.layers:
-        mixes = isinstance(layer.mixer, AttentionMixer | LatentMixer)
-        if not mixes or not isinstance(layer.feed_forward, DenseMLP | MoE | DenseAndExperts):
+        if not isinstance(layer.mixer, _MIXERS) or not isinstance(layer.feed_forward, _FEEDS):
             raise UnsupportedModelError(
                 f"{architecture} cannot be written to a GGUF file by vllmx yet: not all of its"
-                " layers are attention with an MLP or experts"
+                " layers are attention or a recurrence that such files have, with an MLP or experts"
             )
-    mixer = spec.layers[0].mixer
-    assert isinstance(mixer, AttentionMixer | LatentMixer)
-    return mixer
+    for mixer in spec.mixers:
+        if isinstance(mixer, AttentionMixer | LatentMixer):
+            return mixer
+    raise UnsupportedModelError(
+        f"{architecture} cannot be written to a GGUF file by vllmx yet: no layer is attention"
+    )
 
 
 def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -55,6 +55,7 @@ _NARROWER: Mapping[str, str] = {
 
 _TABLES = ("token_embd", "per_layer_token_embd")
 _EXACT = (".bias", "_norm.weight")
+_SMALL = (".ffn_gate_inp", ".ssm_conv1d", ".shortconv.conv.")
 _FEW_EXPERTS = 8
 """Mixtral's number: its attention is so small a part that it gets more bits."""
 _FIVE_BITS_BESIDE_EXPERTS = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
@@ -75,7 +76,8 @@ class Layers(Record):
 def type_of(mix: str, name: str, shape: tuple[int, ...], layers: Layers) -> str:
     """The type of one tensor, by its name in the file. Vectors stay F32; a matrix whose rows do
     not fit its type's blocks gets the next type that they fit, in the end F16."""
-    if len(shape) == 1 or name.endswith(_EXACT) or ".ffn_gate_inp" in name:
+    exact = name.endswith(_EXACT) or any(one in name for one in _SMALL)
+    if len(shape) == 1 or exact or not name.endswith(".weight"):
         return "F32"
     base = MIXES[mix].base
     if "per_layer_model_proj" in name:

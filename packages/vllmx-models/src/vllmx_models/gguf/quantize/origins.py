@@ -16,11 +16,16 @@ from vllmx_core.records import Record
 from vllmx_core.weight_map import bias_parts, parts_of, resolved
 from vllmx_core.weights import DENSE, PartSpec, RawTensor, WeightPart, WeightSource, WeightSpec
 
+from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.latent import LatentMixer
+from vllmx_models.blocks.layer import FeedForward, LayerNames
 from vllmx_models.blocks.moe import MoE
+from vllmx_models.decoder import renamed_part
 from vllmx_models.encoders import float_rows
 from vllmx_models.gguf.places import ONE_ROW, split_name
 from vllmx_models.gguf.quantize.header import Target
+from vllmx_models.gguf.quantize.recurrent import in_file, joined
+from vllmx_models.gguf.tower_weights import one_below_the_other
 
 logger = logging.getLogger("vllmx.models")
 _EXPERTS = {
@@ -33,6 +38,13 @@ _ALL_HEADS = "blk.{}.attn_kv_b"
 """Both of `_HEADS` in one, as older files have it."""
 _TOWER = "model.visual."
 """Where Qwen's tower is, beside the text model's own `model.`."""
+_WHOLE = ("scale", "ssm_a", "ssm_d")
+"""Names of tensors that are neither a weight nor a bias."""
+_PREDICTION = "mtp."
+"""Multi-token prediction in checkpoints that have it in a module of its own."""
+_DENSE = {"blk.{}.ffn_gate": 0, "blk.{}.ffn_up": 1, "blk.{}.ffn_down": None}
+_SHARED = {"blk.{}.ffn_gate_shexp": 0, "blk.{}.ffn_up_shexp": 1, "blk.{}.ffn_down_shexp": None}
+"""Which part of a feed-forward's first matrix a tensor is; None: it is its second one."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -113,7 +125,7 @@ def _suffixes(pattern: str) -> tuple[str, tuple[str, ...]]:
     stem, _, end = pattern.rpartition(".")
     if end in ("weight", "bias"):
         return stem, (f".{end}",)
-    return pattern, ("",) if end == "scale" else (".weight", ".bias")
+    return pattern, ("",) if end in _WHOLE else (".weight", ".bias")
 
 
 def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str]) -> None:
@@ -125,7 +137,8 @@ def _check_unused(target: Target, checkpoint: Checkpoint, unused: Collection[str
     for name in sorted(unused):
         layer, count = _LAYER.search(name), len(target.spec.layers)
         of_tower = bool(texts) and (name.startswith(_TOWER) or not name.startswith(texts))
-        if of_tower or (layer is not None and int(layer[1]) >= count):
+        predicts = name.startswith(_PREDICTION) or (layer is not None and int(layer[1]) >= count)
+        if of_tower or predicts:
             passed += 1
         elif not name.endswith(".rotary_emb.inv_freq"):
             strange.append(name)
@@ -144,11 +157,17 @@ def _found(
     target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
 ) -> tuple[Origin, ...]:
     """Those of a tensor's origins that are there: all of them, or none."""
-    original = target.table.name_of(pattern, suffix)
+    original, block = target.table.name_of(pattern, suffix), target.spec.layers[layer]
+    if pattern in target.table.read_only or not _has(block.feed_forward, pattern):
+        return ()
     if original.count("{}") < 2:
         names = _spelled(target, original.format(layer))
         name = next((name for name in names if name in source.names()), None)
-        return () if name is None else (_whole(name),)
+        if name is None:
+            origin = _within(target, pattern, suffix, layer, source)
+        else:
+            origin = _whole(name)
+        return () if origin is None else (_made(target, pattern, layer, origin),)
     origins = _picked(target, pattern, suffix, layer, source)
     missing = [one.name for one in origins if one.name not in source.names()]
     if missing and len(missing) < len(origins):
@@ -160,15 +179,53 @@ def _whole(name: str) -> Origin:
     return Origin(name, lambda source: source.part(name))
 
 
+def _made(target: Target, pattern: str, layer: int, origin: Origin) -> Origin:
+    """With what the file has otherwise than the checkpoint."""
+    return Origin(origin.name, lambda source: in_file(target, pattern, layer, origin.open(source)))
+
+
+def _has(feed_forward: FeedForward | None, pattern: str) -> bool:
+    """Whether a layer may have such a tensor: some files name what all tokens go through in one
+    way in layers with experts and in another one without."""
+    if isinstance(feed_forward, MoE):
+        return pattern not in _DENSE
+    return pattern not in _SHARED
+
+
+def _within(
+    target: Target, pattern: str, suffix: str, layer: int, source: WeightSource
+) -> Origin | None:
+    """Rows of a larger matrix of the checkpoint: of queries, keys, values and gates of a delta
+    net, or of a feed-forward's gate and the rest of its first matrix."""
+    names = source.names()
+    if suffix != ".weight":
+        return None
+    spec = joined(target, pattern, layer, names.__contains__)
+    if spec is not None:
+        first = resolved(source, spec.parts[0]).name
+        return Origin(first, lambda source: one_below_the_other(first, parts_of(spec, source)))
+    feed_forward = target.spec.layers[layer].feed_forward
+    dense = feed_forward.shared if isinstance(feed_forward, MoE) else feed_forward
+    role = (_SHARED if isinstance(feed_forward, MoE) else _DENSE).get(pattern)
+    if role is None or not isinstance(dense, DenseMLP) or dense.names.gate_up is None:
+        return None
+    where = LayerNames("", f"{target.spec.names.layers}.{layer}", target.spec.hidden_size)
+    part = dense.weights(where)[0].parts[role]
+    if part.name not in names:
+        return None
+    return _pick(target, part, where.hidden_size, suffix, source)
+
+
 def _spelled(target: Target, name: str) -> list[str]:
     """A name of the text model alone as checkpoints have it: behind other words where the model is
     a part of a larger one."""
     names = target.spec.names
-    if names.also is None or not name.startswith(("model.", "lm_head")):
+    if names.also is None:
         return [name]
     if name.startswith("lm_head"):
         return [names.head + name.removeprefix("lm_head"), name]
-    return [prefix + name.removeprefix("model.") for prefix in names.also]
+    prefix = next((one for one in ("model.", names.also[0]) if name.startswith(one)), None)
+    return [name] if prefix is None else [one + name.removeprefix(prefix) for one in names.also]
 
 
 def _picked(
@@ -185,24 +242,27 @@ def _picked(
         heads = (
             mixer.head_parts(f"{theirs}.self_attn", head)[which] for head in range(mixer.num_heads)
         )
-        return [_pick(part, cols, suffix, source) for part in heads]
+        return [_pick(target, part, cols, suffix, source) for part in heads]
     if pattern not in _EXPERTS or not isinstance(block.feed_forward, MoE):
         return []
     moe, role = block.feed_forward, _EXPERTS[pattern]
-    module, hidden = f"{theirs}.{moe.module}", target.spec.hidden_size
+    module = f"{theirs}.{moe.module}"
+    hidden = target.spec.hidden_size if moe.latent is None else moe.latent.size
     if role == "down":
         cols = moe.intermediate_size
         parts = [moe.tensors.down(module, expert, hidden)[0] for expert in range(moe.count)]
     else:
         cols, rows = hidden, moe.intermediate_size
         firsts = (moe.tensors.first(module, expert, rows) for expert in range(moe.count))
-        parts = [first[role == "up"] for first in firsts]
+        parts = [first[-1 if role == "up" else 0] for first in firsts]
     if suffix == ".bias" and any(part.bias is None for part in parts):
         return []
-    return [_pick(part, cols, suffix, source) for part in parts]
+    return [_pick(target, part, cols, suffix, source) for part in parts]
 
 
-def _pick(part: PartSpec, cols: int, suffix: str, source: WeightSource) -> Origin:
+def _pick(target: Target, part: PartSpec, cols: int, suffix: str, source: WeightSource) -> Origin:
+    if target.spec.names.also is not None:
+        part = renamed_part(part, *target.spec.names.also)
     found = resolved(source, part)
     spec = WeightSpec(found.name, "linear", (found,), cols)
     if suffix == ".bias":

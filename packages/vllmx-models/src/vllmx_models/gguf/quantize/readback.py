@@ -15,10 +15,12 @@ from vllmx_core.errors import UnsupportedModelError, shown
 from vllmx_core.registry import Registry
 
 from vllmx_models.blocks.attention import AttentionMixer
+from vllmx_models.blocks.dense import DenseMLP, MLPNames
 from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward, Mixer
 from vllmx_models.blocks.moe import EachExpert, MoE
 from vllmx_models.blocks.per_layer import PerLayerInput
+from vllmx_models.blocks.recurrent import DeltaMixer, DeltaNames
 from vllmx_models.decoder import DecoderSpec, LayerSpec
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.gguf.quantize.header import Target
@@ -98,16 +100,26 @@ def plain(layer: LayerSpec) -> LayerSpec:
 def _mixer(mixer: Mixer | None) -> Mixer | None:
     if isinstance(mixer, AttentionMixer):
         return replace(mixer, rope=None, window=None)
+    if isinstance(mixer, DeltaMixer):
+        return replace(mixer, tiled=False, names=DeltaNames())
     if isinstance(mixer, LatentMixer):
         return replace(mixer, rope=still(mixer.rope.rotary_dim, 1), cut_heads=False)
     return mixer
 
 
 def _feed(feed_forward: FeedForward | None) -> FeedForward | None:
+    if isinstance(feed_forward, DenseMLP):
+        return replace(feed_forward, names=MLPNames())
     if not isinstance(feed_forward, MoE):
         return feed_forward
     biased = feed_forward.tensors.down("", 0, 1)[0].bias is not None
-    return replace(feed_forward, tensors=EachExpert(bias=biased), module="")
+    shared = feed_forward.shared
+    return replace(
+        feed_forward,
+        tensors=EachExpert(bias=biased),
+        shared=None if shared is None else replace(shared, names=MLPNames()),
+        module="",
+    )
 
 
 def _same_table(spec: DecoderSpec, one: Rope, other: Rope) -> bool:

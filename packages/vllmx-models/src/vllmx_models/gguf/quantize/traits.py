@@ -17,6 +17,7 @@ from vllmx_models.blocks.dense import DenseMLP
 from vllmx_models.blocks.dense_and_experts import DenseAndExperts
 from vllmx_models.blocks.latent import LatentMixer
 from vllmx_models.blocks.layer import FeedForward, Mixer
+from vllmx_models.blocks.mamba import MambaMixer
 from vllmx_models.blocks.moe import MoE
 from vllmx_models.decoder import DecoderSpec
 from vllmx_models.gguf.rope import FREQS, LOG_MULTIPLIER, LONG, SHORT, STILL, llama3_divisors
@@ -32,8 +33,8 @@ _YARN: Mapping[str, str] = {
 def decoder_metadata(
     spec: DecoderSpec, mixer: AttentionMixer | LatentMixer, name: str
 ) -> tuple[dict[str, Any], dict[str, F32]]:
-    """Keys with "ARCHITECTURE." before them, and tensors that belong to them. `mixer` is that of
-    the first layer."""
+    """Keys with "ARCHITECTURE." before them, and tensors that belong to them. `mixer` is the
+    first that attends."""
     values: dict[str, Any] = {
         "block_count": len(spec.layers),
         "embedding_length": spec.hidden_size,
@@ -43,10 +44,13 @@ def decoder_metadata(
         f"attention.layer_norm{'_rms' * (spec.norm.kind == 'rms')}_epsilon": float(spec.norm.eps),
         "vocab_size": spec.vocab_size,
     }
-    windows = {_window(mixer) for mixer in spec.mixers}
+    windows = {_window(mixer) for mixer in spec.mixers if mixer.cache is not None}
     if windows != {None}:
         values["attention.sliding_window"] = max(window or 0 for window in windows)
     rotating = [mixer.rope for mixer in spec.mixers if mixer.rope is not None]
+    if not rotating and any(isinstance(one, MambaMixer) for one in spec.mixers):
+        values["context_length"] = spec.max_model_len
+        return {f"{name}.{key}": value for key, value in values.items()}, {}
     if not rotating:
         raise UnsupportedModelError(
             f"no layer of the model has a rotary embedding, which the GGUF architecture {name!r}"
