@@ -3,14 +3,15 @@ of running rows while images arrive.
 
     python bench/towers.py --setup models/towers          # writes both shapes, 2 GB
     python bench/towers.py models/towers --rounds 3
-    python bench/towers.py models/towers --pace
+    python bench/towers.py --setup models/whole --shapes qwen3-vl-2b --text-layers 28
+    python bench/towers.py models/whole --shapes qwen3-vl-2b --pace
 
 Random weights in the shape of Qwen3-VL-2B's tower, and in the widths of Gemma 3's (1152, 27 layers,
 heads of 72), put into Qwen3-VL's form so that both engines run one code for both; a text model of
-four layers behind it. One image of 1,024 patches. vllmx: seconds of a pass as its backend counts
-them. transformers: the tower's own pass. Each engine runs in a process of its own, one after the
-other in each round; milliseconds, medians. The pace: times between steps in which four rows decode,
-while an image of 1,024 patches comes each second or as the one before has ended.
+four layers behind it, or of more. One image of 1,024 patches. vllmx: seconds of a pass as its
+backend counts them. transformers: the tower's own pass. Each engine runs in a process of its own,
+one after the other in each round; milliseconds, medians. The pace: times between steps in which
+four rows decode, while an image of 1,024 patches comes as the one before has ended.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--setup", action="store_true", help="write the models, measure nothing")
     parser.add_argument("--pace", action="store_true", help="of running rows, while images arrive")
+    parser.add_argument("--text-layers", type=int, default=4, help="of what --setup writes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -60,8 +62,8 @@ def main() -> None:
     if args.worker:
         print(json.dumps(WORKERS[args.worker](args.folder, args.threads)))
     elif args.setup:
-        for shape in SHAPES:
-            write(args.folder / shape, SHAPES[shape])
+        for shape in args.shapes.split(","):
+            write(args.folder / shape, SHAPES[shape], args.text_layers)
     elif args.pace:
         for shape in args.shapes.split(","):
             pace(args.folder / shape, args.threads)
@@ -87,14 +89,14 @@ def compare(args: argparse.Namespace) -> None:
         print(f"| {shape} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} |")
 
 
-def write(folder: Path, shape: dict[str, Any]) -> None:
+def write(folder: Path, shape: dict[str, Any], layers: int) -> None:
     """A checkpoint with random weights."""
     import torch
 
     hub: Any = import_module("transformers")  # whose types know neither class
     text = {
-        "vocab_size": 97, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 97, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 8,
         "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     config = hub.Qwen3VLConfig(

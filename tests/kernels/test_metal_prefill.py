@@ -153,9 +153,10 @@ class TestInTheBackend(Harness):
 def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx.core.metal.is_available", lambda: True)
     monkeypatch.setattr(kernel_choice, "decode_difference", lambda dtype: 0.0)
+    monkeypatch.setenv(kernel_choice.RECURRENCE_SWITCH, "0")
     for value, used in (("", False), ("0", False), ("1", True)):
         monkeypatch.setenv(kernel_choice.PREFILL_SWITCH, value)
-        assert kernel_choice.choose_kernels(mx.float16) == kernel_choice.PagedKernels(True, used)
+        assert kernel_choice.choose_kernels(mx.float16) == kernel_choice.OwnKernels(True, used)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -99,6 +99,7 @@ class MetalBackend:
                 "mlx": version("mlx"),
                 "decode attention": "own kernel" if kernels.decode else "MLX",
                 "prefill attention": "own kernel" if kernels.prefill else "MLX",
+                "recurrence": "own kernel" if kernels.recurrence else "MLX",
             },
             cache_windows=kv.layout.windows,
             num_state_slots=kv.states.num_slots,

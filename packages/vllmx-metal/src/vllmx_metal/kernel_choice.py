@@ -1,5 +1,5 @@
-"""Which attention kernels of our own are used: as the environment says, or where a small case comes
-out as MLX's own attention has it."""
+"""Which kernels of our own are used: as the environment says, or where a small case comes
+out as MLX's own ops have it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import mlx.core as mx
 import numpy as np
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.attention import AttentionSpec
+from vllmx_core.state_rows import StateRows
 
 from vllmx_metal.kv_cache import LayerPages, Pages
 from vllmx_metal.paged import PART, decode_rows, paged_decode
 from vllmx_metal.paged_prefill import PrefillTiles, paged_prefill
+from vllmx_metal.recurrence_kernel import Rows, Tokens, run
+from vllmx_metal.recurrent import side_by_side
 
 logger = logging.getLogger("vllmx.metal")
 
@@ -23,24 +26,31 @@ DECODE_SWITCH = "VLLMX_METAL_PAGED_KERNEL"
 """1: use the kernel without a probe, 0: never; unset: where the probe finds it right."""
 PREFILL_SWITCH = "VLLMX_METAL_PAGED_PREFILL"
 """1: use the kernel, 0 or unset: never, for nobody has measured yet which way is faster."""
+RECURRENCE_SWITCH = "VLLMX_METAL_RECURRENCE"
+"""1: use the kernel without a probe, 0: never; unset: where the probe finds it right."""
 _TOLERANCE = 0.02
 """bfloat16 rounds the result to 0.004."""
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKernels:
-    """Which of our kernels attend; MLX's own attention does the rest over gathered pages."""
+class OwnKernels:
+    """Which of our kernels attend, MLX's own attention doing the rest over gathered pages, and
+    whether one of them steps through the states of recurrent layers."""
 
     decode: bool = False
     prefill: bool = False
+    recurrence: bool = False
 
 
-def choose_kernels(dtype: mx.Dtype) -> PagedKernels:
+def choose_kernels(dtype: mx.Dtype) -> OwnKernels:
     """Raises ConfigError for a switch that is neither 0 nor 1."""
     decode, prefill = _switch(DECODE_SWITCH), _switch(PREFILL_SWITCH)
     if decode is None:
-        decode = mx.metal.is_available() and _is_right(lambda: decode_difference(dtype))
-    return PagedKernels(decode, bool(prefill))
+        decode = _is_right("paged decode", "pages are gathered", lambda: decode_difference(dtype))
+    recurrence = _switch(RECURRENCE_SWITCH)
+    if recurrence is None:
+        recurrence = _is_right("recurrence", "tokens are single steps", recurrence_difference)
+    return OwnKernels(decode, bool(prefill), recurrence)
 
 
 def _switch(name: str) -> bool | None:
@@ -50,14 +60,16 @@ def _switch(name: str) -> bool | None:
     return value == "1" if value else None
 
 
-def _is_right(difference: Callable[[], float]) -> bool:
+def _is_right(name: str, instead: str, difference: Callable[[], float]) -> bool:
+    if not mx.metal.is_available():
+        return False
     try:
         found = difference()
     except Exception as error:  # a compiler or driver may say anything
-        logger.warning("paged decode kernel: does not run (%s), pages are gathered", error)
+        logger.warning("%s kernel: does not run (%s), %s", name, error, instead)
         return False
     if not found < _TOLERANCE:
-        logger.warning("paged decode kernel: off by %g, pages are gathered", found)
+        logger.warning("%s kernel: off by %g, %s", name, found, instead)
         return False
     return True
 
@@ -78,6 +90,27 @@ def prefill_difference(dtype: mx.Dtype) -> float:
     blocks = np.arange(-(-length // page), dtype=np.int32)[None]
     tiles = PrefillTiles.of(blocks, np.array([length - queries]), np.array([queries]), page)
     return _difference(paged_prefill(q, spec, None, pages, tiles), q, pages, length)
+
+
+def recurrence_difference() -> float:
+    """The same of what two rows of the delta rule give and leave."""
+    random, heads, size, lengths = np.random.default_rng(0), 4, 128, [40, 3]
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(random.standard_normal(shape).astype(np.float32))
+
+    count, scale = sum(lengths), size**-0.5
+    tokens = Tokens(
+        normal(count, heads, size) * scale, normal(count, heads, size) * scale,
+        normal(count, heads, size), mx.sigmoid(normal(count, heads, 1, 1)),
+        mx.sigmoid(normal(count, heads, 1)),
+    )  # fmt: skip
+    states, begins = normal(2, heads, size, size), np.array([0, lengths[0]])
+    at = [mx.array(np.array(one, np.int32)) for one in ([1, 0], begins, lengths)]
+    found = run(tokens, Rows(*at), states, delta=True)
+    rows = StateRows(lengths, begins, np.array([1, 0]), np.array([1, 0]))
+    expected = side_by_side(tokens, rows, states[at[0]], delta=True)
+    return max(float(mx.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
 
 
 def _case(

@@ -18,7 +18,7 @@ from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
 from vllmx_metal.device import Device, release
-from vllmx_metal.kernel_choice import PagedKernels
+from vllmx_metal.kernel_choice import OwnKernels
 from vllmx_metal.kv_cache import LayerPages
 from vllmx_metal.ops import OPS, MetalFrame
 from vllmx_metal.owner import Owner
@@ -43,7 +43,7 @@ class MetalLoadedModel:
         info: LoadedInfo,
         owner: Owner,
         device: Device,
-        kernels: PagedKernels,
+        kernels: OwnKernels,
         tower: OpList | None = None,
         features: Sequence[mx.array] = (),
         ranks: Communicator | None = None,

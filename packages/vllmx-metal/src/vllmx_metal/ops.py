@@ -238,7 +238,14 @@ def _short_conv(op: ShortConv, frame: MetalFrame) -> None:
 def _recurrence(op: Recurrence, frame: MetalFrame) -> None:
     b, states = None if op.b is None else frame[op.b], frame.states[op.spec.state]
     frame[op.out] = recurrence(
-        frame[op.qkv], frame[op.a], b, op.spec, op.bound(frame.array), frame.state_step, states
+        frame[op.qkv],
+        frame[op.a],
+        b,
+        op.spec,
+        op.bound(frame.array),
+        frame.state_step,
+        states,
+        own_kernel=frame.step.kernels.recurrence,
     )
 
 

@@ -1,4 +1,5 @@
-"""Recurrent layers in MLX's own ops: all rows of a step side by side, token after token."""
+"""Recurrent layers in MLX's own ops: all rows of a step side by side, token after token; or, where
+it is chosen, by the kernel of `recurrence_kernel`."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from vllmx_core.ops.recurrence import RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.short_conv import ShortConvSpec
 from vllmx_core.plan import AnyArray, StepPlan
 from vllmx_core.state_rows import StateRows, conv_windows
+
+from vllmx_metal.recurrence_kernel import Rows, Tokens, run
 
 
 @dataclass(slots=True)
@@ -37,7 +40,8 @@ class StateStep:
 
     plan: StepPlan
     rows: StateRows
-    source: mx.array  # (R,) slots, the longest row first
+    on_device: Rows
+    """The same, the longest row first."""
     target: mx.array  # (R,)
     _windows: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
@@ -45,7 +49,9 @@ class StateStep:
     def of(cls, plan: StepPlan) -> StateStep:
         """The rows of a step."""
         rows = StateRows.of(plan)
-        return cls(plan, rows, _indices(rows.source), _indices(rows.target))
+        lengths = _indices(np.array(rows.lengths))
+        on_device = Rows(_indices(rows.source), _indices(rows.first), lengths)
+        return cls(plan, rows, on_device, _indices(rows.target))
 
     def windows(self, kernel: int) -> tuple[mx.array, mx.array]:
         """See `conv_windows`."""
@@ -64,7 +70,7 @@ def short_conv(
     states: States,
 ) -> mx.array:
     """(T, C) -> (T, C), over and into the states (slots, 1, K - 1, C)."""
-    kept = states.before(step.source).reshape(-1, x.shape[1])  # (R * (K - 1), C)
+    kept = states.before(step.on_device.source).reshape(-1, x.shape[1])  # (R * (K - 1), C)
     seen = mx.concatenate([kept, x.astype(mx.float32)])
     windows, left = step.windows(spec.kernel)
     out = (seen[windows] * w.reshape(-1, spec.kernel).T).sum(axis=1)  # (T, C)
@@ -82,6 +88,8 @@ def recurrence(
     weights: RecurrenceWeights[mx.array],
     step: StateStep,
     states: States,
+    *,
+    own_kernel: bool = False,
 ) -> mx.array:
     """(T, 2 * Hk * Dk + H * Dv) -> (T, H * Dv), over and into the states (slots, H, Dk, Dv)."""
     q, k, v = _split(qkv.astype(mx.float32), spec)
@@ -89,38 +97,43 @@ def recurrence(
     dt = mx.clip(dt, spec.dt_min, spec.dt_max).reshape(len(a), spec.num_heads, -1)
     decay = mx.exp(-mx.exp(weights.a_log)[:, None] * dt)[..., None]  # (T, H, Dk or 1, 1)
     strength = dt if b is None else mx.sigmoid(b.astype(mx.float32))[..., None]  # (T, H, 1)
-    state = states.before(step.source)  # (R, H, Dk, Dv), the longest row first
-    ended, outs, order = [], [], []
-    for tokens in step.rows.tokens():
-        if len(tokens) < len(state):
-            ended.append(state[len(tokens) :])
-            state = state[: len(tokens)]
-        at = _indices(tokens)
-        state, out = _one_token(state, q[at], k[at], v[at], decay[at], strength[at], spec)
-        outs.append(out)
-        order.append(tokens)
-    states.data[step.target] = mx.concatenate([state, *reversed(ended)])
-    found = mx.concatenate(outs)[_indices(np.argsort(np.concatenate(order)))]  # (T, H, Dv)
+    tokens, delta = Tokens(q, k, v, decay, strength), spec.rule == "delta"
+    if own_kernel:
+        found, left = run(tokens, step.on_device, states.data, delta=delta)
+    else:
+        state = states.before(step.on_device.source)  # (R, H, Dk, Dv), the longest row first
+        found, left = side_by_side(tokens, step.rows, state, delta=delta)
+    states.data[step.target] = left
     if weights.d is not None:
         found = found + weights.d[:, None] * v
     return found.reshape(len(qkv), -1).astype(qkv.dtype)
 
 
+def side_by_side(
+    tokens: Tokens, rows: StateRows, state: mx.array, *, delta: bool
+) -> tuple[mx.array, mx.array]:
+    """(T, H, Dv), and the states (R, H, Dk, Dv) behind the rows, in the order of `rows`."""
+    ended, outs, order = [], [], []
+    for index in rows.tokens():
+        if len(index) < len(state):
+            ended.append(state[len(index) :])
+            state = state[: len(index)]
+        state, out = _one_token(state, tokens, _indices(index), delta=delta)
+        outs.append(out)
+        order.append(index)
+    found = mx.concatenate(outs)[_indices(np.argsort(np.concatenate(order)))]
+    return found, mx.concatenate([state, *reversed(ended)])
+
+
 def _one_token(
-    state: mx.array,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    decay: mx.array,
-    strength: mx.array,
-    spec: RecurrenceSpec,
+    state: mx.array, tokens: Tokens, at: mx.array, *, delta: bool
 ) -> tuple[mx.array, mx.array]:
     """One token of each of n rows: states (n, H, Dk, Dv) behind it, and answers (n, H, Dv)."""
-    state = state * decay
-    if spec.rule == "delta":
+    k, v, state = tokens.k[at], tokens.v[at], state * tokens.decay[at]
+    if delta:
         v = v - (k[:, :, None] @ state)[:, :, 0]
-    state = state + k[..., None] * (strength * v)[:, :, None]
-    return state, (q[:, :, None] @ state)[:, :, 0]
+    state = state + k[..., None] * (tokens.strength[at] * v)[:, :, None]
+    return state, (tokens.q[at][:, :, None] @ state)[:, :, 0]
 
 
 def _split(qkv: mx.array, spec: RecurrenceSpec) -> tuple[mx.array, mx.array, mx.array]:

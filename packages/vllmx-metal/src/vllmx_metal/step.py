@@ -11,7 +11,7 @@ from vllmx_core.ops.attention import AttentionSpec
 from vllmx_core.plan import I32, PatchRows, StepPlan
 from vllmx_core.query_tiles import QueryTiles
 
-from vllmx_metal.kernel_choice import PagedKernels
+from vllmx_metal.kernel_choice import OwnKernels
 from vllmx_metal.paged import DecodeRows, decode_rows
 from vllmx_metal.paged_prefill import PrefillTiles, prefill_fits
 
@@ -60,13 +60,13 @@ class MetalStep:
 
     plan: StepPlan
     block_size: int
-    kernels: PagedKernels
+    kernels: OwnKernels
     tokens: mx.array  # (T,)
     positions: mx.array  # (T,)
     slots: tuple[mx.array, ...]  # (T,) of each cache group
     logit_rows: mx.array  # (L,)
     token_types: mx.array  # (T,)
-    _batches: dict[tuple[int, int | None, bool, bool, PagedKernels], Batches] = field(
+    _batches: dict[tuple[int, int | None, bool, bool, OwnKernels], Batches] = field(
         default_factory=dict
     )
     _rotations: dict[tuple[int, tuple[int, ...]], tuple[mx.array, mx.array]] = field(
@@ -75,7 +75,7 @@ class MetalStep:
 
     @classmethod
     def build(
-        cls, plan: StepPlan, block_size: int, last_ids: mx.array, kernels: PagedKernels
+        cls, plan: StepPlan, block_size: int, last_ids: mx.array, kernels: OwnKernels
     ) -> MetalStep:
         """References to `last_ids`, of the step before, stay on the device: they may still be
         computed."""
@@ -116,14 +116,14 @@ class MetalStep:
     def batches(self, spec: AttentionSpec, group: int, *, gathered: bool = False) -> Batches:
         """Every query token of the step once, over the pages of a cache group; made for the first
         layer of its kind that asks. `gathered`: no kernel reads the pages where they lie."""
-        kernels = PagedKernels(False, False) if gathered else self.kernels
+        kernels = OwnKernels() if gathered else self.kernels
         kernels = replace(kernels, prefill=kernels.prefill and prefill_fits(spec))
         key = (group, spec.window, spec.causal, spec.spans, kernels)
         if key not in self._batches:
             self._batches[key] = self._cut(spec, self.plan.block_tables[group], kernels)
         return self._batches[key]
 
-    def _cut(self, spec: AttentionSpec, table: I32, kernels: PagedKernels) -> Batches:
+    def _cut(self, spec: AttentionSpec, table: I32, kernels: OwnKernels) -> Batches:
         tiles = QueryTiles.cut(self.plan, spec.window, spec.causal, TILE_TOKENS, spans=spec.spans)
         single = tiles.queries == 1
         ahead = np.maximum.reduceat(self._seen(spec) - self.plan.positions, tiles.first_token)

@@ -145,12 +145,12 @@ class StateChecks(Harness):
     @pytest.mark.parametrize("features", CONVS.values(), ids=CONVS.keys())
     def test_short_conv(self, features: dict[str, Any]) -> None:
         if not self._lacks("short_conv"):
-            self.compare(*conv_model(**features), _with_slots(mixed_steps()))
+            self.compare(*conv_model(**features), with_slots(mixed_steps()))
 
     @pytest.mark.parametrize("features", RULES.values(), ids=RULES.keys())
     def test_recurrence(self, features: dict[str, Any]) -> None:
         if not self._lacks("recurrence"):
-            self.compare(*recurrent_model(**features), _with_slots(mixed_steps()))
+            self.compare(*recurrent_model(**features), with_slots(mixed_steps()))
 
     @pytest.mark.parametrize("rule", [DELTA, SSD], ids=["delta", "ssd"])
     def test_chunks_do_not_change_what_recurrent_layers_compute(self, rule: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class StateChecks(Harness):
         return True
 
 
-def _with_slots(steps: list[list[Row]]) -> list[list[Row]]:
+def with_slots(steps: list[list[Row]]) -> list[list[Row]]:
     """Each sequence in a slot of its own, which it leaves for another one at the second step."""
     for number, step in enumerate(steps):
         for row in step:

@@ -1,0 +1,87 @@
+"""The tokens of a step through a recurrent layer's states by our own Metal kernel, which keeps a
+state in registers from a row's first token to its last. Never run on Metal so far; `kernel_choice`
+compares it with MLX's own ops before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+
+from vllmx_metal.paged import compiled
+
+SIMDS = 8
+COLS = 4
+"""Columns of a state that a simdgroup keeps; those of a threadgroup are a line of memory."""
+INPUTS = (
+    "q",
+    "k",
+    "v",
+    "decay",
+    "strength",
+    "states",
+    "source",
+    "first_token",
+    "num_tokens",
+)
+OUTPUTS = ("out", "left")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What the tokens of a step bring to one layer, in float32."""
+
+    q: mx.array  # (T, H, Dk) normed and scaled, of each head
+    k: mx.array  # (T, H, Dk)
+    v: mx.array  # (T, H, Dv)
+    decay: mx.array  # (T, H, Dk or 1, 1)
+    strength: mx.array  # (T, H, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step."""
+
+    source: mx.array  # (R,) slots, -1 where a row begins
+    first_token: mx.array  # (R,)
+    num_tokens: mx.array  # (R,)
+
+
+@cache
+def kernel() -> Callable[..., list[mx.array]]:
+    return compiled("recurrence", INPUTS, OUTPUTS)
+
+
+def run(tokens: Tokens, rows: Rows, states: mx.array, *, delta: bool) -> tuple[mx.array, mx.array]:
+    """states (slots, H, Dk, Dv) -> (T, H, Dv), and the states (R, H, Dk, Dv) behind the rows."""
+    count, heads, key_size = tokens.k.shape
+    value_size, num_rows = tokens.v.shape[2], len(rows.source)
+    out, left = kernel()(
+        inputs=[
+            tokens.q,
+            tokens.k,
+            tokens.v,
+            tokens.decay,
+            tokens.strength,
+            states,
+            rows.source,
+            rows.first_token,
+            rows.num_tokens,
+        ],
+        template=[
+            ("H", heads),
+            ("DK", key_size),
+            ("DV", value_size),
+            ("SIMDS", SIMDS),
+            ("COLS", COLS),
+            ("CHANNEL", tokens.decay.shape[2] > 1),
+            ("DELTA", delta),
+        ],
+        grid=(-(-value_size // (SIMDS * COLS)) * SIMDS * 32, heads, num_rows),
+        threadgroup=(SIMDS * 32, 1, 1),
+        output_shapes=[(count, heads, value_size), (num_rows, heads, key_size, value_size)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return out, left
