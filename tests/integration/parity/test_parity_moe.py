@@ -31,18 +31,20 @@ GROUPED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
 }  # fmt: skip
 CASES = [
-    Case("qwen3-moe", "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    Case("qwen3-moe", "qwen3_moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}, seed=1),
     Case("qwen3-moe-bf16-shards", "qwen3_moe", {**EXPERTS, "head_dim": 16}, "bfloat16", True),
     Case("qwen3-moe-all-chosen", "qwen3_moe",
          {**EXPERTS, "num_experts": 3, "num_experts_per_tok": 3, "use_sliding_window": True,
           "sliding_window": parity.WINDOW, "attention_bias": True}, seed=1),
     Case("qwen3-moe-mlp-layers", "qwen3_moe",
-         {**EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+         {**EXPERTS, "num_hidden_layers": 4, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+         seed=1),
     Case("qwen2-moe", "qwen2_moe",
          {**SHARED, "use_sliding_window": True, "sliding_window": parity.WINDOW,
           "max_window_layers": 2, "norm_topk_prob": True, "qkv_bias": False}),
     Case("mixtral", "mixtral",
-         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": parity.WINDOW}),
+         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": parity.WINDOW},
+         seed=1),
     Case("gpt-oss", "gpt_oss", GPT_OSS),
     Case("olmoe", "olmoe", {"num_experts": 6, "num_experts_per_tok": 3}, seed=1),
     Case("glm4-moe", "glm4_moe",
@@ -89,4 +91,4 @@ def test_logits_and_greedy_ids(
         parity.test_logits_and_greedy_ids(case, build, open_runner)
     except UnsupportedOpError as error:
         pytest.skip(error.message)
-    assert min(gaps, default=1.0) > 1e-5
+    assert min(gaps, default=1.0) > 1e-4

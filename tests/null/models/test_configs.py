@@ -150,6 +150,21 @@ def test_refused(build: Any, architecture: str, config: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     "config",
+    [
+        {"architectures": ["DeepseekV4ForCausalLM"], "hc_mult": 4},
+        {"architectures": ["Qwen4ExpForCausalLM"], "text_config": {"hc_count": 4}},
+    ],
+)
+def test_hyper_connections_are_refused_by_name(registry: Registry, config: dict[str, Any]) -> None:
+    name = config["architectures"][0]
+    with pytest.raises(UnsupportedModelError, match=f"'{name}'.* joins .* by hyper-connections"):
+        registry.model_for(BASE | config)
+    with pytest.raises(UnsupportedModelError, match=r"known\)\. A plugin can add it"):
+        registry.model_for({"architectures": [name]})
+
+
+@pytest.mark.parametrize(
+    "config",
     [{"pretraining_tp": 2}, {"sliding_window": None}, {"attention_dropout": 0.1},
      {"layer_types": ["full_attention"] * 4}, {"num_experts": 1}, {"unknown_to_us": "x"}],
 )  # fmt: skip

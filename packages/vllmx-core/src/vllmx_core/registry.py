@@ -87,6 +87,8 @@ def architecture_names(config: dict[str, Any]) -> list[str]:
 _LISTED = 10
 """More architectures than so many are not named in a message."""
 PLUGIN_CAN = "A plugin can add it (docs/plugins.md)"
+_STREAMS = ("hc_mult", "hc_count")
+"""How many residual streams a model has, in DeepSeek's and Qwen's words."""
 
 
 def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
@@ -94,6 +96,15 @@ def nearest_architecture(wanted: str, known: Iterable[str]) -> str | None:
     stems = {_stem(name): name for name in sorted(known)}
     near = difflib.get_close_matches(_stem(wanted), stems, 1, 0.5)
     return stems[near[0]] if near else None
+
+
+def _beyond_ops(config: dict[str, Any]) -> str:
+    """What no op could do for it, where its config says that."""
+    inner = config.get("text_config")
+    keys = {*config, *(inner if isinstance(inner, dict) else ())}
+    if keys.isdisjoint(_STREAMS):
+        return ""
+    return "; it joins its layers by hyper-connections, for which there are no ops"
 
 
 def _stem(architecture: str) -> str:
@@ -305,7 +316,8 @@ class Registry:
         hint = f", the nearest that is known is {near!r}" if near else ""
         listed = ", ".join(known) if 0 < len(known) <= _LISTED else ""
         listed = f"known: {listed}" if listed else "`vllmx models` lists those that are known"
-        return f"no installed plugin serves the architecture {wanted}{hint} ({listed})"
+        beyond = _beyond_ops(config)
+        return f"no installed plugin serves the architecture {wanted}{hint} ({listed}){beyond}"
 
     def find_model(self, architecture: str) -> ModelSpec | None:
         """Who serves a value of `architectures`. Raises PluginClashError."""
