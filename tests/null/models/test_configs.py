@@ -216,6 +216,33 @@ def windows(model: Decoder) -> list[int | None]:
     return [entry.window for entry in model.shape.kv_specs]
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("deepseek-ai--DeepSeek-V3", "num_nextn_predict_layers"),
+        ("zai-org--GLM-5", "num_nextn_predict_layers"),
+        ("Qwen--Qwen3.5-27B", "mtp_num_hidden_layers"),
+        ("XiaomiMiMo--MiMo-7B-Base", "num_nextn_predict_layers"),
+    ],
+)
+def test_layers_of_prediction_are_passed_over_with_a_line(
+    registry: Registry, name: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((COPIES / f"{name}.json").read_text())
+    inner = config.get("text_config", config)
+    count = inner["num_hidden_layers"]
+    with caplog.at_level("INFO", "vllmx.models"):
+        model = registry.model_for(config).load()(config)
+    line = f"layers of multi-token prediction are passed over: {inner[key]}"
+    assert caplog.messages.count(line) == 1
+    assert len(model.spec.layers) == count
+    caplog.clear()
+    inner[key] = 0
+    with caplog.at_level("INFO", "vllmx.models"):
+        registry.model_for(config).load()(config)
+    assert "multi-token" not in caplog.text
+
+
 def test_windows(build: Any) -> None:
     assert windows(build("MistralForCausalLM", num_key_value_heads=2)) == [4096] * 4
     assert windows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,10 @@ from vllmx_models.config import ConfigReader
 from vllmx_models.decoder import DecoderSpec, LayerSpec
 from vllmx_models.rope import LAYER_TYPES, Rope, read_rope
 
+logger = logging.getLogger("vllmx.models")
 MAX_LAYERS = 1024
+PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""How many layers a checkpoint has that predict further tokens; nobody reads them."""
 
 
 def num_layers(read: ConfigReader) -> int:
@@ -159,7 +163,13 @@ def decoder_spec(
     **options: Any,
 ) -> DecoderSpec:
     """What all architectures name alike; an RMS norm by default; `options` are `DecoderSpec`'s. The
-    context that is claimed is `context`, or that of the longest rotation."""
+    context that is claimed is `context`, or that of the longest rotation.
+
+    Layers of multi-token prediction, which lie behind the others in a checkpoint, are passed over.
+    """
+    for key in PREDICTION:
+        if extra := read.integer(key, 0, low=0):
+            logger.info("layers of multi-token prediction are passed over: %d", extra)
     positions = read.integer("max_position_embeddings", default_positions)
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     claims = [mixer.rope.context_len for mixer in mixers if mixer.rope is not None]

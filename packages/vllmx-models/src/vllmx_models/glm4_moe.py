@@ -3,7 +3,6 @@ V3's experts."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +34,6 @@ from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.latent_config import sparse_layers
 from vllmx_models.moe_config import EXPERT_KEYS, with_feed_forward
 
-logger = logging.getLogger("vllmx.models")
 DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 131072,
@@ -69,9 +67,6 @@ def glm4_moe(config: Mapping[str, Any]) -> Decoder:
     dense = [number for number, has_experts in enumerate(sparse) if not has_experts]
     if dense:
         layers = with_feed_forward(layers, dense, dense_mlp(read))
-    extra = read.integer("num_nextn_predict_layers", 0, low=0)
-    if extra:
-        logger.info("layers of multi-token prediction are passed over: %d", extra)
     return Decoder(decoder_spec(read, layers, default_positions=positions))
 
 

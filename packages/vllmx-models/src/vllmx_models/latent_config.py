@@ -20,15 +20,11 @@ logger = logging.getLogger("vllmx.models")
 def latent_decoder(read: ConfigReader, feed_forwards: tuple[FeedForward, ...]) -> DecoderSpec:
     """A decoder whose layers have one latent mixer, and each its feed-forward.
 
-    Layers of multi-token prediction, which lie behind the others in a checkpoint, are passed over.
     Sparse attention picks `index_topk` tokens for each query: as long as there are no more it is
     attention to all, and so far the model is served."""
     mixer = latent_mixer(read)
     layers = tuple(LayerSpec(mixer, feed_forward) for feed_forward in feed_forwards)
     spec = decoder_spec(read, layers, default_positions=read.integer("max_position_embeddings"))
-    extra = read.integer("num_nextn_predict_layers", 0, low=0)
-    if extra:
-        logger.info("layers of multi-token prediction are passed over: %d", extra)
     if not read.has("index_topk"):
         return spec
     picked = read.integer("index_topk", high=1 << 31)

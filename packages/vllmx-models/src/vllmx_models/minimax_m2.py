@@ -3,7 +3,6 @@ that a sigmoid scores, and one norm across all query heads and one across all ke
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ from vllmx_models.gguf.architecture import (
 from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.moe_config import EXPERT_KEYS, chosen_experts, experts_spec, num_experts
 
-logger = logging.getLogger("vllmx.models")
 DEFAULT_POSITIONS = 196608
 FIXED: Mapping[str, Any] = {
     "use_qk_norm": True,
@@ -70,8 +68,6 @@ def minimax_m2(config: Mapping[str, Any]) -> Decoder:
         EachExpert("w1", "w3", "w2"),
         module="block_sparse_moe",
     )
-    if read.has("use_mtp") and read.flag("use_mtp", False):
-        logger.info("layers of multi-token prediction are passed over")
     layers = layer_specs(read, mixer, moe, ropes, sliding, None)
     return Decoder(decoder_spec(read, layers, default_positions=DEFAULT_POSITIONS))
 

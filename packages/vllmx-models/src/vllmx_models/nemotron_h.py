@@ -3,7 +3,6 @@ without positions, an MLP or experts."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +38,6 @@ from vllmx_models.gguf.hyperparameters import GGUFHeader
 from vllmx_models.hybrid_config import layer_kinds
 from vllmx_models.moe_config import EXPERT_KEYS, num_experts
 
-logger = logging.getLogger("vllmx.models")
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 NAMES = ModelNames(
@@ -84,8 +82,6 @@ def nemotron_h(config: Mapping[str, Any]) -> Decoder:
     kinds = _kinds(read)
     for kind in dict.fromkeys(kinds):
         blocks[kind] = _layer(read, kind)
-    if read.integer("num_nextn_predict_layers", 0, low=0):
-        logger.info("layers of multi-token prediction are passed over")
     layers = tuple(blocks[kind] for kind in kinds)
     positions = read.integer("max_position_embeddings")
     return Decoder(decoder_spec(read, layers, default_positions=positions, norm=norm, names=NAMES))

@@ -3,7 +3,6 @@ Helium, InternLM and InternLM 3, MiMo, Seed-OSS, Xverse, Yi."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +20,6 @@ from vllmx_models.decoder_config import (
     sliding_layers,
 )
 from vllmx_models.qwen2 import qwen2
-
-logger = logging.getLogger("vllmx.models")
 
 _CWM_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3",
@@ -111,9 +108,6 @@ def internlm3(config: Mapping[str, Any]) -> Decoder:
 
 def mimo(config: Mapping[str, Any]) -> Decoder:
     """Qwen2's layers; those that predict more tokens at once are passed over."""
-    extra = ConfigReader(config, "MiMoForCausalLM").integer("num_nextn_predict_layers", 0, low=0)
-    if extra:
-        logger.info("%d layers that predict further tokens are not used", extra)
     return qwen2(config)
 
 
