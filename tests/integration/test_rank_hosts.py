@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -113,9 +113,14 @@ def test_hosts_need_ranks() -> None:
 
 
 # --- network namespaces ---------------------------------------------------------------------------
+NET = f"10.{201 + (os.getpid() >> 14) % 50}.{(os.getpid() >> 6) % 256}"
+LAST = os.getpid() % 64 * 4
+FAR = f"{NET}.{LAST + 2}"
+
+
 @pytest.fixture
-def namespace() -> Iterator[str]:
-    """Another one, joined to ours by a pair of interfaces; its address is 10.201.77.2."""
+def namespace() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Another one, joined to ours by a pair of interfaces of this process alone; what cuts that."""
     name, ip = f"vllmx{os.getpid()}", shutil.which("ip")
     if ip is None or os.geteuid() != 0:
         pytest.skip("network namespaces need `ip` and root")
@@ -129,23 +134,31 @@ def namespace() -> Iterator[str]:
     try:
         run(ip, "netns", "add", name)
         run(ip, "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        run(ip, "address", "add", "10.201.77.1/30", "dev", near)
+        run(ip, "address", "add", f"{NET}.{LAST + 1}/30", "dev", near)
         run(ip, "link", "set", near, "up")
-        run(ip, "-n", name, "address", "add", "10.201.77.2/30", "dev", far)
+        run(ip, "-n", name, "address", "add", f"{FAR}/30", "dev", far)
         run(ip, "-n", name, "link", "set", far, "up")
-        yield name
+        yield name, lambda: run(ip, "link", "set", near, "down")
     finally:
         subprocess.run([ip, "netns", "delete", name], capture_output=True, check=False)
 
 
-def test_two_network_namespaces(namespace: str, key_file: Path) -> None:
-    """The host of ranks has no other way to rank 0 than the pair of interfaces."""
+def test_two_network_namespaces(namespace: tuple[str, Callable[[], None]], key_file: Path) -> None:
+    """The host of ranks has no other way to rank 0 than the pair of interfaces; when that is cut,
+    each side hears nothing any more, tells so and ends its ranks."""
+    name, cut = namespace
     with LLM("demo", **LIMITS) as llm:  # type: ignore[arg-type]
         expected = answers(llm)
     ip = shutil.which("ip")
     assert ip is not None
-    inside = (ip, "netns", "exec", namespace)
-    with rank_host(key_file, address="10.201.77.2", prefix=inside) as (place, _):
+    inside = (ip, "netns", "exec", name)
+    with rank_host(key_file, address=FAR, prefix=inside) as (place, process):
         more = LIMITS | {"tensor_parallel_size": 2, "rank_hosts": place}
         with LLM("demo", **more, rank_key_file=str(key_file)) as llm:  # type: ignore[arg-type]
             assert answers(llm) == expected
+            (rank,) = psutil.Process(process.pid).children()
+            cut()
+            with pytest.raises(RankLostError, match=rf"host {place} does not answer: it hangs, or"):
+                until_lost(llm)
+            rank.wait(PATIENCE_S)
+            assert process.poll() is None
