@@ -140,7 +140,9 @@ def namespace() -> Iterator[tuple[str, Callable[[], None]]]:
         run(ip, "-n", name, "link", "set", far, "up")
         yield name, lambda: run(ip, "link", "set", near, "down")
     finally:
-        subprocess.run([ip, "netns", "delete", name], capture_output=True, check=False)
+        for what in (("link", "delete", near), ("netns", "delete", name)):
+            # the pair first: connections that were cut keep a namespace for minutes
+            subprocess.run([ip, *what], capture_output=True, check=False)
 
 
 def test_two_network_namespaces(namespace: tuple[str, Callable[[], None]], key_file: Path) -> None:
