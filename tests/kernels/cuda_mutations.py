@@ -39,7 +39,7 @@ MMA, WRAPPERS = "test_cuda_decode_mma.py", "test_cuda_wrappers.py"
 WGMMA = f"{ATTENTION}:wgmma"
 EXPERTS, LATENT = "test_cuda_experts.py", "test_cuda_latent.py"
 CODED = "test_cuda_coded_experts.py"
-STATES, IMAGES = "test_cuda_states.py", "test_cuda_images.py"
+STATES, IMAGES, RANKS = "test_cuda_states.py", "test_cuda_images.py", "test_cuda_ranks.py"
 DECODE, STORE = f"{ATTENTION}:decode", f"{ATTENTION}:store"
 PREFILL = f"{ATTENTION}:prefill and not wgmma"
 BUGS = (
@@ -94,6 +94,11 @@ BUGS = (
         "scales,", f"{CODED}:codes"),
     Bug("codes8_mma.cu", "answers where the first expert's are", "y + (size_t)tile.first * n", "y",
         f"{CODED}:codes"),
+    Bug("ranks.cu", "an id behind the table", "id < first + total", "id <= first + total", RANKS),
+    Bug("ranks.cu", "rows keep what they had", "|| has(ids[blockIdx.x], first, total)", "|| true",
+        RANKS),
+    Bug("ranks.cu", "parts lie as they came", "(size_t)blockIdx.x * pitch", "(size_t)blockIdx.x * width",
+        RANKS),
     Bug("pool.cu", "the last token is left out", "last[blockIdx.x] + 1", "last[blockIdx.x]",
         f"{ROWS}:means"),
     Bug("pool.cu", "rows behind the last count", "row + n < end ? v[n][j] : 0.f", "v[n][j]",

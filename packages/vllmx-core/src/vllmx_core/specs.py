@@ -51,6 +51,8 @@ class BackendSpec(_Spec):
     fixed_sums: bool = False
     """The bits of a row of a product depend on that row and the weights alone, not on how many rows
     and columns there are besides: what `--deterministic` builds on."""
+    own_devices: bool = False
+    """Each rank of a model has a device of its own, with memory that no other rank uses."""
     api: int = API_VERSION
 
     def unavailable_reason(self) -> str | None:

@@ -59,7 +59,7 @@ class CudaBackend:
         capture_s: float = CAPTURE_SECONDS,
         wgmma: bool | None = None,
     ) -> None:
-        self._open_device = open_device or _open_gpu
+        self._open_device = open_device
         self._tune_s, self._capture_s = tune_s, capture_s
         self._wgmma = wgmma
 
@@ -80,7 +80,8 @@ class CudaBackend:
     def load(self, model: Model, source: WeightSource, options: LoadOptions) -> CudaLoadedModel:
         """See `vllmx_core.backend.Backend.load`."""
         wgmma = wants_wgmma() if self._wgmma is None else self._wgmma
-        device = self._open_device()
+        rank = options.communicator.rank if options.communicator else 0
+        device = self._open_device() if self._open_device else _open_gpu(rank)
         try:
             dtype = _dtype(options, model, device)
             kv = kv_dtype(options.kv_cache_dtype, (dtype, *CODES), dtype, "CUDA")
@@ -133,6 +134,7 @@ def _load(
     )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
+    ranks = device.join(options.communicator) if options.communicator else None
     lowering = Lowering(
         device,
         dtype,
@@ -149,6 +151,7 @@ def _load(
         plan.max_rows["T"],
         wgmma,
         features=[device.zeros(4 * rows * width) for rows, width in plan.features],
+        ranks=ranks,
     )
     tower = None if plan.tower is None else Tower(lowering, plan.tower)
     last_ids = device.zeros(4 * plan.max_rows["L"])
@@ -175,6 +178,7 @@ def _load(
         ),
         ending,
         Graphs(device, enabled=not options.enforce_eager),
+        ranks,
     )
     towers = [] if tower is None else tower.variants
     device.prepare([*lowering.variants, *ending.variants, *towers], progress=options.progress)
@@ -213,7 +217,7 @@ def _info(plan: LoadPlan, device: Device, weights_s: float) -> LoadedInfo:
     )
 
 
-def _open_gpu() -> Device:
+def _open_gpu(rank: int) -> Device:
     from vllmx_cuda.device.cupy_device import CupyDevice
 
-    return CupyDevice.open()
+    return CupyDevice.open(rank)

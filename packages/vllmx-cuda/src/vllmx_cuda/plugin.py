@@ -17,6 +17,7 @@ def vllmx_backends() -> tuple[BackendSpec, ...]:
             probe="vllmx_cuda.plugin:probe",
             priority=20,
             summary="own CUDA kernels, cuBLASLt and captured graphs on NVIDIA GPUs",
+            own_devices=True,
         ),
     )
 

@@ -78,7 +78,7 @@ def load_rank(
         opened.model, source, options.max_model_len, rank, ranks, deterministic=deterministic
     )
     mine = replace(
-        rank_options(options, ranks, len(cores), share),
+        rank_options(options, ranks, len(cores), share, own_devices=opened.backend.own_devices),
         communicator=SharedMemoryCommunicator(region, rank),
         progress=options.progress and rank == 0,
     )
@@ -87,13 +87,16 @@ def load_rank(
     return loaded
 
 
-def rank_options(options: LoadOptions, ranks: int, num_cores: int, share: int) -> LoadOptions:
-    """A rank's part of its host, on which `share` of the ranks are: of memory and of threads."""
+def rank_options(
+    options: LoadOptions, ranks: int, num_cores: int, share: int, *, own_devices: bool = False
+) -> LoadOptions:
+    """A rank's part of its host, on which `share` of the ranks are: of threads and, but for ranks
+    that have devices of their own, of memory."""
     threads = options.num_threads
-    given = options.kv_cache_memory_bytes
+    given, sharers = options.kv_cache_memory_bytes, 1 if own_devices else ranks
     return replace(
         options,
-        memory_fraction=options.memory_fraction / share,
-        kv_cache_memory_bytes=None if given is None else given // ranks,
+        memory_fraction=options.memory_fraction / (1 if own_devices else share),
+        kv_cache_memory_bytes=None if given is None else given // sharers,
         num_threads=(num_cores or 1) if threads is None else max(1, threads // share),
     )

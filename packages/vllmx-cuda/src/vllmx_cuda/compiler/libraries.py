@@ -17,8 +17,11 @@ _WHEELS = {
     "nvrtc": ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"),
     "cublasLt": ("nvidia-cublas-cu12", "nvidia-cublas"),
     "cublas": ("nvidia-cublas-cu12", "nvidia-cublas"),
+    "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 }
 _MAJORS = (13, 12)
+_NCCL_MAJORS = (2,)
+"""Its number is its own."""
 _HEADER = "cuda_bf16.h"
 
 
@@ -65,7 +68,7 @@ def include_folders(*also: str) -> list[str]:
 def _candidates(stem: str) -> Iterator[str]:
     for folder in [*_wheel_folders("lib"), *(f"{root}/lib64" for root in _toolkits())]:
         yield from sorted(glob.glob(f"{folder}/lib{stem}.so.*[0-9]"), reverse=True)
-    for major in _MAJORS:
+    for major in _NCCL_MAJORS if stem == "nccl" else _MAJORS:
         yield f"lib{stem}.so.{major}"
 
 

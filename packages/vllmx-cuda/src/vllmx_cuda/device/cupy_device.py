@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllmx_core.communicator import Communicator
 from vllmx_core.errors import (
     BackendUnavailableError,
     CapacityError,
@@ -33,6 +34,7 @@ from vllmx_cuda.device.cublaslt import (
     Matmul,
 )
 from vllmx_cuda.device.device import Bytes, DeviceInfo, Memory, Product
+from vllmx_cuda.device.nccl import NcclRanks, load_nccl
 from vllmx_cuda.kernel_specs import Variant
 
 logger = logging.getLogger("vllmx.cuda")
@@ -46,8 +48,12 @@ _VALUES = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64,
 class CupyEvent:
     event: Any
     elapsed_ms: Callable[[Any, Any], float]
+    ranks: NcclRanks | None = None
+    """Of a device among others: what the event waits for may never come."""
 
     def wait(self) -> None:
+        if self.ranks is not None:
+            self.ranks.wait(lambda: bool(self.event.done))
         self.event.synchronize()
 
     def seconds_since(self, earlier: Any) -> float:
@@ -67,13 +73,13 @@ class CupyDevice:
     """`vllmx_cuda.device.device.Device`."""
 
     @classmethod
-    def open(cls) -> CupyDevice:
+    def open(cls, rank: int = 0) -> CupyDevice:
         """The GPU that `vllmx_cuda.device.driver.choose_device` names. Raises
         BackendUnavailableError for a missing driver, GPU, CuPy or library, ConfigError for a number
-        that is not there."""
+        that is not there and for more ranks than GPUs."""
         try:
             facts = driver.query()
-            chosen = driver.choose_device(facts)
+            chosen = driver.choose_device(facts, rank)
             nvrtc = Nvrtc.open()
             driver.check_major(facts.cuda_version, f"NVRTC ({nvrtc.path})", nvrtc.version)
         except driver.DriverError as error:
@@ -115,6 +121,7 @@ class CupyDevice:
         self._functions: dict[Variant, Any] = {}
         self._shared_bytes: dict[Variant, int] = {}
         self._rehearsed: list[Product] | None = None
+        self._ranks: NcclRanks | None = None
 
     def _algorithm_file(self) -> AlgorithmFile:
         name = "".join(c if c.isalnum() else "-" for c in self.info.name)
@@ -291,7 +298,7 @@ class CupyDevice:
     def event(self) -> CupyEvent:
         event = self._cupy.cuda.Event()
         event.record(self._stream)
-        return CupyEvent(event, self._cupy.cuda.get_elapsed_time)
+        return CupyEvent(event, self._cupy.cuda.get_elapsed_time, self._ranks)
 
     def capture(self, enqueue: Callable[[], None]) -> CupyGraph:
         with self._stream:
@@ -306,7 +313,13 @@ class CupyDevice:
         graph.upload(self._stream)
         return CupyGraph(graph, self._stream)
 
+    def join(self, communicator: Communicator) -> NcclRanks:
+        self._ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr)
+        return self._ranks
+
     def synchronize(self) -> None:
+        if self._ranks is not None:
+            self.event().wait()
         self._stream.synchronize()
 
     @contextmanager
@@ -335,7 +348,9 @@ class CupyDevice:
 
     def close(self) -> None:
         with suppress(VllmxError), self.faults():
-            self._stream.synchronize()
+            self.synchronize()
+        if self._ranks is not None:
+            self._ranks.close()
         self._algorithms.close()
         self._lt.close()
         self._workspace = None

@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from vllmx_core.communicator import Communicator
+
+    from vllmx_cuda.device.ranks import DeviceRanks
     from vllmx_cuda.kernel_specs import Variant
 
 Bytes = npt.NDArray[np.uint8]
@@ -181,6 +184,12 @@ class Device(Protocol):
     def capture(self, enqueue: Callable[[], None]) -> Graph:
         """Records what `enqueue` enqueues, without running it. Everything in it must have run once
         before."""
+        ...
+
+    def join(self, communicator: Communicator) -> DeviceRanks:
+        """This device's end among those of all ranks, which call this at once; the device closes
+        it. From then on whatever waits for the device raises RankLostError where a rank is gone.
+        Raises BackendUnavailableError where something is missing for it."""
         ...
 
     def synchronize(self) -> None:

@@ -110,9 +110,25 @@ def check_major(found: tuple[int, int], library: str, version: tuple[int, int]) 
         )
 
 
-def choose_device(facts: DriverFacts) -> DeviceFacts:
-    """The one that VLLMX_CUDA_DEVICE numbers, else the first that the kernels run on. Raises
-    ConfigError for a number that is not there, DriverError where no GPU is new enough."""
+def choose_device(facts: DriverFacts, rank: int = 0) -> DeviceFacts:
+    """The one that VLLMX_CUDA_DEVICE numbers, else the first that the kernels run on; of a model on
+    several ranks the one that is so many behind it. Raises ConfigError for a number that is not
+    there, DriverError where no GPU is new enough."""
+    first = _first_device(facts)
+    if not rank:
+        return first
+    ours = [one for one in facts.devices if one.capability >= MIN_CAPABILITY]
+    behind = [one for one in ours if one.ordinal >= first.ordinal]
+    if rank >= len(behind):
+        raise ConfigError(
+            f"rank {rank} has no GPU: from number {first.ordinal} on there are {len(behind)} that"
+            f" the kernels run on; lower --tensor-parallel-size to {len(behind)}",
+            param="tensor_parallel_size",
+        )
+    return behind[rank]
+
+
+def _first_device(facts: DriverFacts) -> DeviceFacts:
     wanted = os.environ.get(DEVICE_VARIABLE, "").strip()
     if wanted:
         known = [str(device.ordinal) for device in facts.devices]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllmx_core.arena import ArenaPlan, plan_arena
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.attention import Attention, AttentionSpec
 from vllmx_core.ops.experts import Experts
 from vllmx_core.ops.head import Head
@@ -14,6 +15,7 @@ from vllmx_core.ops.latent_attention import LatentAttention, LatentSpec
 from vllmx_core.ops.op import Op, OpList, last_reads
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.values import Rows, Value, WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device, Memory
@@ -42,6 +44,8 @@ class Scratch:
     values: Memory
     experts: Memory  # see `vllmx_cuda.program.expert_ops.Spaces`
     turned: Memory  # (T, rotary_dim) float32 of each of `rotations`, which live as long as the step
+    own_ids: Memory  # (T,) int32, of tokens in a rank's table
+    gathered: Memory  # (L, V), of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class StepLayout:
     keys: int
     experts: int
     turned: int
+    own_ids: int
+    gathered: int
     products: ScratchBytes
 
     @property
@@ -77,6 +83,8 @@ class StepLayout:
             self.keys,
             self.experts,
             self.turned,
+            self.own_ids,
+            self.gathered,
         )
 
     def scratch(self, device: Device) -> Scratch:
@@ -124,6 +132,8 @@ def lay_out(
             default=0,
         ),
         turned=sum(_turned_bytes(max_rows["T"], axes) for _, axes in rotations(ops)),
+        own_ids=4 * max_rows["T"] * any(isinstance(op, VocabEmbedding) for op in ops),
+        gathered=max((value_bytes(op.out) for op in ops if isinstance(op, AllGather)), default=0),
         products=products,
     )
 

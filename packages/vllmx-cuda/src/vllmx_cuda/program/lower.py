@@ -13,6 +13,8 @@ from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
 from vllmx_core.ops.add_rms_norm import AddRmsNorm
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
 from vllmx_core.ops.attention import Attention
 from vllmx_core.ops.embedding import Embedding
 from vllmx_core.ops.experts import Experts
@@ -38,11 +40,13 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import Rows, Value, WeightRef
+from vllmx_core.ops.vocab_embedding import VocabEmbedding
 from vllmx_core.passes.uses import read_at_once
 
 from vllmx_cuda.device.arch import number
 from vllmx_cuda.device.device import Device, Memory
 from vllmx_cuda.device.dtypes import ITEM_BYTES
+from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.kernel_specs import DTYPES, KERNELS, Variant, vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES
 from vllmx_cuda.kernel_specs.rows import ACTIVATIONS, GATES
@@ -58,6 +62,7 @@ from vllmx_cuda.program.latent_ops import can_attend as can_attend_to_latents
 from vllmx_cuda.program.latent_ops import latent_attention
 from vllmx_cuda.program.layout import Rotation, Scratch, place_turned
 from vllmx_cuda.program.norm_ops import add_rms_norm, head_norm, rms_norm
+from vllmx_cuda.program.rank_ops import all_gather, all_reduce, vocab_embedding
 from vllmx_cuda.program.staging import StepMemory, StepSizes
 from vllmx_cuda.program.state_ops import LayerStates, can_hold, recurrence, short_conv
 from vllmx_cuda.program.step_arrays import FirstTokens, table_rows
@@ -90,6 +95,8 @@ class Lowering:
     """Every kernel that was lowered to."""
     features: Sequence[Memory] = ()
     """The store of features of images, part by part."""
+    ranks: DeviceRanks | None = None
+    """The other ranks of the model, if it has any."""
     fed: dict[Value, MatrixProduct] = field(default_factory=dict)
     """Norms' results whose only reader is the linear behind them -> its product."""
     shapes: dict[Hashable, tuple[Rows, Callable[[int], None]]] = field(default_factory=dict)
@@ -152,6 +159,11 @@ class Lowering:
         assert isinstance(weight, Matrix), f"{ref.name} is a vector"
         return weight
 
+    def others(self) -> DeviceRanks:
+        """The other ranks, for an op between ranks."""
+        assert self.ranks is not None, "an op between ranks needs a communicator"
+        return self.ranks
+
     def item_bytes(self, width: int) -> int:
         """Bytes of one row of so many features."""
         return width * ITEM_BYTES[self.dtype]
@@ -192,6 +204,9 @@ OPS.add(Mix)(mix)
 OPS.add(Merge)(merge)
 OPS.add(Keep)(keep)
 OPS.add(Place)(place)
+OPS.add(AllReduce)(all_reduce)
+OPS.add(AllGather)(all_gather)
+OPS.add(VocabEmbedding)(vocab_embedding)
 
 
 @OPS.add(Embedding)

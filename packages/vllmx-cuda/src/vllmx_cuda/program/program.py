@@ -13,6 +13,7 @@ from vllmx_core.progress import show_progress
 
 from vllmx_cuda.device.buckets import bucket_of
 from vllmx_cuda.device.device import Device, Memory
+from vllmx_cuda.device.ranks import DeviceRanks
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.layout import max_items
@@ -51,6 +52,8 @@ class Program:
     staging: Staging
     ending: DeviceSampler | DeviceVectors
     graphs: Graphs
+    ranks: DeviceRanks | None = None
+    """The others of a model on several."""
     _buckets: dict[int, PlacedStep] = field(default_factory=dict)
 
     def run(self, plan: StepPlan, rows: SamplingRows) -> Sampled | Vectors:
@@ -71,7 +74,10 @@ class Program:
         rest is captured when it is first used. Number of buckets that are ready."""
         begin, total = time.perf_counter(), len(self.plan.buckets)
         for done, size in enumerate(reversed(self.plan.buckets)):
-            if time.perf_counter() - begin >= limit_s:
+            is_over = time.perf_counter() - begin >= limit_s
+            if self.ranks is not None:  # who went on alone would wait for the others
+                is_over = not self.ranks.agree(wanted=not is_over)
+            if is_over:
                 logger.info("captured %d of %d batch sizes, the rest at first use", done, total)
                 return done
             bucket = self._bucket(size)

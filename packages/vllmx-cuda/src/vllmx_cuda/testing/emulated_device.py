@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllmx_core.communicator import Communicator
 from vllmx_core.errors import CapacityError
 from vllmx_core.memory import format_bytes
 from vllmx_core.weights import bf16_to_f32, f32_to_bf16, float8_to_f32
@@ -27,7 +28,7 @@ from vllmx_cuda.kernel_specs.types import ceil_div, shared_bytes
 from vllmx_cuda.testing.emulator import Emulator, empty
 
 MEMORY_BYTES = 1 << 28
-_CAPTURED = ("launch", "multiply", "copy")
+_CAPTURED = ("launch", "multiply", "copy", "all_reduce", "all_gather")
 
 
 class EmulatedEvent:
@@ -232,11 +233,49 @@ class EmulatedDevice:
         self.calls["synchronize"] += 1
         self.run_until(None)
 
+    def join(self, communicator: Communicator) -> EmulatedRanks:
+        return EmulatedRanks(self, communicator)
+
     def faults(self) -> nullcontext[None]:
         return nullcontext()
 
     def close(self) -> None:
         self.run_until(None)
+
+
+class EmulatedRanks:
+    """`vllmx_cuda.device.ranks.DeviceRanks` through a communicator of the host, which is called
+    when the queue comes there. So all ranks must come to the same call, or one waits for ever."""
+
+    def __init__(self, device: EmulatedDevice, communicator: Communicator) -> None:
+        self._device, self._communicator = device, communicator
+        self.asked: list[str] = []
+        """What was asked, captured or not."""
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    def all_reduce(self, x: Memory, y: Memory, count: int, dtype: str) -> None:
+        def run() -> None:
+            total = self._communicator.all_reduce(wide(x, dtype)[:count])
+            array(y, _NUMPY[dtype])[:count] = rounded(total, dtype)
+
+        self.asked.append(f"all_reduce {count} {dtype}")
+        self._device.submit("all_reduce", run)
+
+    def all_gather(self, x: Memory, y: Memory, counts: Sequence[int], dtype: str) -> None:
+        def run() -> None:
+            own = wide(x, dtype)[: counts[self.rank]]
+            parts = self._communicator.all_gather(own.reshape(1, -1), counts)
+            array(y, _NUMPY[dtype])[: sum(counts)] = rounded(parts[0], dtype)
+
+        self.asked.append(f"all_gather {[*counts]} {dtype}")
+        self._device.submit("all_gather", run)
+
+    def agree(self, *, wanted: bool) -> bool:
+        votes = self._communicator.all_reduce(np.array([float(wanted)], np.float32))
+        return bool(votes[0] == self._communicator.num_ranks)
 
 
 def array(memory: Memory, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -262,6 +301,11 @@ def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
     if dtype == "f8e4m3":
         return float8_to_f32(values, dtype)
     return bf16_to_f32(values) if dtype == "bf16" else values.astype(np.float32)
+
+
+def rounded(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """As an array of that type takes them."""
+    return f32_to_bf16(values) if dtype == "bf16" else values
 
 
 def _multiply(
@@ -291,10 +335,10 @@ def _multiply(
         if p.biased:
             assert bias is not None
             result += wide(bias, p.out_dtype)[: p.n]
-        rounded = f32_to_bf16(result) if p.out_dtype == "bf16" else result
+        found = rounded(result, p.out_dtype)
         values, pitch = array(y, _NUMPY[p.out_dtype]), p.pitch or p.n
         for row in range(p.m):
-            values[row * pitch : row * pitch + p.n] = rounded[row]
+            values[row * pitch : row * pitch + p.n] = found[row]
 
 
 def _spread(scales: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:

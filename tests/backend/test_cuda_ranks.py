@@ -1,0 +1,136 @@
+"""Ranks of the CUDA backend without a GPU: an emulated device each, on threads of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.model import Model
+from vllmx_core.plan import F32, StepResult
+from vllmx_core.sharding.model import sharded
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
+from vllmx_core.weights import WeightSource
+from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks
+from vllmx_cuda.testing.emulator import Emulator
+
+from .cuda_models import _can_emulate
+from .test_sharding import CONFIGS, TEXT, of
+
+__all__ = ["_can_emulate"]  # a fixture
+EMULATOR = Emulator()
+"""One for all ranks: their kernels run one at a time, and wait for none of the others'."""
+
+
+class Watched(EmulatedDevice):
+    """Keeps its end among the ranks."""
+
+    def join(self, communicator: Any) -> EmulatedRanks:
+        self.ranks = super().join(communicator)
+        return self.ranks
+
+
+Rank = tuple[LoadedModel, Watched]
+
+
+def options(dtype: str, **more: Any) -> LoadOptions:
+    return LoadOptions(
+        dtype=dtype, max_model_len=64, num_kv_blocks=4, max_num_seqs=2, max_num_batched_tokens=16,
+        **more,
+    )  # fmt: skip
+
+
+def load(model: Model, source: WeightSource, given: LoadOptions, **how: Any) -> Rank:
+    device = Watched(emulator=EMULATOR, **how)
+    return CudaBackend(lambda: device, tune_s=0, capture_s=0).load(model, source, given), device
+
+
+def ranks_of(
+    model: Model, source: WeightSource, count: int, dtype: str, **how: Any
+) -> RankThreads[Rank]:
+    def make(end: ThreadCommunicator) -> Rank:
+        mine = sharded(model, source, 64, end.rank, count)
+        return load(mine, source, options(dtype, communicator=end), **how)
+
+    return RankThreads(count, make)
+
+
+def logits(loaded: LoadedModel, ids: list[int], position: int) -> F32:
+    """(T, V) of a step."""
+    whole = np.arange(len(ids), dtype=np.int32)
+    rows = sampling_rows(len(ids), num_logprobs=[0] * len(ids), whole=whole)
+    plan = make_plan([Row(ids, position, [3], "all")], 16)
+    result: StepResult = loaded.step(plan, rows).result()
+    assert result.logits is not None
+    return result.logits
+
+
+def text(rank: Rank) -> F32:
+    """(T, V) of a prompt and of tokens behind it, of which the graphs' second uses are replays."""
+    behind = [([token], 9 + at) for at, token in enumerate(TEXT[9:12])]
+    steps = [(TEXT[:9], 0), *behind]
+    return np.concatenate([logits(rank[0], *step) for step in steps])
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "dtype", "how"),
+    [
+        ("2 kv heads, tied", 2, "f32", {}),
+        ("2 kv heads, tied", 4, "bf16", {}),
+        ("biases everywhere", 2, "f32", {"deferred": True}),
+        ("experts with biases and sinks", 2, "f32", {}),
+        ("8 kv heads", 3, "f32", {}),
+    ],
+)
+def test_ranks_together_equal_one(name: str, count: int, dtype: str, how: dict[str, Any]) -> None:
+    model, source = of(CONFIGS[name])
+    expected = text(load(model, source, options(dtype)))
+    ranks = ranks_of(model, source, count, dtype, **how)
+    found = ranks.each(text)
+    near = 2e-5 if dtype == "f32" else 0.05
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=near * np.abs(expected).max())
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])  # or they would draw different ids
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+
+
+def test_calls_lie_in_the_captured_step() -> None:
+    """In the order of the layers, once as they are and once captured; a replay asks nothing."""
+    model, source = of(CONFIGS["biases everywhere"])
+    ranks = ranks_of(model, source, 2, "f32")
+
+    def work(rank: Rank) -> list[str]:
+        loaded, device = rank
+        logits(loaded, [7], 0)
+        asked = device.ranks.asked.copy()
+        before = device.calls.copy()
+        logits(loaded, [3], 1)
+        assert device.ranks.asked == asked, "a replay enqueues its graph alone"
+        assert (device.calls - before)["graph"] == 2
+        assert not (device.calls - before)["all_reduce"]
+        return asked
+
+    first, second = ranks.each(work)
+    step = [*["all_reduce 64 f32"] * 5, "all_gather [30, 31] f32"]
+    assert first == second == [*step, *step]
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+
+
+def test_ranks_capture_the_same_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose time is over first would leave the others waiting in a step that it never makes."""
+    model, source = of(CONFIGS["biases everywhere"])
+
+    def make(end: ThreadCommunicator) -> Rank:
+        mine, device = sharded(model, source, 64, end.rank, 2), Watched(emulator=EMULATOR)
+        backend = CudaBackend(lambda: device, tune_s=0, capture_s=1e9 if end.rank else 0.0)
+        return backend.load(mine, source, options("f32", communicator=end)), device
+
+    ranks = RankThreads(2, make)
+    assert ranks.each(lambda rank: rank[1].calls["graph"]) == [0, 0]
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()

@@ -1,0 +1,202 @@
+"""Ranks of GPUs against stand-ins for CuPy and its binding of NCCL: which calls are made, in which
+order, and on which stream. Nothing here proves that NCCL likes them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllmx_core.communicator import SharedAddresses
+from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
+from vllmx_core.testing.ranks import RankThreads, ThreadCommunicator
+from vllmx_cuda.compiler import libraries
+from vllmx_cuda.device import cupy_device, nccl
+from vllmx_cuda.device.cupy_device import CupyDevice
+from vllmx_cuda.device.driver import DEVICE_VARIABLE, DeviceFacts, DriverFacts, choose_device
+from vllmx_cuda.device.nccl import NcclRanks
+from vllmx_cuda.kernel_specs import DTYPES, KERNELS
+
+STREAM = 77  # of the stand-in for CuPy
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+def fake_nccl(log: list[Any]) -> Any:
+    """`cupy.cuda.nccl`, which notes its calls."""
+
+    class NcclCommunicator:
+        def __init__(self, ranks: int, unique: tuple[int, ...], rank: int) -> None:
+            log.append(("init", ranks, unique, rank))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: log.append((name, *arguments))
+
+    return SimpleNamespace(
+        NcclCommunicator=NcclCommunicator,
+        NcclError=NcclError,
+        get_unique_id=lambda: tuple(range(-64, 64)),
+        groupStart=lambda: log.append("group"),
+        groupEnd=lambda: log.append("group end"),
+    )
+
+
+class Alone(ThreadCommunicator):
+    """One of three ranks, of which the others answer with zeros; they share an abort word."""
+
+    abort_word = ctypes.c_uint32(0)
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @property
+    def num_ranks(self) -> int:
+        return 3
+
+    @property
+    def shared(self) -> Any:
+        return SharedAddresses(0, 3, ctypes.addressof(self.abort_word), 0, 0, 0, 0)
+
+    def all_gather(self, x: Any, widths: Any) -> Any:
+        return np.hstack([x, np.zeros_like(x), np.zeros_like(x)])
+
+
+@pytest.fixture
+def joined(
+    device: CupyDevice, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[CupyDevice, NcclRanks]:
+    monkeypatch.setattr(cupy_device, "load_nccl", lambda: fake_nccl(log))
+    monkeypatch.setattr(Alone, "abort_word", ctypes.c_uint32(0))
+    return device, device.join(Alone(0))
+
+
+def test_all_ranks_have_the_id_of_the_first() -> None:
+    logs: list[list[Any]] = [[], [], []]
+    ranks = RankThreads(3, lambda end: NcclRanks(fake_nccl(logs[end.rank]), end, STREAM))
+    assert logs == [[("init", 3, tuple(range(-64, 64)), rank)] for rank in range(3)]
+    assert [one.rank for one in ranks.ranks] == [0, 1, 2]
+    assert ranks.each(lambda one: one.agree(wanted=True)) == [True] * 3
+    assert ranks.each(lambda one: one.agree(wanted=one.rank > 0)) == [False] * 3
+    ranks.close()
+
+
+def test_calls_between_kernels_in_a_capture(
+    joined: tuple[CupyDevice, NcclRanks], log: list[Any]
+) -> None:
+    """All on the stream that is captured; parts of unequal length in one group."""
+    device, ranks = joined
+    kernel = KERNELS["scale"].variant(VX_DTYPE=DTYPES["f32"], VX_VEC=1)
+    x, y, z = (device.empty(256) for _ in range(3))
+    device.prepare([kernel])
+    log.clear()
+
+    def enqueue() -> None:
+        device.launch(kernel, {"count": 6}, [x, y, 6, 2.0])
+        ranks.all_reduce(y, x, 6, "bf16")
+        ranks.all_gather(x, z, [4, 3, 5], "f32")
+        device.launch(kernel, {"count": 6}, [z, y, 6, 2.0])
+
+    graph = device.capture(enqueue)
+    calls = [entry[0] if entry[0] == "scale" else entry for entry in log]
+    assert calls == [
+        "stream", "begin capture", "scale",
+        ("allReduce", y.address, x.address, 6, 9, 0, STREAM),
+        "group",
+        ("broadcast", x.address, z.address, 4, 7, 0, STREAM),
+        ("broadcast", z.address + 16, z.address + 16, 3, 7, 1, STREAM),
+        ("broadcast", z.address + 28, z.address + 28, 5, 7, 2, STREAM),
+        "group end", "scale", "end capture", "upload graph",
+    ]  # fmt: skip
+    log.clear()
+    graph.launch()
+    assert log == ["launch graph"]
+
+
+def test_who_waits_for_a_rank_that_has_gone_is_told(
+    joined: tuple[CupyDevice, NcclRanks], log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels would never end, and a wait in CUDA could not be left."""
+    device, _ = joined
+    event = device.event()
+    looks = iter([False, False, True])
+    event.event.done = False
+
+    def look(seconds: float) -> None:
+        if next(looks):
+            Alone.abort_word.value = 1
+
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(sleep=look))
+    log.clear()
+    with pytest.raises(RankLostError, match="the other ranks have ended"):
+        event.wait()
+    assert log == [("abort",)]
+    log.clear()
+    device.close()
+    assert ("abort",) in log
+    assert ("destroy",) not in log
+
+
+def test_a_device_leaves_the_group_once(
+    joined: tuple[CupyDevice, NcclRanks], log: list[Any]
+) -> None:
+    _, ranks = joined
+    ranks.close()
+    ranks.close()
+    assert log[-1] == ("destroy",)
+    assert log.count(("destroy",)) == 1
+
+
+def test_what_nccl_refuses(joined: tuple[CupyDevice, NcclRanks]) -> None:
+    device, ranks = joined
+
+    def refuse(*arguments: Any) -> None:
+        raise NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
+
+    ranks._comm.allReduce = refuse
+    x = device.empty(16)
+    with pytest.raises(RankLostError, match="between ranks failed: NCCL_ERROR_SYSTEM_ERROR"):
+        ranks.all_reduce(x, x, 4, "f32")
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_wheel_folders", lambda kind: [])
+    monkeypatch.setattr(libraries, "_toolkits", list)
+    asked: list[str] = []
+
+    def refuse(name: str) -> None:
+        asked.append(name)
+        raise OSError
+
+    monkeypatch.setattr(libraries.ctypes, "CDLL", refuse)
+    with pytest.raises(BackendUnavailableError, match="nvidia-nccl-cu13, or nvidia-nccl-cu12"):
+        nccl.load_nccl()
+    assert asked == ["libnccl.so.2"]
+
+
+def test_a_cupy_without_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "open_library", lambda stem: None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(BackendUnavailableError, match="binding of NCCL"):
+        nccl.load_nccl()
+    unavailable = SimpleNamespace(available=False)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=unavailable))
+    with pytest.raises(BackendUnavailableError, match="built without NCCL"):
+        nccl.load_nccl()
+
+
+def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [(6, 1), (8, 0), (6, 1), (9, 0), (9, 0)]
+    gpus = tuple(DeviceFacts(n, f"GPU {n}", kind, 1 << 30) for n, kind in enumerate(kinds))
+    facts = DriverFacts((13, 0), gpus)
+    monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
+    assert [choose_device(facts, rank).ordinal for rank in range(3)] == [1, 3, 4]
+    monkeypatch.setenv(DEVICE_VARIABLE, "3")
+    assert [choose_device(facts, rank).ordinal for rank in range(2)] == [3, 4]
+    with pytest.raises(ConfigError, match="lower --tensor-parallel-size to 2"):
+        choose_device(facts, 2)
