@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from checkpoints import SHAPES
 from devices import opener
-from vllmx_core.backend import LoadOptions
+from vllmx_core.backend import LoadedModel, LoadOptions
 from vllmx_core.plan import SamplingRows
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_core.testing.synthetic import ArraySource
@@ -24,6 +24,9 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_models.qwen3 import qwen3
 
 PROMPT, TOKENS, PAGE = 37, 32, 16
+OPTIONS = LoadOptions(
+    dtype="bf16", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=128, num_kv_blocks=16
+)
 TOLERANCE = 0.05
 """Of the spread of a position's logits: what two to thirty layers in bf16 are off by."""
 
@@ -45,11 +48,13 @@ def chosen_ids(
     config: dict[str, Any], arrays: dict[str, Any], prompt: list[int], rehearse: bool
 ) -> list[int]:
     """Greedy ids of the backend: the prompt in one step, then a token a step."""
-    options = LoadOptions(
-        dtype="bf16", max_model_len=128, max_num_seqs=2, max_num_batched_tokens=128,
-        num_kv_blocks=16,
-    )  # fmt: skip
-    loaded = CudaBackend(opener(rehearse)).load(qwen3(dict(config)), ArraySource(arrays), options)
+    loaded = CudaBackend(opener(rehearse)).load(qwen3(dict(config)), ArraySource(arrays), OPTIONS)
+    ids = greedy_ids(loaded, prompt)
+    loaded.close()
+    return ids
+
+
+def greedy_ids(loaded: LoadedModel, prompt: list[int]) -> list[int]:
     rows: SamplingRows = sampling_rows(1, temperature=0.0)
     blocks, ids = list(range(-(-128 // PAGE))), []
     tokens, context = prompt, 0
@@ -58,7 +63,6 @@ def chosen_ids(
         ids.append(int(loaded.step(plan, rows).result().ids[0]))
         context += len(tokens)
         tokens = ids[-1:]
-    loaded.close()
     return ids
 
 

@@ -7,7 +7,7 @@ import pytest
 from vllmx_cuda.kernel_specs import KERNELS, vector_width
 from vllmx_cuda.testing.emulator import Emulator, empty
 
-from .cuda_arrays import inout, normal, on_device, options, wide
+from .cuda_arrays import NUMPY_TYPES, inout, normal, on_device, options, wide
 
 # Vectors of all widths, one value, and a little more than a block takes
 WIDTHS = [
@@ -30,8 +30,9 @@ def test_own_ids(emulator: Emulator, count: int) -> None:
 @pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 def test_rows_of_others_become_zeros(emulator: Emulator, dtype: str, width: int) -> None:
     ids = np.array([5, 4, 8, 9, 8][: 1 if width > 1000 and dtype == "bf16" else 5])
-    y = inout(normal(np.random.default_rng(width), (len(ids), width), dtype))
-    want = np.where(((ids >= 5) & (ids < 9))[:, None], wide(y), 0)
+    before = wide(normal(np.random.default_rng(width), (len(ids), width), dtype))
+    y = inout(before, NUMPY_TYPES[dtype])
+    want = np.where(((ids >= 5) & (ids < 9))[:, None], before, 0)
     variant = KERNELS["keep_own"].variant(**options(dtype, VX_VEC=vector_width(width)))
     sizes = {"rows": len(ids), "width": width}
     emulator.launch(variant, sizes, [on_device(ids, np.int32), y, width, 5, 4])

@@ -152,6 +152,22 @@ def test_everything_runs_on_the_emulator(tmp_path: Path, second: bool) -> None:
     assert report["0.6b bf16, fp8 KV"]["decode 3 x 40"]["device_ms"] > 0
 
 
+@pytest.mark.slow
+def test_two_ranks_on_emulated_devices() -> None:
+    try:
+        check_available()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, str(GPU / "ranks.py"), "--rehearse"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ids of 2 ranks: agree" in done.stdout
+    assert "sum of 8 KiB over the ranks: " in done.stdout
+    assert done.stdout.splitlines()[-1] == "ranks: right"
+
+
 CUPY = """
 lost = False
 class runtime:

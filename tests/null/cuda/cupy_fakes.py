@@ -118,7 +118,10 @@ def fake_cupy(log: list[Any]) -> Any:
         MemoryPool=Pool,
         Stream=lambda non_blocking: Stream(log, non_blocking),
         Event=lambda: SimpleNamespace(
-            at=next(ticks), record=lambda stream: None, synchronize=lambda: log.append("wait")
+            at=next(ticks),
+            record=lambda stream: None,
+            synchronize=lambda: log.append("wait"),
+            done=True,
         ),
         get_elapsed_time=lambda begin, end: float(end.at - begin.at),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),

@@ -1,0 +1,190 @@
+"""Two ranks of a model on two GPUs: whether they are right, and what they and their calls take.
+
+    python bench/gpu/ranks.py [--ranks 2] [--rehearse]
+
+What it runs has never run: no machine with two GPUs was at hand. The ranks are processes that share
+memory as those of `vllmx serve --tensor-parallel-size 2` do. A model of Qwen3-0.6B's shape with
+random weights, by one rank and by all: all must choose the same ids, whose logits by one rank alone
+are the greatest but for what bf16 rounds. Then milliseconds of a decode step, and microseconds of
+sums over the ranks in a captured graph. Exit status: 1 when something differs, 2 without the GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from checkpoints import SHAPES
+from devices import opener
+from ids import OPTIONS, PAGE, PROMPT, TOLERANCE, greedy_ids, weights
+from vllmx_core.backend import LoadedModel
+from vllmx_core.plan import F32
+from vllmx_core.sharding.model import sharded
+from vllmx_core.testing.plans import Row, make_plan, sampling_rows
+from vllmx_core.testing.synthetic import ArraySource
+from vllmx_cuda.backend import CudaBackend
+from vllmx_cuda.device import driver
+from vllmx_cuda.device.device import Device
+from vllmx_cuda.device.ranks import DeviceRanks
+from vllmx_models.qwen3 import qwen3
+from vllmx_tp.communicator import SharedMemoryCommunicator
+from vllmx_tp.region import Region
+
+SUMS_BYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+CALLS = 20
+"""In one graph."""
+STEPS = 64
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every process is given."""
+
+    config: dict[str, Any]
+    arrays: dict[str, Any]
+    prompt: list[int]
+    rehearse: bool
+
+
+@dataclass
+class Found:
+    """What a rank came to."""
+
+    ids: list[int]
+    step_ms: float
+    sums_us: dict[int, float]
+
+
+def device_of(rank: int, rehearse: bool) -> Device:
+    if rehearse:
+        return opener(rehearse=True)()
+    from vllmx_cuda.device.cupy_device import CupyDevice
+
+    return CupyDevice.open(rank)
+
+
+def rank_process(task: Task, region: Region, rank: int, out: Connection) -> None:
+    """One of the ranks."""
+    out.send(found_by(task, SharedMemoryCommunicator(region, rank)))
+
+
+def found_by(task: Task, end: SharedMemoryCommunicator) -> Found:
+    model, ranks = qwen3(dict(task.config)), end.num_ranks
+    if ranks > 1:
+        model = sharded(model, ArraySource(task.arrays), OPTIONS.max_model_len, end.rank, ranks)
+    options = replace(OPTIONS, communicator=end if ranks > 1 else None)
+    backend = CudaBackend(lambda: device_of(end.rank, task.rehearse))
+    loaded = backend.load(model, ArraySource(task.arrays), options)
+    found = Found(greedy_ids(loaded, task.prompt), step_ms(loaded, task.rehearse), {})
+    loaded.close()
+    if ranks > 1:
+        found.sums_us = sums_us(device_of(end.rank, task.rehearse), end, task.rehearse)
+    return found
+
+
+def step_ms(loaded: LoadedModel, rehearse: bool) -> float:
+    """Of decoding one row behind 64 tokens."""
+    rows, blocks = sampling_rows(1, temperature=0.0), list(range(8))
+    plan, steps = make_plan([Row([5], 64, blocks)], PAGE), 2 if rehearse else STEPS
+    loaded.step(plan, rows).result()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        loaded.step(plan, rows).result()
+    return (time.perf_counter() - begin) / steps * 1e3
+
+
+def sums_us(device: Device, end: SharedMemoryCommunicator, rehearse: bool) -> dict[int, float]:
+    """Of one sum of so many bytes of bf16."""
+    ranks = device.join(end)
+    sizes = SUMS_BYTES[:1] if rehearse else SUMS_BYTES
+    found = {size: sum_us(device, ranks, size) for size in sizes}
+    device.close()
+    return found
+
+
+def sum_us(device: Device, ranks: DeviceRanks, size: int) -> float:
+    x, y = device.zeros(size), device.empty(size)
+
+    def enqueue() -> None:
+        for _ in range(CALLS):
+            ranks.all_reduce(x, y, size // 2, "bf16")
+
+    enqueue()
+    graph = device.capture(enqueue)
+    graph.launch()
+    device.synchronize()
+    begin = device.event()
+    graph.launch()
+    last = device.event()
+    last.wait()
+    begin.wait()
+    return last.seconds_since(begin) / CALLS * 1e6
+
+
+def by_all(task: Task, ranks: int) -> list[Found]:
+    """Of a group of its own. Raises EOFError where a rank has failed."""
+    fork, region = multiprocessing.get_context("fork"), Region.create(ranks)
+    pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        fork.Process(target=rank_process, args=(task, region, rank, out))
+        for rank, (_, out) in enumerate(pipes)
+    ]
+    for process, (_, out) in zip(processes, pipes, strict=True):
+        process.start()
+        out.close()
+    try:
+        return [answers.recv() for answers, _ in pipes]
+    finally:
+        region.aborted[0] = 1
+        for process in processes:
+            process.join()
+
+
+def gap(task: Task, ids: list[int]) -> float:
+    """How far below the greatest logits those of `ids` lie by numpy, in parts of their spread."""
+    from vllmx_core.reference_backend import ReferenceBackend
+
+    options = replace(OPTIONS, dtype="f32", kv_cache_dtype="auto")
+    model = qwen3(dict(task.config))
+    loaded = ReferenceBackend().load(model, ArraySource(task.arrays), options)
+    text = [*task.prompt, *ids[:-1]]
+    logits: F32 = loaded.logits(make_plan([Row(text, 0, list(range(8)), "all")], PAGE))
+    behind = logits[len(task.prompt) - 1 :]
+    taken = behind[np.arange(len(ids)), ids]
+    return float(((behind.max(1) - taken) / behind.std(1)).max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the emulator")
+    chosen = parser.parse_args()
+    if not chosen.rehearse:
+        try:
+            driver.choose_device(driver.query(), chosen.ranks - 1)
+        except Exception as error:
+            print(f"ranks: {error}")
+            return 2
+    config = SHAPES["tiny" if chosen.rehearse else "0.6b"]
+    prompt = np.random.default_rng(3).integers(0, config["vocab_size"], PROMPT).tolist()
+    task = Task(config, weights(config), prompt, chosen.rehearse)
+    (alone,), together = by_all(task, 1), by_all(task, chosen.ranks)
+    agree = all(one.ids == together[0].ids for one in together)
+    off = gap(task, together[0].ids)
+    right = agree and off < TOLERANCE
+    print(f"ids of {chosen.ranks} ranks: {'agree' if agree else 'DIFFER'}, off by {off:.2g}")
+    print(f"decode of one row: {alone.step_ms:.3f} ms alone, {together[0].step_ms:.3f} ms together")
+    for size, us in together[0].sums_us.items():
+        print(f"sum of {size >> 10} KiB over the ranks: {us:.1f} us")
+    print(f"ranks: {'right' if right else 'WRONG'}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
