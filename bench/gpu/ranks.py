@@ -24,6 +24,7 @@ from checkpoints import SHAPES
 from devices import opener
 from ids import OPTIONS, PAGE, PROMPT, TOLERANCE, greedy_ids, weights
 from vllmx_core.backend import LoadedModel
+from vllmx_core.model import Model
 from vllmx_core.plan import F32
 from vllmx_core.sharding.model import sharded
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
@@ -75,7 +76,8 @@ def rank_process(task: Task, region: Region, rank: int, out: Connection) -> None
 
 
 def found_by(task: Task, end: SharedMemoryCommunicator) -> Found:
-    model, ranks = qwen3(dict(task.config)), end.num_ranks
+    model: Model = qwen3(dict(task.config))
+    ranks = end.num_ranks
     if ranks > 1:
         model = sharded(model, ArraySource(task.arrays), OPTIONS.max_model_len, end.rank, ranks)
     options = replace(OPTIONS, communicator=end if ranks > 1 else None)
