@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from vllmx_cuda.backend import CudaBackend
 from vllmx_cuda.testing.emulated_device import EmulatedDevice, EmulatedRanks
 from vllmx_cuda.testing.emulator import Emulator
 
-from .cuda_models import _can_emulate
+from .cuda_models import MODEL, Quantised, _can_emulate, fp8_rows, without_embedding
+from .test_cuda_quantised import gguf_as
+from .test_cuda_w4 import FORMS as INTEGERS
+from .test_cuda_w4 import quantised
 from .test_sharding import CONFIGS, TEXT, of
 
 __all__ = ["_can_emulate"]  # a fixture
@@ -94,6 +98,32 @@ def test_ranks_together_equal_one(name: str, count: int, dtype: str, how: dict[s
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=near * np.abs(expected).max())
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])  # or they would draw different ids
+    ranks.each(lambda rank: rank[0].close())
+    ranks.close()
+
+
+STORED = {
+    "Q8_0": lambda: Quantised(gguf_as({}, "Q8_0")),
+    "FP8 rows": lambda: Quantised(without_embedding(fp8_rows)),
+    "integers of 4 bits": lambda: quantised(*INTEGERS["compressed-tensors"]),
+}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_quantised_matrices_are_cut_as_they_are(
+    stored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In groups and blocks of 32 columns, of which each rank has one of its heads' part."""
+    source = STORED[stored]()
+    loaded, device = load(MODEL, source, options("bf16"))
+    expected, whole = text((loaded, device)), loaded.info.weight_bytes
+    with caplog.at_level(logging.INFO, "vllmx"):
+        ranks = ranks_of(MODEL, source, 2, "bf16")
+    assert not [r for r in caplog.records if "dequantised" in r.getMessage()]
+    found = ranks.each(text)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=0.05 * np.abs(expected).max())
+    np.testing.assert_array_equal(found[1], found[0])
+    assert ranks.each(lambda rank: rank[0].info.weight_bytes < 0.6 * whole) == [True] * 2
     ranks.each(lambda rank: rank[0].close())
     ranks.close()
 

@@ -47,7 +47,7 @@ def fake_nccl(log: list[Any]) -> Any:
 
 
 class Alone(ThreadCommunicator):
-    """One of three ranks, of which the others answer with zeros; they share an abort word."""
+    """One of three ranks, of which the others say what it says; they share an abort word."""
 
     abort_word = ctypes.c_uint32(0)
 
@@ -63,7 +63,7 @@ class Alone(ThreadCommunicator):
         return SharedAddresses(0, 3, ctypes.addressof(self.abort_word), 0, 0, 0, 0)
 
     def all_gather(self, x: Any, widths: Any) -> Any:
-        return np.hstack([x, np.zeros_like(x), np.zeros_like(x)])
+        return np.hstack([x, x, x])
 
 
 @pytest.fixture
@@ -82,6 +82,22 @@ def test_all_ranks_have_the_id_of_the_first() -> None:
     assert [one.rank for one in ranks.ranks] == [0, 1, 2]
     assert ranks.each(lambda one: one.agree(wanted=True)) == [True] * 3
     assert ranks.each(lambda one: one.agree(wanted=one.rank > 0)) == [False] * 3
+    ranks.close()
+
+
+def test_ranks_on_two_hosts_are_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter([b"one", b"other"])
+    monkeypatch.setattr(nccl, "_host", lambda: next(names))
+    log: list[Any] = []
+
+    def make(end: ThreadCommunicator) -> str:
+        with pytest.raises(ConfigError, match="on one host: leave out --rank-hosts") as raised:
+            NcclRanks(fake_nccl(log), end, STREAM)
+        return raised.value.message
+
+    ranks = RankThreads(2, make)
+    assert len(set(ranks.ranks)) == 1
+    assert not log
     ranks.close()
 
 

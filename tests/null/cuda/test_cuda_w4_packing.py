@@ -55,6 +55,16 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_a_rank_s_columns_have_zeros_of_their_own() -> None:
+    """A row with the middle alone, as the first of few groups may have, tells nothing of others."""
+    part = integers(zero=8)
+    assert packing_of(part).zero == ZERO_MIDDLE  # type: ignore[union-attr]
+    own = packing_of(part.cols(32, 64))
+    assert own is not None
+    assert own.zero == ZERO_CODES
+    assert packed_rows(part.cols(32, 64), own, 0, ROWS).shape[0] == ROWS // 16
+
+
 @pytest.mark.parametrize("part", REFUSED.values(), ids=REFUSED.keys())
 def test_the_rest_is_left_to_other_forms(part: WeightPart) -> None:
     assert w4.w4(part, TARGET) is None

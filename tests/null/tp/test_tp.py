@@ -167,6 +167,9 @@ def test_a_rank_has_its_share_of_the_host() -> None:
     assert given.memory_fraction == 0.4
     assert given.kv_cache_memory_bytes == 45
     assert rank_options(LoadOptions(), 4, 4, 2).num_threads == 4
+    own = rank_options(LoadOptions(kv_cache_memory_bytes=100), 2, 4, 2, own_devices=True)
+    assert own.memory_fraction == LoadOptions().memory_fraction
+    assert own.kv_cache_memory_bytes == 100
 
 
 def test_more_ranks_than_cores() -> None:

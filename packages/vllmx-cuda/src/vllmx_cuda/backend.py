@@ -120,6 +120,8 @@ def _load(
     *,
     wgmma: bool,
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
+    # first, for what the calls between ranks take of the memory is no longer free then
+    ranks = device.join(options.communicator) if options.communicator else None
     plan = plan_load(model, source, options, dtype, kv, device, wgmma=wgmma)
     products = plan.layout.product_scratch(device)
     begin = time.perf_counter()
@@ -134,7 +136,6 @@ def _load(
     )
     device.trim_pinned()
     weights_s = time.perf_counter() - begin
-    ranks = device.join(options.communicator) if options.communicator else None
     lowering = Lowering(
         device,
         dtype,

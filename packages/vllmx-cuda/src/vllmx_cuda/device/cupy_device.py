@@ -314,8 +314,11 @@ class CupyDevice:
         return CupyGraph(graph, self._stream)
 
     def join(self, communicator: Communicator) -> NcclRanks:
-        self._ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr)
-        return self._ranks
+        self._ranks = ranks = NcclRanks(load_nccl(), communicator, self._stream.ptr)
+        first = self.zeros(4)
+        ranks.all_reduce(first, first, 1, "f32")  # which connects them and takes its memory
+        self.synchronize()
+        return ranks
 
     def synchronize(self) -> None:
         if self._ranks is not None:

@@ -4,13 +4,16 @@ comes with a wheel of NVIDIA's."""
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import platform
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from vllmx_core.communicator import Communicator
-from vllmx_core.errors import BackendUnavailableError, RankLostError
+from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
 
 from vllmx_cuda.compiler.libraries import open_library
 from vllmx_cuda.device.device import Memory
@@ -41,6 +44,27 @@ def load_nccl() -> Any:
     return nccl
 
 
+def _of_rank_0(communicator: Communicator, found: Sequence[int]) -> tuple[int, ...]:
+    """Its id of the group. Raises ConfigError, on all ranks, where they are on several hosts: which
+    of its GPUs a rank has is counted on one."""
+    host = np.frombuffer(hashlib.sha256(_host()).digest(), np.int8)
+    row = np.concatenate([np.array(found, np.int8), host])[None]
+    rows = communicator.all_gather(row, [row.shape[1]] * communicator.num_ranks)
+    ids, hosts = np.split(rows.reshape(communicator.num_ranks, -1), [_ID_BYTES], axis=1)
+    if (hosts != hosts[0]).any():
+        raise ConfigError(
+            "ranks of backend 'cuda' must be on one host: leave out --rank-hosts, or choose"
+            " --backend cpu",
+            param="rank_hosts",
+        )
+    return tuple(map(int, ids[0]))
+
+
+def _host() -> bytes:
+    """What no other machine has."""
+    return f"{platform.node()} {uuid.getnode()}".encode()
+
+
 class NcclRanks:
     """`vllmx_cuda.device.ranks.DeviceRanks`. Made on every rank at once.
 
@@ -55,9 +79,7 @@ class NcclRanks:
         shared = communicator.shared
         self._aborted = None if shared is None else ctypes.c_uint32.from_address(shared.abort)
         found = nccl.get_unique_id() if communicator.rank == 0 else (0,) * _ID_BYTES
-        row = np.array([found], np.int8)
-        ids = communicator.all_gather(row, [_ID_BYTES] * communicator.num_ranks)
-        chosen = tuple(map(int, ids[0, :_ID_BYTES]))
+        chosen = _of_rank_0(communicator, found)
         self._comm: Any = self._call(
             lambda: nccl.NcclCommunicator(communicator.num_ranks, chosen, communicator.rank)
         )

@@ -101,7 +101,10 @@ def _scale_type(part: WeightPart) -> int:
 
 
 def _zero_kind(part: WeightPart, bits: int) -> int:
-    """Where the checkpoint stores none, one row tells."""
+    """Where the checkpoint stores none, one row tells; not where a part is computed from another
+    one, whose buffers it does not have: a row of it may have the middle alone by chance."""
+    if part.layout.kind == "integers":
+        return ZERO_CODES
     if part.cut is None and any("zero" in key for key in part.buffers):
         return ZERO_CODES
     zeros = part.coded_rows(0, 1).zeros

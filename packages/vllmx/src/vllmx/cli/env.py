@@ -76,7 +76,7 @@ def _ranks(registry: Registry) -> dict[str, str]:
     return {
         "backends": ", ".join(able),
         "on this host": f"up to {available_cores()}, one a core; parts go through shared memory",
-        "on other hosts": "--rank-hosts; parts go by TCP (torch on CUDA devices: one host alone)",
+        "on other hosts": "--rank-hosts; parts go by TCP (CUDA devices: one host alone)",
     }
 
 
