@@ -126,7 +126,6 @@ class RemoteHost:
                 first=ranks.start,
                 count=len(ranks),
                 fingerprint=fingerprint(plan.path),
-                log_level=logging.getLogger("vllmx").getEffectiveLevel(),
             )
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(encode_frame(begin))

@@ -74,6 +74,7 @@ def serve_ranks(
         try:
             with connection:
                 HostedGroup(listener, connection, plan, mark, key).run()
+            logger.info("a group has ended: rank 0 has closed it")
         except (HandshakeError, VllmxError, FrameError, OSError, EOFError) as error:
             logger.error("a group has ended: %s", error)
         if once:
@@ -147,7 +148,6 @@ class HostedGroup:
         while data := self._socket.recv(1 << 16):
             for begin in reader.feed(data):
                 self._socket.settimeout(None)
-                logging.getLogger("vllmx").setLevel(begin.log_level)
                 return begin
         raise EOFError("rank 0 hung up before it said what to load")
 

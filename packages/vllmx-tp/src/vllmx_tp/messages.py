@@ -82,7 +82,6 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """How many of them the host runs, from `first` on."""
     fingerprint: str
     """See `vllmx_tp.fingerprint`."""
-    log_level: int
 
 
 class HostLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
