@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ PROMPTS = [SYSTEM + "Once upon a time", SYSTEM + "The capital of", "A cat"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=8, repetition_penalty=1.1)
 BAD_WORDS = SamplingParams(temperature=0.0, max_tokens=4, bad_words=["Once upon", "there was"])
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 PATIENCE_S = 60.0
 """On a machine that does much besides."""
 
@@ -88,6 +90,23 @@ def test_64_seeded_requests_answer_as_one_process() -> None:
         expected = everything(llm)
     with LLM("demo", tensor_parallel_size=2, **limits) as llm:
         assert everything(llm) == expected
+
+
+def test_stories260k_on_four_ranks_goes_on_as_in_one_process() -> None:
+    """8 heads and 4 kv heads of 8, widths that no kernel likes; 24 greedy tokens in float32."""
+    if not STORIES.is_dir():
+        pytest.skip("stories260K lies outside the repository")
+    limits: dict[str, Any] = {
+        "backend": "cpu", "dtype": "float32", "num_kv_blocks": 16, "max_num_seqs": 4,
+        "num_threads": 4,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    prompts = ["Once upon a time", "Lily and Tom", "The dog"]
+    with LLM(str(STORIES), **limits) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with LLM(str(STORIES), tensor_parallel_size=4, **limits) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert found == expected
 
 
 def lost(llm: LLM) -> str:
