@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,12 @@ def compiler() -> build.Toolchain:
         return build.find_toolchain()
     except build.BuildError as error:
         pytest.skip(str(error))
+
+
+def test_the_builder_runs_where_nothing_is_installed() -> None:
+    """The hook that builds the wheel loads it in an environment of its own."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='build')"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code, build.__file__], check=True)
 
 
 def test_each_source_is_compiled_once_for_each_instruction_set(

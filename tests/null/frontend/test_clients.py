@@ -22,7 +22,7 @@ from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Frontend
 from vllmx_engine.link.process_frontend import ProcessFrontend
-from vllmx_engine.wire import news
+from vllmx_engine.wire import updates
 from vllmx_engine.wire.ipc import (
     AbortRequests,
     FrameReader,
@@ -33,7 +33,7 @@ from vllmx_engine.wire.ipc import (
     from_core_decoder,
 )
 from vllmx_engine.wire.messages import CoreOutput, CoreStats, TokenLogprobs
-from vllmx_engine.wire.news import News
+from vllmx_engine.wire.updates import Updates
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -138,7 +138,7 @@ async def test_garbage_of_one_client_is_no_harm_to_others(shared: Shared) -> Non
 
 
 def test_what_a_client_does_not_read_is_merged() -> None:
-    waiting = News()
+    waiting = Updates()
     logprob = TokenLogprobs(1, -0.5, 1, [1], [-0.5])
     piece = CoreOutput(request_id="a", ids=[], prompt_logprobs=[logprob])
     first = CoreOutput(request_id="a", ids=[1], num_cached_tokens=3, queue_s=0.1)
@@ -182,7 +182,7 @@ def test_a_client_that_reads_again_finds_one_update_a_request(
         assert core.send(Outputs([CoreOutput(request_id="long", ids=[1 << 20] * 100_000)]))
         for number in range(1000):
             assert core.send(Outputs([CoreOutput(request_id="a", ids=[number])]))
-        monkeypatch.setattr(news, "MAX_MERGED_BYTES", 1000)
+        monkeypatch.setattr(updates, "MAX_MERGED_BYTES", 1000)
         assert not core.send(Outputs([CoreOutput(request_id="a", ids=[1000])]))
         reader: FrameReader[FromCore] = FrameReader(from_core_decoder)
         messages: list[FromCore] = []

@@ -66,8 +66,8 @@ class Turns(Record):
 
 
 def turns_of(images: Sequence[tuple[int, ImagePlaces]]) -> Turns | None:
-    """Of a prompt with images at these starts, ascending; None where tokens are turned by their
-    positions."""
+    """The turns of a prompt with images at these starts, ascending; None where tokens are turned by
+    their positions."""
     if not images or images[0][1].token_positions is None:
         return None
     pieces: list[I32] = []

@@ -152,7 +152,7 @@ class ModelShape(Record):
 
     @property
     def kv_specs(self) -> tuple[OwnedKV, ...]:
-        """Of the layers that have pages of their own."""
+        """The specs of the layers that have pages of their own."""
         return tuple(spec for spec in self.caches if not isinstance(spec, SharedKV))
 
     @property
@@ -214,8 +214,8 @@ class Encoder(Protocol):
         ...
 
     def places(self, grid: tuple[int, int, int]) -> ImagePlaces:
-        """Of an image of (frames, rows, columns) patches. Raises InvalidRequestError for a grid
-        that the tower cannot take."""
+        """The places of an image of (frames, rows, columns) patches. Raises InvalidRequestError for
+        a grid that the tower cannot take."""
         ...
 
 

@@ -240,7 +240,7 @@ class Registry:
         return self._prefer
 
     def conflicts(self) -> tuple[list[str], list[str]]:
-        """Of names with several providers: those that nobody serves until the user decides, and
+        """Names with several providers: those that nobody serves until the user decides, and
         notes on those that are decided."""
         open_, notes = [], []
         for claim, providers in sorted(self._claims.items()):
@@ -320,7 +320,8 @@ class Registry:
         return f"no installed plugin serves the architecture {wanted}{hint} ({listed}){beyond}"
 
     def find_model(self, architecture: str) -> ModelSpec | None:
-        """Who serves a value of `architectures`. Raises PluginClashError."""
+        """The architecture's spec: who serves a value of `architectures`. Raises
+        PluginClashError."""
         return self._model(f"architecture {architecture!r}")
 
     def gguf_model_for(self, name: str) -> ModelSpec | None:

@@ -30,8 +30,8 @@ class StateSlots(Record):
 
 
 def plan_slots(slot_bytes: int, options: LoadOptions, budget: int, others: int) -> StateSlots:
-    """As many slots as were asked for, else twice as many as sequences run together, in no more
-    than half of the budget unless the sequences themselves need more.
+    """Plans as many slots as were asked for, else twice as many as sequences run together, in no
+    more than half of the budget unless the sequences themselves need more.
 
     Args:
         slot_bytes: all states of one sequence; 0 for a model without.

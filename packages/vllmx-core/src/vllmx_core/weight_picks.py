@@ -59,8 +59,8 @@ def decoded_entries(part: WeightPart, first: int, last: int) -> F32:
 
 
 def _made_entry(part: WeightPart, entry: int) -> WeightPart:
-    """Of a stack whose entries are made when they are asked for; the matrix is made once, and kept
-    as long as this part of it."""
+    """One entry of a stack whose entries are made when they are asked for; the matrix is made once,
+    and kept as long as this part of it."""
     whole = part.cut
 
     @cache

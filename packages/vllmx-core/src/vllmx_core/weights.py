@@ -367,7 +367,7 @@ class WeightSpec(Record):
 
     @property
     def rows(self) -> int:
-        """Of the weight, or of each matrix of a stack."""
+        """Rows of the weight, or of each matrix of a stack."""
         return sum(part.rows for part in self.parts) // self.count
 
     @property

@@ -71,7 +71,8 @@ class CpuTower:
 
 
 def _cost(arguments: Structure, num_patches: int, num_windows: int) -> float:
-    """Of a call, for each row: about its multiplications, and 64 for a number that is read."""
+    """The cost of a call for each row: about its multiplications, and 64 for a number that is
+    read."""
     if isinstance(arguments, VxLinear):
         return float(arguments.w.rows * arguments.w.cols)
     if isinstance(arguments, VxSegmentAttention):

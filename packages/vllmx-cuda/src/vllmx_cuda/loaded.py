@@ -68,7 +68,7 @@ class CudaLoadedModel:
             self._passes.append((started, self._device.event()))
 
     def _spans(self, begin: Event, end: Event) -> list[Span]:
-        """Of a step, with the passes before it."""
+        """The spans of a step, with the passes before it."""
         spans, self._passes = [*self._passes, (begin, end)], []
         return spans
 

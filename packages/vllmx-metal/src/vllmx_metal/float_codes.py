@@ -21,7 +21,8 @@ MOST_VALUES = 1 << 24
 
 
 def float_form(part: WeightPart) -> Form | None:
-    """Of a part of kind "fp8" or "fp4", or of GGUF's MXFP4; None: no mode has its values."""
+    """The form of a part of kind "fp8" or "fp4", or of GGUF's MXFP4; None: no mode has its
+    values."""
     layout, cols = part.layout, part.shape[1]
     if layout.kind == "gguf":
         return _MXFP4
@@ -107,7 +108,7 @@ def _fp8_blocks(part: WeightPart, form: Form, dtype: mx.Dtype) -> QuantisedMatri
 
 
 def _scales(raw: RawTensor) -> F32:
-    """As numbers; unsigned bytes are exponents, as F8_E8M0 has them."""
+    """The scales as numbers; unsigned bytes are exponents, as F8_E8M0 has them."""
     if raw.dtype == "u8":
         raw = RawTensor(raw.name, "f8e8m0", raw.shape, raw.data)
     return raw.to_f32()

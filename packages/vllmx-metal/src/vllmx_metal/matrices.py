@@ -18,8 +18,8 @@ class Matrix(Protocol):
         ...
 
     def multiply_each(self, x: mx.array, ids: mx.array, *, ordered: bool) -> mx.array:
-        """Of a stack: x (N, 1, in), each row by the matrix that ids (N,) names -> (N, 1, out);
-        `ordered`: whether the ids rise."""
+        """The products of a stack: x (N, 1, in), each row by the matrix that ids (N,) names -> (N,
+        1, out); `ordered`: whether the ids rise."""
         ...
 
     def rows(self, ids: mx.array) -> mx.array:

@@ -199,7 +199,7 @@ def detached(plan: StepPlan) -> StepPlan:
 
 
 def _copied(value: Any) -> Any:
-    """Of arrays, of tuples of them, and of what a tower is given."""
+    """Copies of arrays, of tuples of them, and of what a tower is given."""
     if isinstance(value, tuple):
         return tuple(map(_copied, value))
     if isinstance(value, PatchRows):

@@ -88,7 +88,7 @@ def nemotron_h(config: Mapping[str, Any]) -> Decoder:
 
 
 def _kinds(read: ConfigReader) -> list[str]:
-    """Of each layer: a list, or a letter for each in older files."""
+    """The kind of each layer: a list, or a letter for each in older files."""
     key = "layers_block_type" if read.has("layers_block_type") else "layer_types"
     if read.has(key):
         given = read.config[key]

@@ -66,14 +66,14 @@ class ChatEvents:
         return self._logprobs is None
 
     def more(self, text: str, ids: list[int]) -> Sequence[ChatEvent]:
-        """Of text and tokens that came past `all`, and after which more follows."""
+        """Events of text and tokens that came past `all`, and after which more follows."""
         if self._reading is None:
             return [ContentPiece(text)] if text else []
         return self._noted(self._reading.more(text, ids))
 
     async def all(self) -> AsyncGenerator[ChatEvent, None]:
-        """As they come; none before the engine's first output. Raises AbortedError where the engine
-        gives the request up, and what the engine raises."""
+        """All events as they come; none before the engine's first output. Raises AbortedError where
+        the engine gives the request up, and what the engine raises."""
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
                 for choice in output.outputs:

@@ -61,7 +61,7 @@ class ReadStream:
         return [event for event in events if not isinstance(event, ReasoningPiece)]
 
     def finish_reason(self, choice: CompletionOutput) -> FinishReason:
-        """Of the last output; "tool_calls" where the model called some."""
+        """The reason of the last output; "tool_calls" where the model called some."""
         return finish_reason(choice, self._reader.num_calls)
 
 

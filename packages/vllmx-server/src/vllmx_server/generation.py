@@ -59,7 +59,8 @@ class Generation:
 
     @property
     def readers(self) -> AnswerReaders | None:
-        """Of the answers to a conversation; None where there is nothing to tell from content."""
+        """Readers of the answers to a conversation; None where there is nothing to tell from
+        content."""
         return self._streams[0].request.readers
 
     @property

@@ -84,7 +84,7 @@ class RequestTimes:
         self.inference = Histogram(REQUEST_S)
 
     def observe(self, times: RequestMetrics) -> None:
-        """Of a request that has ended; one that never had a token has nothing to show."""
+        """Records a request that has ended; one that never had a token has nothing to show."""
         first_s, last_s = times.first_token_s, times.last_token_s
         if first_s is None or last_s is None:
             return

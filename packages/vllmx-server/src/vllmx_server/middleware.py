@@ -153,8 +153,8 @@ def _is_preflight(scope: Scope) -> bool:
 
 
 def _key_digest(scope: Scope) -> bytes:
-    """Of the bearer token, or where there is none of `X-API-Key`, the name that Anthropic's clients
-    and gateways use."""
+    """The digest of the bearer token, or where there is none of `X-API-Key`, the name that
+    Anthropic's clients and gateways use."""
     scheme, _, token = header(scope, b"authorization").partition(b" ")
     if scheme.lower() != b"bearer":
         token = header(scope, b"x-api-key")

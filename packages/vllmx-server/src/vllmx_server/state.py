@@ -157,7 +157,7 @@ class ServerState:
 
 
 def fingerprint(info: CoreInfo) -> str:
-    """Of the version, and of what computes the logits."""
+    """A digest of the version, and of what computes the logits."""
     parts = (info.path, info.backend, info.device, info.dtype, info.kv_cache_dtype, info.details)
     digest = hashlib.sha256(repr((__version__, info.weight_bytes, *parts)).encode())
     return f"vllmx-{__version__}-{digest.hexdigest()[:8]}"

@@ -51,8 +51,8 @@ def choose_device() -> torch.device:
 
 
 def device_of_rank(chosen: torch.device, rank: int) -> torch.device:
-    """Of a model on several ranks: each has a device of its own where devices have numbers, the
-    chosen one's next. Raises ConfigError where there are too few."""
+    """The device of a rank of a model on several ranks: each has a device of its own where devices
+    have numbers, the chosen one's next. Raises ConfigError where there are too few."""
     if chosen.index is None:
         return chosen
     mine, count = chosen.index + rank, device_count(chosen.type)

@@ -38,7 +38,8 @@ class Task(Record):
 
 
 def split_prompts(text: str) -> list[Task]:
-    """Of `--prompts`: parts between " | "; a bar without spaces belongs to its prompt."""
+    """The prompts of `--prompts`: parts between " | "; a bar without spaces belongs to its
+    prompt."""
     return [Task(part.strip()) for part in text.split(SEPARATOR) if part.strip()]
 
 

@@ -53,7 +53,7 @@ Options = dict[str, Any]
 
 
 class Rule:
-    """Of one type of op, whose result a rank may have a share of.
+    """What sharding does to one type of op, whose result a rank may have a share of.
 
     Args:
         units: where the result may be cut, None: nowhere.

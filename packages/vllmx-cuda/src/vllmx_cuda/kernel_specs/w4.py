@@ -51,7 +51,7 @@ def tile_bytes(bits: int) -> int:
 
 
 def record_bytes(scale: int, zero: int) -> int:
-    """Of the factors of 16 rows in one group."""
+    """Bytes of the factors of 16 rows in one group."""
     scales = TILE_ROWS * (4 if scale == DTYPES["f32"] else 2)
     return scales + {ZERO_MIDDLE: 0, ZERO_CODES: TILE_ROWS, MINIMA: scales}[zero]
 

@@ -16,7 +16,7 @@ Quantiser = Callable[[Ops, Memory, int, ActivationCodes], Callable[[int], None]]
 
 
 def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
-    """Of "q8"."""
+    """Bytes of activations in "q8"."""
     return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 8)
 
 
@@ -39,7 +39,7 @@ def rows_bytes(cols: int, tokens: int) -> ScratchBytes:
 
 
 def groups_bytes(cols: int, tokens: int) -> ScratchBytes:
-    """Of those in groups; for whole fours of tokens, as cuBLASLt multiplies them."""
+    """Bytes of activations in groups; for whole fours of tokens, as cuBLASLt multiplies them."""
     codes = ActivationCodes("f8e4m3", groups=True)
     rows = codes.pitch(tokens)
     return ScratchBytes(codes=rows * cols, scales=4 * rows * ceil_div(cols, GROUP))

@@ -158,7 +158,7 @@ class Codes8:
         return segment.data.at(self._scales_at(segment.rows, segment.cols))
 
     def group_shift(self, cols: int) -> int:
-        """As codes8_mma finds the scale of a column."""
+        """How codes8_mma finds the scale of a column."""
         return ONE_GROUP if self.block_cols >= cols else self.block_cols.bit_length() - 1
 
     def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:

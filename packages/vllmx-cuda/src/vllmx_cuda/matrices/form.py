@@ -74,7 +74,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Of the product of a segment: its columns of y (m, pitch), and of the matrix's bias."""
+    """The operands of the product of a segment: its columns of y (m, pitch), and of the matrix's
+    bias."""
 
     x: Memory  # (m, cols)
     y: Memory  # from column `Segment.begin` on
@@ -96,7 +97,7 @@ class Ops(Protocol):
 
     @property
     def products(self) -> ProductScratch:
-        """Of the sizes that the forms asked for."""
+        """The products of the sizes that the forms asked for."""
         ...
 
     def variant(self, entry: str, **options: int) -> Variant:
@@ -117,7 +118,7 @@ class ActivationCodes:
     """Each row has one for each 128 columns."""
 
     def pitch(self, m: int) -> int:
-        """Of m rows' scales of groups: from one group to the next."""
+        """The pitch of m rows' scales of groups: from one group to the next."""
         return -(-m // 4) * 4 if self.groups else 0
 
 

@@ -17,7 +17,7 @@ X_CODES = ActivationCodes("f8e4m3", groups=True)
 
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
-    """Of a segment, in the ways that there are."""
+    """The product of a segment, in the ways that there are."""
 
     ops: Ops
     segment: Segment

@@ -29,7 +29,7 @@ class MatrixProduct:
     """The codes that segments may want -> what writes x as these into the scratch."""
 
     def codes(self, m: int) -> ActivationCodes | None:
-        """As which codes all segments want m rows of x; None: not all as the same."""
+        """The codes that all segments want m rows of x in; None: they differ."""
         kinds = {s.codes if s.codes and s.wants_codes(m) else None for s in self.segments}
         return kinds.pop() if len(kinds) == 1 else None
 

@@ -17,7 +17,7 @@ an H100, by its arithmetic; dequantising, writing and reading a 16-bit copy 1.4 
 
 
 def counter_bytes(rows: int) -> int:
-    """Of the counters, zeros, that a segment of so many rows needs."""
+    """Bytes of the counters, zeros, that a segment of so many rows needs."""
     return 4 * arrival_count(OWN_TOKENS, rows)
 
 

@@ -71,7 +71,7 @@ def packing_of(part: WeightPart) -> Packing | None:
 
 
 def _coded_packing(part: WeightPart) -> Packing | None:
-    """Of a part that hands over integers."""
+    """The packing of a part that hands over integers."""
     if part.coded is None or part.layout.bits > 8:
         return None
     cols = part.shape[1]
@@ -91,8 +91,8 @@ def _coded_packing(part: WeightPart) -> Packing | None:
 
 
 def _scale_type(part: WeightPart) -> int:
-    """As the checkpoint has them: nothing is rounded. A part that is made would be made by looking,
-    and has float32."""
+    """The type that the checkpoint has them in: nothing is rounded. A part that is made would be
+    made by looking, and has float32."""
     if part.cut is not None:
         return DTYPES["f32"]
     kinds = {raw.dtype for key, raw in part.buffers.items() if key.startswith("scale")}

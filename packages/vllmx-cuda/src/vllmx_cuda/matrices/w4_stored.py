@@ -33,7 +33,7 @@ class StoredRows(Protocol):
     def launch(
         self, tiles: Memory, rows: int, device: Device, stored: Memory, fault: Memory
     ) -> None:
-        """Of so many rows; see `Stored.launch`."""
+        """Enqueues the product of so many rows; see `Stored.launch`."""
         ...
 
     def refusal(self, fault: int) -> VllmxError:

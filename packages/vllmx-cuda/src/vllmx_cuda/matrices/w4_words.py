@@ -46,7 +46,8 @@ class Field:
         return TILE_ROWS // self.per * others * ITEM_BYTES[self.raw.dtype]
 
     def steps(self, rows: int) -> tuple[int, int]:
-        """Of so many rows: from one row's entry to the next, from one column's to the next."""
+        """The steps of so many rows: from one row's entry to the next, from one column's to the
+        next."""
         return (1, rows // self.per) if self.transposed else (self.shape[1], 1)
 
     def fill(self, begin: int, end: int, buffer: Bytes) -> None:
@@ -131,7 +132,7 @@ class StoredWords:
 
 
 def stored_words(part: WeightPart, packing: Packing, columns: Memory | None) -> StoredWords | None:
-    """Of a part with this packing; None where the kernel does not know its layout."""
+    """The words of a part with this packing; None where the kernel does not know its layout."""
     kind, options, raw = part.layout.kind, part.layout.options, part.buffers
     if part.cut is not None or part.layout.bits != packing.bits:
         return None

@@ -103,7 +103,7 @@ def expert_product(
     *,
     mma: bool,
 ) -> Product | BlockProduct:
-    """Of a stack of matrices with so many rows each.
+    """The product of a stack of matrices with so many rows each.
 
     Args:
         share: slots of a token.

@@ -72,7 +72,7 @@ class TableRows(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens(OneColumn):
-    """Of each logit row: the first token of its row."""
+    """For each logit row the first token of its row."""
 
     rows: ClassVar[Rows] = "L"
     padding: ClassVar[int] = 0
@@ -95,7 +95,7 @@ class TokenNumbers(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class Places(OneColumn):
-    """Of each token: its place in its segment."""
+    """For each token its place in its segment."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -109,7 +109,7 @@ class Places(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class SegmentLengths(OneColumn):
-    """Of each token: how many its segment has."""
+    """For each token how many its segment has."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -147,7 +147,7 @@ class TurnedRows(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class AxisPositions:
-    """Of each token: its position on each axis."""
+    """For each token its position on each axis."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -165,7 +165,7 @@ class AxisPositions:
 
 @dataclass(frozen=True, slots=True)
 class LastSeen(OneColumn):
-    """Of each token: the last position that it sees."""
+    """For each token the last position that it sees."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -176,7 +176,7 @@ class LastSeen(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class FeatureRows(OneColumn):
-    """Of each token: the row of the store of features that stands for it."""
+    """For each token the row of the store of features that stands for it."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = -1
@@ -204,7 +204,7 @@ class PatchValues:
 
 @dataclass(frozen=True, slots=True)
 class MixedRows:
-    """Of each patch: rows of the table of positions, or how much of each, float32."""
+    """For each patch the rows of the table of positions, or how much of each, float32."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -221,7 +221,7 @@ class MixedRows:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows(OneColumn):
-    """Of each feature: the row of the store that it becomes."""
+    """For each feature the row of the store that it becomes."""
 
     rows: ClassVar[Rows] = "L"
     padding: ClassVar[int] = 0
@@ -232,7 +232,7 @@ class KeptRows(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class Neighbours(OneColumn):
-    """Of each feature: the first or the last of `count` patches that it is the mean of."""
+    """For each feature the first or the last of `count` patches that it is the mean of."""
 
     rows: ClassVar[Rows] = "L"
     padding: ClassVar[int] = 0
@@ -249,7 +249,7 @@ def _words(values: AnyArray) -> I32:
 
 
 def table_rows(op: Embedding) -> TableRows:
-    """Of an embedding of anything but token ids."""
+    """The rows of the table of an embedding of anything but token ids."""
     return TableRows(op.ids.source, op.offset, op.w.rows - 1)
 
 

@@ -69,7 +69,7 @@ class TowerPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of the room that is made at load, with the arrays of a pass."""
+        """Bytes of the room that is made at load, with the arrays of a pass."""
         patches = self.num_patches
         largest = StepSizes(
             patches,
@@ -123,7 +123,7 @@ class TowerPlan:
         )
 
     def costs(self, plan: StepPlan) -> F32:
-        """Of each op, about its multiplications."""
+        """The cost of each op: about its multiplications."""
         longest = float(np.average(plan.context_len, weights=plan.context_len))
         return np.array([_cost(op, plan.num_tokens, longest) for op in self.ops.ops], np.float32)
 

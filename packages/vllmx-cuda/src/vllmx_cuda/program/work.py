@@ -101,7 +101,7 @@ def item_tokens(plan: StepPlan, kinds: WorkKinds) -> int:
 def plan_all_items(
     plan: StepPlan, kinds: WorkKinds, num_tokens: int, capacity: int
 ) -> dict[Visibility, WorkItems]:
-    """Of each visibility; see `plan_items`."""
+    """The items of each visibility; see `plan_items`."""
     single = bool(kinds.tiles)
     return {
         seen: plan_items(plan, seen, num_tokens, capacity, single_rows_only=single)
@@ -173,7 +173,7 @@ def plan_items(
 
 
 def _ranges(plan: StepPlan, visibility: Visibility) -> tuple[I64, I64, I64]:
-    """Of each token: the first position that it sees, the one after the last, and its row."""
+    """For each token the first position that it sees, the one after the last, and its row."""
     rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
     positions = plan.positions.astype(np.int64)
     context = plan.context_len.astype(np.int64)[rows]

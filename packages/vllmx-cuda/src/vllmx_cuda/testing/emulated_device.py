@@ -186,8 +186,8 @@ class EmulatedDevice:
         self.submit("launch", lambda: self._emulator.launch(variant, sizes, passed))
 
     def can_multiply(self, product: Product) -> bool:
-        """As cuBLASLt: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4; blocks of
-        scales on sm_90 alone."""
+        """What cuBLASLt can: FP8 from sm_89 on in vectors of 16 bytes, int8 in vectors of 4; blocks
+        of scales on sm_90 alone."""
         if product.blocks and (number(self.info.arch) != 90 or product.m % 4):
             return False
         if product.dtype == "f8e4m3" and number(self.info.arch) < 89:

@@ -59,7 +59,7 @@ class Pictures:
 
     @property
     def num_bytes(self) -> int:
-        """Of the images as they are stored, as far as they were read."""
+        """Bytes of the images as they are stored, as far as they were read."""
         return sum(len(each.url) for each in self._sources) + sum(map(len, self._stored.values()))
 
     @property
@@ -191,7 +191,8 @@ class ChatImages:
 
 
 def chat_images(config: EngineConfig, builder: RequestBuilder) -> ChatImages:
-    """Of a loaded model. Raises ConfigError for options of images that cannot be used."""
+    """The reader of images for a loaded model. Raises ConfigError for options of images that
+    cannot be used."""
     info, limits = builder.info, ImageLimits.of(config)
     processor = _processor(info) if info.takes_images else None
     if processor is None:
@@ -219,7 +220,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _url(part: Mapping[str, Any], where: str) -> str:
-    """Of {"image_url": {"url": ...}}, {"image_url": ...} or {"image": ...}."""
+    """The URL of {"image_url": {"url": ...}}, {"image_url": ...} or {"image": ...}."""
     found = part.get("image_url", part.get("image"))
     if isinstance(found, Mapping):
         found = found.get("url")

@@ -192,7 +192,7 @@ def finished_values(
 def pooled_output(
     task: PoolingTask, model: PoolingInfo, output: RequestOutput, choice: PoolingChoice
 ) -> PoolingRequestOutput:
-    """Of a request that has ended, well or not."""
+    """The output of a request that has ended, well or not."""
     data = np.frombuffer(output.outputs[0].vector, np.float32)
     if data.size:
         data = finished_values(task, model, data, choice)

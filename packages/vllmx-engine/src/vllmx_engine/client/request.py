@@ -100,7 +100,7 @@ def default_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _eos_ids(generation_config: Mapping[str, Any]) -> list[int]:
-    """As the checkpoint names them. Raises ConfigError."""
+    """The ids that the checkpoint names. Raises ConfigError."""
     own = generation_config.get("eos_token_id")
     ids = own if isinstance(own, list) else [] if own is None else [own]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
@@ -210,7 +210,7 @@ class RequestBuilder:
     def _truncated(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
     ) -> tuple[str | None, list[int]]:
-        """As `_tokens`, but without what `truncate_prompt_tokens` leaves out."""
+        """What `_tokens` gives, but without what `truncate_prompt_tokens` leaves out."""
         limit, keep = self.info.max_model_len, params.truncate_prompt_tokens or -1
         if keep > limit:
             raise InvalidRequestError(
@@ -342,8 +342,8 @@ class RequestBuilder:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Of a choice, by a request's seed: the seed itself for the first, and for the others a hash,
-    so that requests with neighbouring seeds have no answers in common."""
+    """The seed of a choice, by a request's seed: the seed itself for the first, and for the others
+    a hash, so that requests with neighbouring seeds have no answers in common."""
     seed %= _SEED_SPACE
     if index == 0:
         return seed

@@ -17,7 +17,7 @@ _BYTES_PER_MESSAGE = 64
 
 
 def prompt_size(prompt: Prompt) -> int:
-    """Of a text, token ids, or a mapping of either."""
+    """The size of a text, token ids, or a mapping of either."""
     parts = prompt.values() if isinstance(prompt, Mapping) else (prompt,)
     return sum(
         len(part) if isinstance(part, str) else _BYTES_PER_ID * len(part)
@@ -27,14 +27,14 @@ def prompt_size(prompt: Prompt) -> int:
 
 
 def rules_size(params: SamplingParams) -> int:
-    """Of stop strings, which are compiled, bad words, which are tokenised, and allowed ids, of
-    which there may be a vocabulary's worth to check."""
+    """The size of stop strings, which are compiled, bad words, which are tokenised, and allowed
+    ids, of which there may be a vocabulary's worth to check."""
     texts = sum(map(len, params.stop)) + sum(map(len, params.bad_words))
     return texts + _BYTES_PER_ID * len(params.allowed_token_ids or ())
 
 
 def chat_size(messages: Sequence[ChatMessage | Message]) -> int:
-    """Of the texts of a conversation, in characters."""
+    """The size of the texts of a conversation, in characters."""
     size = _BYTES_PER_MESSAGE * len(messages)
     for message in messages:
         content = message.content if isinstance(message, Message) else message.get("content")
@@ -46,8 +46,8 @@ def chat_size(messages: Sequence[ChatMessage | Message]) -> int:
 
 
 def chat_cost(size: int, pictures: Pictures) -> int:
-    """Of a conversation of so many bytes; with images it never passes for a small one, for decoding
-    them takes long."""
+    """The cost of a conversation of so many bytes; with images it never passes for a small one, for
+    decoding them takes long."""
     return size if not pictures else max(size + pictures.num_bytes, TextLimits().small_bytes + 1)
 
 

@@ -165,7 +165,7 @@ class ChoiceState:
         return output
 
     def text_offsets(self, drop: bool, size: int | None = None) -> list[int]:
-        """Of what is held, or of the first `size` tokens of it."""
+        """The offsets of what is held, or of the first `size` tokens of it."""
         start = self.offsets_given
         end = None if size is None else start + size
         offsets = (self.text.token_offsets or [])[start:end]

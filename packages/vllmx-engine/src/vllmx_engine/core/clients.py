@@ -64,7 +64,7 @@ class Said:
 
 
 def prefix_of(number: int) -> str:
-    """Of the ids of a core's so-manieth further client."""
+    """The prefix of the ids of a core's so-manieth further client."""
     return f"{number}{_END}"
 
 

@@ -249,7 +249,7 @@ class _Details:
         self._lists: tuple[list[float], list[int], list[list[int]], list[list[float]]] | None = None
 
     def of(self, logit: int, token: int, count: int) -> TokenLogprobs:
-        """Of the chosen token of a logit row, with the `count` likeliest."""
+        """Log-probabilities of the chosen token of a logit row, with the `count` likeliest."""
         if self._lists is None:
             rows = self._result.logprobs
             assert rows is not None, "the backend left out log-probabilities that were asked for"

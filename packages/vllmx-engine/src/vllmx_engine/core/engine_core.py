@@ -378,5 +378,5 @@ def _limits(
 
 
 def _cache_dtype(info: LoadedInfo) -> str:
-    """Of what blocks hold: computed in one dtype and kept in another."""
+    """The dtype of what blocks hold: computed in one dtype and kept in another."""
     return f"{info.dtype} as {info.kv_cache_dtype}"

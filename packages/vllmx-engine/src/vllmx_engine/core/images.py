@@ -300,7 +300,7 @@ class Images:
             self._begun = None
 
     def _plan(self, passes: list[Pass]) -> StepPlan:
-        """Of a pass over some images, with rows of the store for their features."""
+        """The plan of a pass over some images, with rows of the store for their features."""
         assert self._encoder is not None, "images were checked"
         keep = [self._store.take(one.image.digest, one.image.num_tokens) for one in passes]
         last, places = self._encoder.colours_last, [one.places for one in passes]

@@ -130,7 +130,7 @@ class Counts:
         self.output_counts[index] += 1
 
     def _place(self, token: int) -> int:
-        """Of an id that was not generated before."""
+        """The place of an id that was not generated before."""
         place = bisect_left(self.ids, token, 0, self._num_in_prompt)
         if place < self._num_in_prompt and self.ids[place] == token:
             return place

@@ -91,7 +91,7 @@ def _labels(config: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _activation(config: Mapping[str, Any], count: int) -> Activation:
-    """As sentence-transformers and transformers have it."""
+    """What sentence-transformers and transformers apply."""
     own = config.get("sentence_transformers")
     function = own.get("activation_fn") if isinstance(own, dict) else None
     if isinstance(function, str):

@@ -85,8 +85,8 @@ class PrefixCache:
         return self._known.get(parent + content)
 
     def entry(self, block: int) -> Entry | None:
-        """Of a block that is cached. While it is the same object, the block was not forgotten, and
-        without a window neither was any block before it in its chain."""
+        """The entry of a block that is cached. While it is the same object, the block was not
+        forgotten, and without a window neither was any block before it in its chain."""
         return self._entries.get(block)
 
     def is_known(self, digest: bytes) -> bool:

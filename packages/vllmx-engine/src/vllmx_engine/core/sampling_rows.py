@@ -115,7 +115,8 @@ class RowsBuilder:
         return owners, sampling
 
     def _owners(self, rows: AnyArray, logits: I32) -> LogitOwners:
-        """Of sampling rows: row `rows[i]` of the table draws from logit row `logits[i]`."""
+        """The owners of sampling rows: row `rows[i]` of the table draws from logit row
+        `logits[i]`."""
         owners = LogitOwners(rows, logits, [])
         for row, logit in zip(rows.tolist(), logits.tolist(), strict=True):
             sequence = self._table.owner[row]

@@ -181,8 +181,8 @@ class Scheduler:
     def _chunks(
         self, decodes: tuple[int, int], victim: Sequence | None, images: StepImages | None
     ) -> list[Chunk]:
-        """Of prompts, beside so many decodes over so many tokens, and after `victim` was the last
-        to be preempted."""
+        """Chunks of prompts, beside so many decodes over so many tokens, and after `victim` was the
+        last to be preempted."""
         budget = StepBudget(
             self.limits, self.cost, self._beside, decodes, self._least_chunk, self._num_prompts
         )

@@ -173,7 +173,7 @@ class Sequence:
         return ids + self.content[index] if index in self.content else ids
 
     def entry_of(self, index: int, block_size: int) -> Entry:
-        """Of a full block whose digest is known."""
+        """The entry of a full block whose digest is known."""
         parent = self.digests[index - 1] if index else self.root
         return self.digests[index], parent, self.content_of(index, block_size)
 

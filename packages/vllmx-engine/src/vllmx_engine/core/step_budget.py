@@ -105,7 +105,7 @@ class StepBudget:
         return True
 
     def take(self, chunk: Chunk) -> None:
-        """Of the prompt that was looked at last."""
+        """Takes tokens of the prompt that was looked at last."""
         self._has_chunks = True
         self._tokens -= chunk.num_tokens
         self._logits -= chunk.num_logits

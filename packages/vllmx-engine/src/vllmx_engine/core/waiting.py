@@ -141,7 +141,7 @@ class _Class:
         self._drop_old_heads()
 
     def first(self) -> Sequence:
-        """Of the client that was served least; there must be one."""
+        """The first sequence of the client that was served least; there must be one."""
         return self.ahead.first() if self.ahead else self._first_line().first()
 
     def take_first(self) -> None:
@@ -155,7 +155,7 @@ class _Class:
             del self._clients[heapq.heappop(self._heads)[2]]
 
     def _first_line(self) -> Ordered[Sequence]:
-        """Of the client that was served least, whose head stands in front from now on."""
+        """The line of the client that was served least, whose head stands in front from now on."""
         while True:
             head = self._heads[0]
             line = self._clients.get(head[2])
@@ -306,7 +306,7 @@ class WaitingQueue:
         return self.priority(sequence) < self.priority(other)
 
     def order(self, sequence: Sequence) -> tuple[int, int]:
-        """Of running sequences: the greatest is preempted first."""
+        """The order of running sequences: the greatest is preempted first."""
         return self.priority(sequence), sequence.arrival
 
     def _client(self, sequence: Sequence) -> str:

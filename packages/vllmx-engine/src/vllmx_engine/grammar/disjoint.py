@@ -126,7 +126,7 @@ def _different_values(first: Schema, other: Schema) -> bool:
 
 
 def equal(one: Any, another: Any) -> bool:
-    """As JSON has it: 1 is 1.0, and true is not 1."""
+    """Equality as JSON has it: 1 is 1.0, and true is not 1."""
     return bool(one == another) and type_of(one) == type_of(another)
 
 

@@ -192,7 +192,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def first_lines(text: str, limit: int = 400) -> str:
-    """Of the library's message what is meant for users: its dumps of states come after."""
+    """The part of the library's message that is meant for users: its dumps of states come after."""
     lines = text.split("\n<state>")[0].strip().splitlines()
     return " ".join(line.strip() for line in lines)[:limit]
 

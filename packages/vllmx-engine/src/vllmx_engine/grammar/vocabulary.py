@@ -21,8 +21,8 @@ _KEPT_TEXTS = 4096
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> Vocabulary:
-    """Of a model with `vocab_size` logits; a second for 150,000 tokens, so not for an event loop.
-    Raises GrammarError where a token does not stand for fixed bytes."""
+    """The vocabulary of a model with `vocab_size` logits; a second for 150,000 tokens, so not for
+    an event loop. Raises GrammarError where a token does not stand for fixed bytes."""
     if tokenizer.all_pieces is None:
         raise GrammarError(
             "this model's tokenizer has no fixed text for each token, so its answers cannot follow"

@@ -41,7 +41,7 @@ class ImageProcessor(Protocol):
         ...
 
     def prepare(self, image: Pixels, room: int, where: str) -> PreparedImage:
-        """Of an image. Raises InvalidRequestError for one that it cannot see, and
+        """Prepares an image. Raises InvalidRequestError for one that it cannot see, and
         ContextLengthError for one of more than `room` tokens, before it takes memory."""
         ...
 

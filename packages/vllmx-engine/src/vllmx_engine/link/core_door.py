@@ -39,7 +39,7 @@ class CoreDoor:
         thread.start()
 
     def sockets(self) -> list[CoreSocket]:
-        """Of all clients that are there."""
+        """The sockets of all clients that are there."""
         return list(self._sockets)
 
     def _accept(self, info: CoreInfo) -> None:

@@ -18,8 +18,8 @@ from vllmx_engine.wire.ipc import (
     to_core_decoder,
 )
 from vllmx_engine.wire.messages import CoreOutput
-from vllmx_engine.wire.news import News
 from vllmx_engine.wire.outbox import Outbox
+from vllmx_engine.wire.updates import Updates
 
 _RECEIVE_BYTES = 1 << 18
 _FAREWELL_S = 2.0
@@ -38,12 +38,12 @@ class CoreSocket:
 
     def __init__(self, connection: socket.socket, on_broken: Callable[[], None]) -> None:
         self._socket = connection
-        self._news = News()
+        self._updates = Updates()
         self._lock = threading.Lock()
-        self._outbox = Outbox(connection, on_broken, self._send_news)
+        self._outbox = Outbox(connection, on_broken, self._send_updates)
 
     def messages(self) -> Iterator[ToCore]:
-        """As they come, until the other side is gone. Raises FrameError."""
+        """Messages as they come, until the other side is gone. Raises FrameError."""
         reader: FrameReader[ToCore] = FrameReader(to_core_decoder)
         while data := self._socket.recv(_RECEIVE_BYTES):
             yield from reader.feed(data)
@@ -52,14 +52,14 @@ class CoreSocket:
         """Never waits. False when the other side has not read for so long that nothing more should
         be made for it."""
         with self._lock:
-            if self._news or not self._outbox.is_empty:
-                return self._news.add(message)
+            if self._updates or not self._outbox.is_empty:
+                return self._updates.add(message)
             return self._put(message)
 
     def flush(self) -> None:
         """Gives the other side a moment to read the last words."""
         until_s = time.monotonic() + _FAREWELL_S
-        while self._outbox.flush(until_s - time.monotonic()) and self._news:
+        while self._outbox.flush(until_s - time.monotonic()) and self._updates:
             time.sleep(_LOOK_S)  # until the outbox's thread has taken them
 
     def close(self) -> None:
@@ -67,9 +67,9 @@ class CoreSocket:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _send_news(self) -> None:
+    def _send_updates(self) -> None:
         with self._lock:
-            for message in self._news.take():
+            for message in self._updates.take():
                 self._put(message)
 
     def _put(self, message: FromCore) -> bool:

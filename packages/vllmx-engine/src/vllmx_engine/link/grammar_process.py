@@ -171,12 +171,12 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The id of the process, while there is one."""
         return None if self._process is None or self._process.lost else self._process.pid
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Of the model; there once a grammar was checked."""
+        """The vocabulary of the model; there once a grammar was checked."""
         assert self._making is not None, "no grammar was checked"
         return self._making.result()
 

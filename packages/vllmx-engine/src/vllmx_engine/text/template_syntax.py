@@ -48,7 +48,7 @@ class Instrument(NodeTransformer):
         return node if constant else _environment_call("new_container", [node])
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:  # noqa: N802
-        """As for a list, unless the tuple is the target of an assignment."""
+        """The same as for a list, unless the tuple is the target of an assignment."""
         self.generic_visit(node)
         return _environment_call("new_container", [node]) if node.ctx == "load" else node
 

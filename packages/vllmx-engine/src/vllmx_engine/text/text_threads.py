@@ -61,7 +61,7 @@ class TextThreads:
 
     @property
     def num_bytes(self) -> int:
-        """Of texts that wait or are worked on."""
+        """Bytes of texts that wait or are worked on."""
         return self._bytes
 
     async def run(self, client: str, size: int, function: Callable[[Stopped], T]) -> T:

@@ -72,7 +72,7 @@ ToGrammars = Vocabulary | CheckGrammar
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
-    """Of a grammar: what it is for the core, or why it cannot be followed."""
+    """The verdict on a grammar: what it is for the core, or why it cannot be followed."""
 
     call_id: int
     text: str | None = None

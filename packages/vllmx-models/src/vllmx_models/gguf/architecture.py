@@ -87,7 +87,7 @@ def decoder_config(header: GGUFHeader, *honoured: str) -> dict[str, Any]:
 
 
 def _inner_size(header: GGUFHeader) -> int:
-    """Of a dense feed-forward; files of experts alone may say nothing of it."""
+    """The inner size of a dense feed-forward; files of experts alone may say nothing of it."""
     experts = "expert_feed_forward_length"
     if not header.has("feed_forward_length") and header.has(experts):
         return header.integer(experts)
@@ -95,7 +95,7 @@ def _inner_size(header: GGUFHeader) -> int:
 
 
 def _epsilon(header: GGUFHeader) -> dict[str, Any]:
-    """Of layer norms, where the file speaks of such, else of RMS norms."""
+    """The epsilon of layer norms, where the file speaks of such, else of RMS norms."""
     if header.has("attention.layer_norm_epsilon"):
         return {"layer_norm_eps": header.number("attention.layer_norm_epsilon")}
     return {"rms_norm_eps": header.number("attention.layer_norm_rms_epsilon")}

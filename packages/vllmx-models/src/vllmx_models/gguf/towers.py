@@ -56,7 +56,7 @@ def _colours(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _layers(header: GGUFHeader, theirs: str, names: Mapping[str, str]) -> Iterator[Entry]:
-    """Of each layer what is one tensor here and there."""
+    """For each layer what is one tensor here and there."""
     for layer in range(_depth(header)):
         for stored, name in names.items():
             yield Entry(f"{theirs}.{layer}.{name}", (f"v.blk.{layer}.{stored}",))
@@ -181,7 +181,7 @@ def _qwen2_5_entries(header: GGUFHeader) -> Iterator[Entry]:
 
 # --- Gemma ----------------------------------------------------------------------------------------
 def _gemma3_sizes(header: GGUFHeader) -> tuple[int, int, int]:
-    """Of an image, of a patch, and tokens of an image."""
+    """Sizes of an image and of a patch, and tokens of an image."""
     size, patch = header.integer("vision.image_size"), header.integer("vision.patch_size")
     side = size // patch // header.integer("vision.projector.scale_factor", 4)
     return size, patch, side * side
@@ -331,6 +331,6 @@ FORMS: Mapping[str, TowerForm] = {
 
 
 def projector_type(header: GGUFHeader) -> str:
-    """Of the tower for images; files with one for sound too have it under a name of its own. Empty:
-    the file has none."""
+    """The type of the tower for images; files with one for sound too have it under a name of its
+    own. Empty: the file has none."""
     return header.text("vision.projector_type", header.text("projector_type", ""))

@@ -52,7 +52,7 @@ def fp8_codes(values: F32) -> tuple[npt.NDArray[np.uint8], F32]:
 def int8_part(
     name: str, shape: tuple[int, ...], codes: npt.NDArray[np.uint8], scales: F32
 ) -> WeightPart:
-    """Of the bytes of the codes and one scale for each row."""
+    """The part made of the bytes of the codes and one scale for each row."""
     buffers = _buffers(name, "i8", shape, codes, scales)
     return WeightPart(name, shape, int8_layout(shape[1]), buffers, decode_coded, coded_int8)
 
@@ -60,7 +60,7 @@ def int8_part(
 def fp8_part(
     name: str, shape: tuple[int, ...], codes: npt.NDArray[np.uint8], scales: F32
 ) -> WeightPart:
-    """Of the codes and one scale for each row."""
+    """The part made of the codes and one scale for each row."""
     buffers = _buffers(name, "f8e4m3", shape, codes, scales)
     return WeightPart(name, shape, fp8_layout(shape[1]), buffers, decode_fp8)
 

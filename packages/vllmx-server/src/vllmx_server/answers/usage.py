@@ -29,7 +29,7 @@ class TokenUsage(Record, kw_only=True):
 
 
 class PoolingUsage(Record, kw_only=True):
-    """Of a request that generates nothing."""
+    """The usage of a request that generates nothing."""
 
     prompt_tokens: int
     total_tokens: int

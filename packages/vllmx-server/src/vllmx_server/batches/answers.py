@@ -35,6 +35,6 @@ class AnswerWriter:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """An error that all who waited for it have left is no news."""
+    """An error that all who waited for it have left is not reported."""
     if not task.cancelled():
         task.exception()

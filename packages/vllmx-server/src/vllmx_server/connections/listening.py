@@ -82,7 +82,7 @@ class Listener:
 
     @property
     def idle(self) -> list[Place]:
-        """Of the connections that wait for a request, the one that waits longest first."""
+        """The connections that wait for a request, the one that waits longest first."""
         return list(self._idle)
 
     def set_idle(self, place: Place, idle: bool) -> None:

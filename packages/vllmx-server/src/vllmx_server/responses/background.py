@@ -28,7 +28,7 @@ class Running:
         self._generation = generation
         self._release = release
         self._events: list[bytes] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._kept = asyncio.Event()
         self._has_ended = False
 
@@ -52,7 +52,7 @@ class Running:
             await self._keep()
             self._release()
             self._has_ended = True
-            self._news.set()
+            self._changed.set()
             self._kept.set()
 
     async def cancel(self) -> None:
@@ -71,13 +71,13 @@ class Running:
                     yield event
             if self._has_ended:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def _tell(self, event: bytes) -> None:
         parts = event.split(b"\n\n")
         self._events += [part + b"\n\n" for part in parts if part]
-        self._news.set()
+        self._changed.set()
 
     def _fail(self, error: VllmxError) -> None:
         """It failed before its first event."""

@@ -181,7 +181,8 @@ class ChatAnswer:
     def _finish_reason(
         self, choice: CompletionOutput, read: ReadStream | WholeAnswer | None
     ) -> FinishReason | None:
-        """As OpenAI's: a call that the request named is no news, and its answer ends by "stop"."""
+        """The reason as OpenAI gives it: the answer to a call that the request named ends by
+        "stop"."""
         is_named = isinstance(self._body.tool_choice, dict)
         return choice.finish_reason if read is None or is_named else read.finish_reason(choice)
 

@@ -176,8 +176,8 @@ class CompletionAnswer:
     def _logprobs(
         self, choice: CompletionOutput, shift: int, echo: Echo | None = None
     ) -> TextLogprobs | None:
-        """Of the choice's tokens, with echo after those of the prompt. `shift`: characters before
-        the choice's text."""
+        """Log-probabilities of the choice's tokens, with echo after those of the prompt. `shift`:
+        characters before the choice's text."""
         if self._body.logprobs is None or choice.logprobs is None:
             return None
         rows = CompletionLogprobs(self._state.llm.tokenizer, self._body.return_tokens_as_token_ids)

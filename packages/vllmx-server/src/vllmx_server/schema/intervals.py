@@ -73,7 +73,7 @@ def _wrong_size(found: re.Match[str], body: bytes) -> InvalidRequestError:
 
 
 def _metas(hint: Any) -> Iterator[Meta]:
-    """Of a field's number, whatever else the field may be."""
+    """The limits of a field's number, whatever else the field may be."""
     for each in (hint, *typing.get_args(hint)):
         for meta in getattr(each, "__metadata__", ()):
             if isinstance(meta, Meta) and (meta.ge is not None or meta.gt is not None):

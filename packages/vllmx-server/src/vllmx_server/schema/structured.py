@@ -53,7 +53,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredFields(UnservedFields, kw_only=True, forbid_unknown_fields=True):
-    """Of both completions. At most one of them may say something."""
+    """Fields of both completions. At most one of them may say something."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -177,7 +177,7 @@ class Files:
         return [StoredFile(*row) for row in rows[:limit]], len(rows) > limit
 
     async def delete(self, file_id: str) -> None:
-        """Of a known file; nothing where it is gone already."""
+        """Deletes a known file; does nothing where it is gone already."""
         await self._database.run(lambda c: _delete(c, [file_id]))
         await self.on_thread(lambda: self.path(file_id).unlink(missing_ok=True))
 

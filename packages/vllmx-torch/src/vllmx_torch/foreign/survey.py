@@ -42,7 +42,8 @@ class Layer:
 
     @property
     def head_size(self) -> int:
-        """Of its pages: keys and values of unequal size are padded to the larger one."""
+        """The head size of its pages: keys and values of unequal size are padded to the larger
+        one."""
         return max(self.shape.key_size, self.shape.value_size)
 
     def spec(self, number: int) -> AttentionSpec:

@@ -90,7 +90,7 @@ def _report(name: str, index: int, count: int) -> None:
 
 
 def _figures(summary: Any, seconds: float) -> dict[str, Any]:
-    """Of a `vllmx_models.gguf.quantize.convert.Summary`."""
+    """The figures of a `vllmx_models.gguf.quantize.convert.Summary`."""
     types = {
         name: {
             "tensors": entry.tensors,

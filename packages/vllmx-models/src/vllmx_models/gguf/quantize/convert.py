@@ -217,7 +217,7 @@ class _Conversion:
         self._add(tensor, own)
 
     def _interleaved_heads(self, tensor: NewTensor) -> int | None:
-        """Of how many heads the rows are interleaved; None: of none."""
+        """How many heads have interleaved rows; None: none."""
         pattern = ".".join("{}" if part.isdigit() else part for part in tensor.name.split(".")[:-1])
         group = self._target.table.interleaved.get(pattern)
         if group is None:

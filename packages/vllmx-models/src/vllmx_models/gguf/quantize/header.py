@@ -65,7 +65,7 @@ class Target(Record):
 
     @property
     def num_kv_heads(self) -> int:
-        """As the file states it: latents are one head."""
+        """The number that the file states: latents are one head."""
         return self.mixer.num_kv_heads if isinstance(self.mixer, AttentionMixer) else 1
 
 

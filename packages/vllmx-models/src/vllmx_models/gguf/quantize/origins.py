@@ -57,7 +57,7 @@ class Origin(Record):
 
 
 def shape_of(target: Target, name: str, parts: Sequence[WeightPart]) -> tuple[int, ...]:
-    """Of a tensor in the file. Raises WeightFormatError for experts of unequal shape."""
+    """The shape of a tensor in the file. Raises WeightFormatError for experts of unequal shape."""
     shapes = {part.shape for part in parts}
     if len(shapes) > 1:
         raise WeightFormatError(

@@ -15,7 +15,7 @@ F16_MAX = np.float32(65504)
 
 
 def f16(values: F32) -> F32:
-    """As a float16 would hold them, the largest finite one instead of infinity."""
+    """The values as a float16 would hold them, the largest finite one instead of infinity."""
     return np.clip(values, -F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
 
 

@@ -53,7 +53,7 @@ class NewTensor(Record):
 
     @property
     def info(self) -> TensorInfo:
-        """As a reader would state it, without its place."""
+        """What a reader would say of it, without its place."""
         return TensorInfo(self.name, TYPES_BY_NAME[self.type], self.shape, 0, self.num_bytes)
 
 

@@ -14,7 +14,7 @@ from vllmx_engine.wire.messages import CoreOutput, TokenLogprobs, is_piece
 MAX_MERGED_BYTES = 64 << 20
 
 
-class News:
+class Updates:
     """Messages that wait, in the order in which they may be taken.
 
     Attributes:
