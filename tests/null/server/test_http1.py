@@ -275,7 +275,8 @@ async def test_a_small_body_that_is_refused_unread_keeps_the_connection(
 async def test_a_body_that_nobody_waits_for_must_end_in_time(make_server: MakeServer) -> None:
     async with make_server({"api_key": ("k",), "header_timeout_s": 0.2}) as served:
         reader, writer = await served.connect()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head)
         assert (await read_answer(reader))[0] == 401
         await is_closed(reader)
 
