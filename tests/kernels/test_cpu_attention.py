@@ -39,8 +39,8 @@ FEATURES = [
     Case(causal=False, kv="bf16"),
     Case(causal=False, window=9, sinks=True, kv="bf16"),
     *(Case(heads=heads, kv_heads=2, kv="bf16") for heads in (2, 6, 14, 16, 40)),
-    *(Case(head_size=size, kv="bf16", page=32) for size in (8, 16, 20, 80, 96, 112, 192, 256)),
-    *(Case(head_size=size) for size in (8, 16, 20, 80, 96, 112, 128, 192, 256)),
+    *(Case(head_size=size, kv="bf16", page=32) for size in (8, 16, 20, 80, 96, 112, 192, 256, 512)),
+    *(Case(head_size=size) for size in (8, 16, 20, 80, 96, 112, 128, 192, 256, 512)),
     *(Case(heads=1, kv_heads=1, head_size=1024, kv=kv) for kv in MULTIPLIED_AS_BF16),
     *(
         Case(heads=heads, kv_heads=kv_heads, head_size=16, page=page, kv=kv)
