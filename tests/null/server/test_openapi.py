@@ -17,6 +17,13 @@ from vllmx_core.errors import InvalidRequestError
 from vllmx_server.answers.chat import ChatChunk, ChatCompletion
 from vllmx_server.answers.completions import TextChunk, TextCompletion
 from vllmx_server.answers.messages import Message, MessagesEvent
+from vllmx_server.answers.pooling import (
+    ClassifiedList,
+    EmbeddingList,
+    PooledList,
+    Ranking,
+    ScoreList,
+)
 from vllmx_server.answers.responses import Response as ResponseShown
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.app import ALL_ROUTES
@@ -29,6 +36,7 @@ from vllmx_server.routes.responses import FRAMING
 
 from .conftest import MakeServer, Served
 from .test_messages import EVENTS, named_events
+from .test_pooling import LetterPooler
 
 PAGE = Path(module.__file__).parent / "page"
 REMEDY = "add an Operation in vllmx_server/openapi/operations.py, then run docs/list_api.py"
@@ -96,11 +104,17 @@ async def test_examples_are_answered(served: Served, found: dict[str, Any]) -> N
         "/v1/completions": TextCompletion,
         "/v1/messages": Message,
         "/v1/responses": ResponseShown,
+        "/v1/embeddings": EmbeddingList,
+        "/pooling": PooledList,
+        "/classify": ClassifiedList,
+        "/score": ScoreList,
+        "/rerank": Ranking,
     }
+    served.state.pooler = LetterPooler()
     for path, item in found["paths"].items():
         body = item.get("post", {}).get("requestBody", {}).get("content", {})
         example = body.get("application/json", {}).get("example")
-        if example is None or item["post"]["tags"] == ["Vectors and scores"]:
+        if example is None:
             continue
         answer = await served.client.post(path, json=example)
         assert answer.status_code == 200, f"{path}: {answer.text}"

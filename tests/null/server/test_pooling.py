@@ -46,7 +46,7 @@ class LetterPooler:
         return [self._one(task, each, options) for each in inputs]
 
     def _one(self, task: Task, each: PoolingInput, options: PoolingOptions) -> Pooled:
-        text = each.text if each.ids is None else "".join(map(chr, each.ids))
+        text = each.text if each.ids is None else "".join(chr(token % 128) for token in each.ids)
         if options.max_tokens is not None:
             text = text[: options.max_tokens]
         if len(text) > 50:
