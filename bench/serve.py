@@ -1,14 +1,15 @@
 """CPU of the API process for a streamed token, beside a bare hypercorn, and open-loop latencies.
 
     python bench/serve.py [--streams 64,256] [--kinds text] [--rounds 4] [--real] [--rates 2,4,8]
-        [--json]
+        [--api-workers 2,4] [--json]
 
 `--streams`: so many requests start together and stream `--tokens` tokens each, one a step of
 `--step-ms`, from a fake model that costs nothing: what is left is HTTP, detokenizing, JSON and the
 way from the engine core. The same load runs on `bench/bare_sse.py` (hypercorn and starlette sending
 ready bytes), round by round in turn. Figures are CPU microseconds of the API process alone (its
 threads' on-CPU time from /proc) for each token, requests and connections included: median and
-range. `--kinds`: what is streamed, of `text` (completions), `content`, `reasoning` and `tools`
+range; with `--api-workers`, of all of them together. `--kinds`: what is streamed, of `text`
+(completions), `content`, `reasoning` and `tools`
 (chats that are read: markers of thoughts and calls are looked for, and are found once). `--real`
 adds the demo model on the best backend. `--rates`: Poisson arrivals a second on the
 demo model, whatever the server does, with latencies as clients see them.
@@ -47,15 +48,26 @@ class Server:
     url: str
     pid: int
 
+    @property
+    def api_pids(self) -> list[int]:
+        """Of the processes that answer: the workers, or the server itself where it has none."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        workers = [
+            int(child)
+            for child in children
+            if b"vllmx_server.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        return workers or [self.pid]
+
     def cpu_s(self) -> float:
         """On-CPU time of all threads so far."""
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
-        return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
+        tasks = [path for pid in self.api_pids for path in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((path / "schedstat").read_text().split()[0]) for path in tasks) / 1e9
 
     def memory_mb(self) -> float:
-        """Memory of the process that is resident."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        """Memory that is resident, of all processes that answer."""
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.api_pids]
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @contextmanager
@@ -195,6 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--real", action="store_true", help="the demo model as well")
+    parser.add_argument("--api-workers", default="", help="the fake model with so many processes")
     parser.add_argument("--rates", default="", help="arrivals a second on the demo model")
     parser.add_argument("--requests", type=int, default=64, help="requests of each rate")
     parser.add_argument("--json", action="store_true")
@@ -229,6 +242,10 @@ def _measure_cpu(options: argparse.Namespace) -> list[Record]:
             stack.enter_context(running("bare hypercorn", bare)),
             stack.enter_context(running("vllmx, fake model", vllmx(*flags), plugins)),
         ]
+        for number in filter(None, options.api_workers.split(",")):
+            several = vllmx(*flags, "--api-workers", number)
+            name = f"vllmx, fake model, {number} API processes"
+            servers.append(stack.enter_context(running(name, several, plugins)))
         if options.real:
             servers.append(stack.enter_context(running("vllmx, demo model", vllmx())))
         for streams in map(int, options.streams.split(",")):

@@ -21,12 +21,12 @@ from vllmx_server.batches.places import Places
 from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
-from vllmx_server.engine_pooler import EnginePooler
 from vllmx_server.errors import route_path
 from vllmx_server.hosts import HostCheck, allowed_hosts
 from vllmx_server.metrics import Metrics
 from vllmx_server.middleware import Authorization, RequestContext
 from vllmx_server.routes import (
+    admin,
     batches,
     chat,
     completions,
@@ -40,7 +40,7 @@ from vllmx_server.routes import (
     web,
 )
 from vllmx_server.sharing import Sharing
-from vllmx_server.state import ServerState
+from vllmx_server.state import ServerState, cache_labels, pooler_of
 from vllmx_server.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ ROUTES = (
     ("GET", "/v1/batches/{id}", batches.retrieve),
     ("POST", "/v1/batches/{id}/cancel", batches.cancel),
     ("GET", "/v1/models", status.models),
+    ("POST", "/v1/models/load", admin.admin(admin.load)),
+    ("POST", "/v1/models/unload", admin.admin(admin.unload)),
+    ("POST", "/reset_prefix_cache", admin.admin(admin.reset_prefix_cache)),
+    ("POST", "/shutdown", admin.admin(admin.shutdown)),
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
     ("POST", "/detokenize", text.detokenize),
@@ -91,6 +95,21 @@ WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.fi
 """Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
 """Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands."""
+_OF_MODEL = {
+    chat.chat_completions,
+    completions.completions,
+    messages.messages,
+    messages.count_tokens,
+    pooling.embeddings,
+    pooling.rerank,
+    pooling.score,
+    pooling.classify,
+    pooling.pooling,
+    responses.create,
+    text.tokenize,
+    text.detokenize,
+}
+"""What answers for the model that a body names."""
 _LED = {
     responses.retrieve,
     responses.delete,
@@ -123,16 +142,24 @@ class App(Starlette):
         await super().__call__(scope, receive, send)
 
 
+def known_keys(config: ServerConfig) -> tuple[str, ...]:
+    """Whoever has one of these may use the server; empty: everybody may."""
+    return config.api_key and (*config.api_key, *config.admin_key)
+
+
 def build_app(
     llm: AsyncLLM,
     config: ServerConfig,
     storage: Storage | None = None,
     peers: Peers | None = None,
+    *,
+    several: bool = False,
 ) -> Starlette:
     """The application over a started engine; it does not own the engine, nor what it stores where
     that is given. `app.state.server.background` must be started and stopped; of a server with
-    several processes, `peers`, in one of them."""
-    metrics = Metrics(llm.config.name, lambda: llm.stats, _cache_labels(llm))
+    several processes, `peers`, in one of them. `several`: models, which `app.state.server.models`
+    gets before the first request."""
+    metrics = Metrics(llm.config.name, lambda: llm.stats, cache_labels(llm))
     middleware = []
     if config.allowed_origins:
         middleware.append(
@@ -160,14 +187,14 @@ def build_app(
     middleware.append(
         Middleware(
             Authorization,
-            keys=config.api_key,
+            keys=known_keys(config),
             is_open=lambda path: any(is_open(path) for is_open in opened),
         )
     )
     routes = ALL_ROUTES if config.web else ROUTES
     app = App(
         routes=[
-            Route(path, _passed_on(endpoint, peers), methods=[method])
+            Route(path, _wrapped(endpoint, peers, several), methods=[method])
             for method, path, endpoint in routes
         ],
         middleware=middleware,
@@ -181,9 +208,7 @@ def build_app(
     bodies = BodyBudget(config.max_body_bytes, sharing)
     storage = storage or Storage(config)
     state = ServerState(llm, config, metrics, bodies, storage, sharing=sharing, peers=peers)
-    pooling_model = llm.info.pooling
-    if pooling_model is not None:
-        state.pooler = EnginePooler(llm, pooling_model)
+    state.pooler = pooler_of(llm)
     state.batches = _batch_runner(app, state)
     state.background = Background(state.storage, state.batches)
     app.state.server = state
@@ -192,17 +217,25 @@ def build_app(
     return app
 
 
-def _passed_on(endpoint: Endpoint, peers: Peers | None) -> Endpoint:
-    if peers is None or endpoint not in _LED:
-        return endpoint
-    from vllmx_server.workers.relay import led
+def _wrapped(endpoint: Endpoint, peers: Peers | None, several: bool) -> Endpoint:
+    if several and endpoint in _OF_MODEL:
+        from vllmx_server.models.routing import of_model
 
-    return led(endpoint, has_body=endpoint is batches.create)
+        return of_model(endpoint)
+    if peers is not None and endpoint in _LED:
+        from vllmx_server.workers.relay import led
+
+        return led(endpoint, has_body=endpoint is batches.create)
+    return endpoint
 
 
 def _batch_runner(app: App, state: ServerState) -> BatchRunner:
     llm, storage = state.llm, state.storage
-    endpoints = {path: endpoint for method, path, endpoint in ROUTES if method == "POST"}
+    endpoints = {
+        route.path: route.endpoint
+        for route in app.routes
+        if isinstance(route, Route) and "POST" in (route.methods or ())
+    }
     places = Places(
         lambda: llm.info.max_num_seqs, lambda: max(0, llm.num_in_flight - places.num_taken)
     )
@@ -226,16 +259,3 @@ def name_route(scope: Scope) -> tuple[str, str]:
         else next((shown for pattern, shown in _PATTERNS if pattern.fullmatch(path)), "other")
     )
     return found, method if method in _METHODS else "other"
-
-
-def _cache_labels(llm: AsyncLLM) -> dict[str, object]:
-    info, config = llm.info, llm.config
-    return {
-        "block_size": info.block_size,
-        "num_gpu_blocks": info.num_kv_blocks,
-        "num_state_slots": info.num_state_slots,
-        "kv_cache_bytes": info.kv_cache_bytes,
-        "cache_dtype": info.kv_cache_dtype,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "gpu_memory_utilization": config.memory_fraction,
-    }

@@ -24,6 +24,8 @@ class ServerConfig:
     machine."""
     api_key: tuple[str, ...] = ()
     """Accepted bearer tokens; empty: no authorisation."""
+    admin_key: tuple[str, ...] = ()
+    """Bearer tokens for the routes of operators; empty: nobody may use those."""
     priority_range: tuple[str, ...] = ()
     """What `priority` of a request may be: `LEAST:GREATEST` for everybody ("0:" by default), and
     `KEY=LEAST:GREATEST` for the holder of an API key."""
@@ -51,6 +53,10 @@ class ServerConfig:
     """How long a client may take nothing of an answer before it counts as gone."""
     sse_ping_interval_s: float = 15.0
     """A stream that waits for its next token says so this often, by a comment; 0: never."""
+    model_wait_s: float = 120.0
+    """How long a request waits for its model to be loaded."""
+    idle_unload_s: float = 0.0
+    """A model beside the first one that nobody asked for so long is unloaded; 0: never."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for requests in flight."""
     data_dir: str | None = None
@@ -85,8 +91,12 @@ class ServerConfig:
         self._check_interval("send_timeout_s", 0.001, 86400)
         self._check_interval("sse_ping_interval_s", 0, 86400)
         self._check_interval("drain_timeout_s", 0, 86400)
+        self._check_interval("model_wait_s", 0.001, 86400)
+        self._check_interval("idle_unload_s", 0, 1e9)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
+        if any(not key for key in self.admin_key):
+            raise ConfigError("--admin-key is empty: give a key or leave it out", param="admin_key")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key is empty: give a key or leave it out", param="api_key")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -74,6 +74,31 @@ class MetricCounts(msgspec.Struct, frozen=True):
     http: list[tuple[str, str, str, int]]
 
 
+def render_all(metrics: Sequence[Metrics]) -> bytes:
+    """The exposition text of several models."""
+    return generate_latest(_Together(metrics).registry)
+
+
+class _Together(Collector):
+    """Families of the same name are one, with the samples of all models."""
+
+    def __init__(self, metrics: Sequence[Metrics]) -> None:
+        self._metrics = metrics
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        for process in (ProcessCollector, PlatformCollector, GCCollector):
+            process(registry=self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for each in self._metrics:
+            for family in each.collect():
+                known = found.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        yield from found.values()
+
+
 class RequestTimes:
     """Histograms of where the time of a request goes, all of its choices together."""
 
@@ -107,7 +132,7 @@ class Metrics(Collector):
     def __init__(
         self, model: str, stats: Callable[[], CoreStats], cache: Mapping[str, object]
     ) -> None:
-        self._model = model
+        self.model = model
         self._stats = stats
         self._cache = {name: str(value) for name, value in cache.items()}
         self.first_token = Histogram(FIRST_TOKEN_S)
@@ -125,6 +150,10 @@ class Metrics(Collector):
         self._registry.register(self)
         for process in (ProcessCollector, PlatformCollector, GCCollector):
             process(registry=self._registry)
+
+    def follow(self, stats: Callable[[], CoreStats]) -> None:
+        """Shows the counters of another core of the same model from now on."""
+        self._stats = stats
 
     def begin(self, num_choices: int, max_tokens: int) -> None:
         """Counts one request that the engine took."""
@@ -170,7 +199,7 @@ class Metrics(Collector):
 
     def with_others(self, others: Sequence[MetricCounts]) -> Metrics:
         """Of the whole server, of which other processes have counted so much."""
-        whole = Metrics(self._model, self._stats, self._cache)
+        whole = Metrics(self.model, self._stats, self._cache)
         for counts in (self.counts(), *others):
             whole.add(counts)
         return whole
@@ -217,7 +246,7 @@ class Metrics(Collector):
              self._max_tokens),
         ):  # fmt: skip
             family = HistogramMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], histogram.buckets(), histogram.total)
+            family.add_metric([self.model], histogram.buckets(), histogram.total)
             yield family
 
     def _gauges(self) -> Iterator[Metric]:
@@ -236,7 +265,7 @@ class Metrics(Collector):
             ]
         for name, text, value in gauges:
             family = GaugeMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
+            family.add_metric([self.model], value)
             yield family
         info = GaugeMetricFamily(
             "vllmx:cache_config_info", "The KV cache, in labels", labels=[*self._cache]
@@ -255,7 +284,7 @@ class Metrics(Collector):
             ("engine_steps", "Steps of the engine", now.num_steps),
         ):
             family = CounterMetricFamily(f"vllmx:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
+            family.add_metric([self.model], value)
             yield family
         done = CounterMetricFamily(
             "vllmx:request_success",
@@ -263,7 +292,7 @@ class Metrics(Collector):
             labels=["model_name", "finished_reason"],
         )
         for reason, count in self._finished.items():
-            done.add_metric([self._model, reason], count)
+            done.add_metric([self.model, reason], count)
         yield done
         http = CounterMetricFamily(
             "vllmx:http_requests",

@@ -125,7 +125,7 @@ class Authorization:
         if _is_preflight(scope):  # browsers send it without the key, to ask whether they may
             await self.app(scope, receive, send)
             return
-        digest = _key_digest(scope)
+        digest = key_digest(scope)
         # Every key is compared, so that the time tells nothing about which one was close.
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         if not any(matches):
@@ -152,7 +152,7 @@ def _is_preflight(scope: Scope) -> bool:
     return scope["method"] == "OPTIONS" and bool(asks and header(scope, b"origin"))
 
 
-def _key_digest(scope: Scope) -> bytes:
+def key_digest(scope: Scope) -> bytes:
     """The digest of the bearer token, or where there is none of `X-API-Key`, the name that
     Anthropic's clients and gateways use."""
     scheme, _, token = header(scope, b"authorization").partition(b" ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from vllmx_server.signals import Signals
 if TYPE_CHECKING:
     from vllmx_engine.wire.messages import CoreInfo
 
+    from vllmx_server.models.config import ModelConfig
+
 logger = logging.getLogger("vllmx.server")
 
 _MOST_WORKERS = 8
@@ -36,14 +38,16 @@ def run_server(
     engine: EngineConfig,
     server: ServerConfig,
     *,
+    models: Sequence[ModelConfig] = (),
     on_ready: Callable[[str, CoreInfo, str], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT. `on_ready` gets the model's name, what loading came to and
+    """Serves until SIGTERM or SIGINT; several `models`, of which `engine` is the first, where they
+    are given. `on_ready` gets the model's name, what loading came to and
     the base URL once requests are accepted. Raises ConfigError when the address or the certificate
     cannot be used (without waiting for the model), the typed errors of loading, EngineDeadError
     when the engine core is gone for good, and KeyboardInterrupt when a signal comes while the
     model loads."""
-    asyncio.run(_serve(engine, server, on_ready))
+    asyncio.run(_serve(engine, server, models, on_ready))
 
 
 def _suitable_workers() -> int:
@@ -54,6 +58,7 @@ def _suitable_workers() -> int:
 async def _serve(
     engine: EngineConfig,
     server: ServerConfig,
+    models: Sequence[ModelConfig],
     on_ready: Callable[[str, CoreInfo, str], None] | None,
 ) -> None:
     check_certificate(
@@ -72,11 +77,13 @@ async def _serve(
         server = dataclasses.replace(server, api_workers=server.api_workers or _suitable_workers())
         if server.api_workers != 1:
             workers: Any = await asyncio.to_thread(import_module, "vllmx_server.workers.supervisor")
-            await workers.serve_with_workers(engine, server, listener, signals, announce)
+            await workers.serve_with_workers(engine, models, server, listener, signals, announce)
             return
         async with await CoreStart.begin(engine) as core:
             running: Any = await asyncio.to_thread(import_module, "vllmx_server.running")
-            await running.serve_until_stopped(core, server, listener, signals, announce)
+            await running.serve_until_stopped(
+                core, server, listener, signals, announce, None, models
+            )
     finally:
         listener.close()
         if server.uds is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hypercorn.config import Config
@@ -28,6 +28,10 @@ from vllmx_server.signals import CLOSE_S, Serving
 from vllmx_server.store.storage import Storage
 
 if TYPE_CHECKING:
+    from vllmx_server.models.config import ModelConfig
+    from vllmx_server.models.host import CoreHost
+    from vllmx_server.models.registry import Models
+    from vllmx_server.state import ServerState
     from vllmx_server.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
@@ -51,18 +55,21 @@ async def serve_until_stopped(
     signals: Stopping,
     on_ready: Callable[[CoreInfo], None],
     peers: Peers | None = None,
+    models: Sequence[ModelConfig] = (),
 ) -> None:
     """Answers requests on a bound socket once the core is ready, beside `peers` if there are any.
-    Raises what `run_server` does."""
+    `models`: where they are several; `core` is the first one's. Raises what `run_server` does."""
     check_versions()
     sharing = ALONE if peers is None else peers.sharing
     config, limits = hypercorn_config(server), connection_limits(server, sharing)
     timeouts = Timeouts(server.header_timeout_s, server.send_timeout_s)
     storage = Storage(server) if peers is None else peers.storage(server)
     asyncio.get_running_loop().set_exception_handler(on_loop_error)
+    running = _Models()
     try:
         async with await AsyncLLM.over(core) as llm:
-            app = build_app(llm, server, storage, peers)
+            app = build_app(llm, server, storage, peers, several=is_several(models))
+            await running.open_models(app.state.server, models)
             if peers is None:
                 await app.state.server.background.start()
             tls = app.state.server.tls = config.create_ssl_context()
@@ -80,7 +87,46 @@ async def serve_until_stopped(
             if dying.done() and not dying.cancelled():
                 raise dying.result()
     finally:
+        await running.close()
         storage.close()
+
+
+def is_several(models: Sequence[ModelConfig]) -> bool:
+    """Whether a request has to say which one it means."""
+    return len(models) > 1 or any(model.aliases for model in models)
+
+
+class _Models:
+    """Several models of this process, and their cores where it has no supervisor."""
+
+    def __init__(self) -> None:
+        self._models: Models | None = None
+        self._host: CoreHost | None = None
+
+    async def open_models(self, state: ServerState, configs: Sequence[ModelConfig]) -> None:
+        """Loads those that are there from the start. Raises what loading meets."""
+        if not is_several(configs):
+            return
+        from vllmx_server.models.host import CoreHost
+        from vllmx_server.models.registry import Models
+
+        models = Models(state, configs, state.config.model_wait_s)
+        if state.peers is None:
+            self._host = CoreHost(configs[1:], state.config.idle_unload_s, models.leave)
+            models.host = self._host
+        else:
+            models.host = state.peers.host
+        state.models = self._models = models
+        if self._host is not None:
+            for config in configs[1:]:
+                if not config.on_demand:
+                    await self._host.load(config.name)
+
+    async def close(self) -> None:
+        if self._models is not None:
+            await self._models.close()
+        if self._host is not None:
+            await self._host.close()
 
 
 async def _prepare_grammars(llm: AsyncLLM) -> None:

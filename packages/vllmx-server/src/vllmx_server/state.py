@@ -24,6 +24,7 @@ from vllmx_server.batches.runner import BatchRunner
 from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk
+from vllmx_server.engine_pooler import EnginePooler
 from vllmx_server.metrics import Metrics
 from vllmx_server.pooling import Pooler
 from vllmx_server.priorities import PriorityRange, priority_ranges
@@ -35,6 +36,7 @@ from vllmx_server.store.storage import Storage
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from vllmx_server.models.registry import Models
     from vllmx_server.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
@@ -58,6 +60,8 @@ class ServerState:
     """Of a model that makes vectors or scores; None: it generates text."""
     sharing: Sharing = field(default_factory=Sharing)
     """Of limits, with other processes of the server."""
+    models: Models | None = None
+    """Where there are several; None: `llm` is the only one."""
     peers: Peers | None = None
     """The other processes of the server; None: there are none."""
     tls: SSLContext | None = None
@@ -107,6 +111,8 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFoundError for a name that is not served. None means the only model."""
+        if self.models is not None:
+            name = self.models.name_of(name)
         if name is not None and name != self.llm.config.name:
             raise ModelNotFoundError(
                 f"model {shown(name)} is not served here; served: {self.llm.config.name}",
@@ -139,6 +145,8 @@ class ServerState:
         logger.info("draining: %d requests in flight", self.in_flight)
         if not await self.drain(self.config.drain_timeout_s):
             logger.warning("drain timed out: %d requests are aborted", self.in_flight)
+            if self.models is not None:
+                await self.models.close()
             await self.llm.shutdown()  # they end with finish reason "abort"
             await self.drain(CLOSE_S)
 
@@ -163,8 +171,30 @@ def fingerprint(info: CoreInfo) -> str:
     return f"vllmx-{__version__}-{digest.hexdigest()[:8]}"
 
 
+def cache_labels(llm: AsyncLLM) -> dict[str, object]:
+    """What /metrics says of a model's cache."""
+    info, config = llm.info, llm.config
+    return {
+        "block_size": info.block_size,
+        "num_gpu_blocks": info.num_kv_blocks,
+        "num_state_slots": info.num_state_slots,
+        "kv_cache_bytes": info.kv_cache_bytes,
+        "cache_dtype": info.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.memory_fraction,
+    }
+
+
+def pooler_of(llm: AsyncLLM) -> Pooler | None:
+    """Of a model that makes vectors or scores."""
+    pooling = llm.info.pooling
+    return None if pooling is None else EnginePooler(llm, pooling)
+
+
 def state_of(request: Request) -> ServerState:
-    return cast(ServerState, request.app.state.server)
+    """Of the model that the request is for, where that is known; else of the default one."""
+    found = request.scope["state"].get("server")
+    return cast(ServerState, found or request.app.state.server)
 
 
 class Named(Protocol):

@@ -35,6 +35,7 @@ from vllmx_server.workers.messages import (
     COUNT,
     END,
     LEAD,
+    LEAVE,
     RELOAD,
     STOP,
     Begin,
@@ -69,6 +70,7 @@ class Worker:
         channel.serve(STOP, type(None), self._end_serving)
         channel.serve(RELOAD, type(None), self._reload)
         channel.serve(COUNT, type(None), self._count)
+        channel.serve(LEAVE, str, self._leave)
         channel.serve(CORE_LOST, str, self._core_lost)
 
     def begin_serving(self, serving: Serving) -> asyncio.Event:
@@ -108,7 +110,13 @@ class Worker:
         attaching: asyncio.Future[Frontend] = asyncio.ensure_future(self._attach(Path(begin.door)))
         async with CoreStart(plan, attaching) as core:
             await serve_until_stopped(
-                core, begin.server, self._listener, self, self._on_ready, self._peers
+                core,
+                begin.server,
+                self._listener,
+                self,
+                self._on_ready,
+                self._peers,
+                begin.models,
             )
 
     async def _attach(self, door: Path) -> Frontend:
@@ -131,8 +139,14 @@ class Worker:
     async def _reload(self, _: None) -> None:
         self._state.reload()
 
-    async def _count(self, _: None) -> MetricCounts:
-        return self._state.metrics.counts()
+    async def _count(self, _: None) -> dict[str, MetricCounts]:
+        models = self._state.models
+        found = [self._state.metrics] if models is None else models.metrics()
+        return {each.model: each.counts() for each in found}
+
+    async def _leave(self, name: str) -> bool:
+        models = self._state.models
+        return models is None or await models.leave(name)
 
     async def _core_lost(self, reason: str) -> None:
         self._frontend.note(reason)

@@ -17,9 +17,16 @@ class ModelCard(Record, kw_only=True):
     root: str
     """What was loaded."""
     parent: None = None
-    max_model_len: int
-    """Tokens of the context."""
+    max_model_len: int | None
+    """Tokens of the context; null of a model that was never loaded."""
     permission: list[str]
+    aliases: tuple[str, ...] = ()
+    """Other names of it."""
+    state: Literal["unloaded", "loading", "loaded", "failed"] = "loaded"
+    size_bytes: int | None = None
+    """Of weights and KV cache, once it was loaded."""
+    error: str | None = None
+    """Why it could not be loaded."""
 
 
 class ModelList(Record, kw_only=True):
@@ -31,6 +38,16 @@ class Health(Record, kw_only=True):
     status: Literal["ready", "live", "draining", "starting", "unresponsive", "dead"]
     message: str | UnsetType | None = UNSET
     """Why it is not ready."""
+
+
+class ModelState(Record, kw_only=True):
+    model: str
+    state: Literal["unloaded", "loaded"]
+
+
+class PrefixCachesReset(Record, kw_only=True):
+    reset: dict[str, bool]
+    """By model; false where requests run."""
 
 
 class Version(Record, kw_only=True):

@@ -9,6 +9,7 @@ from vllmx_server.answers import chat, completions, kept, messages, pooling, res
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.metrics import CONTENT_TYPE
 from vllmx_server.openapi.operation import BODY, Endpoint, Events, Form, Media, Operation, Query
+from vllmx_server.routes import admin as admin_routes
 from vllmx_server.routes import batches as batch_routes
 from vllmx_server.routes import chat as chat_routes
 from vllmx_server.routes import completions as completion_routes
@@ -39,6 +40,7 @@ _INCLUDE = (
     Query("include", "Accepted and ignored."),
     Query("include[]", "Accepted and ignored."),
 )
+_ADMIN = "For holders of a key of `--admin-key`."
 _POOLING_TEXT = "Of models that make vectors or scores; one that generates text answers 400."
 _FILE = Form(
     {
@@ -200,6 +202,16 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             statuses=(*BODY, 404),
             example={"tokens": [72, 105]},
         ),
+        admin_routes.load: Operation(
+            STATUS, status.ModelState, admin_routes.NamedModel, _ADMIN, statuses=(*BODY, 404)
+        ),
+        admin_routes.unload: Operation(
+            STATUS, status.ModelState, admin_routes.NamedModel, _ADMIN, statuses=(*BODY, 404)
+        ),
+        admin_routes.reset_prefix_cache: Operation(
+            STATUS, status.PrefixCachesReset, text=_ADMIN
+        ),
+        admin_routes.shutdown: Operation(STATUS, status.Health, text=_ADMIN),
         status_routes.models: Operation(STATUS, status.ModelList),
         status_routes.model: Operation(STATUS, status.ModelCard, statuses=(404,)),
         status_routes.live: Operation(STATUS, status.Health, answers={503: status.Health}),

@@ -10,7 +10,7 @@ from vllmx_core.errors import ModelNotFoundError, shown
 
 from vllmx_server import __version__
 from vllmx_server.answers.status import Health, ModelCard, ModelList, Version
-from vllmx_server.metrics import CONTENT_TYPE
+from vllmx_server.metrics import CONTENT_TYPE, render_all
 from vllmx_server.state import ServerState, state_of
 
 _encode = msgspec.json.Encoder().encode
@@ -29,18 +29,46 @@ def _card(state: ServerState) -> ModelCard:
         root=info.path if model == DEMO_MODEL else model,
         max_model_len=info.max_model_len,
         permission=[],
+        aliases=() if state.models is None else state.models.aliases(state.llm.config.name),
+        size_bytes=info.weight_bytes + info.kv_cache_bytes,
     )
 
 
 async def models(request: Request) -> Response:
     """The models that are served."""
-    return _json(ModelList(data=[_card(state_of(request))]))
+    state = state_of(request)
+    return _json(ModelList(data=[_card(state), *await _others(state)]))
+
+
+async def _others(state: ServerState) -> list[ModelCard]:
+    """The models beside the default one, loaded or not."""
+    if state.models is None:
+        return []
+    return [
+        ModelCard(
+            id=card.name,
+            created=state.created,
+            root=card.root,
+            max_model_len=card.max_model_len,
+            permission=[],
+            aliases=card.aliases,
+            state=card.state,
+            size_bytes=card.num_bytes,
+            error=card.error,
+        )
+        for card in await state.models.host.cards()
+    ]
 
 
 async def model(request: Request) -> Response:
     """One of them."""
     state = state_of(request)
     name = request.path_params["name"]
+    if state.models is not None:
+        name = state.models.name_of(name)
+        others = {card.id: card for card in await _others(state)}
+        if name in others:
+            return _json(others[name])
     if name != state.llm.config.name:
         raise ModelNotFoundError(
             f"model {shown(name)} is not served here; served: {state.llm.config.name}"
@@ -75,10 +103,15 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Counters and histograms for Prometheus."""
     state = state_of(request)
-    found = state.metrics
+    found = [state.metrics] if state.models is None else state.models.metrics()
     if state.peers is not None:
-        found = found.with_others(await state.peers.metric_counts())
-    return Response(found.render(), headers={"content-type": CONTENT_TYPE})
+        counts = await state.peers.metric_counts()
+        found = [
+            each.with_others([one[each.model] for one in counts if each.model in one])
+            for each in found
+        ]
+    body = found[0].render() if len(found) == 1 else render_all(found)
+    return Response(body, headers={"content-type": CONTENT_TYPE})
 
 
 async def version(request: Request) -> Response:

@@ -197,10 +197,10 @@ class Crew:
 
 
 async def asked_of_all(
-    channels: list[Channel], name: str, kind: type[R], timeout_s: float
+    channels: list[Channel], name: str, kind: type[R], timeout_s: float, body: object = None
 ) -> list[R]:
     """The answers of those that give one in time."""
-    tasks = [asyncio.ensure_future(each.ask(name, None, kind)) for each in channels]
+    tasks = [asyncio.ensure_future(each.ask(name, body, kind)) for each in channels]
     if not tasks:
         return []
     done, late = await asyncio.wait(tasks, timeout=timeout_s)

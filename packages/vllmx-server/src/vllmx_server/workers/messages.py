@@ -6,6 +6,7 @@ import msgspec
 from vllmx_engine.wire.ipc import Start
 
 from vllmx_server.config import ServerConfig
+from vllmx_server.models.config import ModelConfig
 
 # --- to a worker ----------------------------------------------------------------------------------
 BEGIN = "begin"
@@ -19,6 +20,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """What the core was told to load."""
     door: str
     """Of the core."""
+    models: list[ModelConfig]
+    """All that are served, where they are several; `core` is the first one's."""
     row: int
     num_rows: int
     seed: int
@@ -45,13 +48,23 @@ STOP = "stop"
 RELOAD = "reload"
 """Read certificates again."""
 COUNT = "count"
-"""Answered by MetricCounts."""
+"""Answered by MetricCounts, by model."""
+LEAVE = "leave"
+"""Let go of a model's core. Answered by False where requests need it."""
 CORE_LOST = "core lost"
 """The core has ended: why, for people."""
 
 # --- to the supervisor ----------------------------------------------------------------------------
 METRICS = "metrics"
-"""Answered by the MetricCounts of all other workers."""
+"""Answered by the MetricCounts of all other workers, by model."""
+LOAD = "load"
+"""A model by its name, loaded if it is not. Answered by the Attachment."""
+UNLOAD = "unload"
+"""Ends a model's core."""
+CARDS = "cards"
+"""Answered by a ModelCard for each model beside the default one."""
+SHUT_DOWN = "shut down"
+"""End the whole server, as SIGTERM does."""
 
 # --- to the worker that leads, by way of the supervisor -------------------------------------------
 RELAY = "relay"

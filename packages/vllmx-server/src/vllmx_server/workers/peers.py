@@ -9,12 +9,13 @@ from starlette.responses import Response
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import RemoteDesk
 from vllmx_server.metrics import MetricCounts
+from vllmx_server.models.host import Attachment, ModelCard
 from vllmx_server.sharing import Sharing
 from vllmx_server.state import ServerState
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
-from vllmx_server.workers.messages import METRICS, Begin
+from vllmx_server.workers.messages import CARDS, LOAD, METRICS, SHUT_DOWN, UNLOAD, Begin
 from vllmx_server.workers.relay import Relays, relay
 from vllmx_server.workers.shared_counts import SharedCounts
 
@@ -25,12 +26,14 @@ class Peers:
     Attributes:
         channel: to the supervisor, which any part of the server may ask.
         sharing: of limits.
+        host: of the cores of several models.
         leads: batches and responses of the background are this process's business.
     """
 
     def __init__(self, channel: Channel, begin: Begin, descriptor: int) -> None:
         self.channel = channel
         self.leads = False
+        self.host = RemoteHost(channel)
         self._begin = begin
         counts = SharedCounts(descriptor, begin.num_rows, begin.row, begin.seed)
         self.sharing = Sharing(
@@ -57,6 +60,26 @@ class Peers:
         """The answer of the worker that leads."""
         return await relay(self.channel, request, body)
 
-    async def metric_counts(self) -> list[MetricCounts]:
-        """Of all others."""
-        return await self.channel.ask(METRICS, None, list[MetricCounts])
+    async def metric_counts(self) -> list[dict[str, MetricCounts]]:
+        """Of all others, by model."""
+        return await self.channel.ask(METRICS, None, list[dict[str, MetricCounts]])
+
+    def shut_down(self) -> None:
+        """Ends the whole server, as SIGTERM does."""
+        self.channel.tell(SHUT_DOWN, None)
+
+
+class RemoteHost:
+    """The cores of several models, which the supervisor has; see `registry.Host`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def load(self, name: str) -> Attachment:
+        return await self._channel.ask(LOAD, name, Attachment)
+
+    async def unload(self, name: str) -> None:
+        await self._channel.ask(UNLOAD, name, type(None))
+
+    async def cards(self) -> list[ModelCard]:
+        return await self._channel.ask(CARDS, None, list[ModelCard])

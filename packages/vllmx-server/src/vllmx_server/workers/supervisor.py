@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import shutil
+import signal
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import VllmxError
@@ -21,19 +23,26 @@ from vllmx_engine.wire.messages import CoreInfo
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk, ServedDesk
 from vllmx_server.metrics import MetricCounts
+from vllmx_server.models.config import ModelConfig
+from vllmx_server.models.host import CoreHost, ModelCard
 from vllmx_server.signals import CLOSE_S, Signals
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
 from vllmx_server.workers.crew import Crew, asked_of_all
 from vllmx_server.workers.messages import (
+    CARDS,
     CORE_LOST,
     COUNT,
     END,
+    LEAVE,
+    LOAD,
     METRICS,
     RELAY,
     RELAY_END,
     RELAY_MORE,
     RELOAD,
+    SHUT_DOWN,
+    UNLOAD,
     Begin,
     Relayed,
     RelayedAnswer,
@@ -48,6 +57,7 @@ _COUNT_S = 1.0
 
 async def serve_with_workers(
     engine: EngineConfig,
+    models: Sequence[ModelConfig],
     server: ServerConfig,
     listener: socket.socket,
     signals: Signals,
@@ -66,6 +76,7 @@ async def serve_with_workers(
                 server=server,
                 core=ProcessFrontend(plan).start_message,
                 door=str(door.path),
+                models=list(models),
                 row=0,
                 num_rows=0,
                 seed=0,
@@ -99,6 +110,8 @@ class Supervisor:
 
     def __init__(self, server: ServerConfig, listener: socket.socket, begin: Begin) -> None:
         self._server = server
+        self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
+        self._on_demand = {model.name for model in begin.models if model.on_demand}
         self._dead = asyncio.Event()
         self._desk: Desk = OpenDesk()
         self._closing: set[asyncio.Task[None]] = set()
@@ -120,6 +133,9 @@ class Supervisor:
                 restarted=lambda info: None,
                 dead=self._dead.set,
             )
+            for card in await self._host.cards():
+                if card.name not in self._on_demand:
+                    await self._host.load(card.name)
             stop = signals.begin_serving(self)
             on_ready(core.info)
             stopping = asyncio.ensure_future(stop.wait())
@@ -137,6 +153,7 @@ class Supervisor:
                 raise failing.result()
         finally:
             await self._crew.stop(2 * CLOSE_S)
+            await self._host.close()
 
     async def _started(self, starting: asyncio.Future[ProcessFrontend]) -> ProcessFrontend:
         """The core, when all workers serve it. Raises what either meets."""
@@ -162,9 +179,15 @@ class Supervisor:
 
     # --- what workers ask -------------------------------------------------------------------------
     def _serve_channel(self, channel: Channel) -> None:
-        async def metrics(_: None) -> list[MetricCounts]:
+        async def metrics(_: None) -> list[dict[str, MetricCounts]]:
             others = self._crew.channels(but=channel)
-            return await asked_of_all(others, COUNT, MetricCounts, _COUNT_S)
+            return await asked_of_all(others, COUNT, dict[str, MetricCounts], _COUNT_S)
+
+        async def cards(_: None) -> list[ModelCard]:
+            return await self._host.cards()
+
+        async def shut_down(_: None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
 
         async def relay(relayed: Relayed) -> RelayedAnswer:
             return await self._crew.leader.ask(RELAY, relayed, RelayedAnswer)
@@ -183,9 +206,18 @@ class Supervisor:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         channel.serve(METRICS, type(None), metrics)
+        channel.serve(LOAD, str, self._host.load)
+        channel.serve(UNLOAD, str, self._host.unload)
+        channel.serve(CARDS, type(None), cards)
+        channel.serve(SHUT_DOWN, type(None), shut_down)
         channel.serve(RELAY, Relayed, relay)
         channel.serve(RELAY_MORE, int, relay_more)
         channel.serve(RELAY_END, int, relay_end)
+
+    async def _left_by_all(self, name: str) -> bool:
+        channels = self._crew.channels()
+        left = await asked_of_all(channels, LEAVE, bool, _COUNT_S, name)
+        return len(left) == len(channels) and all(left)
 
     def _tell_lost(self, error: VllmxError) -> None:
         for channel in self._crew.channels():

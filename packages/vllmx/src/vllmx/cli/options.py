@@ -9,7 +9,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 import click
@@ -183,6 +183,18 @@ def engine_options(command: F) -> F:
 FILE = (("--file", "-f", "--f", "file"), "A GGUF file: of MODEL, or by its path alone.")
 
 
+def take_several(parameter: str) -> Callable[[F], F]:
+    """A decorator of a command, applied after its options: one of them may be repeated."""
+
+    def decorate(command: F) -> F:
+        for option in command.__click_params__:  # type: ignore[attr-defined]
+            if option.name == parameter:
+                option.multiple, option.nargs = True, 1
+        return command
+
+    return decorate
+
+
 def log_level_option(default: str) -> Callable[[F], F]:
     """--log-level, for commands that have no configuration record with one."""
     return click.option(
@@ -194,9 +206,11 @@ def log_level_option(default: str) -> Callable[[F], F]:
     )
 
 
-def resolve(classes: tuple[type[Any], ...], flags: dict[str, Any]) -> tuple[Any, ...]:
+def resolve(
+    classes: tuple[type[Any], ...], flags: dict[str, Any], beside: Collection[str] | None = ()
+) -> tuple[Any, ...]:
     """The config records from flags, environment and `--config` file. Raises ConfigError for a key
-    of the file that no record has."""
+    of the file that no record has, and that is none of `beside`; None: whatever it is."""
     flags = {name: value for name, value in flags.items() if value not in (None, ())}
     command = click.get_current_context().command
     foreign = command.foreign if isinstance(command, ModelCommand) else {}
@@ -205,7 +219,12 @@ def resolve(classes: tuple[type[Any], ...], flags: dict[str, Any]) -> tuple[Any,
     for name in [name for name in flags if name.startswith(FOREIGN)]:
         apply(foreign[name], flags.pop(name), flags)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    file = known_keys(read_yaml(path), names, foreign.values(), ALIASES)
+    content = read_yaml(path)
+    if beside is None:
+        content = {key: content[key] for key in content if key.replace("-", "_") in names}
+    else:
+        content = {key: content[key] for key in content if key not in beside}
+    file = known_keys(content, names, foreign.values(), ALIASES)
     _file_of_model(flags)
     if "backend" in flags:
         flags["backend"] = device(flags["backend"])

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError
 from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
 from vllmx.cli.command import ModelCommand
-from vllmx.cli.options import engine_options, options_of, resolve
+from vllmx.cli.config_file import read_yaml
+from vllmx.cli.options import engine_options, options_of, resolve, take_several
+from vllmx.cli.served_models import is_one_path, served_models
 
 if TYPE_CHECKING:
     from vllmx_engine.wire.messages import CoreInfo
+    from vllmx_server.models.config import ModelConfig
 
 HELP = {
     "host": "Address to listen on; 0.0.0.0 for all (set --api-key then).",
@@ -26,6 +30,7 @@ HELP = {
     "api_workers": "Processes that answer requests over one engine; auto: one for each core, 8 at"
     " most.",
     "api_key": "Bearer token that clients must send; may be repeated.",
+    "admin_key": "Bearer token for the routes of operators; may be repeated.",
     "priority_range": "What `priority` of a request may be: LEAST:GREATEST, or KEY=LEAST:GREATEST"
     " for one API key; may be repeated  [default: 0:].",
     "ssl_certfile": "TLS certificate.",
@@ -46,6 +51,9 @@ HELP = {
     "send_timeout_s": "How long a client may take nothing of an answer.",
     "sse_ping_interval_s": "Seconds between comments in a stream that waits for its next token; 0:"
     " none.",
+    "model_wait_s": "How long a request waits for its model to be loaded.",
+    "idle_unload_s": "Seconds without a request after which a model beside the first is unloaded;"
+    " 0: never.",
     "drain_timeout_s": "How long SIGTERM waits for requests in flight.",
     "data_dir": "Folder where files, batches and responses are kept; without it they end with the"
     " server.",
@@ -60,6 +68,7 @@ HELP = {
 
 
 @click.command(cls=ModelCommand)
+@take_several("model")
 @engine_options
 @options_of(ServerConfig, HELP)
 def serve(**flags: Any) -> None:
@@ -72,14 +81,40 @@ def serve(**flags: Any) -> None:
     hold_standard_streams()
     stream = StandardError()
     configure_logging(flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info", stream)
-    engine, server = resolve((EngineConfig, ServerConfig), flags)
+    models = _models(flags)
+    engine, server = resolve((EngineConfig, ServerConfig), flags, ("models",))
+    engine = models[0].engine if models else engine
     configure_logging(server.log_level)
     from vllmx_server.run import run_server
 
     try:
-        run_server(engine, server, on_ready=partial(_announce, stream))
+        run_server(engine, server, models=models, on_ready=partial(_announce, stream))
     finally:
         stream.finish()  # an error is shown after what the log has to say
+
+
+def _models(flags: dict[str, Any]) -> list[ModelConfig]:
+    """Several models, where flags or the file name some; `flags` are those of the first then."""
+    texts = flags["model"] or ()
+    path = flags.get("config_file") or os.environ.get("VLLMX_CONFIG")
+    entries = read_yaml(path).get("models")
+    if entries is None and (not texts or is_one_path(texts)):
+        flags["model"] = texts[0] if texts else None
+        return []
+    if flags["model_argument"] is not None:
+        raise ConfigError(
+            f"the model {flags['model_argument']!r} has no name beside others: give it as --model"
+            " NAME=PATH",
+            param="model",
+        )
+
+    def configured(own: dict[str, Any]) -> EngineConfig:
+        found: EngineConfig = resolve((EngineConfig,), own, None)[0]
+        return found
+
+    models = served_models(texts, entries, flags, configured)
+    flags |= {"model": models[0].engine.model, "served_model_name": models[0].name}
+    return models
 
 
 def _announce(stream: StandardError | TextIO, name: str, info: CoreInfo, url: str) -> None:

@@ -1,0 +1,261 @@
+"""Where the engine cores of several models live: loaded when asked for, ended when memory is short
+or nobody asks any more.
+
+The host belongs to the process that answers requests, or with several of them to their supervisor.
+Whoever answers reaches a core by its door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from vllmx_core.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    VllmxError,
+    shown,
+)
+from vllmx_core.memory import format_bytes, free_bytes
+from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.link.door import Door
+from vllmx_engine.link.frontend import Listener
+from vllmx_engine.link.process_frontend import ProcessFrontend
+from vllmx_engine.wire.ipc import Start
+from vllmx_engine.wire.messages import CoreStats
+
+from vllmx_server.errors import OverloadedError
+from vllmx_server.models.config import ModelConfig
+
+logger = logging.getLogger("vllmx.supervisor")
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+_WEIGHTS = (".safetensors", ".gguf")
+_LOOK_S = 0.5
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a model, for /v1/models and whoever reaches it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    root: str
+    state: State
+    num_bytes: int | None = None
+    """Of weights and KV cache, once it was loaded."""
+    max_model_len: int | None = None
+    error: str | None = None
+    """Why it could not be loaded."""
+
+
+class Attachment(msgspec.Struct, frozen=True):
+    """The way to a core that is loaded."""
+
+    core: Start
+    door: str
+
+
+@dataclass
+class _Hosted:
+    """One model, and its core while there is one."""
+
+    config: ModelConfig
+    state: State = "unloaded"
+    door: Door | None = None
+    core: ProcessFrontend | None = None
+    loading: asyncio.Task[Attachment] | None = None
+    used_s: float = field(default_factory=time.monotonic)
+    is_busy: bool = False
+    num_bytes: int | None = None
+    max_model_len: int | None = None
+    error: str | None = None
+
+    def card(self) -> ModelCard:
+        return ModelCard(
+            name=self.config.name,
+            aliases=self.config.aliases,
+            root=self.config.engine.model,
+            state=self.state,
+            num_bytes=self.num_bytes,
+            max_model_len=self.max_model_len,
+            error=self.error,
+        )
+
+    def note(self, stats: CoreStats) -> None:
+        """How busy it is: the core tells when it begins, while it works and when it is done."""
+        self.is_busy = bool(stats.num_running or stats.num_waiting)
+        self.used_s = time.monotonic()
+
+
+class CoreHost:
+    """Loads and ends the cores of models.
+
+    Args:
+        models: all that may be asked for.
+        idle_unload_s: a model that nobody asked for so long is unloaded; 0: never.
+        leave: has everybody who answers requests leave a core; False where one still needs it.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelConfig],
+        idle_unload_s: float,
+        leave: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self._hosted = {model.name: _Hosted(model) for model in models}
+        self._idle_unload_s = idle_unload_s
+        self._leave = leave
+        self._room = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+        if idle_unload_s:
+            self._looking = asyncio.ensure_future(self._unload_idle())
+
+    async def cards(self) -> list[ModelCard]:
+        """What is known of all of them."""
+        return [hosted.card() for hosted in self._hosted.values()]
+
+    async def load(self, name: str) -> Attachment:
+        """The way to a model's core, which is loaded first where it is not. Raises what loading
+        met, and OverloadedError where others that are in use leave no room for it."""
+        hosted = self._find(name)
+        hosted.used_s = time.monotonic()
+        if hosted.core is not None and hosted.core.status == "dead":
+            await self._end(hosted)
+        if hosted.loading is None:
+            hosted.loading = asyncio.ensure_future(self._load(hosted))
+            hosted.loading.add_done_callback(_retrieved)
+        return await asyncio.shield(hosted.loading)
+
+    async def unload(self, name: str) -> None:
+        """Ends a model's core. Raises InvalidRequestError while somebody uses it."""
+        hosted = self._find(name)
+        if hosted.core is not None and not await self._let_go(hosted):
+            raise InvalidRequestError(
+                f"model {shown(name)} is in use: unload it when its requests have ended",
+                param="model",
+            )
+
+    async def close(self) -> None:
+        """Ends all cores."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait((self._looking,))
+        for hosted in self._hosted.values():
+            if hosted.loading is not None and not hosted.loading.done():
+                hosted.loading.cancel()
+                await asyncio.wait((hosted.loading,))
+        await asyncio.gather(*(self._end(hosted) for hosted in self._hosted.values()))
+
+    # --- inside -----------------------------------------------------------------------------------
+    def _find(self, name: str) -> _Hosted:
+        found = self._hosted.get(name)
+        if found is None:
+            raise ModelNotFoundError(f"model {shown(name)} is not one that is loaded on demand")
+        return found
+
+    async def _load(self, hosted: _Hosted) -> Attachment:
+        hosted.state, hosted.error = "loading", None
+        try:
+            async with self._room:  # one after the other: each takes of what memory is left
+                found = await self._load_making_room(hosted)
+        except BaseException as error:
+            hosted.state, hosted.loading = "failed", None
+            hosted.error = error.message if isinstance(error, VllmxError) else "internal error"
+            if isinstance(error, VllmxError):
+                logger.error("model %s cannot be loaded: %s", hosted.config.name, error.message)
+            raise
+        hosted.state, hosted.used_s = "loaded", time.monotonic()
+        return found
+
+    async def _load_making_room(self, hosted: _Hosted) -> Attachment:
+        plan = await asyncio.to_thread(plan_load, hosted.config.engine, None)
+        needed = hosted.num_bytes
+        if needed is None:
+            needed = await asyncio.to_thread(_weight_bytes, plan.path)
+        while needed > free_bytes() and await self._evict():
+            pass
+        door = Door()
+        try:
+            while True:
+                try:
+                    core = await ProcessFrontend.start(plan, door)
+                    break
+                except CapacityError as error:
+                    if not await self._evict():
+                        raise _no_room(error) from error
+        except BaseException:
+            door.close()
+            raise
+        hosted.core, hosted.door = core, door
+        hosted.num_bytes = core.info.weight_bytes + core.info.kv_cache_bytes
+        hosted.max_model_len = core.info.max_model_len
+        core.listener = Listener(
+            outputs=lambda outputs: None,
+            stats=hosted.note,
+            lost=lambda error: None,
+            restarted=lambda info: None,
+            dead=lambda: None,
+        )
+        return Attachment(core.start_message, str(door.path))
+
+    async def _evict(self) -> bool:
+        """Unloads the model that nobody has asked for longest. False where all are in use."""
+        loaded = [each for each in self._hosted.values() if each.core is not None]
+        for hosted in sorted(loaded, key=lambda each: each.used_s):
+            if await self._let_go(hosted):
+                size = format_bytes(hosted.num_bytes or 0)
+                logger.info("model %s makes room for another: %s", hosted.config.name, size)
+                return True
+        return False
+
+    async def _let_go(self, hosted: _Hosted) -> bool:
+        if hosted.is_busy or not await self._leave(hosted.config.name):
+            return False
+        await self._end(hosted)
+        logger.info("model %s is unloaded", hosted.config.name)
+        return True
+
+    async def _end(self, hosted: _Hosted) -> None:
+        core, door = hosted.core, hosted.door
+        hosted.core = hosted.door = hosted.loading = None
+        hosted.is_busy = False
+        if hosted.state == "loaded":
+            hosted.state = "unloaded"
+        if door is not None:
+            door.close()
+        if core is not None:
+            await core.close()
+
+    async def _unload_idle(self) -> None:
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._idle_unload_s))
+            limit_s = time.monotonic() - self._idle_unload_s
+            for hosted in self._hosted.values():
+                if hosted.state == "loaded" and hosted.used_s < limit_s and not hosted.is_busy:
+                    await self._let_go(hosted)
+
+
+def _no_room(error: CapacityError) -> OverloadedError:
+    return OverloadedError(
+        f"{error.message} (the models that are loaded are all in use: try again later, or give each"
+        " a smaller part of the memory, by memory_fraction or kv_cache_memory_bytes)"
+    )
+
+
+def _weight_bytes(path: Path) -> int:
+    """About what a model will take, by its files."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files if each.suffix in _WEIGHTS)
+
+
+def _retrieved(task: asyncio.Task[Attachment]) -> None:
+    """Whoever asked may have left; the error is logged."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,182 @@
+"""The models of a server, as the process sees them that answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from vllmx_core.errors import ModelNotFoundError, listing, shown
+from vllmx_engine.async_llm import AsyncLLM
+from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.link.attached_frontend import AttachedFrontend
+from vllmx_engine.link.core_start import CoreStart
+from vllmx_engine.link.frontend import Frontend
+
+from vllmx_server.errors import OverloadedError
+from vllmx_server.metrics import Metrics
+from vllmx_server.models.config import ModelConfig
+from vllmx_server.models.host import Attachment, ModelCard
+from vllmx_server.state import ServerState, cache_labels, fingerprint, pooler_of
+
+_GRACE_S = 1.0
+"""Between a request that needs a model and its part in the engine."""
+
+
+class Host(Protocol):
+    """Who loads and unloads models, here or in another process."""
+
+    async def load(self, name: str) -> Attachment: ...
+
+    async def unload(self, name: str) -> None: ...
+
+    async def cards(self) -> list[ModelCard]: ...
+
+
+class _Entry:
+    """One model beside the default one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.state: ServerState | None = None
+        self.metrics: Metrics | None = None
+        """Kept while it is unloaded: counters never fall."""
+        self.opening: asyncio.Task[ServerState] | None = None
+        self.used_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is not None and not self.state.llm.errored
+
+
+class Models:
+    """Finds the state that answers for a model.
+
+    Args:
+        default: the state of the model that requests without one get, always there.
+        models: the configurations of all, the default's first.
+        wait_s: how long a request waits for a model that loads.
+
+    Attributes:
+        host: who loads and unloads; set before the first request.
+    """
+
+    def __init__(self, default: ServerState, models: Sequence[ModelConfig], wait_s: float) -> None:
+        self.default = default
+        self.host: Host
+        self._wait_s = wait_s
+        self._configs = models
+        self._entries = {model.name: _Entry(model) for model in models[1:]}
+        self._names = {alias: model.name for model in models for alias in model.aliases}
+
+    def name_of(self, name: str | None) -> str:
+        """A model's own name. None: the default's. Raises ModelNotFoundError."""
+        default = self._configs[0].name
+        own = default if name is None else self._names.get(name, name)
+        if own != default and own not in self._entries:
+            served = listing([model.name for model in self._configs])
+            raise ModelNotFoundError(
+                f"model {shown(name)} is not served here; served: {served}", param="model"
+            )
+        return own
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Other names of a model."""
+        return tuple(alias for alias, own in self._names.items() if own == name)
+
+    def is_open(self, name: str) -> bool:
+        """Whether requests for a model need not wait."""
+        entry = self._entries.get(name)
+        return entry is None or entry.is_open
+
+    async def state(self, name: str) -> ServerState:
+        """What answers for a model, by its own name. Waits while it loads. Raises what loading
+        met, and OverloadedError when that takes too long."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return self.default
+        entry.used_s = time.monotonic()
+        if entry.is_open and entry.state is not None:
+            return entry.state
+        if entry.opening is None:
+            entry.opening = asyncio.ensure_future(self._open(entry))
+            entry.opening.add_done_callback(lambda task: _closed(entry, task))
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await asyncio.shield(entry.opening)
+        except TimeoutError:
+            raise OverloadedError(
+                f"model {shown(name)} is being loaded, which takes longer than {self._wait_s:g} s:"
+                " try again in a moment"
+            ) from None
+
+    async def leave(self, name: str) -> bool:
+        """Lets go of a model's core. False while requests need it."""
+        entry = self._entries[name]
+        state = entry.state
+        if entry.opening is not None or time.monotonic() - entry.used_s < _GRACE_S:
+            return False
+        if state is None:
+            return True
+        if state.llm.num_in_flight:
+            return False
+        entry.state = None
+        await state.llm.shutdown()
+        return True
+
+    async def close(self) -> None:
+        """Leaves all cores; what is in flight is aborted."""
+        for entry in self._entries.values():
+            if entry.opening is not None:
+                entry.opening.cancel()
+                await asyncio.wait((entry.opening,))
+            if entry.state is not None:
+                await entry.state.llm.shutdown()
+
+    def states(self) -> list[ServerState]:
+        """Of all models that are open here."""
+        opened = [entry.state for entry in self._entries.values() if entry.state is not None]
+        return [self.default, *opened]
+
+    def metrics(self) -> list[Metrics]:
+        """Of all models that were ever open here."""
+        kept = [entry.metrics for entry in self._entries.values() if entry.metrics is not None]
+        return [self.default.metrics, *kept]
+
+    async def _open(self, entry: _Entry) -> ServerState:
+        attachment = await self.host.load(entry.config.name)
+        start = attachment.core
+        plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), False)
+        attaching: asyncio.Future[Frontend] = asyncio.ensure_future(_attached(attachment.door))
+        async with CoreStart(plan, attaching) as core:
+            llm = await AsyncLLM.over(core)
+        previous, entry.state = entry.state, self._state(entry, llm)
+        if previous is not None:
+            await previous.llm.shutdown()
+        return entry.state
+
+    def _state(self, entry: _Entry, llm: AsyncLLM) -> ServerState:
+        """As the default's, but for what is the model's own."""
+        default = self.default
+        llm.share(default.sharing.sequences(entry.config.name), default.sharing.texts)
+        if entry.metrics is None:
+            entry.metrics = Metrics(entry.config.name, lambda: llm.stats, cache_labels(llm))
+        else:
+            entry.metrics.follow(lambda: llm.stats)
+        state = copy.copy(default)
+        state.llm, state.metrics, state.pooler = llm, entry.metrics, pooler_of(llm)
+        state.fingerprint = fingerprint(llm.info)
+        return state
+
+
+async def _attached(door: str) -> Frontend:
+    return await AttachedFrontend.start(Path(door))
+
+
+def _closed(entry: _Entry, task: asyncio.Task[ServerState]) -> None:
+    entry.opening = None
+    if not task.cancelled():
+        task.exception()  # whoever waited has it

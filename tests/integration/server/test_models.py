@@ -1,0 +1,149 @@
+"""Several models behind one server, each with a core of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
+
+from .conftest import MakeFake, RunningServer, running_server, wait_until
+
+ADMIN = {"authorization": "Bearer operator"}
+
+
+def flags(folder: Path) -> tuple[str, ...]:
+    """A model from the start, one on demand, and one that cannot be loaded."""
+    make_fake_checkpoint(folder / "one", vocab_size=128, eos_id=None)
+    make_fake_checkpoint(folder / "two", vocab_size=128, eos_id=None, max_model_len=256)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{}")
+    return (
+        "--backend=fake",
+        f"--model=one={folder / 'one'},alias=uno",
+        f"--model=two={folder / 'two'},load=on-demand,alias=due",
+        f"--model=broken={folder / 'broken'},load=on-demand",
+        "--admin-key=operator",
+        "--sse-ping-interval-s=0.05",
+    )
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, fake_environment: dict[str, str]
+) -> Iterator[RunningServer]:
+    with running_server(
+        *flags(tmp_path_factory.mktemp("models")), environment=fake_environment
+    ) as server:
+        yield server
+
+
+def ask(server: RunningServer, model: str | None, **fields: Any) -> Any:
+    body = {"prompt": "ab", "max_tokens": 3, **fields} | ({"model": model} if model else {})
+    return server.post("/v1/completions", body)
+
+
+def states(server: RunningServer) -> dict[str, str]:
+    cards = server.get("/v1/models").json()["data"]
+    return {card["id"]: card.get("state", "loaded") for card in cards}
+
+
+def test_requests_go_to_the_model_that_they_name(models: RunningServer) -> None:
+    assert states(models) == {"one": "loaded", "two": "unloaded", "broken": "unloaded"}
+    for name, wanted in ((None, "one"), ("one", "one"), ("uno", "one"), ("due", "two")):
+        answer = ask(models, name)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == wanted
+    missing = ask(models, "three")
+    assert missing.status_code == 404
+    assert "served: " in missing.json()["error"]["message"]
+    assert states(models)["two"] == "loaded"
+    card = models.get("/v1/models/due").json()
+    assert (card["id"], card["max_model_len"], card["aliases"]) == ("two", 256, ["due"])
+    assert card["size_bytes"] > 0
+    text = models.get("/metrics").text
+    for name in ("one", "two"):
+        assert (
+            f'vllmx:request_success_total{{finished_reason="length",model_name="{name}"}}' in text
+        )
+    assert text.count("# TYPE vllmx:request_success_total") == 1
+
+
+def test_a_stream_waits_with_pings_for_a_model_that_loads(models: RunningServer) -> None:
+    body = {"model": "two"}
+    wait_until(  # a moment after its last request
+        lambda: models.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60
+    )
+    assert states(models)["two"] == "unloaded"
+    text = ask(models, "two", stream=True).text
+    assert text.startswith(": ping\n\n")
+    assert text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+    assert {event["model"] for event in events} == {"two"}
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_model_that_cannot_be_loaded_harms_nobody(models: RunningServer) -> None:
+    failed = ask(models, "broken")
+    assert failed.status_code >= 400
+    assert failed.json()["error"]["message"]
+    assert "Traceback" not in failed.text
+    stream = ask(models, "broken", stream=True)
+    assert stream.status_code == 200
+    assert '"error"' in stream.text
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert states(models)["broken"] == "failed"
+    assert ask(models, "one").status_code == 200
+
+
+def test_operators_alone_load_and_unload(models: RunningServer) -> None:
+    body = {"model": "two"}
+    assert models.post("/v1/models/load", body).status_code == 401
+    assert models.post("/v1/models/load", body, headers=ADMIN).status_code == 200
+    assert states(models)["two"] == "loaded"
+    first = models.post("/v1/models/unload", {"model": "one"}, headers=ADMIN)
+    assert first.status_code == 400
+    assert "it stays" in first.json()["error"]["message"]
+    reset = models.post("/reset_prefix_cache", headers=ADMIN).json()["reset"]
+    assert reset["one"] is True
+
+
+def test_several_processes_serve_several_models_and_end_by_a_route(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    with running_server(
+        *flags(tmp_path), "--api-workers=2", environment=fake_environment
+    ) as server:
+        for _ in range(4):
+            assert ask(server, "two").json()["model"] == "two"
+            assert ask(server, "uno").json()["model"] == "one"
+        assert states(server)["two"] == "loaded"
+        body = {"model": "two"}
+        wait_until(
+            lambda: server.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60
+        )
+        assert ask(server, "two").status_code == 200
+        assert server.post("/shutdown", headers=ADMIN).status_code == 200
+        assert server.process.wait(60) == 0
+
+
+def test_a_model_without_requests_is_unloaded(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    with running_server(
+        *flags(tmp_path), "--idle-unload-s=0.2", environment=fake_environment
+    ) as server:
+        assert ask(server, "two").status_code == 200
+        wait_until(lambda: states(server)["two"] == "unloaded", 60)
+        assert states(server)["one"] == "loaded"
+        assert ask(server, "two").status_code == 200
+
+
+def test_without_an_admin_key_the_routes_say_what_is_missing(fake_server: MakeFake) -> None:
+    with fake_server() as server:
+        answer = server.post("/shutdown")
+        assert answer.status_code == 403
+        assert "--admin-key" in answer.json()["error"]["message"]

@@ -1,0 +1,86 @@
+"""Several models by flags and in the YAML file, and what is wrong with some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from vllmx.cli import serve as serve_module
+from vllmx.cli.serve import serve
+from vllmx_core.errors import ConfigError
+from vllmx_server.models.config import ModelConfig
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, list[ModelConfig]]:
+    """What `vllmx serve` would run: the first engine, and all models where they are several."""
+    found: list[Any] = []
+    monkeypatch.setattr(serve_module, "hold_standard_streams", lambda: None)
+    monkeypatch.setattr(
+        "vllmx_server.run.run_server",
+        lambda engine, server, *, models, on_ready: found.append((engine, models)),
+    )
+    done = CliRunner().invoke(serve, list(arguments), catch_exceptions=True)
+    if isinstance(done.exception, ConfigError):
+        raise done.exception
+    assert done.exception is None, done.exception
+    return found[0]  # type: ignore[no-any-return]
+
+
+def test_flags_and_keys_of_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, models = asked(
+        monkeypatch,
+        "--max-num-seqs=9",
+        "--model=small=/models/a,max_num_seqs=4,alias=s,alias=tiny",
+        "--model=big=/models/b,load=on-demand,dtype=f32",
+    )
+    assert [(each.name, each.engine.model) for each in models] == [
+        ("small", "/models/a"),
+        ("big", "/models/b"),
+    ]
+    assert engine == models[0].engine
+    assert [each.engine.max_num_seqs for each in models] == [4, 9]
+    assert models[0].aliases == ("s", "tiny")
+    assert [each.on_demand for each in models] == [False, True]
+
+
+def test_a_model_alone_is_what_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    for argument in ("/models/a", str(odd), "org/repo:file.gguf"):
+        engine, models = asked(monkeypatch, "--model", argument)
+        assert (engine.model, models) == (argument, [])
+    assert asked(monkeypatch, "--model", "one=/models/a")[1][0].name == "one"
+
+
+def test_models_in_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "vllmx.yaml"
+    path.write_text(
+        "max-num-seqs: 7\nmodels:\n- small=/models/a\n"
+        "- {name: big, model: /models/b, load: on-demand, aliases: [b, large], dtype: f16}\n"
+    )
+    _, models = asked(monkeypatch, "--config", str(path))
+    assert [each.name for each in models] == ["small", "big"]
+    assert models[1].aliases == ("b", "large")
+    assert {each.engine.max_num_seqs for each in models} == {7}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model=a=/x", "--model=a=/y"], "two models are called 'a'"),
+        (["--model=a=/x,alias=b", "--model=b=/y"], "two models are called 'b'"),
+        (["--model=a=/x", "--model=/y"], "has no name"),
+        (["--model=a=/x,lod=start", "--model=b=/y"], "unknown key 'lod'; did you mean 'load'"),
+        (["--model=a=/x,load=never", "--model=b=/y"], "load=never"),
+        (["--model=a=/x,load=on-demand"], "first one"),
+        (["--model=a=/x,dtype", "--model=b=/y"], "'dtype' is no key=value"),
+        (["--model=a=/x", "--model=b=/y", "/z"], "'/z' has no name beside others"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked(monkeypatch, *arguments)
