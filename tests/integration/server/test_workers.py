@@ -26,7 +26,8 @@ def workers(
 ) -> Iterator[RunningServer]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
-    with fake_server("--api-workers", "2", "--chat-template", str(template)) as server:
+    flags = ("--chat-template", str(template), "--reasoning-parser", "qwen3")
+    with fake_server("--api-workers", "2", *flags) as server:
         yield server
 
 

@@ -42,6 +42,7 @@ from vllmx_engine.client.request_size import chat_cost, chat_size, prompt_size, 
 from vllmx_engine.client.request_state import OutputKind
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.grammar.vocabulary import vocabulary_of
+from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend, Listener
 from vllmx_engine.link.grammar_process import GrammarChecker
@@ -350,6 +351,11 @@ class AsyncLLM(AsyncText):
     def abort(self, request_id: str) -> bool:
         """Ends the request of this id with finish reason "abort"; False when there is none."""
         return self._streams.abort(request_id)
+
+    def note(self, reason: str) -> None:
+        """What the process that started the core knows of its end."""
+        if isinstance(self._frontend, AttachedFrontend):
+            self._frontend.note(reason)
 
     def share(self, sequences: Gauge, texts: Gauge) -> None:
         """Has its limits in common with other processes over the same core: `max_queue`, and bytes

@@ -13,17 +13,13 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from vllmx_core.errors import VllmxError
 from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
-from vllmx_engine.core.load_plan import LoadPlan
-from vllmx_engine.link.attached_frontend import AttachedFrontend
-from vllmx_engine.link.core_start import CoreStart
-from vllmx_engine.link.frontend import Frontend
 from vllmx_engine.wire.messages import CoreInfo
 
+from vllmx_server.attaching import attach
 from vllmx_server.metrics import MetricCounts
 from vllmx_server.running import serve_until_stopped
 from vllmx_server.signals import Serving
@@ -60,7 +56,6 @@ class Worker:
         self._counts = counts
         self._peers: Peers
         self._state: ServerState
-        self._frontend: AttachedFrontend
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,10 +100,7 @@ class Worker:
             self._serving.result()
 
     async def _serve(self, begin: Begin) -> None:
-        start = begin.core
-        plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), False)
-        attaching: asyncio.Future[Frontend] = asyncio.ensure_future(self._attach(Path(begin.door)))
-        async with CoreStart(plan, attaching) as core:
+        async with await attach(begin.core, begin.door) as core:
             await serve_until_stopped(
                 core,
                 begin.server,
@@ -118,10 +110,6 @@ class Worker:
                 self._peers,
                 begin.models,
             )
-
-    async def _attach(self, door: Path) -> Frontend:
-        self._frontend = await AttachedFrontend.start(door)
-        return self._frontend
 
     def _on_ready(self, _: CoreInfo) -> None:
         self._ready.set_result(None)
@@ -149,7 +137,7 @@ class Worker:
         return models is None or await models.leave(name)
 
     async def _core_lost(self, reason: str) -> None:
-        self._frontend.note(reason)
+        self._state.llm.note(reason)
 
 
 async def _run(control: int, listener: int, counts: int) -> int:

@@ -6,16 +6,12 @@ import asyncio
 import copy
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from vllmx_core.errors import ModelNotFoundError, listing, shown
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.core.load_plan import LoadPlan
-from vllmx_engine.link.attached_frontend import AttachedFrontend
-from vllmx_engine.link.core_start import CoreStart
-from vllmx_engine.link.frontend import Frontend
 
+from vllmx_server.attaching import attach
 from vllmx_server.errors import OverloadedError
 from vllmx_server.metrics import Metrics
 from vllmx_server.models.config import ModelConfig
@@ -148,10 +144,7 @@ class Models:
 
     async def _open(self, entry: _Entry) -> ServerState:
         attachment = await self.host.load(entry.config.name)
-        start = attachment.core
-        plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), False)
-        attaching: asyncio.Future[Frontend] = asyncio.ensure_future(_attached(attachment.door))
-        async with CoreStart(plan, attaching) as core:
+        async with await attach(attachment.core, attachment.door) as core:
             llm = await AsyncLLM.over(core)
         previous, entry.state = entry.state, self._state(entry, llm)
         if previous is not None:
@@ -170,10 +163,6 @@ class Models:
         state.llm, state.metrics, state.pooler = llm, entry.metrics, pooler_of(llm)
         state.fingerprint = fingerprint(llm.info)
         return state
-
-
-async def _attached(door: str) -> Frontend:
-    return await AttachedFrontend.start(Path(door))
 
 
 def _closed(entry: _Entry, task: asyncio.Task[ServerState]) -> None:
