@@ -111,6 +111,21 @@ def test_operators_alone_load_and_unload(models: RunningServer) -> None:
     assert reset["one"] is True
 
 
+def test_a_model_that_sleeps_has_no_core_until_it_is_woken(models: RunningServer) -> None:
+    body = {"model": "two"}
+    wait_until(lambda: models.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60)
+    core = models.core_pid()
+    assert models.post("/sleep", headers=ADMIN).json() == {"model": "one", "state": "unloaded"}
+    assert not Path(f"/proc/{core}").exists()
+    assert models.get("/health").status_code == 503
+    refused = ask(models, "one")
+    assert refused.status_code == 503
+    assert "POST /wake" in refused.json()["error"]["message"]
+    assert models.post("/wake", headers=ADMIN).json() == {"model": "one", "state": "loaded"}
+    assert ask(models, "one").status_code == 200
+    assert models.core_pid() != core
+
+
 def test_several_processes_serve_several_models_and_end_by_a_route(
     tmp_path: Path, fake_environment: dict[str, str]
 ) -> None:
@@ -126,6 +141,10 @@ def test_several_processes_serve_several_models_and_end_by_a_route(
             lambda: server.post("/v1/models/unload", body, headers=ADMIN).status_code == 200, 60
         )
         assert ask(server, "two").status_code == 200
+        assert server.post("/sleep", headers=ADMIN).status_code == 200
+        assert ask(server, "one").status_code == 503
+        assert server.post("/wake", headers=ADMIN).status_code == 200
+        wait_until(lambda: ask(server, "one").status_code == 200, 60)
         assert server.post("/shutdown", headers=ADMIN).status_code == 200
         assert server.process.wait(60) == 0
 

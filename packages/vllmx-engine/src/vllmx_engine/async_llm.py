@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Self
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import EngineDeadError, VllmxError
+from vllmx_core.errors import EngineDeadError, InvalidRequestError, VllmxError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 
@@ -46,6 +46,7 @@ from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend, Listener
 from vllmx_engine.link.grammar_process import GrammarChecker
+from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.streams import Streams, all_or_none
 from vllmx_engine.text.gauge import Gauge
 from vllmx_engine.text.text_threads import Stopped
@@ -366,6 +367,22 @@ class AsyncLLM(AsyncText):
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests hold blocks."""
         return await self._frontend.reset_prefix_cache()
+
+    async def sleep(self) -> None:
+        """Ends the core, and frees what it holds, until `wake`. Raises InvalidRequestError while
+        requests are in flight, and where another process started the core."""
+        if self.num_in_flight:
+            raise InvalidRequestError("requests are in flight: have the model sleep when they end")
+        await self._own_core().sleep()
+
+    async def wake(self) -> None:
+        """Starts the core again. Raises what it met then."""
+        await self._own_core().wake()
+
+    def _own_core(self) -> ProcessFrontend:
+        if not isinstance(self._frontend, ProcessFrontend):
+            raise InvalidRequestError("this core cannot sleep: it has no process of its own here")
+        return self._frontend
 
     async def prepare_grammars(self) -> None:
         """Has the core make its trie of tokens while nobody waits for an answer: it takes half a

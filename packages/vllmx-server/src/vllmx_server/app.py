@@ -77,6 +77,8 @@ ROUTES = (
     ("GET", "/v1/models", status.models),
     ("POST", "/v1/models/load", admin.admin(admin.load)),
     ("POST", "/v1/models/unload", admin.admin(admin.unload)),
+    ("POST", "/sleep", admin.admin(admin.sleep)),
+    ("POST", "/wake", admin.admin(admin.wake)),
     ("POST", "/reset_prefix_cache", admin.admin(admin.reset_prefix_cache)),
     ("POST", "/shutdown", admin.admin(admin.shutdown)),
     ("GET", "/v1/models/{name:path}", status.model),

@@ -29,7 +29,7 @@ from vllmx_engine.wire.ipc import (
 from vllmx_engine.wire.messages import CoreInfo, CoreOutput, CoreRequest, CoreStats, Follower
 
 START_AGAIN = "start the engine again"
-Status = Literal["ready", "restarting", "dead", "closed"]
+Status = Literal["ready", "asleep", "restarting", "dead", "closed"]
 
 
 class Listener(Record):

@@ -15,6 +15,7 @@ from vllmx_engine.link.supervisor import CoreProcess
 from vllmx_engine.wire.ipc import FromCore, Ping, Pong, Start, ToCore
 from vllmx_engine.wire.known_specs import KnownSpecs
 
+ASLEEP = "the model sleeps: wake it (POST /wake), then send the request again"
 logger = logging.getLogger("vllmx.supervisor")
 
 
@@ -44,6 +45,7 @@ class ProcessFrontend(CoreFrontend):
         self._core: CoreProcess
         self._born_s = 0.0
         self._quick_failures = 0
+        self._waking = asyncio.Lock()
         self._last_update_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
         self._heartbeat = Heartbeat(lambda: self._send(Ping()))
@@ -78,7 +80,29 @@ class ProcessFrontend(CoreFrontend):
             return EngineDeadError(
                 f"the engine core is being restarted ({self._last_reason}): try again in a moment"
             )
+        if self.status == "asleep":
+            return EngineDeadError(ASLEEP)
         return super().unavailable()
+
+    async def sleep(self) -> None:
+        """Ends the core until `wake`: all that it holds is free. Requests in flight are lost.
+        Raises EngineDeadError where it does not run."""
+        if self.status != "ready":
+            raise self.unavailable()
+        self.status = "asleep"
+        self._tell_lost(EngineDeadError(ASLEEP))
+        await self._core.stop()
+
+    async def wake(self) -> None:
+        """Starts it again after `sleep`. Raises what it met then, and it sleeps on."""
+        async with self._waking:
+            if self.status != "asleep":
+                return
+            await self._spawn()
+            self.status = "ready"
+            self._heartbeat.heard()
+            if self.listener is not None:
+                self.listener.restarted(self.info)
 
     async def close(self) -> None:
         """See `Frontend.close`."""

@@ -208,6 +208,8 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         admin_routes.unload: Operation(
             STATUS, status.ModelState, admin_routes.NamedModel, _ADMIN, statuses=(*BODY, 404)
         ),
+        admin_routes.sleep: Operation(STATUS, status.ModelState, text=_ADMIN),
+        admin_routes.wake: Operation(STATUS, status.ModelState, text=_ADMIN),
         admin_routes.reset_prefix_cache: Operation(
             STATUS, status.PrefixCachesReset, text=_ADMIN
         ),

@@ -1,5 +1,5 @@
-"""What operators do to a running server: /v1/models/load and /unload, /reset_prefix_cache,
-/shutdown. All of them want a key of --admin-key."""
+"""What operators do to a running server: /v1/models/load and /unload, /sleep, /wake,
+/reset_prefix_cache, /shutdown. All of them want a key of --admin-key."""
 
 from __future__ import annotations
 
@@ -83,6 +83,20 @@ async def unload(request: Request) -> Response:
         )
     await state.models.host.unload(name)
     return answer(ModelState(model=name, state="unloaded"))
+
+
+async def sleep(request: Request) -> Response:
+    """Ends the core of the first model, which frees its memory, until it is woken."""
+    state = state_of(request)
+    await (state.llm.sleep() if state.peers is None else state.peers.sleep())
+    return answer(ModelState(model=state.llm.config.name, state="unloaded"))
+
+
+async def wake(request: Request) -> Response:
+    """Starts it again; answered when it serves."""
+    state = state_of(request)
+    await (state.llm.wake() if state.peers is None else state.peers.wake())
+    return answer(ModelState(model=state.llm.config.name, state="loaded"))
 
 
 async def reset_prefix_cache(request: Request) -> Response:

@@ -63,6 +63,8 @@ UNLOAD = "unload"
 """Ends a model's core."""
 CARDS = "cards"
 """Answered by a ModelCard for each model beside the default one."""
+SLEEP, WAKE = "sleep", "wake"
+"""End the first model's core, and start it again."""
 SHUT_DOWN = "shut down"
 """End the whole server, as SIGTERM does."""
 

@@ -15,7 +15,16 @@ from vllmx_server.state import ServerState
 from vllmx_server.store.folder import Folder
 from vllmx_server.store.storage import Storage
 from vllmx_server.workers.channel import Channel
-from vllmx_server.workers.messages import CARDS, LOAD, METRICS, SHUT_DOWN, UNLOAD, Begin
+from vllmx_server.workers.messages import (
+    CARDS,
+    LOAD,
+    METRICS,
+    SHUT_DOWN,
+    SLEEP,
+    UNLOAD,
+    WAKE,
+    Begin,
+)
 from vllmx_server.workers.relay import Relays, relay
 from vllmx_server.workers.shared_counts import SharedCounts
 
@@ -63,6 +72,14 @@ class Peers:
     async def metric_counts(self) -> list[dict[str, MetricCounts]]:
         """Of all others, by model."""
         return await self.channel.ask(METRICS, None, list[dict[str, MetricCounts]])
+
+    async def sleep(self) -> None:
+        """See `AsyncLLM.sleep`."""
+        await self.channel.ask(SLEEP, None, type(None))
+
+    async def wake(self) -> None:
+        """See `AsyncLLM.wake`."""
+        await self.channel.ask(WAKE, None, type(None))
 
     def shut_down(self) -> None:
         """Ends the whole server, as SIGTERM does."""

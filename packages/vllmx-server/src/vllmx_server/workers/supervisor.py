@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.errors import VllmxError
+from vllmx_core.errors import InvalidRequestError, VllmxError
 from vllmx_engine.core.load_plan import plan_load
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
-from vllmx_engine.wire.messages import CoreInfo
+from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk, ServedDesk
@@ -42,7 +42,9 @@ from vllmx_server.workers.messages import (
     RELAY_MORE,
     RELOAD,
     SHUT_DOWN,
+    SLEEP,
     UNLOAD,
+    WAKE,
     Begin,
     Relayed,
     RelayedAnswer,
@@ -112,6 +114,8 @@ class Supervisor:
         self._server = server
         self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
         self._on_demand = {model.name for model in begin.models if model.on_demand}
+        self._core: ProcessFrontend
+        self._is_busy = False
         self._dead = asyncio.Event()
         self._desk: Desk = OpenDesk()
         self._closing: set[asyncio.Task[None]] = set()
@@ -125,10 +129,10 @@ class Supervisor:
     ) -> None:
         """Until it is stopped, the core is gone for good, or workers keep failing."""
         try:
-            core = await self._started(starting)
+            self._core = core = await self._started(starting)
             core.listener = Listener(
                 outputs=lambda outputs: None,
-                stats=lambda stats: None,
+                stats=self._note,
                 lost=self._tell_lost,
                 restarted=lambda info: None,
                 dead=self._dead.set,
@@ -186,6 +190,15 @@ class Supervisor:
         async def cards(_: None) -> list[ModelCard]:
             return await self._host.cards()
 
+        async def sleep(_: None) -> None:
+            if self._is_busy:
+                text = "requests are in flight: have the model sleep when they end"
+                raise InvalidRequestError(text)
+            await self._core.sleep()
+
+        async def wake(_: None) -> None:
+            await self._core.wake()
+
         async def shut_down(_: None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -209,6 +222,8 @@ class Supervisor:
         channel.serve(LOAD, str, self._host.load)
         channel.serve(UNLOAD, str, self._host.unload)
         channel.serve(CARDS, type(None), cards)
+        channel.serve(SLEEP, type(None), sleep)
+        channel.serve(WAKE, type(None), wake)
         channel.serve(SHUT_DOWN, type(None), shut_down)
         channel.serve(RELAY, Relayed, relay)
         channel.serve(RELAY_MORE, int, relay_more)
@@ -218,6 +233,9 @@ class Supervisor:
         channels = self._crew.channels()
         left = await asked_of_all(channels, LEAVE, bool, _COUNT_S, name)
         return len(left) == len(channels) and all(left)
+
+    def _note(self, stats: CoreStats) -> None:
+        self._is_busy = bool(stats.num_running or stats.num_waiting)
 
     def _tell_lost(self, error: VllmxError) -> None:
         for channel in self._crew.channels():
