@@ -72,9 +72,10 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> None:
 def running_server(
     *flags: str, environment: dict[str, str] | None = None, open_files: int | None = None
 ) -> Iterator[RunningServer]:
-    """`vllmx serve` on a free port, with a lower limit of open files if one is given; killed at the
-    end if it does not stop by itself."""
-    command = [sys.executable, "-m", "vllmx", "serve", "--port", "0", *flags]
+    """`vllmx serve` on a free port unless one is named, with a lower limit of open files if one is
+    given; killed at the end if it does not stop by itself."""
+    port = () if "--port" in flags else ("--port", "0")
+    command = [sys.executable, "-m", "vllmx", "serve", *port, *flags]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     process = subprocess.Popen(

@@ -19,6 +19,8 @@ class ModelCard(Record, kw_only=True):
     parent: None = None
     max_model_len: int | None
     """Tokens of the context; null of a model that was never loaded."""
+    input_modalities: list[Literal["text", "image"]] | None = None
+    """What a message may hold; null of a model that was never loaded."""
     permission: list[str]
     aliases: tuple[str, ...] = ()
     """Other names of it."""

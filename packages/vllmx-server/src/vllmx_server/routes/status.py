@@ -28,6 +28,7 @@ def _card(state: ServerState) -> ModelCard:
         created=state.created,
         root=info.path if model == DEMO_MODEL else model,
         max_model_len=info.max_model_len,
+        input_modalities=["text", "image"] if info.takes_images else ["text"],
         permission=[],
         aliases=() if state.models is None else state.models.aliases(state.llm.config.name),
         size_bytes=info.weight_bytes + info.kv_cache_bytes,

@@ -1,8 +1,10 @@
 // The page: puts its parts together and hears its keys.
 import { Chats } from "./chats.js";
 import { Composer } from "./composer.js";
-import { KeyDialog } from "./dialogs.js";
+import { KeyDialog, KeysDialog } from "./dialogs.js";
 import { Message } from "./message.js";
+import { Panel } from "./panel.js";
+import { SettingsDrawer } from "./settings_view.js";
 import { Sidebar } from "./sidebar.js";
 import { Icon, IconButton, html, render, useEffect, useLayoutEffect, useRef, useState, useStore } from "./ui.js";
 
@@ -11,27 +13,34 @@ const NEAR = 90; // pixels from the end within which the page follows an answer
 function App({ chats }) {
   const state = useStore(chats.store);
   const [hasList, showList] = useState(false);
-  useKeys(chats);
+  const [drawer, setDrawer] = useState(""); // "settings", "panel" or ""
+  const [hasKeys, showKeys] = useState(false);
+  const turn = (name) => setDrawer((old) => (old === name ? "" : name));
+  const close = () => setDrawer("");
+  useKeys(chats, { settings: () => turn("settings"), panel: () => turn("panel"), keys: () => showKeys(true), close });
   useEffect(() => {
     document.title = state.chat?.title ? `${state.chat.title} · vllmx` : "vllmx";
   }, [state.chat?.title]);
   if (!state.chat) return null;
-  return html`<div class=${hasList ? "page with-list" : "page"}>
+  return html`<div class=${hasList ? "page with-list" : drawer ? "page with-drawer" : "page"}>
     <a class="skip" href="#composer">Skip to the message</a>
     <${Sidebar} chats=${chats} state=${state} close=${() => showList(false)} />
-    <div class="veil" onClick=${() => showList(false)}></div>
+    <div class="veil" onClick=${() => (showList(false), close())}></div>
     <main>
-      <${Header} chats=${chats} state=${state} openList=${() => showList(true)} />
+      <${Header} chats=${chats} state=${state} openList=${() => showList(true)} drawer=${drawer} turn=${turn} />
       ${state.trouble && html`<p class="banner" role="status"><span class="working"></span>${state.trouble.message} Trying again …</p>`}
       <${Conversation} chats=${chats} state=${state} />
       <${Composer} chats=${chats} state=${state} />
     </main>
+    ${drawer === "settings" && html`<${SettingsDrawer} chats=${chats} state=${state} close=${close} />`}
+    ${drawer === "panel" && html`<${Panel} chats=${chats} close=${close} />`}
+    ${hasKeys && html`<${KeysDialog} close=${() => showKeys(false)} />`}
     ${state.needsKey && html`<${KeyDialog} chats=${chats} state=${state} />`}
     <p class="hidden" role="status" aria-live="polite">${state.said}</p>
   </div>`;
 }
 
-function Header({ chats, state, openList }) {
+function Header({ chats, state, openList, drawer, turn }) {
   return html`<header>
     <${IconButton} icon="menu" class="icon-button narrow-only" label="Chats" onClick=${openList} />
     <label class="model"><span class="hidden">Model</span>
@@ -42,6 +51,8 @@ function Header({ chats, state, openList }) {
     </label>
     <span class="grow"></span>
     <${ThemeButton} />
+    <${IconButton} icon="pulse" label="The server now" aria-pressed=${drawer === "panel"} onClick=${() => turn("panel")} />
+    <${IconButton} icon="sliders" label="Settings" aria-pressed=${drawer === "settings"} onClick=${() => turn("settings")} />
   </header>`;
 }
 
@@ -65,6 +76,7 @@ function Conversation({ chats, state }) {
   const box = useRef();
   const inner = useRef();
   const follows = useRef(true);
+  const lastTop = useRef(0);
   const [isAway, setAway] = useState(false);
   const { path } = chats;
   const toEnd = () => (box.current.scrollTop = box.current.scrollHeight);
@@ -79,7 +91,10 @@ function Conversation({ chats, state }) {
   }, [state.chat.id, path.length]);
   const onScroll = () => {
     const { scrollTop, clientHeight, scrollHeight } = box.current;
-    follows.current = scrollHeight - scrollTop - clientHeight < NEAR;
+    // What grows below moves the end away too: only who scrolls up has left it.
+    if (scrollHeight - scrollTop - clientHeight < NEAR) follows.current = true;
+    else if (scrollTop < lastTop.current) follows.current = false;
+    lastTop.current = scrollTop;
     setAway(!follows.current);
   };
   return html`<div class="conversation" ref=${box} onScroll=${onScroll} tabindex="-1">
@@ -96,19 +111,34 @@ function Welcome({ state }) {
   const card = state.models.find((model) => model.id === state.model);
   return html`<div class="welcome">
     <h1>${state.model || "vllmx"}</h1>
-    ${card && html`<p>${card.max_model_len.toLocaleString("en")} tokens of context</p>`}
+    ${card?.max_model_len && html`<p>${card.max_model_len.toLocaleString("en")} tokens of context</p>`}
   </div>`;
 }
 
-function useKeys(chats) {
+/** Keys without Ctrl and the like are letters while somebody types. */
+function useKeys(chats, actions) {
+  const now = useRef();
+  now.current = actions;
   useEffect(() => {
     const onKeyDown = (event) => {
-      const isTyping = event.target.matches?.("input, textarea, select");
-      if (event.key === "Escape" && !document.querySelector("dialog[open]")) chats.stop();
-      else if (event.key === "/" && !isTyping) {
-        event.preventDefault();
-        document.getElementById("composer").focus();
+      if (document.querySelector("dialog[open]") || event.defaultPrevented) return;
+      if (event.key === "Escape") {
+        if (chats.live) chats.stop();
+        else now.current.close();
+        return;
       }
+      const isTyping = event.target.matches?.("input, textarea, select");
+      if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+      const action = {
+        "/": () => document.getElementById("composer").focus(),
+        n: () => chats.begin(),
+        s: now.current.settings,
+        l: now.current.panel,
+        "?": now.current.keys,
+      }[event.key];
+      if (!action) return;
+      event.preventDefault();
+      action();
     };
     addEventListener("keydown", onKeyDown);
     return () => removeEventListener("keydown", onKeyDown);

@@ -3,6 +3,7 @@ import { ServerError, key, listModels } from "./api.js";
 import { openDatabase } from "./database.js";
 import { Live } from "./live.js";
 import { keepSettings, lastSettings, requestBody } from "./settings.js";
+import { fromFile, toFile } from "./transfer.js";
 import { branches, newestLeaf, pathTo } from "./tree.js";
 import { Store, newId } from "./ui.js";
 
@@ -143,6 +144,21 @@ export class Chats {
 
   keep(records) {
     this.database.put(records).catch(() => this.store.set({ isKept: false }));
+  }
+
+  /** All chats as the text of a file. */
+  async exportAll() {
+    const chats = this.state.list.map(async (chat) => ({ chat, nodes: await this.database.nodes(chat.id) }));
+    return toFile(await Promise.all(chats));
+  }
+
+  /** Adds the chats of a file; gives how many. */
+  async importAll(text) {
+    const found = fromFile(text);
+    for (const records of found) await this.database.put(records);
+    const list = [...found.map(({ chat }) => chat), ...this.state.list];
+    this.store.set({ list: list.sort((a, b) => b.updated - a.updated) });
+    return found.length;
   }
 
   // --- messages ---------------------------------------------------------------------------------

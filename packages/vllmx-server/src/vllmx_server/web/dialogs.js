@@ -34,3 +34,24 @@ export function KeyDialog({ chats, state }) {
     </form>
   <//>`;
 }
+
+const KEYS = [
+  ["Enter", "send"],
+  ["Shift Enter", "a new line"],
+  ["Esc", "stop the answer, close a drawer"],
+  ["/", "to the message"],
+  ["n", "new chat"],
+  ["s", "settings"],
+  ["l", "the server now"],
+  ["?", "this list"],
+];
+
+/** What the keyboard can do. */
+export function KeysDialog({ close }) {
+  return html`<${Dialog} title="Keys" close=${close}>
+    <dl class="keys">${KEYS.map(([name, what]) => html`<div key=${name}>
+      <dt>${name.split(" ").map((part) => html`<kbd>${part}</kbd> `)}</dt><dd>${what}</dd>
+    </div>`)}</dl>
+    <form method="dialog" class="row end"><button class="primary">Close</button></form>
+  <//>`;
+}

@@ -181,7 +181,7 @@ function figures({ stats, model }) {
   if (stats?.tokens) {
     words.push(`${stats.tokens.toLocaleString("en")} tokens`);
     const decode = stats.seconds - (stats.first ?? 0);
-    if (stats.tokens > 1 && decode > 0) words.push(`${((stats.tokens - 1) / decode).toFixed(0)} a second`);
+    if (stats.tokens > 1 && decode > 0) words.push(`${Math.round((stats.tokens - 1) / decode).toLocaleString("en")} a second`);
     if (stats.first !== undefined) words.push(`first after ${seconds(stats.first)}`);
     if (stats.cached) words.push(`${Math.round((100 * stats.cached) / stats.prompt)} % of the prompt cached`);
   }

@@ -1,0 +1,72 @@
+// Chats as a file, and back: what comes from a file is checked field by field and gets new ids.
+import { newId } from "./ui.js";
+
+const FORMAT = "vllmx-chats";
+const VERSION = 1;
+const STATES = ["done", "stopped", "interrupted", "failed"];
+const IMAGE = /^data:image\/(?:png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*$/;
+
+/** `chats`: [{chat, nodes}]. */
+export function toFile(chats) {
+  const file = { format: FORMAT, version: VERSION, exported: new Date().toISOString(), chats };
+  return JSON.stringify(file, null, 1);
+}
+
+/** The chats of a file, ready to be kept. Raises Error with a sentence on what is wrong. */
+export function fromFile(text) {
+  let file;
+  try {
+    file = JSON.parse(text);
+  } catch {
+    throw new Error("it is not JSON.");
+  }
+  if (file?.format !== FORMAT) throw new Error("it is no file of chats.");
+  if (file.version !== VERSION) throw new Error(`its version is ${file.version}, known is ${VERSION}.`);
+  if (!Array.isArray(file.chats)) throw new Error("it has no list of chats.");
+  return file.chats.map(readChat);
+}
+
+function readChat({ chat, nodes } = {}) {
+  if (typeof chat?.title !== "string" || !Array.isArray(nodes) || !nodes.length) {
+    throw new Error("a chat has no title or no messages.");
+  }
+  const ids = new Map(nodes.map((node) => [node?.id, newId()]));
+  const id = newId();
+  const kept = nodes.map((node) => readNode(node, id, ids));
+  const settings = isObject(chat.settings) ? flat(chat.settings) : {};
+  const leaf = ids.get(chat.leaf) ?? kept.at(-1).id;
+  const time = (value) => (Number.isFinite(value) ? value : Date.now());
+  const { created, updated } = chat;
+  return {
+    chat: { id, title: chat.title.slice(0, 200), created: time(created), updated: time(updated), leaf, settings },
+    nodes: kept,
+  };
+}
+
+function readNode(node, chat, ids) {
+  if (!["user", "assistant", "tool"].includes(node?.role) || typeof node.content !== "string") {
+    throw new Error("a message has no role or no text.");
+  }
+  const found = { id: ids.get(node.id), chat, parent: ids.get(node.parent) ?? null, role: node.role, content: node.content };
+  found.order = Number.isFinite(node.order) ? node.order : 0;
+  for (const name of ["reasoning", "model", "finish", "name", "call"]) {
+    if (typeof node[name] === "string") found[name] = node[name];
+  }
+  if (node.role === "assistant") found.state = STATES.includes(node.state) ? node.state : "interrupted";
+  if (Array.isArray(node.images)) found.images = node.images.filter((url) => IMAGE.test(url));
+  if (isObject(node.stats)) found.stats = flat(node.stats);
+  if (typeof node.error?.message === "string") found.error = { kind: "failed", message: node.error.message };
+  if (Array.isArray(node.calls)) {
+    found.calls = node.calls.map((call) => ({ id: String(call?.id), name: String(call?.name), arguments: String(call?.arguments) }));
+  }
+  return found;
+}
+
+function isObject(value) {
+  return value !== null && typeof value === "object" && !Array.isArray(value);
+}
+
+/** Texts and numbers alone. */
+function flat(object) {
+  return Object.fromEntries(Object.entries(object).filter(([, value]) => ["string", "number"].includes(typeof value)));
+}

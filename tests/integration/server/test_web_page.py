@@ -1,0 +1,325 @@
+"""The page at "/" in a browser, over a real server with the fake model."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .browser import CHAT, Tab, running_chromium
+from .conftest import MakeFake, RunningServer
+
+OpenTab = Callable[..., Tab]
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c4944415408d763f8cfc0"
+    "000003010100c9fe92ef0000000049454e44ae426082"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running_chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chat_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A template without special tokens: the fake model has none."""
+    template = tmp_path_factory.mktemp("template") / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    return ("--chat-template", str(template))
+
+
+@pytest.fixture(scope="module")
+def page_server(
+    browser: Any, fake_server: MakeFake, chat_flags: tuple[str, ...]
+) -> Iterator[RunningServer]:
+    """Not started where no browser is."""
+    with fake_server(*chat_flags) as running:
+        yield running
+
+
+@pytest.fixture
+def open_tab(browser: Any, page_server: RunningServer) -> Iterator[OpenTab]:
+    """Of `page_server` unless another URL is given. What goes wrong within the page fails a test,
+    and so does a dialog that a script opened."""
+    tabs: list[Tab] = []
+
+    def make(url: str = page_server.url, **options: Any) -> Tab:
+        tab = Tab(browser, f"{url}/", **options)
+        tabs.append(tab)
+        tab.open()
+        return tab
+
+    yield make
+    troubles = [trouble for tab in tabs for trouble in tab.troubles]
+    for tab in tabs:
+        tab.context.close()
+    assert not troubles
+
+
+def set_number(tab: Tab, label: str, value: str) -> None:
+    tab.page.get_by_role("button", name="Settings").first.click()
+    tab.page.get_by_label(label, exact=True).fill(value)
+    tab.page.get_by_label("Close the settings").click()
+
+
+def test_an_answer_streams_and_is_kept(open_tab: OpenTab) -> None:
+    tab = open_tab()
+    assert tab.page.locator("header select").input_value() == "fake"
+    set_number(tab, "Longest answer", "30")
+    with tab.page.expect_request(CHAT) as asked:
+        tab.send("Hello <b>there</b>")
+    body = json.loads(asked.value.post_data)
+    assert body["messages"] == [{"role": "user", "content": "Hello <b>there</b>"}]
+    assert (body["max_tokens"], body["stream"], body["model"]) == (30, True, "fake")
+    tab.has_ended()
+    assert "30 tokens" in tab.page.locator(".figures").inner_text()
+    assert "greatest length" in tab.page.locator(".ending").inner_text()
+    shown = tab.answers().inner_text()
+    tab.page.reload()
+    tab.has_ended()
+    assert tab.answers().inner_text() == shown
+    assert tab.page.locator(".asked .verbatim").inner_text() == "Hello <b>there</b>"
+    assert tab.page.locator(".sidebar .title").inner_text() == "Hello <b>there</b>"
+
+
+def test_stop_then_go_on(open_tab: OpenTab, page_server: RunningServer) -> None:
+    tab = open_tab()
+    tab.send("a long one")
+    tab.grows()
+    tab.page.get_by_label("Stop").click()
+    tab.has_ended()
+    assert "Stopped." in tab.page.locator(".ending").inner_text()
+    page_server.becomes_idle()
+    before = len(tab.answers().inner_text())
+    with tab.page.expect_request(CHAT) as asked:
+        tab.page.get_by_role("button", name="Go on").click()
+    body = json.loads(asked.value.post_data)
+    assert body["continue_final_message"] is True
+    assert body["messages"][-1]["role"] == "assistant"
+    assert tab.grows() >= before - 40  # the line on its end, with its buttons, is gone
+    tab.page.keyboard.press("Escape")
+    tab.has_ended()
+    page_server.becomes_idle()
+
+
+def test_a_reload_in_the_middle_keeps_what_came(
+    open_tab: OpenTab, page_server: RunningServer
+) -> None:
+    tab = open_tab()
+    tab.send("a long one")
+    tab.grows()
+    tab.page.wait_for_function(  # what is there is kept about every second
+        """async () => {
+          const open = indexedDB.open("vllmx");
+          await new Promise((resolve) => (open.onsuccess = resolve));
+          const all = open.result.transaction("nodes").objectStore("nodes").getAll();
+          await new Promise((resolve) => (all.onsuccess = resolve));
+          open.result.close();
+          return all.result.some((node) => node.role === "assistant" && node.content.length > 5);
+        }"""
+    )
+    tab.page.reload()
+    tab.has_ended()
+    page_server.becomes_idle()
+    assert len(tab.answers().locator(".prose").inner_text()) > 3
+    assert "left before the answer was complete" in tab.page.locator(".ending").inner_text()
+
+
+def test_branches(open_tab: OpenTab) -> None:
+    tab = open_tab()
+    tab.answers_with({"content": "first"})
+    tab.send("one")
+    tab.has_ended()
+    tab.answers_with({"content": "second"})
+    tab.page.get_by_label("Answer again").click()
+    tab.shows("second")
+    assert tab.page.locator(".branches").inner_text().strip() == "2/2"
+    tab.page.get_by_label("Earlier version").click()
+    tab.shows("first")
+    tab.answers_with({"content": "third"})
+    tab.page.locator(".asked").hover()
+    tab.page.get_by_label("Edit", exact=True).click()
+    tab.page.get_by_label("Edit the message").fill("two")
+    tab.page.get_by_label("Edit the message").press("Enter")
+    tab.shows("third")
+    tab.page.locator(".asked").hover()
+    tab.page.get_by_label("Earlier version").click()
+    tab.shows("second")
+    assert tab.page.locator(".asked .verbatim").inner_text() == "one"
+
+
+def test_chats_as_a_file(open_tab: OpenTab, tmp_path: Path) -> None:
+    tab = open_tab()
+    tab.answers_with({"content": "**kept**", "reasoning_content": "hm"})
+    tab.send("keep me")
+    tab.has_ended()
+    tab.page.get_by_role("button", name="Settings").first.click()
+    with tab.page.expect_download() as download:
+        tab.page.get_by_role("button", name="Export all").click()
+    path = tmp_path / "chats.json"
+    download.value.save_as(path)
+    other = open_tab()
+    other.page.get_by_role("button", name="Settings").first.click()
+    other.page.get_by_label("File of chats").set_input_files(path)
+    other.page.get_by_text("1 chat was added.").wait_for()
+    other.page.locator(".sidebar .title").click()
+    assert other.page.locator(".answer strong").inner_text() == "kept"
+    newer = '{"format": "vllmx-chats", "version": 9}'
+    for text, words in (("{}", "no file of chats"), ("[", "not JSON"), (newer, "version is 9")):
+        path.write_text(text)
+        other.page.get_by_label("File of chats").set_input_files(path)
+        other.page.get_by_text(words).wait_for()
+
+
+def test_thoughts_calls_and_their_results(open_tab: OpenTab) -> None:
+    tab = open_tab()
+    call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city":'}}
+    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+    tab.answers_with(
+        {"reasoning_content": "I should *look*"},
+        {"tool_calls": [call]},
+        {"tool_calls": [rest]},
+        finish="tool_calls",
+    )
+    tab.send("weather?")
+    tab.has_ended()
+    thoughts = tab.page.locator("details.thoughts")
+    assert not thoughts.locator(".prose").is_visible()
+    thoughts.locator("summary").click()
+    assert thoughts.locator("em").inner_text() == "look"
+    assert '"city": "Oslo"' in tab.page.locator(".call pre").inner_text()
+    tab.answers_with({"content": "It rains."})
+    tab.page.get_by_label("Result of weather").fill("rain")
+    with tab.page.expect_request(CHAT) as asked:
+        tab.page.get_by_role("button", name="Send the results").click()
+    messages = json.loads(asked.value.post_data)["messages"]
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"city":"Oslo"}'
+    assert messages[2] == {"role": "tool", "tool_call_id": "c1", "content": "rain"}
+    tab.shows("It rains.")
+
+
+def test_settings_reach_the_request(open_tab: OpenTab) -> None:
+    tab = open_tab()
+    tab.answers_with({"content": "{}"})
+    tab.page.get_by_role("button", name="Settings").first.click()
+    tab.page.get_by_label("System prompt").fill("Be brief.")
+    tab.page.get_by_label("Temperature").fill("0.5")
+    tab.page.get_by_label("Tools").fill('[{"name": "f"}]')
+    tab.page.get_by_label("JSON schema of the answer").fill('{"type": ')
+    tab.page.get_by_label("Close the settings").click()
+    tab.send("x")
+    tab.page.get_by_text("not valid JSON yet").wait_for()
+    tab.page.get_by_role("button", name="Settings").first.click()
+    tab.page.get_by_label("JSON schema of the answer").fill('{"type": "object"}')
+    with tab.page.expect_request(CHAT) as asked:
+        tab.page.get_by_role("button", name="Send").click()
+    body = json.loads(asked.value.post_data)
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["temperature"] == 0.5
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert body["tools"] == [{"type": "function", "function": {"name": "f"}}]
+    tab.has_ended()
+
+
+def test_images(open_tab: OpenTab, tmp_path: Path) -> None:
+    """Kindly refused for a model that has no eyes, else sent as they are."""
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(PIXEL)
+    tab = open_tab()
+    tab.page.locator(".composer input[type=file]").set_input_files(picture)
+    tab.page.get_by_text("fake reads text alone").wait_for()
+    card = {"id": "seer", "max_model_len": 99, "input_modalities": ["text", "image"]}
+    tab.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card]}))
+    tab.page.reload()
+    tab.page.locator("header select").get_by_text("seer").wait_for(state="attached")
+    tab.page.locator(".composer input[type=file]").set_input_files(picture)
+    tab.page.locator(".thumbs img").wait_for()
+    tab.answers_with({"content": "A dot."})
+    with tab.page.expect_request(CHAT) as asked:
+        tab.send("What is it?")
+    image, text = json.loads(asked.value.post_data)["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert text == {"type": "text", "text": "What is it?"}
+    tab.has_ended()
+
+
+def test_a_wrong_key_and_a_dead_server(
+    open_tab: OpenTab, fake_server: MakeFake, chat_flags: tuple[str, ...]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    flags = (*chat_flags, "--api-key", "sesame", "--port", port)
+    with fake_server(*flags) as server:
+        tab = open_tab(server.url)
+        tab.page.get_by_label("Key", exact=True).fill("wrong")
+        tab.page.get_by_role("button", name="Use the key").click()
+        tab.page.get_by_text("refuses this key").wait_for()
+        tab.page.get_by_label("Key", exact=True).fill("sesame")
+        tab.page.get_by_role("button", name="Use the key").click()
+        tab.page.locator("dialog").wait_for(state="detached")
+        assert tab.page.evaluate("localStorage.getItem('vllmx.key')") is None
+        tab.send("a long one")
+        tab.grows()
+        server.process.kill()
+        tab.has_ended()
+    tab.page.locator(".banner").wait_for()
+    assert tab.page.locator(".ending.failed").is_visible()
+    tab.send("is anybody there?")
+    tab.has_ended(2)
+    with fake_server(*flags):
+        tab.page.locator(".banner").wait_for(state="detached")
+        set_number(tab, "Longest answer", "5")
+        tab.page.get_by_role("button", name="Try again").click()
+        tab.has_ended(2)
+        assert "5 tokens" in tab.page.locator(".figures").last.inner_text()
+
+
+def test_the_live_panel(open_tab: OpenTab) -> None:
+    tab = open_tab()
+    tab.page.get_by_role("button", name="The server now").click()
+    tab.page.locator(".plot", has_text="Running").get_by_text("0", exact=True).wait_for()
+    assert len(tab.page.locator(".plot").all()) == 6
+
+
+def test_keys_colours_and_a_narrow_screen(open_tab: OpenTab) -> None:
+    tab = open_tab(viewport={"width": 390, "height": 780}, color_scheme="dark")
+    page = tab.page
+    page.locator("main").click()
+    page.keyboard.press("?")
+    page.get_by_role("dialog").get_by_text("to the message").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "composer"
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.get_by_label("Colours as the system has them").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    assert not page.locator(".sidebar").is_visible()
+    page.get_by_role("button", name="Chats").click()
+    page.locator(".sidebar").wait_for(state="visible")
+    page.get_by_label("Close the list").click()
+    tab.answers_with({"content": "x" * 300 + "\n\n|" + "wide|" * 60 + "\n|" + "-|" * 60})
+    tab.send("y" * 300)
+    tab.has_ended()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_nothing_is_asked_of_another_host(open_tab: OpenTab, page_server: RunningServer) -> None:
+    tab = open_tab()
+    asked: list[str] = []
+    tab.page.on("request", lambda request: asked.append(request.url))
+    tab.answers_with({"content": "![x](https://evil.example/x.png) [y](https://evil.example)"})
+    tab.send("x")
+    tab.has_ended()
+    tab.page.reload()
+    tab.has_ended()
+    foreign = [url for url in asked if not re.match(rf"{page_server.url}/|data:|blob:", url)]
+    assert asked
+    assert not foreign
