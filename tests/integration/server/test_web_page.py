@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from .browser import CHAT, Tab, running_chromium
-from .conftest import MakeFake, RunningServer
+from .conftest import MakeFake, RunningServer, wait_until
 
 OpenTab = Callable[..., Tab]
 PIXEL = bytes.fromhex(
@@ -109,22 +109,24 @@ def test_stop_then_go_on(open_tab: OpenTab, page_server: RunningServer) -> None:
     page_server.becomes_idle()
 
 
+IS_KEPT = """async () => {
+  const open = indexedDB.open("vllmx");
+  await new Promise((resolve) => (open.onsuccess = resolve));
+  const all = open.result.transaction("nodes").objectStore("nodes").getAll();
+  await new Promise((resolve) => (all.onsuccess = resolve));
+  open.result.close();
+  return all.result.some((node) => node.role === "assistant" && node.content.length > 5);
+}"""
+"""Whether a part of an answer is kept already, which happens about every second."""
+
+
 def test_a_reload_in_the_middle_keeps_what_came(
     open_tab: OpenTab, page_server: RunningServer
 ) -> None:
     tab = open_tab()
     tab.send("a long one")
     tab.grows()
-    tab.page.wait_for_function(  # what is there is kept about every second
-        """async () => {
-          const open = indexedDB.open("vllmx");
-          await new Promise((resolve) => (open.onsuccess = resolve));
-          const all = open.result.transaction("nodes").objectStore("nodes").getAll();
-          await new Promise((resolve) => (all.onsuccess = resolve));
-          open.result.close();
-          return all.result.some((node) => node.role === "assistant" && node.content.length > 5);
-        }"""
-    )
+    wait_until(lambda: tab.page.evaluate(IS_KEPT), 60)
     tab.page.reload()
     tab.has_ended()
     page_server.becomes_idle()

@@ -26,7 +26,7 @@ HOSTILE = {
     ),
     "one long word": "x" * MEGABYTE,
     "one long line": "word " * (MEGABYTE // 5),
-    "a long line of code": "```js\n" + "let x = `" * (MEGABYTE // 9),
+    "a long line of code": "```js\n" + "let x = `" * (MEGABYTE // 36),
     "nested quotes": ">" * 100_000 + " deep",
     "nested lists": "\n".join("  " * n + "- deep" for n in range(500)),
     "brackets": "[" * 20_000 + "](" * 20_000,

@@ -14,6 +14,9 @@ const OPEN = "vllmx.chat";
 export class Chats {
   constructor() {
     this.lives = new Map(); // by node
+    addEventListener("pagehide", () => {
+      for (const live of this.lives.values()) live.save(live.node);
+    });
     this.store = new Store({
       list: [], // chats without their messages, the newest first
       chat: null, // the open one: {id, title, created, updated, leaf, settings, nodes}

@@ -9,6 +9,7 @@ import { highlight } from "./highlight.js";
 const LONGEST = 4000; // characters of a line or of a paragraph's piece
 const LARGEST = 8000; // of an item's or a quote's
 const CODE_LINES = 40;
+const DENSE = 2000;
 const MOST_PIECES = 400; // of a group
 const MOST_COLUMNS = 100;
 const DEEPEST = 8;
@@ -266,7 +267,9 @@ export class MarkdownDocument {
     } else if (kind === "code") {
       if (open.isFirst) this.groups.push({ kind, language: open.language, pieces: [] });
       const text = lines.join("");
-      const { spans, state } = highlight(text, open.language, open.state);
+      // Nobody reads the colours of a line that fills pages.
+      const language = text.length > DENSE && !text.includes("\n") ? "" : open.language;
+      const { spans, state } = highlight(text, language, open.state);
       open.state = state;
       if (text) this.extend({ text, spans });
     } else {

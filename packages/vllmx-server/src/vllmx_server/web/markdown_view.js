@@ -59,8 +59,10 @@ function codeView(group) {
   </figure>`;
 }
 
+/** A block of its own, so that the browser lays out no more than what is new. */
 function codePiece(piece) {
-  return piece.spans.map(([kind, text]) => (kind ? html`<span class=${`c-${kind}`}>${text}</span>` : text));
+  const inner = piece.spans.map(([kind, text]) => (kind ? html`<span class=${`c-${kind}`}>${text}</span>` : text));
+  return html`<span class="piece">${inner}</span>`;
 }
 
 function spans(text) {
