@@ -23,6 +23,9 @@ from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.errors import route_path
 from vllmx_server.hosts import HostCheck, allowed_hosts
+from vllmx_server.keys.limits import KeyDesk
+from vllmx_server.keys.ring import KeyRing
+from vllmx_server.keys.usage import UsageBook
 from vllmx_server.metrics import Metrics
 from vllmx_server.middleware import Authorization, RequestContext
 from vllmx_server.routes import (
@@ -32,6 +35,7 @@ from vllmx_server.routes import (
     completions,
     document,
     files,
+    key_usage,
     messages,
     pooling,
     responses,
@@ -92,6 +96,7 @@ ROUTES = (
     ("GET", "/openapi.json", document.document),
     ("GET", "/docs", document.page),
     ("GET", "/docs/{name}", document.file),
+    ("GET", "/v1/usage", key_usage.usage),
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
@@ -146,7 +151,8 @@ class App(Starlette):
 
 def known_keys(config: ServerConfig) -> tuple[str, ...]:
     """Whoever has one of these may use the server; empty: everybody may."""
-    return config.api_key and (*config.api_key, *config.admin_key)
+    asked = config.api_key or config.api_keys_file is not None
+    return (*config.api_key, *config.admin_key) if asked else ()
 
 
 def build_app(
@@ -161,6 +167,7 @@ def build_app(
     that is given. `app.state.server.background` must be started and stopped; of a server with
     several processes, `peers`, in one of them. `several`: models, which `app.state.server.models`
     gets before the first request."""
+    ring = KeyRing(known_keys(config), config.api_keys_file)
     metrics = Metrics(llm.config.name, lambda: llm.stats, cache_labels(llm))
     middleware = []
     if config.allowed_origins:
@@ -189,7 +196,7 @@ def build_app(
     middleware.append(
         Middleware(
             Authorization,
-            keys=known_keys(config),
+            ring=ring,
             is_open=lambda path: any(is_open(path) for is_open in opened),
         )
     )
@@ -209,11 +216,17 @@ def build_app(
     sharing = Sharing() if peers is None else peers.sharing
     bodies = BodyBudget(config.max_body_bytes, sharing)
     storage = storage or Storage(config)
-    state = ServerState(llm, config, metrics, bodies, storage, sharing=sharing, peers=peers)
+    is_shared = peers is not None or storage.folder.outlives
+    usage = UsageBook(storage.database if is_shared else None)
+    state = ServerState(
+        llm, config, metrics, bodies, storage, sharing=sharing, peers=peers, keys=ring, usage=usage
+    )
     state.pooler = pooler_of(llm)
     state.batches = _batch_runner(app, state)
     state.background = Background(state.storage, state.batches)
     app.state.server = state
+    if config.api_keys_file is not None:
+        state.desk = KeyDesk(ring)
     if peers is not None:
         peers.join(app, state)
     return app

@@ -26,6 +26,8 @@ class ServerConfig:
     """Accepted bearer tokens; empty: no authorisation."""
     admin_key: tuple[str, ...] = ()
     """Bearer tokens for the routes of operators; empty: nobody may use those."""
+    api_keys_file: str | None = None
+    """JSON file of further keys, by their digests, with what each may do (`vllmx keys add`)."""
     priority_range: tuple[str, ...] = ()
     """What `priority` of a request may be: `LEAST:GREATEST` for everybody ("0:" by default), and
     `KEY=LEAST:GREATEST` for the holder of an API key."""

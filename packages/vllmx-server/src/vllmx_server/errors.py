@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
-from vllmx_core.errors import QueueFullError, VllmxError, excerpt
+from vllmx_core.errors import VllmxError, excerpt
 
 from vllmx_server.answers.errors import (
     AnthropicType,
@@ -103,6 +104,22 @@ class AuthenticationError(VllmxError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(VllmxError):
+    """The key is known, and may not do this."""
+
+    http_status = 403
+    code = "forbidden"
+
+
+class RateLimitError(VllmxError):
+    """The key has used what it may for now."""
+
+    http_status = 429
+    code = "rate_limit_exceeded"
+    retry_after_s = 1.0
+    """What the server sends as `Retry-After`."""
+
+
 class OverloadedError(VllmxError):
     """Too many requests in flight, or the server is shutting down."""
 
@@ -164,8 +181,7 @@ def error_response(error: VllmxError, scope: Scope | None = None) -> Response:
     """In Anthropic's shape for the routes of its API, else in OpenAI's."""
     headers = {}
     if error.http_status in (429, 503):
-        wait = error.retry_after_s if isinstance(error, QueueFullError) else 1.0
-        headers["retry-after"] = str(max(1, round(wait)))
+        headers["retry-after"] = str(max(1, math.ceil(getattr(error, "retry_after_s", 1.0))))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     shape = messages_error_body if scope is not None and is_messages(scope) else error_body

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +20,8 @@ from vllmx_server.errors import (
     is_messages,
     route_path,
 )
-from vllmx_server.priorities import client_name
+from vllmx_server.keys.admitted import HEADERS
+from vllmx_server.keys.ring import KeyRing
 
 logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
@@ -100,43 +100,49 @@ class RequestContext:
 
 
 class Authorization:
-    """API keys on every route but /health, compared in constant time. The digest of the key
-    names the client: fair share and prefix-cache salt go by it.
+    """API keys on every route but /health. Who holds the key is the client: fair share and
+    prefix-cache salt go by it. Answers say what is left of the key's limits.
 
     Args:
         is_open: whether a path needs no key either, as the files of the web page.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: Sequence[str],
-        is_open: Callable[[str], bool] | None = None,
+        self, app: ASGIApp, *, ring: KeyRing, is_open: Callable[[str], bool] | None = None
     ) -> None:
         self.app = app
+        self.ring = ring
         self.is_open = is_open
-        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self.digests or self._is_public(route_path(scope)):
+        if scope["type"] != "http" or self.ring.is_open or self._is_public(route_path(scope)):
             await self.app(scope, receive, send)
             return
         if _is_preflight(scope):  # browsers send it without the key, to ask whether they may
             await self.app(scope, receive, send)
             return
-        digest = key_digest(scope)
-        # Every key is compared, so that the time tells nothing about which one was close.
-        matches = [hmac.compare_digest(digest, known) for known in self.digests]
-        if not any(matches):
+        holder = self.ring.find(key_digest(scope))
+        if holder is None:
             error = AuthenticationError(
                 "missing or wrong API key: send it as 'Authorization: Bearer KEY' or as"
                 " 'X-API-Key: KEY'"
             )
             await error_response(error, scope)(scope, receive, send)
             return
-        scope.setdefault("state", {})["client"] = client_name(digest)
-        await self.app(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state["client"] = holder.client
+        if holder.record is None or not holder.record.has_limits:
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told = state.get(HEADERS, {}).items()
+                more = [(name.encode(), value.encode()) for name, value in told]
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        await self.app(scope, receive, send_with_limits)
 
     def _is_public(self, path: str) -> bool:
         return path in PUBLIC_PATHS or (self.is_open is not None and self.is_open(path))

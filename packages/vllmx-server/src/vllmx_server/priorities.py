@@ -46,11 +46,12 @@ def priority_ranges(texts: Sequence[str], keys: Sequence[str]) -> dict[str, Prio
                 param="priority_range",
             )
         name = client_name(hashlib.sha256(key.encode()).digest()) if named else ""
-        ranges[name] = _parse(ends)
+        ranges[name] = parse_range(ends)
     return ranges
 
 
-def _parse(ends: str) -> PriorityRange:
+def parse_range(ends: str) -> PriorityRange:
+    """`LEAST:GREATEST`, an end that is left out being open. Raises ConfigError."""
     least, colon, greatest = ends.partition(":")
     try:
         found = PriorityRange(int(least or _LEAST), int(greatest or _GREATEST))

@@ -65,7 +65,11 @@ async def _serve(
         server
     )  # before the core's process is there, which would log beside the error
     listener, url = bind(server)
-    if not (server.api_key or server.uds or server.host in _LOOPBACK):
+    if server.api_keys_file is not None:
+        from vllmx_server.keys.records import read_keys
+
+        read_keys(server.api_keys_file)  # what is wrong with it is told before the model is loaded
+    if not (server.api_key or server.api_keys_file or server.uds or server.host in _LOOPBACK):
         logger.warning("everybody who reaches %s can use this server: set --api-key", server.host)
 
     def announce(info: CoreInfo) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -25,6 +25,9 @@ from vllmx_server.body_budget import BodyBudget
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk
 from vllmx_server.engine_pooler import EnginePooler
+from vllmx_server.keys.admitted import Admitted, admitted
+from vllmx_server.keys.ring import Holder, KeyRing, reload_keys
+from vllmx_server.keys.usage import UsageBook
 from vllmx_server.metrics import Metrics
 from vllmx_server.pooling import Pooler
 from vllmx_server.priorities import PriorityRange, priority_ranges
@@ -71,7 +74,11 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = field(init=False)
     """`system_fingerprint` of answers: while it stays the same, so do seeded ones."""
-    priorities: dict[str, PriorityRange] = field(init=False)
+    keys: KeyRing = field(default_factory=KeyRing)
+    """Who may use the server."""
+    usage: UsageBook = field(default_factory=UsageBook)
+    """What each of them has used."""
+    priorities: dict[str, PriorityRange] = field(default_factory=dict)
     """See `priority_ranges`."""
     batches: BatchRunner = field(init=False)
     running_responses: BackgroundResponses = field(default_factory=BackgroundResponses)
@@ -80,7 +87,7 @@ class ServerState:
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
-        self.priorities = priority_ranges(self.config.priority_range, self.config.api_key)
+        self._read_ranges()
         self.fingerprint = fingerprint(self.llm.info)
         self.admission = Admission(self.config.max_concurrent_requests, self.sharing.requests)
         self.llm.share(self.sharing.sequences(self.llm.config.name), self.sharing.texts)
@@ -126,19 +133,25 @@ class ServerState:
         self.admission.check()
         self.llm.check_open()
 
-    def admit(self) -> Callable[[], None]:
-        """Counts a generation request in flight until the returned function is called. Raises what
-        `check_admission` raises."""
+    async def admit(self, request: Request, num_tokens: int) -> Admitted:
+        """Counts a request in flight until what this returns is called. `num_tokens` is what it may
+        come to. Raises what `check_admission` raises, and ForbiddenError and RateLimitError for
+        what its key may not do."""
         self.check_admission()
         self.admission.enter()
-        return self.admission.leave
+        model, leave = self.llm.config.name, self.admission.leave
+        holder = holder_of(request)
+        return await admitted(request, holder, model, num_tokens, leave, self.desk, self.usage)
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing new and waits until every answer has been sent; False when the time was
         up."""
         self.admission.draining = True
         await self.background.stop()
-        return await self.admission.drain(timeout_s)
+        done = await self.admission.drain(timeout_s)
+        with contextlib.suppress(VllmxError):  # the log has it
+            await self.usage.keep()
+        return done
 
     async def end(self) -> None:
         """Drains for as long as the configuration says; what is left then is aborted."""
@@ -150,9 +163,17 @@ class ServerState:
             await self.llm.shutdown()  # they end with finish reason "abort"
             await self.drain(CLOSE_S)
 
+    def _read_ranges(self) -> None:
+        """In place: the states of other models share them."""
+        ranges = priority_ranges(self.config.priority_range, self.config.api_key)
+        self.priorities.clear()
+        self.priorities.update(ranges | self.keys.priority_ranges())
+
     def reload(self) -> None:
-        """Reads the certificate again. One that cannot be used is told of, and the old one stays
-        in use."""
+        """Reads the keys and the certificate again. What cannot be used is told of, and the old one
+        stays in use."""
+        reload_keys(self.keys)
+        self._read_ranges()
         if self.tls is None:
             return
         try:
@@ -223,6 +244,15 @@ def request_id_of(request: Request, body: Named) -> str:
 def owner_of(request: Request) -> str:
     """Whose things a request may see: the API key's name, empty without keys."""
     return cast(str, request.scope["state"].get("client", ""))
+
+
+def holder_of(request: Request) -> Holder:
+    """Who holds the key of a request. The lines of a batch are not counted as requests: they run in
+    what others leave."""
+    client = owner_of(request)
+    if "is_batch" in request.scope["state"]:
+        return Holder(client)
+    return state_of(request).keys.holder(client)
 
 
 def client_of(request: Request) -> str:

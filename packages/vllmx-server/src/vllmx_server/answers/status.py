@@ -52,6 +52,25 @@ class PrefixCachesReset(Record, kw_only=True):
     """By model; false where requests run."""
 
 
+class KeyUsed(Record, kw_only=True):
+    object: Literal["key_usage"] = "key_usage"
+    key: str
+    """The name of the key."""
+    requests: int
+    """That were taken."""
+    refused: int
+    """By a limit of the key."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompts'."""
+    completion_tokens: int
+
+
+class KeyUsedList(Record, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[KeyUsed]
+
+
 class Version(Record, kw_only=True):
     version: str
 

@@ -15,6 +15,7 @@ from vllmx_server.routes import chat as chat_routes
 from vllmx_server.routes import completions as completion_routes
 from vllmx_server.routes import document as document_routes
 from vllmx_server.routes import files as file_routes
+from vllmx_server.routes import key_usage as usage_routes
 from vllmx_server.routes import messages as message_routes
 from vllmx_server.routes import pooling as pooling_routes
 from vllmx_server.routes import responses as response_routes
@@ -220,6 +221,9 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
         status_routes.ready: Operation(STATUS, status.Health, answers={503: status.Health}),
         status_routes.metrics: Operation(STATUS, Media((CONTENT_TYPE.partition(";")[0],))),
         status_routes.version: Operation(STATUS, status.Version),
+        usage_routes.usage: Operation(
+            STATUS, status.KeyUsedList, text="Of all keys for one that says `admin`."
+        ),
         document_routes.document: Operation(PAGES, Media(("application/json",))),
         document_routes.page: Operation(PAGES, Media(("text/html",))),
         document_routes.file: Operation(

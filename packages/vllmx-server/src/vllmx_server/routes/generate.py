@@ -10,10 +10,11 @@ import msgspec
 from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 
-from vllmx_server.body import CheckedBody, checked, read_json
+from vllmx_server.body import CheckedBody, body_bytes, checked, read_json
 from vllmx_server.disconnect import unless_gone
 from vllmx_server.event_stream import OPENAI, EventStream, Framing, HeldResponse, JSONAnswer
 from vllmx_server.generation import Generation
+from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.state import ServerState, request_id_of, state_of
 
 
@@ -78,13 +79,14 @@ async def generate(
 
     state.check_admission()
     body, asked = await read_json(request, state, parse)
-    release = state.admit()
+    release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
         streams = await unless_gone(request.receive, submit(request, state, body, asked))
     except BaseException:
         release()
         raise
     generation = Generation(streams, state.metrics, started_s)
+    release.usage = generation.usage
     answer = answer_of(state, body, request_id_of(request, body), generation)
     return held(state, bool(body.stream), answer, generation, release, framing)
 

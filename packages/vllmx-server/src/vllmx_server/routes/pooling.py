@@ -30,9 +30,11 @@ from vllmx_server.answers.pooling import (
 )
 from vllmx_server.answers.record import lazily
 from vllmx_server.answers.usage import PoolingUsage
-from vllmx_server.body import checked, read_json
+from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.disconnect import while_there
+from vllmx_server.generation import Usage
 from vllmx_server.json_pieces import json_pieces
+from vllmx_server.keys.admitted import BYTES_OF_TOKEN
 from vllmx_server.pooling import (
     F32,
     Pooled,
@@ -239,9 +241,11 @@ async def _pool(
     if limit == -1:
         limit = state.llm.info.max_model_len
     options = PoolingOptions(special, limit, normalize, caller.client, caller.priority)
-    release = state.admit()
+    release = await state.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
     try:
-        return await while_there(request.receive, pooler.pool(task, inputs, options))
+        found = await while_there(request.receive, pooler.pool(task, inputs, options))
+        release.usage = Usage(sum(each.num_tokens for each in found))
+        return found
     finally:
         release()
 

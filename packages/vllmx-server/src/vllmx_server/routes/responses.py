@@ -21,6 +21,7 @@ from vllmx_server.errors import error_fields
 from vllmx_server.event_stream import Framing, HeldResponse
 from vllmx_server.field_names import RESPONSES_FIELDS
 from vllmx_server.generation import Generation
+from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.responses.answer import ResponseAnswer
 from vllmx_server.responses.as_chat import chat_of
 from vllmx_server.responses.background import Running
@@ -69,13 +70,14 @@ async def create(request: Request) -> Response | HeldResponse:
         body, call = await read_json(request, state, parse)
     except _ElsewhereError as found:
         return await state.relay(request, found.data)
-    release = state.admit()
+    release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
         streams = await unless_gone(request.receive, _submit(request, state, body, call))
     except BaseException:
         release()
         raise
     generation = Generation(streams, state.metrics, started_s)
+    release.usage = generation.usage
     made = ResponseAnswer(state, owner, body, generation)
     if not body.background:
         return held(state, bool(body.stream), made, generation, release, FRAMING)

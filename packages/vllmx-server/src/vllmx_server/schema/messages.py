@@ -72,8 +72,7 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """"summarized" shows all of it."""
 
 
-class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["json_schema"] = "json_schema"
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     schema: dict[str, Any]
 
 

@@ -22,6 +22,8 @@ from vllmx_engine.wire.messages import CoreInfo, CoreStats
 
 from vllmx_server.config import ServerConfig
 from vllmx_server.desk import Desk, OpenDesk, ServedDesk
+from vllmx_server.keys.limits import KeyDesk
+from vllmx_server.keys.ring import KeyRing, reload_keys
 from vllmx_server.metrics import MetricCounts
 from vllmx_server.models.config import ModelConfig
 from vllmx_server.models.host import CoreHost, ModelCard
@@ -117,7 +119,8 @@ class Supervisor:
         self._core: ProcessFrontend
         self._is_busy = False
         self._dead = asyncio.Event()
-        self._desk: Desk = OpenDesk()
+        self._keys = KeyRing(path=server.api_keys_file)
+        self._desk: Desk = OpenDesk() if server.api_keys_file is None else KeyDesk(self._keys)
         self._closing: set[asyncio.Task[None]] = set()
         self._crew = Crew(server.api_workers or 1, listener, begin, self._serve_channel)
 
@@ -178,6 +181,7 @@ class Supervisor:
 
     def reload(self) -> None:
         """See `vllmx_server.signals.Serving`."""
+        reload_keys(self._keys)
         for channel in self._crew.channels():
             channel.tell(RELOAD, None)
 

@@ -22,6 +22,7 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
         "vllmx.cli.parsers:parsers",
         "Show how a model's tool calls and thoughts are read.",
     ),
+    "keys": ("vllmx.cli.keys:keys", "Make API keys with rights and limits, and list them."),
     "models": ("vllmx.cli.models:models", "List the architectures that can be served."),
     "plugins": ("vllmx.cli.plugins:plugins", "List plugins and what they provide."),
     "completion": ("vllmx.cli.completion:completion", "Print completion for bash, zsh or fish."),

@@ -31,6 +31,8 @@ HELP = {
     " most.",
     "api_key": "Bearer token that clients must send; may be repeated.",
     "admin_key": "Bearer token for the routes of operators; may be repeated.",
+    "api_keys_file": "JSON file of keys with rights and limits (`vllmx keys add`); read again at"
+    " SIGHUP.",
     "priority_range": "What `priority` of a request may be: LEAST:GREATEST, or KEY=LEAST:GREATEST"
     " for one API key; may be repeated  [default: 0:].",
     "ssl_certfile": "TLS certificate.",

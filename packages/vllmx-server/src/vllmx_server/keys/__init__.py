@@ -1,0 +1,1 @@
+"""Who may use the server: keys, what their holders may do, and how much of it."""

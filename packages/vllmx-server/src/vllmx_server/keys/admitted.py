@@ -1,0 +1,100 @@
+"""A request that was let in, from there to its end: what its key uses is reserved and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.requests import Request
+
+from vllmx_server.desk import Desk, Used, Wanted
+from vllmx_server.errors import RateLimitError
+from vllmx_server.keys.ring import Holder
+from vllmx_server.keys.usage import UsageBook
+
+RESERVED_OUTPUT = 2048
+"""Most tokens of an answer that are reserved before it is there: most requests name a max_tokens
+that they never use."""
+USUAL_OUTPUT = 512
+"""Where a request names none."""
+BYTES_OF_TOKEN = 4
+"""Of a body; a guess, which the end of the answer corrects."""
+HEADERS = "limit_headers"
+"""In a request's state: what the answer says of its key's limits."""
+_settling: set[asyncio.Task[None]] = set()
+
+
+class Counted(Protocol):
+    """Tokens of a request, as far as they have come."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Admitted:
+    """Called once, at the end. `usage` is set when there are tokens."""
+
+    leave: Callable[[], None]
+    book: UsageBook
+    client: str
+    desk: Desk | None = None
+    ticket: int = 0
+    usage: Counted | None = None
+
+    def __call__(self) -> None:
+        self.leave()
+        found, usage = self.book.of(self.client), self.usage
+        found.requests += 1
+        num_tokens = 0
+        if usage is not None:
+            num_tokens = usage.prompt_tokens + usage.completion_tokens
+            found.prompt_tokens += usage.prompt_tokens
+            found.cached_tokens += usage.cached_tokens
+            found.completion_tokens += usage.completion_tokens
+        self.book.changed()
+        if self.desk is not None:
+            used = Used(ticket=self.ticket, num_tokens=num_tokens)
+            task = asyncio.ensure_future(self.desk.settle(used))
+            _settling.add(task)
+            task.add_done_callback(_settling.discard)
+
+
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+def expected_tokens(num_bytes: int, body: object) -> int:
+    """That a request with a body of so many bytes may come to, prompt and answers together."""
+    named = (getattr(body, name, None) for name in _LIMITS)
+    most = next((value for value in named if isinstance(value, int)), USUAL_OUTPUT)
+    answers = getattr(body, "n", None) or 1
+    return num_bytes // BYTES_OF_TOKEN + answers * min(most, RESERVED_OUTPUT)
+
+
+async def admitted(
+    request: Request,
+    holder: Holder,
+    model: str,
+    num_tokens: int,
+    leave: Callable[[], None],
+    desk: Desk,
+    book: UsageBook,
+) -> Admitted:
+    """Lets a request in that `leave` ends. Raises ForbiddenError for a model that the key may not
+    use and RateLimitError where it has used up what it may; `leave` was called then."""
+    try:
+        holder.check_model(model)
+        if holder.record is None or not holder.record.has_limits:
+            return Admitted(leave, book, holder.client)
+        wanted = Wanted(key=holder.client, model=model, num_tokens=num_tokens)
+        granted = await desk.reserve(wanted)
+    except BaseException as error:
+        leave()
+        if isinstance(error, RateLimitError):
+            book.of(holder.client).refused += 1
+        raise
+    request.scope["state"][HEADERS] = granted.headers
+    return Admitted(leave, book, holder.client, desk, granted.ticket)

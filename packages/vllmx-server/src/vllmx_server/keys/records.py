@@ -1,0 +1,112 @@
+"""The file of API keys: what its entries may say, read and written.
+
+A key itself stands nowhere: the file has its SHA-256. Keys are 256 random bits, so that a digest
+without salt tells nothing of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from vllmx_core.errors import ConfigError, shown
+
+from vllmx_server.priorities import parse_range
+
+MAX_FILE_BYTES = 16 << 20
+PREFIX = "vx-"
+"""Of keys that are made here, so that scanners of repositories know one."""
+_Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key. None: no limit."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
+    """Of its holder: what the key may see of files, batches and responses goes by it."""
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    admin: bool = False
+    """May use the routes that change the server."""
+    models: tuple[str, ...] | None = None
+    """Served names that it may use."""
+    requests_per_minute: _Count | None = None
+    tokens_per_minute: _Count | None = None
+    concurrency: _Count | None = None
+    """Requests at a time."""
+    priority_range: str | None = None
+    """LEAST:GREATEST, as in --priority-range."""
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether there is something to count."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrency)
+        return any(limit is not None for limit in limits)
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    keys: list[KeyRecord]
+
+
+def read_keys(path: str | os.PathLike[str]) -> tuple[KeyRecord, ...]:
+    """Raises ConfigError for a file that cannot be read, has an entry that says something else, or
+    a name or a key twice."""
+    where = f"--api-keys-file {shown(str(path))}"
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise _wrong(where, f"cannot be read ({error}): make it with `vllmx keys add`") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise _wrong(where, f"is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        records = tuple(msgspec.json.decode(data, type=_File).keys)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _wrong(where, f"is wrong: {error}") from error
+    for field in ("name", "sha256"):
+        values = [getattr(record, field) for record in records]
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise _wrong(where, f"has two entries of {field} {twice!r}: keep one")
+    for record in records:
+        if record.priority_range is not None:
+            parse_range(record.priority_range)
+    return records
+
+
+def write_keys(path: Path, records: tuple[KeyRecord, ...]) -> None:
+    """Replaces the file at once, readable by its owner alone. Raises ConfigError."""
+    data = msgspec.json.format(msgspec.json.encode(_File(list(records))), indent=1)
+    made = None
+    try:
+        handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except OSError as error:
+        if made is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(made)
+        raise ConfigError(f"{path} cannot be written ({error.strerror})") from error
+
+
+def make_key() -> str:
+    """A new one."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> str:
+    """What the file has of it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _wrong(where: str, what: str) -> ConfigError:
+    return ConfigError(f"{where} {what}", param="api_keys_file")

@@ -1,0 +1,103 @@
+"""The keys that a server knows, and who holds each."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllmx_core.errors import ConfigError
+
+from vllmx_server.errors import ForbiddenError
+from vllmx_server.keys.records import KeyRecord, read_keys
+from vllmx_server.priorities import PriorityRange, client_name, parse_range
+
+logger = logging.getLogger("vllmx.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who sent a request."""
+
+    client: str
+    """Its name in fair share, salts, ranges and what is stored; "" without a key."""
+    record: KeyRecord | None = None
+    """What the file of keys says of it; None: a key of --api-key, or none."""
+
+    @property
+    def name(self) -> str:
+        """As operators know it."""
+        return self.client if self.record is None else self.record.name
+
+    def check_model(self, model: str) -> None:
+        """Raises ForbiddenError for a served name that the key may not use."""
+        if self.record is None or self.record.models is None or model in self.record.models:
+            return
+        allowed = ", ".join(self.record.models) or "none"
+        raise ForbiddenError(
+            f"the key {self.name!r} may not use the model {model}; it may use: {allowed}",
+            param="model",
+        )
+
+
+@dataclass(slots=True)
+class KeyRing:
+    """Keys of --api-key and of --api-keys-file. Raises ConfigError as `read_keys` does."""
+
+    keys: Sequence[str] = ()
+    path: str | None = None
+    _holders: Mapping[bytes, Holder] = field(init=False)
+    _clients: Mapping[str, Holder] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reload()
+
+    def reload(self) -> int:
+        """Reads the file anew and says how many keys there are. Raises ConfigError, and the keys of
+        before stay."""
+        digests = [hashlib.sha256(key.encode()).digest() for key in self.keys]
+        holders = {digest: Holder(client_name(digest)) for digest in digests}
+        for record in () if self.path is None else read_keys(self.path):
+            holders[bytes.fromhex(record.sha256)] = Holder(f"key-{record.name}", record)
+        self._holders = holders
+        self._clients = {holder.client: holder for holder in holders.values()}
+        return len(holders)
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody needs a key."""
+        return self.path is None and not self.keys
+
+    def find(self, digest: bytes) -> Holder | None:
+        """Who holds the key of this SHA-256. The time of a look-up tells nothing of keys: nobody
+        can choose what the digest of a guess begins with."""
+        return self._holders.get(digest)
+
+    def holder(self, client: str) -> Holder:
+        """Who a client is; somebody without limits and rights where the ring does not know it."""
+        return self._clients.get(client) or Holder(client)
+
+    def record_of(self, client: str) -> KeyRecord | None:
+        """What the file says of a client."""
+        return self.holder(client).record
+
+    def priority_ranges(self) -> dict[str, PriorityRange]:
+        """What the file says, by client."""
+        return {
+            holder.client: parse_range(holder.record.priority_range)
+            for holder in self._holders.values()
+            if holder.record is not None and holder.record.priority_range is not None
+        }
+
+
+def reload_keys(ring: KeyRing) -> None:
+    """Reads the file of a ring again, with a line in the log."""
+    if ring.path is None:
+        return
+    try:
+        count = ring.reload()
+    except ConfigError as error:
+        logger.error("the keys stay as they are: %s", error.message)
+    else:
+        logger.info("the keys were read again: %d", count)

@@ -1,0 +1,28 @@
+"""What keys have used."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllmx_server.answers.status import KeyUsed, KeyUsedList
+from vllmx_server.keys.usage import KeyUsage
+from vllmx_server.routes.pages import answer, check_query
+from vllmx_server.state import owner_of, state_of
+
+
+async def usage(request: Request) -> Response:
+    """Of the key that asks; of all keys for one with `admin`."""
+    check_query(request)
+    state, client = state_of(request), owner_of(request)
+    holder = state.keys.holder(client)
+    found = await state.usage.all()
+    is_admin = holder.record is not None and holder.record.admin
+    clients = sorted({*found, client}) if is_admin else [client]
+    rows = [
+        KeyUsed(key=state.keys.holder(each).name, **asdict(found.get(each, KeyUsage())))
+        for each in clients
+    ]
+    return answer(KeyUsedList(data=rows))

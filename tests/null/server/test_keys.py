@@ -1,0 +1,286 @@
+"""Keys in a file: what their holders may do, how much of it, and what they have used."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from vllmx.cli.keys import keys
+from vllmx_core.errors import ConfigError
+from vllmx_server.desk import RemoteDesk, ServedDesk, Used, Wanted
+from vllmx_server.errors import RateLimitError
+from vllmx_server.keys.limits import KeyDesk
+from vllmx_server.keys.records import KeyRecord, digest_of, read_keys
+from vllmx_server.keys.ring import KeyRing
+
+from .conftest import MakeServer, Served
+from .test_workers import channels
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def key_file(folder: Path, **records: dict[str, Any]) -> str:
+    """A file in which the key of each name is "secret-NAME"."""
+    listed = [
+        {"name": name, "sha256": digest_of(f"secret-{name}"), **fields}
+        for name, fields in records.items()
+    ]
+    path = folder / "keys.json"
+    path.write_text(json.dumps({"keys": listed}))
+    return str(path)
+
+
+def desk_of(folder: Path, clock: Clock, **fields: Any) -> KeyDesk:
+    return KeyDesk(KeyRing(path=key_file(folder, ann=fields)), clock)
+
+
+def want(num_tokens: int = 0) -> Wanted:
+    return Wanted(key="key-ann", model="m", num_tokens=num_tokens)
+
+
+async def ask(served: Served, name: str | None, **body: Any) -> httpx.Response:
+    headers = {} if name is None else {"authorization": f"Bearer secret-{name}"}
+    body = {"prompt": "ab", "max_tokens": 4, "ignore_eos": True, **body}
+    return await served.client.post("/v1/completions", json=body, headers=headers)
+
+
+async def test_requests_a_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    desk = desk_of(tmp_path, clock, requests_per_minute=3)
+    granted = [await desk.reserve(want()) for _ in range(3)]
+    assert granted[-1].headers == {
+        "x-ratelimit-limit-requests": "3",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "60.000s",
+    }
+    with pytest.raises(RateLimitError, match="3 requests a minute") as caught:
+        await desk.reserve(want())
+    assert caught.value.retry_after_s == pytest.approx(20)
+    clock.now_s += 20
+    await desk.reserve(want())
+    with pytest.raises(RateLimitError):
+        await desk.reserve(want())
+    clock.now_s -= 500  # a clock that jumps back gives nothing and takes nothing
+    with pytest.raises(RateLimitError):
+        await desk.reserve(want())
+    clock.now_s += 1e9
+    for _ in range(3):
+        await desk.reserve(want())
+    with pytest.raises(RateLimitError):
+        await desk.reserve(want())
+
+
+async def test_tokens_are_reserved_and_settled(tmp_path: Path) -> None:
+    clock = Clock()
+    desk = desk_of(tmp_path, clock, tokens_per_minute=600)
+    first = await desk.reserve(want(500))
+    with pytest.raises(RateLimitError, match="600 tokens a minute") as caught:
+        await desk.reserve(want(200))
+    assert caught.value.retry_after_s == pytest.approx(10)
+    await desk.settle(Used(ticket=first.ticket, num_tokens=100))
+    await desk.settle(Used(ticket=first.ticket, num_tokens=100))  # a second time is ignored
+    second = await desk.reserve(want(500))
+    assert second.headers["x-ratelimit-remaining-tokens"] == "0"
+    await desk.settle(Used(ticket=second.ticket, num_tokens=1100))  # 600 more than reserved
+    with pytest.raises(RateLimitError) as caught:
+        await desk.reserve(want(1))
+    assert caught.value.retry_after_s == pytest.approx(60.1)
+    clock.now_s += 1000
+    await desk.reserve(want(10_000))  # more than a minute has: it waits for all of it, no longer
+
+
+async def test_requests_at_a_time(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path, Clock(), concurrency=2)
+    first, _ = await desk.reserve(want()), await desk.reserve(want())
+    with pytest.raises(RateLimitError, match="2 requests at a time"):
+        await desk.reserve(want())
+    await desk.settle(Used(ticket=first.ticket, num_tokens=0))
+    await desk.reserve(want())
+
+
+async def test_limits_that_change_keep_what_is_left(tmp_path: Path) -> None:
+    clock = Clock()
+    desk = desk_of(tmp_path, clock, requests_per_minute=2)
+    await desk.reserve(want())
+    key_file(tmp_path, ann={"requests_per_minute": 20})
+    desk.ring.reload()
+    granted = await desk.reserve(want())
+    assert granted.headers["x-ratelimit-remaining-requests"] == "9"
+
+
+async def test_another_process_asks_the_same_desk(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path, Clock(), requests_per_minute=60, concurrency=1)
+    async with channels() as (supervisor, worker):
+        served, remote = ServedDesk(desk, supervisor), RemoteDesk(worker)
+        granted = await remote.reserve(want(5))
+        assert granted.headers["x-ratelimit-limit-requests"] == "60"
+        with pytest.raises(RateLimitError, match="at a time") as caught:
+            await remote.reserve(want())
+        assert caught.value.http_status == 429
+        assert caught.value.retry_after_s == 1.0
+        await served.close()  # the worker died: its requests are no longer there
+        await remote.reserve(want())
+
+
+async def test_who_may_and_who_may_not(tmp_path: Path, make_server: MakeServer) -> None:
+    path = key_file(tmp_path, ann={}, bob={"models": ["other"]}, eve={"priority_range": "5:9"})
+    async with make_server({"api_keys_file": path, "api_key": ("plain",)}) as served:
+        assert (await ask(served, None)).status_code == 401
+        assert (await ask(served, "nobody")).status_code == 401
+        assert (await ask(served, "ann")).status_code == 200
+        forbidden = await ask(served, "bob")
+        assert forbidden.status_code == 403
+        assert forbidden.json()["error"]["type"] == "permission_error"
+        assert "it may use: other" in forbidden.json()["error"]["message"]
+        assert (await ask(served, "eve", priority=5)).status_code == 200
+        assert (await ask(served, "eve", priority=4)).status_code == 400
+        plain = {"x-api-key": "plain"}
+        body = {"prompt": "a", "max_tokens": 1}
+        assert (await served.client.post("/v1/completions", json=body, headers=plain)).is_success
+        assert await served.state.drain(5)  # nothing is left in flight
+
+
+async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
+    tmp_path: Path, make_server: MakeServer
+) -> None:
+    path = key_file(tmp_path, ann={"requests_per_minute": 2, "tokens_per_minute": 1000}, bob={})
+    async with make_server({"api_keys_file": path}) as served:
+        first = await ask(served, "ann")
+        assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+        assert first.headers["x-ratelimit-remaining-requests"] == "1"
+        streamed = await ask(served, "ann", stream=True)
+        assert streamed.headers["x-ratelimit-remaining-requests"] == "0"
+        refused = await ask(served, "ann")
+        assert refused.status_code == 429
+        assert 25 <= int(refused.headers["retry-after"]) <= 30
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        other = await ask(served, "bob")
+        assert other.status_code == 200
+        assert not any(name.startswith("x-ratelimit") for name in other.headers)
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        told = {"x-api-key": "secret-ann"}
+        messages = await served.client.post("/v1/messages", json=chat, headers=told)
+        assert messages.status_code == 429
+        assert messages.json()["error"]["type"] == "rate_limit_error"
+        assert await served.state.drain(5)  # nothing is left in flight
+
+
+async def test_usage_is_counted_and_kept(tmp_path: Path, make_server: MakeServer) -> None:
+    path = key_file(tmp_path, ann={"requests_per_minute": 2}, root={"admin": True}, bob={})
+    settings = {"api_keys_file": path, "data_dir": str(tmp_path / "data")}
+    async with make_server(settings) as served:
+        usage = (await ask(served, "ann")).json()["usage"]
+        await ask(served, "ann", stream=True)
+        assert (await ask(served, "ann")).status_code == 429
+        own = await served.client.get("/v1/usage", headers={"authorization": "Bearer secret-ann"})
+        expected = {
+            "object": "key_usage",
+            "key": "ann",
+            "requests": 2,
+            "refused": 1,
+            "prompt_tokens": 2 * usage["prompt_tokens"],
+            "cached_tokens": 0,
+            "completion_tokens": 2 * usage["completion_tokens"],
+        }
+        assert own.json() == {"object": "list", "data": [expected]}
+        await served.state.drain(5)
+    async with make_server(settings) as served:
+        await ask(served, "bob")
+        everybody = await served.client.get("/v1/usage", headers={"x-api-key": "secret-root"})
+        rows = {row["key"]: row for row in everybody.json()["data"]}
+        assert rows["ann"] == expected
+        assert rows["bob"]["requests"] == 1
+        assert set(rows) == {"ann", "bob", "root"}
+        assert (await served.client.get("/v1/usage")).status_code == 401
+
+
+async def test_a_server_reads_its_keys_again(
+    tmp_path: Path, make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = key_file(tmp_path, ann={})
+    async with make_server({"api_keys_file": path}) as served:
+        key_file(tmp_path, bob={"priority_range": "3:4"})
+        served.state.reload()
+        assert (await ask(served, "ann")).status_code == 401
+        assert (await ask(served, "bob", priority=3)).status_code == 200
+        Path(path).write_text("{")
+        served.state.reload()
+        assert "the keys stay as they are" in caplog.text
+        assert (await ask(served, "bob", priority=3)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is wrong"),
+        ("[]", "is wrong"),
+        ('{"keys": [{"name": "a"}]}', "sha256"),
+        ('{"keys": [{"name": "a b", "sha256": "' + "0" * 64 + '"}]}', "name"),
+        ('{"keys": [{"name": "a", "sha256": "' + "0" * 64 + '", "rpm": 3}]}', "rpm"),
+        (
+            '{"keys": [{"name": "a", "sha256": "' + "0" * 64 + '", "concurrency": 0}]}',
+            "concurrency",
+        ),
+        (
+            '{"keys": [{"name": "a", "sha256": "' + "0" * 64 + '", "priority_range": "x"}]}',
+            "priority-range",
+        ),
+        ('{"keys": ' + "[" * 5000 + "]" * 5000 + "}", "is wrong"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_keys(path)
+    assert said in caught.value.message
+
+
+def test_what_is_there_twice_is_refused(tmp_path: Path) -> None:
+    one = {"name": "a", "sha256": "0" * 64}
+    for other in ({"name": "a", "sha256": "1" * 64}, {"name": "b", "sha256": "0" * 64}):
+        path = tmp_path / "keys.json"
+        path.write_text(json.dumps({"keys": [one, other]}))
+        with pytest.raises(ConfigError, match="two entries"):
+            read_keys(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "none.json")
+
+
+def test_the_command_makes_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(keys, [*arguments, "--file", str(path)])
+        if done.exception is not None:
+            raise done.exception
+        return done.output.strip()
+
+    key = run("add", "ann", "--requests-per-minute", "5", "--model", "m")
+    boss = run("add", "boss", "--admin")
+    assert key != boss
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_keys(path) == (
+        KeyRecord("ann", digest_of(key), models=("m",), requests_per_minute=5),
+        KeyRecord("boss", digest_of(boss), admin=True),
+    )
+    assert run("list").splitlines()[0].startswith("ann  models m, requests_per_minute 5")
+    with pytest.raises(ConfigError, match="has a key for 'ann'"):
+        run("add", "ann")
+    with pytest.raises(ConfigError, match="letters, digits"):
+        run("add", "a b")
+    run("remove", "ann")
+    with pytest.raises(ConfigError, match="it has: boss"):
+        run("remove", "ann")
