@@ -232,7 +232,7 @@ class Harness:
         """A row owns what its next token sees, and in a group with a window no block before what
         was seen when its last result came in, but those that have still to be filed."""
         table, size = self.core._scheduler.table, pool_size(self)
-        computed, filed = int(table.computed[row]), int(table.filed[row])
+        computed, filed = int(table.computed[row]), int(table.num_cached[row])
         for group, window in enumerate(self.core.limits.windows):
             end = int(table.num_blocks[row])
             first = int(table.first[group, row])

@@ -90,7 +90,7 @@ def test_distrust_keeps_what_others_own_or_continue() -> None:
     part = tokens(9)
     cache.insert(other.tolist(), cache.digest(digests[1], part), digests[1], part)
     pool.acquire(shared)
-    pool.distrust(np.array(chain, np.int32))
+    pool.uncache(np.array(chain, np.int32))
     kept = [block in cache for block in (*chain, int(other[0]))]
     assert kept == [True, True, False, True]
 

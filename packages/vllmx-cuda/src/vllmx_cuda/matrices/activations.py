@@ -9,9 +9,9 @@ from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.codes8 import CODES, GROUP
 from vllmx_cuda.kernel_specs.gguf import RUN
 from vllmx_cuda.kernel_specs.types import ceil_div
-from vllmx_cuda.matrices.form import ActivationCodes, Ops, ScratchBytes
+from vllmx_cuda.matrices.form import ActivationCodes, Launcher, ScratchBytes
 
-Quantiser = Callable[[Ops, Memory, int, ActivationCodes], Callable[[int], None]]
+Quantiser = Callable[[Launcher, Memory, int, ActivationCodes], Callable[[int], None]]
 """quantiser(ops, x, cols, codes)(m) writes m rows of x into the scratch."""
 
 
@@ -20,7 +20,7 @@ def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 8)
 
 
-def _q8(ops: Ops, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
+def _q8(ops: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
     """int8 with a scale and two sums for each 32."""
     assert not codes.scale
     kernel = ops.variant("quantize_q8")
@@ -45,7 +45,7 @@ def groups_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=rows * cols, scales=4 * rows * ceil_div(cols, GROUP))
 
 
-def _rows(ops: Ops, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
+def _rows(ops: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
     """Codes with a scale for each row or group, or with one for all."""
     kernel = ops.variant(
         "quantize_rows",

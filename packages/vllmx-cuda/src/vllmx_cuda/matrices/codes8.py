@@ -31,8 +31,8 @@ from vllmx_cuda.matrices.activations import groups_bytes, rows_bytes
 from vllmx_cuda.matrices.form import (
     ActivationCodes,
     Gather,
+    Launcher,
     Operands,
-    Ops,
     ScratchBytes,
     Segment,
     SegmentProduct,
@@ -161,7 +161,7 @@ class Codes8:
         """How codes8_mma finds the scale of a column."""
         return ONE_GROUP if self.block_cols >= cols else self.block_cols.bit_length() - 1
 
-    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         rows, cols = segment.rows, segment.cols
         codes, at = segment.data, self._scales_at(rows, cols)
         scales, blocks = segment.data.at(at), (self.block_rows, self.block_cols)
@@ -212,7 +212,7 @@ class Codes8:
         )
         return self.code == "f8e4m3" and whole and has_tensor_cores(target.dtype, target.arch)
 
-    def _by_mma(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _by_mma(self, ops: Launcher, segment: Segment, operands: Operands) -> Callable[[int], None]:
         rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
         scales, shift = self.scales(segment), self.group_shift(cols)
         counters = segment.data.at(self._counters_at(rows, cols))
@@ -224,7 +224,9 @@ class Codes8:
         matrix, layout = (segment.data, scales), (self.block_rows, shift)
         return split_product(ops, segment, operands, counters, variant, matrix, layout)
 
-    def _by_gemv(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _by_gemv(
+        self, ops: Launcher, segment: Segment, operands: Operands
+    ) -> Callable[[int], None]:
         rows, cols, code = segment.rows, segment.cols, CODES[self.code]
         scales, out = segment.data.at(self._scales_at(rows, cols)), int(operands.out_dtype == "f32")
         tiles = {
@@ -249,7 +251,7 @@ class Codes8:
         counts = (min(step, rows - first) for first in range(0, rows, step))
         return [Product(m, count, segment.cols, self.code, sums) for count in counts]
 
-    def _coded(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _coded(self, ops: Launcher, segment: Segment, operands: Operands) -> Callable[[int], None]:
         """Products of codes by cuBLASLt into sums, which are scaled afterwards."""
         rows, cols, out_dtype = segment.rows, segment.cols, operands.out_dtype
         codes, scales = segment.data, segment.data.at(self._scales_at(rows, cols))
@@ -279,7 +281,7 @@ class Codes8:
 
         return multiply
 
-    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
         raise AssertionError("no embedding is held as codes of 8 bits")
 
 

@@ -15,8 +15,8 @@ from vllmx_cuda.kernel_specs import vector_width
 from vllmx_cuda.kernel_specs.linear import MMA_TOKENS, SPLIT_BLOCKS
 from vllmx_cuda.matrices.form import (
     Gather,
+    Launcher,
     Operands,
-    Ops,
     ScratchBytes,
     Segment,
     SegmentProduct,
@@ -51,7 +51,7 @@ class Dense:
         span = data.at(first * row_bytes, part.shape[0] * row_bytes)
         return dense_pieces(part, span, self.dtype, self.offset)
 
-    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         """Own kernels for few rows."""
         n, k, scratch = segment.rows, segment.cols, ops.products
         chosen = skinny_kernels(
@@ -84,7 +84,7 @@ class Dense:
 
         return SegmentProduct(enqueue)
 
-    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
         kernel = ops.variant("gather_rows", VX_VEC=vector_width(segment.cols))
 
         def gather(ids: Memory, count: int) -> None:

@@ -86,7 +86,7 @@ class Operands:
     rounded_bias: Memory | None = None  # (rows,) in out_dtype
 
 
-class Ops(Protocol):
+class Launcher(Protocol):
     """What launches are made with; `vllmx_cuda.program.lower.Lowering` is one."""
 
     @property
@@ -161,9 +161,9 @@ class Form(Protocol):
         `data`. What a piece fills is decoded for it alone, on some thread."""
         ...
 
-    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct: ...
+    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct: ...
 
-    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
         """Rows by number into y (count, cols)."""
         ...
 

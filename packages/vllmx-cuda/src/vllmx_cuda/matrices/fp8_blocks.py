@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vllmx_cuda.device.device import Memory, Product
 from vllmx_cuda.kernel_specs.codes8 import E4M3_ARCHITECTURES
-from vllmx_cuda.matrices.form import ActivationCodes, Operands, Ops, Segment
+from vllmx_cuda.matrices.form import ActivationCodes, Launcher, Operands, Segment
 from vllmx_cuda.matrices.products import alignment
 
 X_CODES = ActivationCodes("f8e4m3", groups=True)
@@ -19,7 +19,7 @@ X_CODES = ActivationCodes("f8e4m3", groups=True)
 class BlockProduct:
     """The product of a segment, in the ways that there are."""
 
-    ops: Ops
+    ops: Launcher
     segment: Segment
     operands: Operands
     scales: Memory

@@ -19,8 +19,8 @@ from vllmx_cuda.matrices.activations import q8_bytes
 from vllmx_cuda.matrices.form import (
     ActivationCodes,
     Gather,
+    Launcher,
     Operands,
-    Ops,
     ScratchBytes,
     Segment,
     SegmentProduct,
@@ -60,7 +60,7 @@ class GgufBlocks:
         span = data.at(first * row_bytes, part.shape[0] * row_bytes)
         return row_pieces(part.shape[0], span, fill)
 
-    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         """In float32, which is for checks and not for speed, activations are not rounded."""
         dequantise = ops.variant("gguf_dequantize", VX_BLOCK=self.block)
         row_bytes = self.num_bytes(1, segment.cols)
@@ -92,7 +92,7 @@ class GgufBlocks:
 
         return SegmentProduct(enqueue, ActivationCodes("q8"), lambda m: m <= GEMV_ROWS)
 
-    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
         kernel = ops.variant("gguf_dequantize", VX_BLOCK=self.block)
 
         def gather(ids: Memory, count: int) -> None:

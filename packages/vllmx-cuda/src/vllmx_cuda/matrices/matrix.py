@@ -12,8 +12,8 @@ from vllmx_cuda.matrices.activations import QUANTISERS
 from vllmx_cuda.matrices.form import (
     ActivationCodes,
     Gather,
+    Launcher,
     Operands,
-    Ops,
     Segment,
     SegmentProduct,
 )
@@ -58,7 +58,7 @@ class Matrix:
         """What its products have in common with those of other layers."""
         return (self.cols, self.bias is None, *((type(s.form), s.rows) for s in self.segments))
 
-    def product(self, ops: Ops, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
+    def product(self, ops: Launcher, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
         """x (m, cols) @ matrix.T + bias into y (m, rows)."""
         whole = Operands(x, y, self.rows, out_dtype, self.bias, self.rounded_bias)
         products = []
@@ -69,7 +69,7 @@ class Matrix:
         quantise = {c: QUANTISERS[c.kind](ops, x, self.cols, c) for c in kinds}
         return MatrixProduct(tuple(products), quantise)
 
-    def gather(self, ops: Ops, y: Memory) -> Gather:
+    def gather(self, ops: Launcher, y: Memory) -> Gather:
         """Rows by number into y (count, cols)."""
         (segment,) = self.segments
         return segment.form.gather(ops, segment, y)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vllmx_cuda.device.device import Device, Memory, Product
 from vllmx_cuda.device.dtypes import ITEM_BYTES
-from vllmx_cuda.matrices.form import Operands, Ops, Segment
+from vllmx_cuda.matrices.form import Launcher, Operands, Segment
 
 WORK_BYTES = 64 << 20
 """Dequantised rows of one product: enough columns of y to keep a GPU busy, and hardly more than
@@ -46,7 +46,7 @@ def work_bytes(rows: int, cols: int, dtype: str) -> int:
 
 
 def by_pieces(
-    ops: Ops, segment: Segment, operands: Operands, dequantise: Dequantise
+    ops: Launcher, segment: Segment, operands: Operands, dequantise: Dequantise
 ) -> Callable[[int], None]:
     """Products with rows that are dequantised a piece at a time."""
     dtype, out_bytes = ops.target.dtype, ITEM_BYTES[operands.out_dtype]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from vllmx_cuda.device.device import Memory
 from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.kernel_specs.w4 import TILES, TOKENS, arrival_count, splits
-from vllmx_cuda.matrices.form import Operands, Ops, Segment
+from vllmx_cuda.matrices.form import Launcher, Operands, Segment
 from vllmx_cuda.matrices.products import work_bytes
 
 OWN_TOKENS = 2 * TOKENS
@@ -22,7 +22,7 @@ def counter_bytes(rows: int) -> int:
 
 
 def split_product(
-    ops: Ops,
+    ops: Launcher,
     segment: Segment,
     operands: Operands,
     counters: Memory,

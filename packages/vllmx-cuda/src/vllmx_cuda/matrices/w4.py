@@ -28,8 +28,8 @@ from vllmx_cuda.kernel_specs.w4 import (
 )
 from vllmx_cuda.matrices.form import (
     Gather,
+    Launcher,
     Operands,
-    Ops,
     ScratchBytes,
     Segment,
     SegmentProduct,
@@ -105,7 +105,7 @@ class W4:
             at = row // TILE_ROWS - begin
             tiles[at : at + len(some)] = some
 
-    def product(self, ops: Ops, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         order, operands = self._ordered(ops, segment, operands)
         by_cublas = by_pieces(ops, segment, operands, self._dequantise(ops, segment))
         if not has_tensor_cores(self.dtype, ops.target.arch):
@@ -123,7 +123,7 @@ class W4:
         return SegmentProduct(enqueue)
 
     def _ordered(
-        self, ops: Ops, segment: Segment, operands: Operands
+        self, ops: Launcher, segment: Segment, operands: Operands
     ) -> tuple[Callable[[int], None], Operands]:
         """What brings x into the order of the columns, and the operands afterwards."""
         if not self.packing.order:
@@ -138,7 +138,7 @@ class W4:
 
         return order, replace(operands, x=ordered)
 
-    def _dequantise(self, ops: Ops, segment: Segment) -> Callable[[int, int], None]:
+    def _dequantise(self, ops: Launcher, segment: Segment) -> Callable[[int, int], None]:
         kernel = ops.variant("w4_dequantize", **self.packing.options)
         cols, size = segment.cols, self.packing.row_tile_bytes(segment.cols)
 
@@ -150,7 +150,7 @@ class W4:
 
         return dequantise
 
-    def _own(self, ops: Ops, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _own(self, ops: Launcher, segment: Segment, operands: Operands) -> Callable[[int], None]:
         n, out = segment.rows, int(operands.out_dtype == "f32")
         counters = segment.data.at(self._tail(n, segment.cols), counter_bytes(n))
         in_tile = folds(self.packing.group_shift)
@@ -169,7 +169,7 @@ class W4:
         layout = (self.packing.group_shift,)
         return split_product(ops, segment, operands, counters, variant, (segment.data,), layout)
 
-    def gather(self, ops: Ops, segment: Segment, y: Memory) -> Gather:
+    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
         kernel = ops.variant("w4_gather", **self.packing.options)
         shape = (segment.cols, self.packing.group_shift)
 

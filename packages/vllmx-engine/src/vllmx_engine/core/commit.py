@@ -48,7 +48,7 @@ class Committer:
         # rows of a later step keep their reference to it; a row's next owner has none yet to lose
         fed = table.sampled_in[owners.rows] == step.number
         table.last_token[owners.rows[fed]] = ids[fed]
-        self._file_blocks(step)
+        self._cache_full_blocks(step)
         details = _Details(result, owners.whole)
         outputs: list[CoreOutput] = []
         for scored in owners.scored:
@@ -77,7 +77,7 @@ class Committer:
 
     def _commit_vectors(self, step: Step, vectors: F32) -> list[CoreOutput]:
         """Each prompt that was completed has all that it wanted, and its blocks are free."""
-        self._file_blocks(step)
+        self._cache_full_blocks(step)
         owners = step.owners
         outputs: list[CoreOutput] = []
         for sequence, logit in zip(owners.sequences, owners.logits.tolist(), strict=True):
@@ -97,12 +97,12 @@ class Committer:
             self._scheduler.finish(sequence, forget=True)
         return error_output(sequence.request_id, error)
 
-    def _file_blocks(self, step: Step) -> None:
+    def _cache_full_blocks(self, step: Step) -> None:
         """Full blocks of the step's rows go to the prefix cache, and snapshots of their states
         beside them. They are filed only now: had the step failed, nobody must have found them
         meanwhile. Those of a row that came to NaN are taken out again when it fails, a moment
         later. Then rows give back what their windows no longer see."""
-        full = step.context_len // self._size > self._table.filed[step.rows]
+        full = step.context_len // self._size > self._table.num_cached[step.rows]
         full &= self._table.epoch[step.rows] == step.epochs
         rows, lengths = step.rows[full].tolist(), step.context_len[full].tolist()
         for row, length in zip(rows, lengths, strict=True):
@@ -129,7 +129,7 @@ class Committer:
         wanted = sequence.request.params.logprobs
         logprobs = None if wanted is None else [details.of(logit, token, wanted)]
         if is_first:
-            sequence.settle()
+            sequence.mark_started()
             self.prompt_tokens += sequence.num_prompt
             self._scheduler.release_followers(sequence)
         ids = [token]

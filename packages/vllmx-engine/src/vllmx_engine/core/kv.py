@@ -75,7 +75,7 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def distrust(self, blocks: I32) -> None:
+    def uncache(self, blocks: I32) -> None:
         """Takes these blocks of one table out of the prefix cache, from its tail on, but for those
         that others own or continue. For content that may be broken; to be followed by `release`."""
         for block in reversed(blocks.tolist()):

@@ -36,7 +36,7 @@ class Hit(Record):
 
 class Prefixes:
     """Between the sequences and the cache. With `enabled` False nothing is found; whoever admits a
-    row then sees to it that nothing is filed either (`RowTable.never_file`)."""
+    row then sees to it that nothing is filed either (`RowTable.skip_caching`)."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class Prefixes:
         cached ancestors of a cached block are owned by all who own the block, but for those that
         a window lets go."""
         table, row = self._table, sequence.row
-        first, end = table.filed.item(row), num_tokens // self._size
+        first, end = table.num_cached.item(row), num_tokens // self._size
         own = table.blocks[:, row, first:end]  # (G, blocks)
         if table.has_gaps.item(row):
             own = np.where(table.first[:, row, None] > np.arange(first, end), -1, own)
@@ -224,12 +224,12 @@ class Prefixes:
             digest = self._digest(sequence, index, parent, content)
             holders = self._cache.insert(blocks, digest, parent, content)
             if holders is None:  # the digest stands for other content
-                table.never_file(row)
+                table.skip_caching(row)
                 return
             if holders != blocks:
                 self._change_over(row, index, blocks, holders)
             parent = digest
-        table.filed[row] = end
+        table.num_cached[row] = end
 
     def _change_over(self, row: int, index: int, blocks: list[int], holders: List[int]) -> None:
         """Lets a row use the blocks that were filed before its own."""
@@ -239,7 +239,7 @@ class Prefixes:
                 self._pool.release(np.array([block], np.int32))
                 self._table.blocks[group, row, index] = holder
 
-    def distrust(self, sequence: Sequence) -> None:
+    def uncache(self, sequence: Sequence) -> None:
         """Forgets what the sequence filed and no row owns any more, since a window let it go. For
         content that may be broken."""
         for digest in reversed(sequence.digests):

@@ -96,7 +96,7 @@ class RowBlocks:
         if self._windows:
             table.num_ahead[row] = end - start
         if not self._prefixes.enabled:
-            table.never_file(row)
+            table.skip_caching(row)
 
     def cover(self, row: int, start: int, size: int, running: int, least: int = 1) -> int:
         """Blocks for a chunk of a prompt, in groups with a window; returns how many of its tokens
@@ -164,7 +164,7 @@ class RowBlocks:
         seen = np.maximum(table.computed[rows] - self._seen_before, 0)
         first = seen // np.int32(self._size)  # (W, R)
         if keep_unfiled:
-            np.minimum(first, table.filed[rows], out=first)
+            np.minimum(first, table.num_cached[rows], out=first)
         begin = table.first[groups[:, None], rows]
         moved = first > begin
         if not moved.any():
@@ -184,7 +184,7 @@ class RowBlocks:
         """Takes row and blocks back. `forget`: they are not to be found as prefixes."""
         blocks = self._table.release(sequence)
         if forget:
-            self._pool.distrust(blocks)
+            self._pool.uncache(blocks)
         self._pool.release(blocks)
         if forget:
-            self._prefixes.distrust(sequence)
+            self._prefixes.uncache(sequence)

@@ -179,7 +179,7 @@ class RowStates:
             if sequence is None or self._table.epoch[row] != epochs[index]:
                 continue
             slot, pending[row] = int(pending[row]), -1
-            if self._table.filed[row] == blocks:
+            if self._table.num_cached[row] == blocks:
                 self._file(sequence, slot, blocks)
             self.pool.release(slot)
 

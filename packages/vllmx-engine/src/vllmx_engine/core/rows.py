@@ -60,7 +60,7 @@ class RowTable:
         ones."""
         self.last_token = np.zeros(num_rows, np.int32)
         self.sampled_in = np.zeros(num_rows, np.int64)
-        self.filed = np.zeros(num_rows, np.int32)
+        self.num_cached = np.zeros(num_rows, np.int32)
         """Blocks that are in the prefix cache."""
         self.waits = np.zeros(num_rows, np.bool_)
         """What the row may sample depends on the tokens before: the host must know the last one
@@ -110,7 +110,7 @@ class RowTable:
         self.owner[row] = sequence
         sequence.row = row
         self.computed[row] = num_cached_blocks * self.block_size
-        self.filed[row] = num_cached_blocks
+        self.num_cached[row] = num_cached_blocks
         self.client[row] = client
         self.waits[row] = waits = sequence.needs_last_token
         self._num_waits += waits
@@ -157,9 +157,9 @@ class RowTable:
         self.feed_end[row] = 0
         self.sampled_in[row] = -1
 
-    def never_file(self, row: int) -> None:
+    def skip_caching(self, row: int) -> None:
         """Leaves the row's blocks out of the prefix cache."""
-        self.filed[row] = _NEVER
+        self.num_cached[row] = _NEVER
 
     def owned(self, row: int) -> I32:
         """The blocks of a row by the tokens that they hold, those of all groups side by side."""

@@ -193,7 +193,7 @@ class Sequence:
             return True
         return self.rules is not None and bool(self.rules.phrases)
 
-    def settle(self) -> None:
+    def mark_started(self) -> None:
         """The first token is out: decides `is_plain` for the others."""
         self.is_plain = self.request.params.logprobs is None and self.grammar is None
 

@@ -139,10 +139,10 @@ class ProcessFrontend(CoreFrontend):
         self.status = "restarting"
         self._last_reason = "it failed"
         if core.failure is not None:
-            self._lose(core.failure)
+            self._fail_all(core.failure)
         self._restarting = asyncio.ensure_future(self._restart(core))
 
-    def _lose(self, failure: VllmxError) -> None:
+    def _fail_all(self, failure: VllmxError) -> None:
         """Requests in flight end at once: they do not wait until a process that hangs is gone."""
         self._last_reason = failure.message
         logger.error("%s; every request in flight is lost", failure.message)
@@ -154,7 +154,7 @@ class ProcessFrontend(CoreFrontend):
             self._quick_failures = 0
         ended = await core.reap(timeout_s=1.0)
         if core.failure is None:
-            self._lose(EngineDeadError(core.describe_end()))
+            self._fail_all(EngineDeadError(core.describe_end()))
         if not ended:
             self._give_up(f"{self._last_reason}; process {core.pid} cannot be killed")
             return

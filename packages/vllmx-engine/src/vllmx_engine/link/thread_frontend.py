@@ -69,7 +69,7 @@ class ThreadFrontend(CoreFrontend):
         try:
             core, info = load_planned(plan)
             self._emit(Ready(info))
-            on_stuck = partial(self._on_loop, self._leave_stuck)
+            on_stuck = partial(self._on_loop, self._abandon_thread)
             CoreLoop(core, self._inbox, self._emit, on_stuck).run()
         except VllmxError as error:
             self._on_loop(self._die, error)
@@ -105,7 +105,7 @@ class ThreadFrontend(CoreFrontend):
         """The thread is done."""
         self._left.set()
 
-    def _leave_stuck(self, error: EngineDeadError) -> None:
+    def _abandon_thread(self, error: EngineDeadError) -> None:
         """The thread will never be done; should it be after all, it is told to stop."""
         self._inbox.put(Shutdown())
         self._die(error)

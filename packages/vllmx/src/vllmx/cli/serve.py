@@ -48,9 +48,9 @@ HELP = {
     "max_connections_per_address": "Of them from one address; default: half.",
     "max_body_bytes": "Largest request body.",
     "max_concurrent_requests": "Requests in flight; more get 503.",
-    "header_timeout_s": "How long a client may take to send its headers.",
-    "body_timeout_s": "How long a client may take to send its request.",
-    "send_timeout_s": "How long a client may take nothing of an answer.",
+    "header_timeout_s": "Seconds a client may take to send its headers.",
+    "body_timeout_s": "Seconds a client may take to send its request.",
+    "send_timeout_s": "Seconds a client may stop reading before it is disconnected.",
     "sse_ping_interval_s": "Seconds between comments in a stream that waits for its next token; 0:"
     " none.",
     "model_wait_s": "How long a request waits for its model to be loaded.",
