@@ -18,6 +18,7 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "plan": ("vllmx.cli.plan:plan", "Show what a model needs and how fast it will be."),
     "rank": ("vllmx.cli.rank:rank", "Run ranks of a model for a server on another host."),
     "quantize": ("vllmx.cli.quantize:quantize", "Write a model to a GGUF file with fewer bits."),
+    "top": ("vllmx.cli.top:top", "Show what a running server does."),
     "parsers": (
         "vllmx.cli.parsers:parsers",
         "Show how a model's tool calls and thoughts are read.",

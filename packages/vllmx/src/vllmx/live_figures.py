@@ -1,0 +1,115 @@
+"""What a running server does, out of two looks at its /metrics: `vllmx top`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_LINE = re.compile(r"^vllmx:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One look. Sums over all labels but the bounds of histograms."""
+
+    at_s: float
+    values: Mapping[str, float]
+    buckets: Mapping[str, Mapping[float, float]]
+    """By name of the histogram: observations of at most each bound."""
+
+
+def scrape(text: str, at_s: float) -> Scrape:
+    """Of the exposition format of Prometheus; lines that are not vllmx's are passed over."""
+    values: dict[str, float] = {}
+    buckets: dict[str, dict[float, float]] = {}
+    for name, labels, number in _LINE.findall(text):
+        bound = _BOUND.search(labels)
+        if bound is None:
+            values[name] = values.get(name, 0.0) + float(number)
+        else:
+            found = buckets.setdefault(name.removesuffix("_bucket"), {})
+            limit = float(bound[1])
+            found[limit] = found.get(limit, 0.0) + float(number)
+    return Scrape(at_s, values, buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Between two looks; None where nothing happened that could be measured."""
+
+    running: float
+    waiting: float
+    kv_share: float
+    generated_s: float
+    """Tokens a second."""
+    prompt_s: float
+    requests_s: float
+    """Choices that ended, a second."""
+    first_token_s: tuple[float | None, float | None]
+    """Median and 99th percentile of the time to the first token."""
+    between_tokens_s: tuple[float | None, float | None]
+    prefix_share: float | None
+    """Of the prompt tokens that were looked up, those found in the cache."""
+    preemptions_s: float
+
+
+def figures(old: Scrape, new: Scrape) -> Figures | None:
+    """None where the server began anew between the looks."""
+    seconds = new.at_s - old.at_s
+    if seconds <= 0 or new.values.get("engine_steps_total", 0) < old.values.get(
+        "engine_steps_total", 0
+    ):
+        return None
+
+    def more(name: str) -> float:
+        return new.values.get(name, 0.0) - old.values.get(name, 0.0)
+
+    looked_up = more("prefix_cache_queries_total")
+    return Figures(
+        new.values.get("num_requests_running", 0.0),
+        new.values.get("num_requests_waiting", 0.0),
+        new.values.get("kv_cache_usage_perc", 0.0),
+        more("generation_tokens_total") / seconds,
+        more("prompt_tokens_total") / seconds,
+        more("request_success_total") / seconds,
+        _spread(old, new, "time_to_first_token_seconds"),
+        _spread(old, new, "inter_token_latency_seconds"),
+        more("prefix_cache_hits_total") / looked_up if looked_up > 0 else None,
+        more("num_preemptions_total") / seconds,
+    )
+
+
+def _spread(old: Scrape, new: Scrape, name: str) -> tuple[float | None, float | None]:
+    before, after = old.buckets.get(name, {}), new.buckets.get(name, {})
+    counts = {bound: count - before.get(bound, 0.0) for bound, count in sorted(after.items())}
+    return quantile(counts, 0.5), quantile(counts, 0.99)
+
+
+def quantile(counts: Mapping[float, float], share: float) -> float | None:
+    """Of a histogram with observations of at most each bound, by rising bound: within its bucket
+    the value is taken to lie evenly, as Prometheus does; beyond the last bound it is that bound."""
+    total = max(counts.values(), default=0.0)
+    if total <= 0:
+        return None
+    wanted, low, below = share * total, 0.0, 0.0
+    for bound, count in counts.items():
+        if count >= wanted:
+            if math.isinf(bound):
+                return low
+            inside = count - below
+            return low + (bound - low) * ((wanted - below) / inside if inside else 1.0)
+        low, below = bound, count
+    return low
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` values, the greatest as a full block."""
+    last = list(values)[-width:]
+    top = max(last, default=0.0)
+    if top <= 0:
+        return _SPARKS[0] * len(last)
+    return "".join(_SPARKS[round((len(_SPARKS) - 1) * max(0.0, v) / top)] for v in last)
