@@ -10,13 +10,12 @@ from vllmx.cli.serve import _announce
 
 
 def test_the_line_says_what_loading_came_to() -> None:
-    info = SimpleNamespace(
+    info: Any = SimpleNamespace(
         architecture="Qwen3ForCausalLM", dtype="bf16", backend="metal", max_model_len=4096,
         num_kv_blocks=512, block_size=16, max_num_seqs=23,
     )  # fmt: skip
-    llm: Any = SimpleNamespace(info=info, config=SimpleNamespace(name="mine"))
     stream = io.StringIO()
-    _announce(stream, llm, "http://127.0.0.1:8000")
+    _announce(stream, "mine", info, "http://127.0.0.1:8000")
     shown = stream.getvalue()
     assert "mine (Qwen3ForCausalLM, bf16) on metal, context 4096, 8192 tokens of KV cache" in shown
     assert "up to 23 sequences together" in shown
