@@ -237,6 +237,6 @@ def _file_names(checkpoint: Checkpoint, registry: Registry) -> Callable[[str], s
         numbers = re.findall(r"\.(\d+)(?=\.)", name)
         pattern = re.sub(r"\.\d+(?=\.)", ".{}", name.removesuffix(".weight"))
         stem = stems.get(pattern)
-        return name if stem is None else stem.format(*numbers[:1])
+        return name if stem is None else f"{stem.format(*numbers[:1])}.weight"
 
     return name_of
