@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cpu_peers.host_load import available_cores
+from cpu_peers.host_load import available_processors
 
 LENGTHS = (128, 512)
 NUM_TEXTS = 64
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--setup", action="store_true", help="write the models, measure nothing")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", default=",".join(VOCABULARY))
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -19,7 +19,7 @@ import sys
 
 from cpu_peers.cases import Case, Job, make_cases
 from cpu_peers.vllmx_step_worker import load, measure_decode, measure_prefill, touch_pages
-from vllmx_core.cores import available_cores
+from vllmx_core.processors import available_processors
 
 Speeds = dict[str, dict[str, list[float]]]
 """Tokens per second of each round, by case and dtype."""
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--prefills", default="512")
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
 

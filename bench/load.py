@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllmx_core.cores import available_cores
+from vllmx_core.processors import available_processors
 
 BENCH = Path(__file__).resolve().parent
 KV_BYTES = 64 << 20
@@ -120,7 +120,7 @@ def main() -> None:
     add("model", type=Path)
     add("--isq")
     add("--repeat", type=int, default=3)
-    add("--threads", type=int, default=available_cores())
+    add("--threads", type=int, default=available_processors())
     add("--peer-bin", type=Path, default=BENCH / ".peers" / "llama.cpp" / "build" / "bin")
     add("--json", action="store_true")
     options = parser.parse_args()

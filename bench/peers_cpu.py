@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from cpu_peers import llama_cpp
 from cpu_peers.cases import Case, Job, Sample, make_cases
 from cpu_peers.experts_used import experts_used
-from cpu_peers.host_load import available_cores, busy_core
+from cpu_peers.host_load import available_processors, busy_core
 from cpu_peers.report import Taken, busy_table, speed_table, summarise
 from cpu_peers.subprocess_peer import SubprocessPeer
 from cpu_peers.weights import Weights, weights_of
@@ -131,7 +131,11 @@ def record(
     """Everything that was measured, for `--json`."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": {"cpu": _cpu_name(), "cores": available_cores(), "system": platform.platform()},
+        "host": {
+            "cpu": _cpu_name(),
+            "cores": available_processors(),
+            "system": platform.platform(),
+        },
         "model": args.model.name,
         "threads": args.threads,
         "peers": {peer.name: peer.environment() for peer in peers},
@@ -176,7 +180,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batches", type=_numbers, default=[1, 8, 32], help="rows that decode together")
     add("--contexts", type=_numbers, default=[40, 2000], help="mean context while decoding")
     add("--busy-core", action="store_true", help="also measure with one core kept busy")
-    add("--threads", type=int, default=available_cores())
+    add("--threads", type=int, default=available_processors())
     add("--quiet-wait", type=float, default=30.0, help="longest wait for a quiet moment, seconds")
     add("--json", type=Path, help="write every sample and figure to this file")
     add("--peers-dir", type=Path, default=BENCH / ".peers", help="where peers are installed")

@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cpu_peers.host_load import available_cores
+from cpu_peers.host_load import available_processors
 
 SHAPES = {
     "qwen3-vl-2b": {
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--text-layers", type=int, default=4, help="of what --setup writes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from cpu_peers.host_load import available_cores
+from cpu_peers.host_load import available_processors
 from vllmx_core.plan import AnyArray
 from vllmx_core.weights import PartSpec, WeightPart, WeightSpec
 from vllmx_cpu.native import Team, instruction_sets
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1)
     options = parser.parse_args()
-    threads = available_cores()
+    threads = available_processors()
     team = Team(threads)
     cases = {name: products(name, options.tokens, team) for name in options.types.split(",")}
     bounds = {name: reading(size, threads) for name, (_, size) in cases.items()}

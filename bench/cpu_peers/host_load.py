@@ -19,7 +19,7 @@ _POLL_S = 0.2
 _STAT = Path("/proc/stat")
 
 
-def available_cores() -> int:
+def available_processors() -> int:
     """Cores that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from vllmx.cli import env
-from vllmx_core.cores import available_cores
 from vllmx_core.hooks import hookimpl
 from vllmx_core.ops.op import Op
+from vllmx_core.processors import available_processors
 from vllmx_core.registry import Registry
 from vllmx_core.specs import BackendSpec, ExecutorSpec
 
@@ -81,5 +81,5 @@ def test_who_can_compute_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "load_registry", lambda: registry)
     ranks = env.collect()["ranks"]
     assert ranks["backends"] == "adds"
-    assert ranks["on this host"].startswith(f"up to {available_cores()}, one a core")
+    assert ranks["on this host"].startswith(f"up to {available_processors()}, one a core")
     assert "--rank-hosts" in ranks["on other hosts"]

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from vllmx_core.cores import available_cores
 from vllmx_core.memory import free_bytes
+from vllmx_core.processors import available_processors
 
 MIB = 1 << 20
 
@@ -29,9 +29,9 @@ def process(root: Path, *lines: str) -> Path:
 
 
 def test_without_a_quota_the_affinity_counts(root: Path) -> None:
-    assert available_cores(root, root / "missing") == 8
+    assert available_processors(root, root / "missing") == 8
     write(root / "pod" / "cpu.max", "max 100000")
-    assert available_cores(root, process(root, "0::/pod")) == 8
+    assert available_processors(root, process(root, "0::/pod")) == 8
 
 
 @pytest.mark.parametrize(
@@ -40,27 +40,27 @@ def test_without_a_quota_the_affinity_counts(root: Path) -> None:
 )
 def test_quota_of_version_2(root: Path, limit: str, cores: int) -> None:
     write(root / "pod" / "cpu.max", limit)
-    assert available_cores(root, process(root, "0::/pod")) == cores
+    assert available_processors(root, process(root, "0::/pod")) == cores
 
 
 def test_the_tightest_quota_above_counts(root: Path) -> None:
     write(root / "pod" / "cpu.max", "300000 100000")
     write(root / "pod" / "inner" / "cpu.max", "600000 100000")
-    assert available_cores(root, process(root, "0::/pod/inner")) == 3
+    assert available_processors(root, process(root, "0::/pod/inner")) == 3
 
 
 def test_a_path_of_the_host_that_is_not_mounted_leads_to_the_root(root: Path) -> None:
     write(root / "cpu.max", "400000 100000")
-    assert available_cores(root, process(root, "0::/../kubepods/pod17")) == 4
+    assert available_processors(root, process(root, "0::/../kubepods/pod17")) == 4
 
 
 def test_quota_of_version_1(root: Path) -> None:
     write(root / "cpu,cpuacct" / "docker" / "cpu.cfs_quota_us", "150000")
     write(root / "cpu,cpuacct" / "docker" / "cpu.cfs_period_us", "100000")
     lines = ("5:memory:/docker", "4:cpu,cpuacct:/docker")
-    assert available_cores(root, process(root, *lines)) == 2
+    assert available_processors(root, process(root, *lines)) == 2
     write(root / "cpu,cpuacct" / "docker" / "cpu.cfs_quota_us", "-1")
-    assert available_cores(root, process(root, *lines)) == 8
+    assert available_processors(root, process(root, *lines)) == 8
 
 
 def test_memory_limit_of_version_2(root: Path) -> None:

@@ -55,7 +55,7 @@ def test_every_unit_is_compiled_and_the_second_start_only_loads(
     units: list[Unit], target: Target, nvrtc: Nvrtc, cache: CubinCache, cores: int, workers: int,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(compiling, "available_cores", lambda: cores)
+    monkeypatch.setattr(compiling, "available_processors", lambda: cores)
     monkeypatch.setattr(subprocess, "Popen", CountingPopen)
     CountingPopen.started = 0
     first = compiled([*units, units[0]], target, nvrtc, cache, progress=True)
@@ -78,7 +78,7 @@ def test_what_does_not_compile_is_reported_and_the_rest_is_kept(
     units: list[Unit], target: Target, nvrtc: Nvrtc, cache: CubinCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(compiling, "available_cores", lambda: 2)
+    monkeypatch.setattr(compiling, "available_processors", lambda: 2)
     bad = Unit(units[0].source, ("FACTOR=nonsense",))
     with pytest.raises(CompileError, match="nonsense"):
         compiled([bad, *units], target, nvrtc, cache)
@@ -90,6 +90,6 @@ def test_workers_that_die_only_cost_time(
     units: list[Unit], target: Target, nvrtc: Nvrtc, cache: CubinCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(compiling, "available_cores", lambda: 2)
+    monkeypatch.setattr(compiling, "available_processors", lambda: 2)
     monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
     assert list(compiled(units, target, nvrtc, cache)) == units

@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
+from vllmx_core.processors import available_processors
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
 from vllmx_tp import group, rank_process
 from vllmx_tp.channel import Reader, Sender
@@ -173,7 +173,7 @@ def test_a_rank_has_its_share_of_the_host() -> None:
 
 
 def test_more_ranks_than_cores() -> None:
-    count = available_cores()
+    count = available_processors()
     with pytest.raises(ConfigError, match=rf"more than the {count} cores .* --num-threads"):
         divide_cores(count + 1, None, "cpu")
     assert divide_cores(count + 1, count + 1, "cpu") == [()] * (count + 1)

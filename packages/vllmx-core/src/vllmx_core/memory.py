@@ -6,7 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from vllmx_core.cores import CGROUP_ROOT, cgroup_folders
+from vllmx_core.processors import CGROUP_ROOT, cgroup_folders
 
 GIB = 1 << 30
 

@@ -11,11 +11,11 @@ from typing import Any
 from vllmx_core.backend import HOST_STEP_TIMEOUT_S, LoadedInfo, LoadOptions
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_rows, feature_shapes
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
 from vllmx_core.memory import format_bytes, free_bytes
 from vllmx_core.model import Model
 from vllmx_core.ops.op import Op
+from vllmx_core.processors import available_processors
 from vllmx_core.weights import WeightSource
 
 from vllmx_cpu import native
@@ -27,7 +27,7 @@ from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import OPS, lower_all
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import LoadedWeights, load_weights
-from vllmx_cpu.planning import LoadPlan, plan_load
+from vllmx_cpu.planning import LoadSizes, plan_load
 from vllmx_cpu.states import allocate_states
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import make_tape
@@ -58,7 +58,7 @@ class CpuBackend:
             "instruction set": native.choose_isa().name,
             "instruction sets": ", ".join(isa.name for isa in isas if isa.supported),
             "compiled by": native.library().vx_compiler().decode(),
-            "threads": str(available_cores()),
+            "threads": str(available_processors()),
             "free memory": format_bytes(free_bytes()),
         }
 
@@ -107,7 +107,7 @@ class CpuBackend:
         )
 
 
-def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:
+def _lower(lowering: Lowering, plan: LoadSizes) -> RecordedStep:
     offsets = plan.room.arena.offsets
     arena = allocate(plan.room.arena.num_bytes)
     calls = lower_all(lowering, plan.fused.ops, offsets, arena.ctypes.data)
@@ -115,7 +115,7 @@ def _lower(lowering: Lowering, plan: LoadPlan) -> RecordedStep:
 
 
 def _info(
-    plan: LoadPlan,
+    plan: LoadSizes,
     weights: LoadedWeights,
     dtype: str,
     details: dict[str, Any],
@@ -143,7 +143,7 @@ def _info(
 
 def _num_threads(options: LoadOptions) -> int:
     if options.num_threads is None:
-        return min(available_cores(), MAX_THREADS)
+        return min(available_processors(), MAX_THREADS)
     if not 1 <= options.num_threads <= MAX_THREADS:
         raise ConfigError(
             f"num_threads must be between 1 and {MAX_THREADS}, got {options.num_threads}",

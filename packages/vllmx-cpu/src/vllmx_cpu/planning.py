@@ -48,7 +48,7 @@ class TowerPlan(Record):
         return plan_room(self.ops, extent, self.shapes, self.num_threads, self.kv_dtype)
 
 
-class LoadPlan(Record):
+class LoadSizes(Record):
     """The recorded step, and the sizes of everything that it needs."""
 
     recorded: OpList
@@ -68,7 +68,7 @@ class LoadPlan(Record):
 
 def plan_load(
     model: Model, source: WeightSource, options: LoadOptions, dtype: str, num_threads: int
-) -> LoadPlan:
+) -> LoadSizes:
     """Records the model's step and sizes it. Raises CapacityError when weights or one sequence of
     max_model_len do not fit into the memory that is free."""
     recording = prepare(model, options.max_model_len, "cpu", OPS.supports)
@@ -102,7 +102,7 @@ def plan_load(
         patches = min(max_rows["T"], options.max_model_len) * tower.patches_per_token
         used += tower.room(patches, 1, patches // PATCHES_OF_WINDOW).num_bytes
     kv = plan_kv(model.shape, options, cached, free, used)
-    return LoadPlan(
+    return LoadSizes(
         recorded,
         fused,
         specs,

@@ -23,7 +23,7 @@ from vllmx_cuda.loading.weights import load_weights
 from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, Lowering
-from vllmx_cuda.program.planning import LoadPlan, plan_load
+from vllmx_cuda.program.planning import LoadSizes, plan_load
 from vllmx_cuda.program.prefill import wants_wgmma
 from vllmx_cuda.program.program import Program
 from vllmx_cuda.program.sampler import DeviceSampler
@@ -191,7 +191,7 @@ def _load(
     return CudaLoadedModel(info, program, tower), tunables
 
 
-def _info(plan: LoadPlan, device: Device, weights_s: float) -> LoadedInfo:
+def _info(plan: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
     return LoadedInfo(
         backend=NAME,
         device=device.info.name,

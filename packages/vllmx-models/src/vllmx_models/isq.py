@@ -17,10 +17,10 @@ from functools import partial
 
 import numpy as np
 from vllmx_core.checkpoint import Checkpoint
-from vllmx_core.cores import available_cores
 from vllmx_core.encoding import Encoder
 from vllmx_core.errors import ConfigError, UnsupportedModelError, WeightFormatError
 from vllmx_core.model import Model
+from vllmx_core.processors import available_processors
 from vllmx_core.records import Record
 from vllmx_core.registry import Registry
 from vllmx_core.weight_map import name_in, resolved
@@ -150,7 +150,7 @@ class InSituSource:
 def _make(part: WeightPart, encoding: Encoding, begin: int, end: int) -> WeightPart:
     if end - begin > ROWS_ALONE and len(part.shape) == 2:
         starts = range(begin, end, ROWS_ALONE)
-        with ThreadPoolExecutor(available_cores(), "isq") as pool:
+        with ThreadPoolExecutor(available_processors(), "isq") as pool:
             jobs = (pool.submit(_make, part, encoding, s, min(s + ROWS_ALONE, end)) for s in starts)
             return _joined([job.result() for job in list(jobs)])
     rows = float_rows(part, begin, end)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
-from vllmx_core.cores import available_cores
+from vllmx_core.processors import available_processors
 from vllmx_engine.link.core_start import CoreStart
 
 from vllmx_server.address import bind, check_certificate
@@ -52,7 +52,7 @@ def run_server(
 
 def _suitable_workers() -> int:
     """One for each core but that of the engine's own loop."""
-    return min(max(1, available_cores() - 1), _MOST_WORKERS)
+    return min(max(1, available_processors() - 1), _MOST_WORKERS)
 
 
 async def _serve(

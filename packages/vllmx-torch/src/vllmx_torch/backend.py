@@ -15,12 +15,12 @@ from vllmx_core.backend import (
 from vllmx_core.backend_kit.dtypes import choose_dtype
 from vllmx_core.backend_kit.features import feature_bytes, feature_rows, feature_shapes
 from vllmx_core.backend_kit.limits import check_weights_fit, step_limits
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
 from vllmx_core.kv_quant import kv_dtype
 from vllmx_core.memory import format_bytes
 from vllmx_core.model import Model, ModelShape
 from vllmx_core.ops.op import Op
+from vllmx_core.processors import available_processors
 from vllmx_core.recording import prepare
 from vllmx_core.weights import WeightSource, WeightSpec
 
@@ -150,7 +150,7 @@ class TorchBackend:
 
 def _num_threads(options: LoadOptions) -> int:
     if options.num_threads is None:
-        return available_cores()
+        return available_processors()
     if options.num_threads < 1:
         raise ConfigError(
             f"num_threads must be at least 1, got {options.num_threads}", param="num_threads"

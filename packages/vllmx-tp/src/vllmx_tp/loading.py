@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from vllmx_core.backend import LoadedModel, LoadOptions
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import ConfigError
+from vllmx_core.processors import available_processors
 from vllmx_core.sharding.model import sharded
 from vllmx_engine.core.load import OpenedModel
 
@@ -22,7 +22,7 @@ Cores = tuple[int, ...]
 def divide_cores(ranks: int, num_threads: int | None, backend: str) -> list[Cores]:
     """The cores of each rank, neighbours together; empty where the system does not tell. Raises
     ConfigError for more ranks than cores, unless `num_threads` asks for so many threads."""
-    count = available_cores()
+    count = available_processors()
     if ranks > count and num_threads is None and backend != "numpy":
         raise ConfigError(
             f"--tensor-parallel-size {ranks} is more than the {count} cores that there are: choose"

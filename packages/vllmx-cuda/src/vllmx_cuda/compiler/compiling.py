@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import VllmxError
+from vllmx_core.processors import available_processors
 from vllmx_core.progress import show_progress
 
 from vllmx_cuda.compiler.cubins import CubinCache, Keys, Target, Unit, missing
@@ -43,7 +43,7 @@ def compiled(
     keys = Keys(target)
     wanted = {unit: keys.key(unit) for unit in dict.fromkeys(units)}
     started, fresh = time.perf_counter(), missing(cache, wanted)
-    workers = min(available_cores(), MAX_WORKERS, len(fresh) // WORKER_PAYS)
+    workers = min(available_processors(), MAX_WORKERS, len(fresh) // WORKER_PAYS)
     if workers > 1:
         _compile_in_workers(fresh, target, cache, workers, progress)
     else:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllmx_core.cores import available_cores
+from vllmx_core.processors import available_processors
 from vllmx_core.progress import show_progress
 
 from vllmx_cuda.device.device import Bytes, Device, Event, Memory
@@ -47,7 +47,7 @@ def stream(
     ring = _Ring(device, staging, faults, pieces)
     filling: deque[Future[object]] = deque()
     done, total = 0, sum(piece.num_bytes for piece in pieces)
-    with ThreadPoolExecutor(min(len(ring.buffers), available_cores())) as pool:
+    with ThreadPoolExecutor(min(len(ring.buffers), available_processors())) as pool:
         for index, piece in enumerate(pieces):
             filling.append(pool.submit(piece.fill, ring.free_buffer(index)))
             begin = index + 1 - len(filling)
@@ -76,7 +76,7 @@ class _Ring:
 
     def __post_init__(self) -> None:
         size = max(piece.num_bytes for piece in self.pieces)
-        most = min(max(PIECES_IN_FLIGHT, available_cores()), MOST_IN_FLIGHT, len(self.pieces))
+        most = min(max(PIECES_IN_FLIGHT, available_processors()), MOST_IN_FLIGHT, len(self.pieces))
         self.buffers = [self.device.pinned(size) for _ in range(most)]
         self.copied = [None] * most
 

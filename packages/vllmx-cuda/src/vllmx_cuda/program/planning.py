@@ -43,7 +43,7 @@ GRAPH_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LoadSizes:
     """The recorded step, and the sizes of everything that it needs."""
 
     steps: OpList
@@ -76,7 +76,7 @@ def plan_load(
     device: Device,
     *,
     wgmma: bool = False,
-) -> LoadPlan:
+) -> LoadSizes:
     """Raises CapacityError when weights or one sequence of max_model_len do not fit into the memory
     of the device that is free, and WeightFormatError when `source` has not what the model asks
     for."""
@@ -127,7 +127,7 @@ def plan_load(
         format_bytes(used - weights.num_bytes),
         format_bytes(kv.num_bytes),
     )
-    return LoadPlan(
+    return LoadSizes(
         steps,
         specs,
         constants,

@@ -19,7 +19,7 @@ from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.layout import max_items
 from vllmx_cuda.program.lower import Enqueue
 from vllmx_cuda.program.parameters import is_plain
-from vllmx_cuda.program.planning import LoadPlan
+from vllmx_cuda.program.planning import LoadSizes
 from vllmx_cuda.program.sampler import DeviceSampler, Sampled
 from vllmx_cuda.program.staging import Layout, Staging, StepMemory, StepSizes
 from vllmx_cuda.program.vectors import DeviceVectors, Vectors
@@ -44,7 +44,7 @@ class Program:
     device, two graphs (to the logits, and to the ids) and a copy back; any other runs as it is."""
 
     device: Device
-    plan: LoadPlan
+    plan: LoadSizes
     ops: Sequence[Enqueue]
     begin: Variant
     logits: Memory

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import GrammarError
 from vllmx_core.plan import U32
+from vllmx_core.processors import available_processors
 
 from vllmx_engine.grammar.vocabulary import Trie
 
@@ -162,7 +162,7 @@ class MaskFiller:
     cores for them."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or min(available_cores() // 2, _MAX_THREADS)
+        self._num_threads = num_threads or min(available_processors() // 2, _MAX_THREADS)
         self._executor: Any = None
 
     def fill(self, matchers: Sequence[tuple[GrammarMatcher, int]], masks: U32) -> None:

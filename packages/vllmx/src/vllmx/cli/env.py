@@ -10,8 +10,8 @@ from contextlib import suppress
 from importlib import metadata
 
 import click
-from vllmx_core.cores import available_cores
 from vllmx_core.errors import VllmxError
+from vllmx_core.processors import available_processors
 from vllmx_core.registry import Registry, load_registry
 from vllmx_core.specs import BackendSpec, ExecutorSpec
 
@@ -75,7 +75,8 @@ def _ranks(registry: Registry) -> dict[str, str]:
         return {"--tensor-parallel-size": "needs vllmx-tp: pip install 'vllmx[tp]'"}
     return {
         "backends": ", ".join(able),
-        "on this host": f"up to {available_cores()}, one a core; parts go through shared memory",
+        "on this host": f"up to {available_processors()}, one a core; parts go through shared"
+        " memory",
         "on other hosts": "--rank-hosts; parts go by TCP (CUDA devices: one host alone)",
     }
 

@@ -49,7 +49,7 @@ def quantize(
     if not overwrite:
         may_replace(output)
     from vllmx_core.checkpoint import resolve_path
-    from vllmx_core.cores import available_cores
+    from vllmx_core.processors import available_processors
     from vllmx_core.registry import load_registry
     from vllmx_models.gguf.quantize.convert import quantize as convert
 
@@ -61,7 +61,7 @@ def quantize(
         source,
         output,
         mix.lower(),
-        threads=threads or available_cores(),
+        threads=threads or available_processors(),
         pre=pre,
         progress=None if quiet else _report,
     )

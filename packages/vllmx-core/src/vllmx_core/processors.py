@@ -1,4 +1,4 @@
-"""How many cores this process may really use."""
+"""How many processors this process may really use."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def available_cores(
+def available_processors(
     cgroup_root: Path = CGROUP_ROOT, process: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Cores of the affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
+    """Those of the affinity mask, or fewer when a cgroup (v1 or v2) sets a CPU quota."""
     if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     else:
-        cores = os.cpu_count() or 1
+        count = os.cpu_count() or 1
     for quota in _quotas(cgroup_root, process):
-        cores = min(cores, max(1, math.ceil(quota)))
-    return cores
+        count = min(count, max(1, math.ceil(quota)))
+    return count
 
 
 def _quotas(root: Path, process: Path) -> Iterator[float]:
