@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import check_log_level
+from vllmx_core.logs import check_log_format, check_log_level
 
 from vllmx_server.priorities import priority_ranges
 
@@ -75,6 +75,8 @@ class ServerConfig:
     """The web page at "/"."""
     disable_access_log: bool = False
     log_level: str = "info"
+    log_format: str = "text"
+    """text, or json: an object a line."""
 
     def __post_init__(self) -> None:
         self._check_interval("port", 0, 65535)
@@ -108,6 +110,7 @@ class ServerConfig:
             )
         priority_ranges(self.priority_range, self.api_key)
         check_log_level(self.log_level)
+        check_log_format(self.log_format)
 
     def _check_interval(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
-from vllmx_core.logs import configure_logging
+from vllmx_core.logs import FORMAT_VARIABLE, configure_logging
 from vllmx_core.standard_error import StandardError, hold_standard_streams
 from vllmx_server.config import ServerConfig
 
@@ -66,6 +66,7 @@ HELP = {
     "web": "The web page at /.",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",
+    "log_format": "text, or json: an object a line.",
 }
 
 
@@ -82,11 +83,13 @@ def serve(**flags: Any) -> None:
     """
     hold_standard_streams()
     stream = StandardError()
-    configure_logging(flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info", stream)
+    level = flags["log_level"] or os.environ.get("VLLMX_LOG_LEVEL") or "info"
+    configure_logging(level, stream, flags["log_format"])
     models = _models(flags)
     engine, server = resolve((EngineConfig, ServerConfig), flags, ("models",))
     engine = models[0].engine if models else engine
-    configure_logging(server.log_level)
+    os.environ[FORMAT_VARIABLE] = server.log_format  # of all processes that are started
+    configure_logging(server.log_level, log_format=server.log_format)
     from vllmx_server.run import run_server
 
     try:
