@@ -1,0 +1,34 @@
+"""The Grafana board and the alerts ask for metrics that a server has."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+from .conftest import Served
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def lister() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "list_dashboard.py"))
+
+
+def test_files_are_what_the_program_writes() -> None:
+    made = lister()
+    for name, text in (("grafana.json", made["board"]()), ("alerts.yaml", made["alerts"]())):
+        assert (DOCS / "monitoring" / name).read_text() == text, (
+            "run: python docs/list_dashboard.py"
+        )
+
+
+async def test_all_that_is_asked_for_is_there(served: Served) -> None:
+    await served.complete(max_tokens=3)
+    text = (await served.client.get("/metrics")).text
+    there = set(re.findall(r"^(vllmx:\w+)", text, re.MULTILINE))
+    made = lister()
+    asked = set(re.findall(r"vllmx:\w+", made["board"]() + made["alerts"]()))
+    assert len(asked) > 12
+    assert asked <= there
