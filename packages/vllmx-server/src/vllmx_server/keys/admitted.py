@@ -95,6 +95,7 @@ async def admitted(
         leave()
         if isinstance(error, RateLimitError):
             book.of(holder.client).refused += 1
+            book.changed()
         raise
     request.scope["state"][HEADERS] = granted.headers
     return Admitted(leave, book, holder.client, desk, granted.ticket)
