@@ -32,10 +32,17 @@ async def tokenize(request: Request) -> Response:
     body, conversation = await read_json(request, state, parse)
     encoding = _tokens_of(state, body, conversation, client, body_bytes(request))
     tokens = await while_there(request.receive, encoding)
-    answer = await state.llm.text.run(
-        client, len(tokens), lambda _: _tokenized(state, tokens, bool(body.return_token_strs))
+
+    def answer(_: object) -> bytes:
+        made = _tokenized(state, tokens, bool(body.return_token_strs))
+        # Here, for to free a million small values takes the loop as long as to make them.
+        for values in (tokens, conversation, body.messages or []):
+            values.clear()
+        return made
+
+    return Response(
+        await state.llm.text.run(client, len(tokens), answer), media_type="application/json"
     )
-    return Response(answer, media_type="application/json")
 
 
 def _tokenized(state: ServerState, tokens: list[int], with_strings: bool) -> bytes:
@@ -77,7 +84,14 @@ async def detokenize(request: Request) -> Response:
 
     body = await read_json(request, state, parse)
     text = await state.llm.decode(body.tokens, bool(body.skip_special_tokens), client=client)
-    return Response(_encode(Detokenized(prompt=text)), media_type="application/json")
+
+    def answer(_: object) -> bytes:
+        body.tokens.clear()  # as above
+        return _encode(Detokenized(prompt=text))
+
+    return Response(
+        await state.llm.text.run(client, len(text), answer), media_type="application/json"
+    )
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:
