@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
+from vllmx_server.keys.records import digest_of
 
 from .conftest import MakeFake, RunningServer, running_server, wait_until
 
@@ -166,3 +167,19 @@ def test_without_an_admin_key_the_routes_say_what_is_missing(fake_server: MakeFa
         answer = server.post("/shutdown")
         assert answer.status_code == 403
         assert "--admin-key" in answer.json()["error"]["message"]
+
+
+def test_nothing_is_loaded_for_a_key_that_may_not_use_it(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    record = {"name": "bob", "sha256": digest_of("secret"), "models": ["one"]}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [record]}))
+    keys = f"--api-keys-file={tmp_path / 'keys.json'}"
+    bob = {"authorization": "Bearer secret"}
+    with running_server(*flags(tmp_path), keys, environment=fake_environment) as server:
+        for model, stream, status in (("two", True, 403), ("two", False, 403), ("one", False, 200)):
+            body = {"prompt": "ab", "max_tokens": 3, "model": model, "stream": stream}
+            answer = server.post("/v1/completions", body, headers=bob)
+            assert answer.status_code == status, answer.text
+        cards = server.get("/v1/models", headers=bob).json()["data"]
+        assert {card["id"]: card.get("state") for card in cards}["two"] == "unloaded"

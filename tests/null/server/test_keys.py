@@ -19,6 +19,7 @@ from vllmx_server.keys.records import KeyRecord, digest_of, read_keys
 from vllmx_server.keys.ring import KeyRing
 
 from .conftest import MakeServer, Served
+from .test_batches import begin, content, ended, line
 from .test_workers import channels
 
 
@@ -174,6 +175,19 @@ async def test_answers_say_what_is_left_and_refusals_when_to_come_back(
         assert messages.status_code == 429
         assert messages.json()["error"]["type"] == "rate_limit_error"
         assert await served.state.drain(5)  # nothing is left in flight
+
+
+async def test_a_batch_gets_no_model_that_its_key_may_not_use(
+    tmp_path: Path, make_server: MakeServer
+) -> None:
+    path = key_file(tmp_path, bob={"models": ["other"], "requests_per_minute": 1}, ann={})
+    async with make_server({"api_keys_file": path}) as served:
+        for name, expected in (("bob", 403), ("ann", 200)):
+            served.client.headers["authorization"] = f"Bearer secret-{name}"
+            batch = await ended(served, await begin(served, [line(n) for n in ("a", "b", "c")]))
+            kept = batch["error_file_id"] or batch["output_file_id"]
+            records = await content(served, kept)
+            assert [each["response"]["status_code"] for each in records] == [expected] * 3
 
 
 async def test_usage_is_counted_and_kept(tmp_path: Path, make_server: MakeServer) -> None:

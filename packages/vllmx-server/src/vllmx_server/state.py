@@ -247,12 +247,8 @@ def owner_of(request: Request) -> str:
 
 
 def holder_of(request: Request) -> Holder:
-    """Who holds the key of a request. The lines of a batch are not counted as requests: they run in
-    what others leave."""
-    client = owner_of(request)
-    if "is_batch" in request.scope["state"]:
-        return Holder(client)
-    return state_of(request).keys.holder(client)
+    """Who holds the key of a request."""
+    return state_of(request).keys.holder(owner_of(request))
 
 
 def client_of(request: Request) -> str:

@@ -83,11 +83,13 @@ async def admitted(
     desk: Desk,
     book: UsageBook,
 ) -> Admitted:
-    """Lets a request in that `leave` ends. Raises ForbiddenError for a model that the key may not
+    """Lets a request in that `leave` ends. The lines of a batch are not counted against limits:
+    they run in what others leave. Raises ForbiddenError for a model that the key may not
     use and RateLimitError where it has used up what it may; `leave` was called then."""
     try:
         holder.check_model(model)
-        if holder.record is None or not holder.record.has_limits:
+        is_batch = "is_batch" in request.scope["state"]
+        if is_batch or holder.record is None or not holder.record.has_limits:
             return Admitted(leave, book, holder.client)
         wanted = Wanted(key=holder.client, model=model, num_tokens=num_tokens)
         granted = await desk.reserve(wanted)

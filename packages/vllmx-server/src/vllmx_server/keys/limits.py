@@ -32,7 +32,7 @@ class Bucket:
         """A clock that stands still or goes back fills nothing."""
         passed = max(0.0, now_s - self.filled_s)
         self.level = min(self.size, self.level + passed * self.size / _MINUTE_S)
-        self.filled_s = now_s
+        self.filled_s = max(self.filled_s, now_s)
 
     def wait_s(self, amount: float) -> float:
         """Until so much is there; 0: now."""

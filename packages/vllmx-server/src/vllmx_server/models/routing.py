@@ -15,7 +15,7 @@ from vllmx_core.private_traceback import private_traceback
 from vllmx_server.body import read_body
 from vllmx_server.errors import error_response, internal_error, is_messages
 from vllmx_server.pings import PING
-from vllmx_server.state import ServerState, client_of, logger, state_of
+from vllmx_server.state import ServerState, client_of, holder_of, logger, state_of
 
 Endpoint = Callable[[Request], Awaitable[Any]]
 _HEADERS = [
@@ -46,6 +46,7 @@ def of_model(endpoint: Endpoint) -> Endpoint:
             data = await read_body(request, state.config, held)
             peek = _peeked(data)
             name = state.models.name_of(peek.model)
+            holder_of(request).check_model(name)  # before anything is loaded for it
             interval_s = state.config.sse_ping_interval_s
             if not state.models.is_open(name) and peek.stream and interval_s:
                 opening = asyncio.ensure_future(state.models.state(name))
