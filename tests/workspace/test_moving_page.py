@@ -1,4 +1,4 @@
-"""Commands and settings of docs/moving.md and docs/deploy.md are ones that vllmx takes."""
+"""Commands and settings that README.md and the pages of docs/ show are ones that vllmx takes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,39 @@ from vllmx.cli.group import cli
 from vllmx.cli.serve import serve
 
 
+def is_understood(text: str) -> None:
+    """Parses a command line and runs nothing."""
+    command: click.Command = cli
+    context = click.Context(cli)
+    arguments = shlex.split(text, comments=True)[1:]
+    while isinstance(command, click.Group):
+        found = command.get_command(context, arguments[0])
+        assert found is not None, text
+        command, arguments = found, arguments[1:]
+    ends = [at for at, each in enumerate(arguments) if each in ("|", ">", "&&", "&")]
+    command.make_context("vllmx", arguments[: min(ends, default=None)])
+
+
 def test_every_command_is_understood(root: Path) -> None:
     page = (root / "docs" / "moving.md").read_text()
     commands = re.findall(r"`(vllmx [^`]+)`", page)
     assert len(commands) > 12
     for text in commands:
-        command: click.Command = cli
-        context = click.Context(cli)
-        arguments = shlex.split(text)[1:]
-        while isinstance(command, click.Group):
-            found = command.get_command(context, arguments[0])
-            assert found is not None, text
-            command, arguments = found, arguments[1:]
-        command.make_context("vllmx", arguments)  # parses, and runs nothing
+        is_understood(text)
+
+
+def test_commands_in_blocks_are_understood(root: Path) -> None:
+    """Of all pages: what stands in a block without a language or of a shell."""
+    commands = []
+    for page in (root / "README.md", *(root / "docs").rglob("*.md")):
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
+        joined = "".join(block for kind, block in blocks if kind in ("", "sh", "bash")).replace(
+            "\\\n", " "
+        )
+        commands += re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(vllmx .*)", joined, re.M)
+    assert len(commands) > 25
+    for text in commands:
+        is_understood(text)
 
 
 def test_the_unit_and_its_settings_are_understood(root: Path) -> None:
