@@ -33,6 +33,9 @@ class ServerConfig:
     `KEY=LEAST:GREATEST` for the holder of an API key."""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    hsts_max_age_s: int = 0
+    """How long browsers shall reach this host by TLS alone, on all of its ports; 0: nothing is said
+    of it."""
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -99,6 +102,13 @@ class ServerConfig:
         self._check_interval("idle_unload_s", 0, 1e9)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
+        self._check_interval("hsts_max_age_s", 0, 1 << 31)
+        if self.hsts_max_age_s and self.ssl_certfile is None:
+            raise ConfigError(
+                "--hsts-max-age-s goes with --ssl-certfile: browsers heed it over TLS alone; where"
+                " a proxy has the certificate, set the header there",
+                param="hsts_max_age_s",
+            )
         if any(not key for key in self.admin_key):
             raise ConfigError("--admin-key is empty: give a key or leave it out", param="admin_key")
         if any(not key for key in self.api_key):

@@ -20,6 +20,7 @@ from vllmx_server.config import ServerConfig
 from vllmx_server.connections.connection import Timeouts
 from vllmx_server.connections.descriptors import connection_limit, raise_descriptor_limit
 from vllmx_server.connections.listening import ConnectionLimits
+from vllmx_server.connections.safe_headers import AnswerConfig
 from vllmx_server.connections.serving import serve
 from vllmx_server.connections.versions import check_versions
 from vllmx_server.loop_errors import on_loop_error
@@ -163,7 +164,8 @@ def connection_limits(server: ServerConfig, sharing: Sharing = ALONE) -> Connect
 
 def hypercorn_config(server: ServerConfig) -> Config:
     """All but the socket. Raises ConfigError for a certificate that cannot be used."""
-    config = Config()
+    config = AnswerConfig()
+    config.hsts_max_age_s = server.hsts_max_age_s
     config.root_path = server.root_path
     config.certfile = server.ssl_certfile
     config.keyfile = server.ssl_keyfile

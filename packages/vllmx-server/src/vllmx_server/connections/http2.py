@@ -210,6 +210,7 @@ class Http2(H2Protocol):
 
     def _refuse(self, stream_id: int, status: int) -> None:
         headers = [(b":status", b"%d" % status), (b"content-length", b"0")]
+        headers += self.config.response_headers("h2")
         self.connection.send_headers(stream_id, headers, end_stream=True)
 
     async def _start(self, event: RequestReceived, method: str, path: bytes) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllmx_server.connections.safe_headers import SAFE_HEADERS
 from vllmx_server.errors import OverloadedError, error_body
 from vllmx_server.sharing import ALONE, Sharing
 
@@ -186,9 +187,11 @@ class _Complaints:
 def refusal() -> bytes:
     """A whole answer for a connection that is not let in."""
     body = error_body(OverloadedError("too many connections are open: try again later"))
+    safe = b"".join(b"%b: %b\r\n" % header for header in SAFE_HEADERS)
     return (
         b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\nRetry-After: 1\r\nConnection: close\r\n\r\n%b" % (len(body), body)
+        b"Content-Length: %d\r\nRetry-After: 1\r\n%bConnection: close\r\n\r\n%b"
+        % (len(body), safe, body)
     )
 
 

@@ -18,8 +18,6 @@ _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
 

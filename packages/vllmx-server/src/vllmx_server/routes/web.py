@@ -45,9 +45,7 @@ _POLICY = "; ".join(
 )
 _SAFE = {
     "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",

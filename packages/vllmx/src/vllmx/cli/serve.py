@@ -37,6 +37,8 @@ HELP = {
     " for one API key; may be repeated  [default: 0:].",
     "ssl_certfile": "TLS certificate.",
     "ssl_keyfile": "TLS key.",
+    "hsts_max_age_s": "Seconds for which browsers reach this host by TLS alone, on every port;"
+    " 0: not said.",
     "allowed_origins": "CORS origin; may be repeated.",
     "allowed_methods": "CORS method; may be repeated.",
     "allowed_headers": "CORS header; may be repeated.",

@@ -1,0 +1,22 @@
+"""Headers of every answer: of routes, of errors, and of what is refused on a connection."""
+
+from __future__ import annotations
+
+from hypercorn.config import Config
+
+SAFE_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
+"""No type is guessed from an answer's bytes, and no address of ours is told to other sites."""
+
+
+class AnswerConfig(Config):
+    """hypercorn's configuration, which its protocols ask for what stands in every answer."""
+
+    hsts_max_age_s = 0
+
+    def response_headers(self, protocol: str) -> list[tuple[bytes, bytes]]:
+        """hypercorn's own, and ours."""
+        found = [*super().response_headers(protocol), *SAFE_HEADERS]
+        if self.hsts_max_age_s:
+            value = b"max-age=%d" % self.hsts_max_age_s
+            found.append((b"strict-transport-security", value))
+        return found
