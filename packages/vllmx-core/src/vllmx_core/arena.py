@@ -1,4 +1,5 @@
-"""Where the arrays of a recorded step live: one buffer, space reused after the last reader."""
+"""Places the arrays of a recorded step in one buffer, whose space is reused after the last
+reader."""
 
 from __future__ import annotations
 

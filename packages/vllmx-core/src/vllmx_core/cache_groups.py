@@ -35,7 +35,7 @@ class CacheGroup(Record):
 
 
 class CacheLayout(Record):
-    """Where each layer keeps its keys and values."""
+    """The group and the place in which each layer keeps its keys and values."""
 
     groups: tuple[CacheGroup, ...]
     places: tuple[OwnedKV, ...]

@@ -1,4 +1,4 @@
-"""From a model name to an opened checkpoint and a constructed architecture."""
+"""Opens the checkpoint that a model name leads to, and constructs its architecture."""
 
 from __future__ import annotations
 

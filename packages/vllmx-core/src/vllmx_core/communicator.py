@@ -21,9 +21,10 @@ def tree_sum(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
 
 
 class SharedAddresses(Record):
-    """Where the memory that ranks of one host share lies in this process, for native code that
-    makes the calls itself. Each rank adds one to its `arrived` word when its part of a call lies in
-    its buffer of that turn (turns alternate), and reads the others' when theirs are as far."""
+    """The addresses, in this process, of the memory that ranks of one host share, for native code
+    that makes the calls itself. Each rank adds one to its `arrived` word when its part of a call
+    lies in its buffer of that turn (turns alternate), and reads the others' when theirs are as
+    far."""
 
     rank: int
     num_ranks: int
@@ -59,5 +60,5 @@ class Communicator(Protocol):
 
     @property
     def shared(self) -> SharedAddresses | None:
-        """For ranks that share memory; None: the calls above are the only way."""
+        """The memory that the ranks share; None: the calls above are the only way."""
         ...

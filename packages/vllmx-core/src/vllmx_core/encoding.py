@@ -1,4 +1,4 @@
-"""From floats to quantised types: what an encoder is to those that quantise."""
+"""The interface of encoders, which turn floats into quantised types."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Hooks:
 
     @hookspec
     def vllmx_executors(self) -> tuple[ExecutorSpec, ...]:
-        """Who runs a model on several ranks."""
+        """Provides what runs a model on several ranks."""
         raise NotImplementedError
 
     @hookspec

@@ -59,7 +59,7 @@ class JSONFormatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[StandardError]):
     def close(self) -> None:
-        """At the end of the process, by `logging.shutdown`."""
+        """Writes what is left; `logging.shutdown` calls it at the end of the process."""
         self.stream.finish()
         super().close()
 

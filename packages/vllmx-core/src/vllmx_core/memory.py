@@ -64,7 +64,7 @@ def return_unused_bytes() -> None:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For messages, in the unit that fits."""
+    """Writes a size for messages, in the unit that fits."""
     if num_bytes < 1 << 20:
         return f"{num_bytes} bytes"
     if num_bytes >= GIB:

@@ -79,7 +79,7 @@ class LatentKV(Record):
 
     @property
     def value_size(self) -> int:
-        """There are no values beside the row."""
+        """Zero: no values are kept beside the row."""
         return 0
 
 
@@ -162,7 +162,8 @@ class ModelShape(Record):
 
 
 class ImagePlaces(Record):
-    """Where the patches and the features of one image are, by its grid of patches."""
+    """Index arrays that say where the patches and features of one image are, by its grid of
+    patches."""
 
     rope_positions: I32
     """(A, N) what the tower's rotations turn each patch by."""

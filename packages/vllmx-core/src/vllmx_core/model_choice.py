@@ -1,4 +1,4 @@
-"""Who runs a checkpoint: an architecture's own file, or code for those that have none."""
+"""Chooses what runs a checkpoint: an architecture's own file, or code for those that have none."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from vllmx_core.records import Record
 
 
 class Thinking(Record):
-    """Where thoughts stand. A prompt that ends with `begin` leaves them open: the answer starts
-    inside of them."""
+    """The markers around thoughts. A prompt that ends with `begin` leaves them open: the answer
+    starts inside of them."""
 
     begin: str
     end: str

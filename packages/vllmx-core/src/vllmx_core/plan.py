@@ -188,7 +188,7 @@ class SamplingRows(MutableRecord):
 
     @classmethod
     def greedy(cls, count: int) -> SamplingRows:
-        """So many rows that take the likeliest id, without log-probabilities."""
+        """Makes `count` rows that take the likeliest id, without log-probabilities."""
         return cls(
             temperature=np.zeros(count, np.float32),
             top_k=np.zeros(count, np.int32),

@@ -1,4 +1,4 @@
-"""Who serves a name that several plugins claim.
+"""Decides which plugin serves a name that several claim.
 
 vllmx's own wins over a plugin of somebody else, which thereby goes on working for all else that it
 provides when vllmx later ships the same; `--prefer PLUGIN` turns that round. Between two plugins of

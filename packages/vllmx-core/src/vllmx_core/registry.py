@@ -325,7 +325,8 @@ class Registry:
         return self._model(f"architecture {architecture!r}")
 
     def gguf_model_for(self, name: str) -> ModelSpec | None:
-        """Who serves the architecture of a GGUF file. Raises PluginClashError."""
+        """Returns the model that serves the architecture of a GGUF file. Raises
+        PluginClashError."""
         return self._model(f"GGUF architecture {name!r}")
 
     def _model(self, claim: str) -> ModelSpec | None:

@@ -157,7 +157,7 @@ class EncoderSpec(_Spec):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec(_Spec):
-    """Who runs a model on several ranks: a callable `(plan, opened) -> LoadedModel` of a
+    """Runs a model on several ranks: a callable `(plan, opened) -> LoadedModel` of a
     `vllmx_engine.core.load_plan.LoadPlan` and a `vllmx_engine.core.load.OpenedModel`. The one named
     "tensor-parallel" is asked where `--tensor-parallel-size` is above 1."""
 
@@ -174,8 +174,9 @@ class CommandSpec(_Spec):
 
 @dataclass(frozen=True, slots=True)
 class ModelSourceSpec(_Spec):
-    """Where a model name leads: a callable `(model: str, revision: str | None, progress: bool) ->
-    Path | None`, None when the name is not its own. Asked in the order of falling `priority`."""
+    """Finds the files of a model name: a callable `(model: str, revision: str | None, progress:
+    bool) -> Path | None`, None when the name is not its own. Sources are asked in the order of
+    falling `priority`."""
 
     priority: int = 0
     api: int = API_VERSION

@@ -33,7 +33,7 @@ class StateRows(Record):
         return cls(lengths[order].tolist(), first, read, left)
 
     def tokens(self) -> Iterator[Index]:
-        """For each offset in the rows the tokens (n,) of the n rows that have one there."""
+        """Yields for each offset in the rows the tokens (n,) of the n rows that have one there."""
         rows = len(self.lengths)
         for offset in range(self.lengths[0]):
             while self.lengths[rows - 1] <= offset:

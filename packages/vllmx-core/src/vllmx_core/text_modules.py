@@ -74,7 +74,7 @@ _KINDS = ("pooling", "dense", "normalize")
 
 
 def _text_limit(path: Path) -> int | None:
-    """Its `max_seq_length`, if it has one."""
+    """Reads the `max_seq_length` of a file, if it has one."""
     settings = _read(path)
     limit = settings.get("max_seq_length") if isinstance(settings, dict) else None
     if limit is not None and (type(limit) is not int or limit < 1):

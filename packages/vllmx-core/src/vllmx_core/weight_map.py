@@ -1,4 +1,4 @@
-"""From a model's weight map and a checkpoint to parts, and to plain float32 arrays.
+"""Turns a model's weight map and a checkpoint into parts, and into plain float32 arrays.
 
 Every backend reads a spec's parts through `parts_of` and its bias through `bias_of`, so that what a
 map can pick is picked the same way everywhere.

@@ -230,7 +230,7 @@ def _raw_cols(raw: RawTensor, cols: int, begin: int, end: int) -> RawTensor:
 
 
 def _of_width(layout: QuantLayout, cols: int) -> QuantLayout:
-    """With groups and blocks of a whole row as wide as the row is now."""
+    """The layout with groups and blocks of a whole row as wide as the row is now."""
     if layout.kind == "int8":
         return replace(layout, group_size=cols)
     if layout.kind == "fp8":

@@ -255,7 +255,8 @@ def _included(source: Path) -> list[Path]:
 
 
 def _object_folder() -> Path | None:
-    """In a source tree: a folder (ignored by git) that makes the next build incremental."""
+    """The folder of a source tree (ignored by git) that makes the next build incremental; None
+    elsewhere."""
     root = PACKAGE.parent.parent
     return root / "build" / "native" if (root / "pyproject.toml").exists() else None
 

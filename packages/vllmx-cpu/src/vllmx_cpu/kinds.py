@@ -90,7 +90,7 @@ def _part_kind(part: WeightPart) -> NativeKind | None:
 
 
 def _affine_kind(part: WeightPart) -> NativeKind | None:
-    """With the widest unit of columns that no group ends in the middle of."""
+    """The kind with the widest unit of columns that no group ends in the middle of."""
     cols = part.shape[1]
     group_of = _group_index(part)
     if group_of is None:

@@ -293,7 +293,7 @@ class EagerRun:
         self._seconds = 0.0
 
     def address(self, value: Value) -> int:
-        """Where a value lies."""
+        """The address of a value."""
         return int(self._buffers[value].ctypes.data)
 
     def run(self, steps: OpList, begin: float = 0.0, end: float = 1.0) -> float:

@@ -1,5 +1,5 @@
-"""From a checkpoint to weights in the layout of the kernels: parallel, and without any
-other copy of the model."""
+"""Packs a checkpoint's weights into the layout of the kernels: parallel, and without any other copy
+of the model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MatrixShape(Record):
         return self.count * self.matrix_bytes
 
     def packed_rows(self) -> AnyArray:
-        """Where each row of a logical matrix lies among its tiles' rows."""
+        """The row among its tiles' rows (rows,) of each row of a logical matrix."""
         rows = np.arange(self.rows)
         if not self.gated:
             return rows
@@ -234,7 +234,7 @@ def _matrix_jobs(
 
 
 class Place(Record):
-    """Where one matrix of this shape is packed."""
+    """The address to which one matrix of a shape is packed."""
 
     shape: MatrixShape
     address: int

@@ -82,7 +82,7 @@ class SamplerCall:
             self._set("masks", rows.masks, np.uint32)
 
     def bind(self, logits: int, vocab_size: int, workspace: Bytes) -> None:
-        """Where the step leaves its (L, V) logits."""
+        """Sets the address at which the step leaves its (L, V) logits."""
         self.struct.logits = logits
         self.struct.vocab_size = vocab_size
         self.struct.workspace = workspace.ctypes.data

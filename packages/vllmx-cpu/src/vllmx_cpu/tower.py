@@ -18,8 +18,8 @@ from vllmx_cpu.tape import Tape, make_tape
 
 
 class CpuTower:
-    """Its tape over buffers of its own, which are made anew for a pass larger than those before:
-    pages that no pass has touched take no memory, so they may be twice as large as it.
+    """The tape of a tower over buffers of its own, which are made anew for a pass larger than those
+    before: pages that no pass has touched take no memory, so they may be twice as large as it.
 
     Args:
         lowering: of the model; weights and the store of features are common to both
@@ -36,7 +36,8 @@ class CpuTower:
         """Of each record, as a share of the pass."""
 
     def make_room(self, plan: StepPlan) -> None:
-        """For a pass. None may be in flight. Raises CapacityError."""
+        """Makes the buffers large enough for a pass. None may be in flight. Raises
+        CapacityError."""
         wanted = (plan.num_tokens, plan.num_rows, _num_windows(plan))
         sizes = list(zip(wanted, self._size, strict=True))
         if all(new <= old for new, old in sizes):

@@ -26,7 +26,7 @@ class VectorsCall:
         self.struct = VxElementwise(y=self._vectors.ctypes.data, width=width, factor=1.0)
 
     def bind(self, vectors: int) -> None:
-        """Where the step leaves its (L, width) vectors."""
+        """Sets the address at which the step leaves its (L, width) vectors."""
         self.struct.x = vectors
 
     @property

@@ -20,7 +20,8 @@ _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 
 def facts() -> dict[str, str]:
-    """Never raises for what this machine lacks."""
+    """Describes driver, device and libraries by name; it never raises for what this machine
+    lacks."""
     found = {
         "driver": _driver,
         "device": _device,

@@ -359,8 +359,8 @@ class AsyncLLM(AsyncText):
             self._frontend.note(reason)
 
     def share(self, sequences: Gauge, texts: Gauge) -> None:
-        """Has its limits in common with other processes over the same core: `max_queue`, and bytes
-        of text that wait for threads."""
+        """Counts the limits in common with other processes over the same core: `max_queue`, and
+        bytes of text that wait for threads."""
         self._streams.gauge, self.text.gauge = sequences, texts
 
     # --- life -------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class AsyncLLM(AsyncText):
         return self._frontend
 
     async def prepare_grammars(self) -> None:
-        """Has the core make its trie of tokens while nobody waits for an answer: it takes half a
+        """Makes the core build its trie of tokens while nobody waits for an answer: it takes half a
         second for 150,000 tokens, in which no step begins. Else the first grammar does so."""
         if await self.grammars.prepare():
             await self._streams.idle.wait()

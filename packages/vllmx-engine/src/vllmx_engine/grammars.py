@@ -159,7 +159,7 @@ class GrammarServer:
 
 
 def _check_and_exit(request: CheckGrammar, lexicon: Lexicon | None, pipe: int) -> None:
-    """In the child: never returns."""
+    """Checks a grammar in the child process, and never returns."""
     try:
         _limit()
         assert lexicon is not None, "no vocabulary was sent"

@@ -147,7 +147,7 @@ class Streams:
 
 @contextmanager
 def all_or_none(streams: Sequence[RequestStream]) -> Iterator[None]:
-    """Whatever is raised inside, and cancelling, ends all of them."""
+    """Ends all streams when anything is raised inside, or when the caller is cancelled."""
     try:
         yield
     except BaseException:

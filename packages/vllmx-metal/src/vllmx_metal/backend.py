@@ -65,7 +65,7 @@ class MetalBackend:
     def _load(
         self, model: Model, source: WeightSource, options: LoadOptions, owner: Owner
     ) -> MetalLoadedModel:
-        """In the owner's thread."""
+        """Loads a model in the owner's thread."""
         device = current_device()
         dtype = choose_dtype(options.dtype, model.shape.dtype, DTYPES, self.name)
         cached = kv_dtype(options.kv_cache_dtype, KV_DTYPES, dtype, self.name)

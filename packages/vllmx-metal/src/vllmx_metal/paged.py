@@ -138,7 +138,7 @@ def decode_rows(
     last_key: np.ndarray[Any, np.dtype[np.int64]],
     page: int,
 ) -> DecodeRows:
-    """From the host's arrays: (N, B), (N,), (N,)."""
+    """Makes rows of the host's arrays: (N, B), (N,), (N,)."""
     return DecodeRows(
         mx.array(np.ascontiguousarray(block_table)),
         mx.array(first_key.astype(np.int32)),

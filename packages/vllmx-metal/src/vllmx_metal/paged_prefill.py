@@ -58,7 +58,7 @@ class PrefillTiles:
         queries: npt.NDArray[Any],
         page: int,
     ) -> PrefillTiles:
-        """From the host's arrays: (N, B), (N,), (N,)."""
+        """Makes tiles of the host's arrays: (N, B), (N,), (N,)."""
         return cls(mx.array(np.ascontiguousarray(block_table)), position, queries, page)
 
     def items(self, group: int) -> mx.array:

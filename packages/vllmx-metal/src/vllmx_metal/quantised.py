@@ -122,8 +122,8 @@ def _joined(
 
 
 def _narrowed(scales: mx.array, biases: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """In the model's dtype, so that they take half as much, where that changes nothing but by the
-    rounding of float16; else in float32."""
+    """Converts scales and biases to the model's dtype, so that they take half as much, where that
+    changes nothing but by the rounding of float16; else to float32."""
     allowed = _HALF_ULP if dtype == mx.float16 else 0.0
 
     def held(array: mx.array) -> bool:

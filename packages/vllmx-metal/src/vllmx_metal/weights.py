@@ -1,4 +1,4 @@
-"""From a checkpoint to MLX arrays, one logical weight after the other."""
+"""Loads a checkpoint into MLX arrays, one logical weight after the other."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ _TENSORS: Mapping[str, str] = {
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Of RoBERTa's positions the file has those from the first token's on."""
+    """The config that a GGUF file stands for. Of RoBERTa's positions the file has those from the
+    first token's on."""
     scores = labels(header)
     architecture = "BertForSequenceClassification" if scores else "BertModel"
     return {**encoder_config(header), **scores, "architectures": [architecture]}

@@ -43,7 +43,7 @@ _EXPERTS = tuple(
 
 
 def with_record(spec: ModelSpec) -> ModelSpec:
-    """With what the tests say of it."""
+    """Adds what the tests say of a model."""
     (name,) = spec.architectures
     return replace(spec, backends=EVERYWHERE, checked=_checked(name))
 

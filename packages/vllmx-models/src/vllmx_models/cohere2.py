@@ -39,7 +39,8 @@ def cohere2(config: Mapping[str, Any]) -> Decoder:
 
 
 def _gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """That each fourth layer has no window is not in the file."""
+    """The config that a GGUF file stands for. The file does not say that each fourth layer has no
+    window."""
     return {
         **decoder_config(header, "logit_scale", "attention.sliding_window"),
         "logit_scale": header.number("logit_scale", 0.0625),

@@ -202,7 +202,7 @@ class Decoder:
         stream.add(self._written("mlp_post_norm", names, fed, scope))
 
     def _parallel(self, layer: LayerSpec, stream: ResidualStream, scope: LayerScope) -> None:
-        """Both blocks read the stream as it was before the layer."""
+        """Records a layer both of whose blocks read the stream as it was before the layer."""
         (mixer, feed_forward), names = layer.both, layer.norms.named
         x = self._read("attn_norm", names, stream, scope)
         mixed = self._written("attn_post_norm", names, mixer.record(x, scope), scope)
@@ -255,7 +255,7 @@ def rope_tables(layers: Sequence[LayerSpec]) -> dict[str, Rope]:
 
 
 def _renamed(spec: WeightSpec, prefix: str, other: str) -> WeightSpec:
-    """With the names as other checkpoints have them as alternatives."""
+    """Adds the names that other checkpoints have as alternatives."""
     return replace(spec, parts=tuple(renamed_part(part, prefix, other) for part in spec.parts))
 
 

@@ -1,4 +1,5 @@
-"""From config.json to a `DecoderSpec`: what the architectures of the shared decoder read alike."""
+"""Reads config.json into a `DecoderSpec`: what the architectures of the shared decoder read
+alike."""
 
 from __future__ import annotations
 

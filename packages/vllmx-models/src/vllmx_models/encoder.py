@@ -148,7 +148,7 @@ class Encoder:
 
 
 def _renamed(spec: WeightSpec, prefixes: tuple[str, ...]) -> WeightSpec:
-    """With the names as other checkpoints have them as alternatives."""
+    """Adds the names that other checkpoints have as alternatives."""
     return replace(
         spec, parts=tuple(replace(one, alternatives=_others(one, prefixes)) for one in spec.parts)
     )

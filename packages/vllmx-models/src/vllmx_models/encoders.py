@@ -1,4 +1,4 @@
-"""Who quantises: an encoder that a plugin brings, or else numpy."""
+"""Chooses who quantises: an encoder that a plugin brings, or else numpy."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class Encoding(Record):
 
 
 def in_situ(name: str, checkpoint: Checkpoint, model: Model, registry: Registry) -> InSituSource:
-    """As a `QuantizerSpec` implementation. Raises ConfigError for a checkpoint that is quantised
-    already."""
+    """Quantises a checkpoint as it is read: the implementation of a `QuantizerSpec`. Raises
+    ConfigError for a checkpoint that is quantised already."""
     specs = [spec for spec in model.weights() if _quantised(spec)]
     named = partial(name_in, checkpoint.weights)
     cols = {named(part): spec.cols for spec in specs for part in spec.parts}

@@ -1,4 +1,4 @@
-"""From config.json to layers of latent attention: what DeepSeek and its kin read alike."""
+"""Reads config.json into layers of latent attention: what DeepSeek and its kin read alike."""
 
 from __future__ import annotations
 

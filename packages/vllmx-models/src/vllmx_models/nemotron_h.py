@@ -135,7 +135,8 @@ def _mamba(read: ConfigReader) -> MambaMixer:
 
 
 def _experts(read: ConfigReader, bias: bool) -> MoE:
-    """Without gates, and where the config says so between matrices to fewer features and back."""
+    """Experts without gates; where the config says so, between matrices to fewer features and
+    back."""
     if bias:
         raise read.error("mlp_bias", "is not known here for experts: false")
     count = num_experts(read, ("n_routed_experts",))
@@ -209,7 +210,7 @@ def _gguf_experts(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _states(spec: DecoderSpec) -> Mapping[str, Any]:
-    """Both epsilons are one, and llama.cpp asks for either."""
+    """The keys of a GGUF file. Both epsilons are one, and llama.cpp asks for either."""
     feeds = [layer.feed_forward for layer in spec.layers]
     inner = [one.intermediate_size if isinstance(one, DenseMLP | MoE) else 0 for one in feeds]
     moe = next((one for one in feeds if isinstance(one, MoE)), None)

@@ -79,7 +79,7 @@ def gte_classifier(config: Mapping[str, Any]) -> Encoder:
 
 
 def _nomic_config(config: Mapping[str, Any], architecture: str) -> ConfigReader:
-    """By the names of today, whatever the config's age."""
+    """Reads a config by the names of today, whatever its age."""
     read = ConfigReader(config, architecture)
     for key, value in _NOMIC_FIXED.items():
         if config.get(key, value) not in (value, None):

@@ -47,8 +47,8 @@ class PooledDecoder:
 
 
 def pooled_decoder(spec: DecoderSpec, output: Output, config: Mapping[str, Any]) -> PooledDecoder:
-    """As `vllmx_core.text_modules` and the config say; the last token's vector by default. Raises
-    UnsupportedModelError."""
+    """Makes a decoder that pools as `vllmx_core.text_modules` and the config say; the last token's
+    vector by default. Raises UnsupportedModelError."""
     if spec.names.also is None:  # saved without the head, its layers have no prefix
         spec = replace(spec, names=replace(spec.names, also=("model.", "")))
     pooling, dense = read_modules(config, spec.hidden_size)

@@ -66,7 +66,7 @@ qwen3_5_moe_text = qwen3_5_moe
 
 
 def _seeing(config: Mapping[str, Any], text: Decoder, sections: Any) -> Decoder:
-    """With the tower, where the config has one."""
+    """Adds the tower, where the config has one."""
     if not sees_images(config):
         return text
     outer = ConfigReader(config, "Qwen3_5ForConditionalGeneration")

@@ -98,7 +98,7 @@ def _turned(layer: LayerSpec, axes: Axes) -> LayerSpec:
 
 
 def qwen_tower(outer: ConfigReader, deepstack: list[int]) -> QwenTower:
-    """That of Qwen3-VL and Qwen3.5; `deepstack` is what a config means that is silent."""
+    """The tower of Qwen3-VL and Qwen3.5; `deepstack` is what a config means that is silent."""
     read = vision_reader(outer)
     depth, size = read.integer("depth", high=1024), read.integer("hidden_size")
     heads = read.integer("num_heads")

@@ -131,8 +131,8 @@ def open_weights(path: Path) -> SafetensorsSource:
 
 
 def _plain_names(folder: Path) -> list[str]:
-    """As transformers looks: model.safetensors first. Mistral's repositories hold a second copy in
-    another naming, consolidated*.safetensors, which is left alone."""
+    """Lists the files in the order of transformers: model.safetensors first. Mistral's repositories
+    hold a second copy in another naming, consolidated*.safetensors, which is left alone."""
     if (folder / SINGLE_NAME).is_file():
         return [SINGLE_NAME]
     found = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -75,8 +75,8 @@ class SafetensorsFile:
         return self._entries
 
     def tensor(self, name: str) -> RawTensor:
-        """Not read so far. Raises KeyError for an unknown name, WeightFormatError for a dtype that
-        is stored validly but has no place in vllmx."""
+        """Returns a tensor, not read so far. Raises KeyError for an unknown name, WeightFormatError
+        for a dtype that is stored validly but has no place in vllmx."""
         dtype, shape, begin, end = self._entries[name]
         if dtype not in _DTYPES:
             raise WeightFormatError(

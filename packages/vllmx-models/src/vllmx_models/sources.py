@@ -72,7 +72,7 @@ def _refuse_choice(repo: str, revision: str | None) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    """Not a tower for images."""
+    """Whether a file is a model, and not a tower for images."""
     return name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj")
 
 

@@ -23,7 +23,7 @@ MAX_LABELS = 1 << 16
 
 
 class Tail(Protocol):
-    """From (T, E) to what a step gives."""
+    """Maps (T, E) to what a step gives."""
 
     @property
     def output(self) -> Output:
@@ -35,7 +35,7 @@ class Tail(Protocol):
         ...
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Its lines of the weight map."""
+        """The tail's lines of the weight map."""
         ...
 
     def record(self, ops: Ops, w: Mapping[str, Weight], x: Array, step: StepInputs) -> Array:
@@ -44,7 +44,7 @@ class Tail(Protocol):
 
 
 class End(Record):
-    """From (T, E) to a row for each text: pooled, then through matrices."""
+    """Maps (T, E) to a row for each text: pooled, then through matrices."""
 
     output: Output
     pooling: PoolKind

@@ -33,7 +33,8 @@ def text_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mappi
 
 
 def inside_images(config: Mapping[str, Any]) -> ModelNames:
-    """Where its tensors are: in files as they were published, or as transformers writes them."""
+    """The names of the text's tensors: in files as they were published, or as transformers writes
+    them."""
     if not has_text_config(config):
         return ModelNames()
     prefix = "language_model.model."

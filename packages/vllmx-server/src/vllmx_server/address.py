@@ -1,4 +1,4 @@
-"""Where the server is reached: a bound socket, listening once requests can be answered, and the
+"""The address of the server: a bound socket, listening once requests can be answered, and the
 certificate that it shows there."""
 
 from __future__ import annotations

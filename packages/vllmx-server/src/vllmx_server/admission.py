@@ -1,4 +1,4 @@
-"""Who is in flight of the whole server, and whether anybody else is let in."""
+"""Counts who is in flight of the whole server, and decides whether anybody else is let in."""
 
 from __future__ import annotations
 

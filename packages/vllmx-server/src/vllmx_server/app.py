@@ -150,7 +150,7 @@ class App(Starlette):
 
 
 def known_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Whoever has one of these may use the server; empty: everybody may."""
+    """The keys with which one may use the server; empty: everybody may."""
     asked = config.api_key or config.api_keys_file is not None
     return (*config.api_key, *config.admin_key) if asked else ()
 

@@ -23,8 +23,8 @@ class Background:
         self._cleaning: asyncio.Task[None] | None = None
 
     async def start(self, *, takes_over: bool = False) -> None:
-        """With a data folder: goes on with the batches that are there. `takes_over`: from another
-        process of this server, which has died; others go on writing files."""
+        """Starts; with a data folder it goes on with the batches that are there. `takes_over`: from
+        another process of this server, which has died; others go on writing files."""
         outlives = self._storage.folder.outlives
         if outlives and not takes_over:
             await self._storage.files.clean_strangers()

@@ -60,8 +60,8 @@ class ContentLogprobs:
         return content or ("" if events else None)
 
     def _decide(self, content: str, tokenizer: Tokenizer) -> None:
-        """Of the tokens so far those are content whose text is in what was told. Those in front of
-        them are markers, and those behind them may become one."""
+        """Takes those of the tokens so far as content whose text is in what was told. Those in
+        front of them are markers, and those behind them may become one."""
         start = "".join(text for text, _ in self._undecided).rfind(content)
         at, end = 0, start + len(content)
         waiting = []

@@ -1,4 +1,5 @@
-"""Where a request asks whether its key may have so much, and says afterwards what it took.
+"""The desk at which a request asks whether its key may have so much, and says afterwards what it
+took.
 
 What is asked is plain data, so that a server with several processes has one desk: that of the
 supervisor, which `RemoteDesk` asks. An admission that must be counted exactly belongs here; a limit

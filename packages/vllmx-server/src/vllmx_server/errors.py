@@ -56,7 +56,7 @@ class BadHTTPError(VllmxError):
 
     @classmethod
     def of(cls, status: int, reason: str) -> Self:
-        """With another status, of those that HTTP has for it."""
+        """Makes an error with another status, of those that HTTP has for it."""
         error = cls(reason)
         error.http_status = status
         return error
@@ -121,7 +121,7 @@ class RateLimitError(VllmxError):
 
 
 class OverloadedError(VllmxError):
-    """Too many requests in flight, or the server is shutting down."""
+    """Says that too many requests are in flight, or that the server is shutting down."""
 
     http_status = 503
     code = "overloaded"
@@ -178,7 +178,8 @@ def messages_error_body(error: VllmxError) -> bytes:
 
 
 def error_response(error: VllmxError, scope: Scope | None = None) -> Response:
-    """In Anthropic's shape for the routes of its API, else in OpenAI's."""
+    """Makes the response of an error: in Anthropic's shape for the routes of its API, else in
+    OpenAI's."""
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(getattr(error, "retry_after_s", 1.0))))

@@ -28,7 +28,7 @@ class Usage:
         """Of the completion's; None where thoughts are not told from content."""
 
     def shown(self) -> TokenUsage:
-        """In the form of OpenAI's API."""
+        """The usage in the form of OpenAI's API."""
         thoughts = self.reasoning_tokens
         return TokenUsage(
             prompt_tokens=self.prompt_tokens,
@@ -91,8 +91,8 @@ class Generation:
         make: Callable[[str, list[int]], bytes],
         write: Callable[[bytes], None],
     ) -> None:
-        """From now on what comes while `outputs` is waited for is written at once, where there is
-        one prompt with one choice.
+        """Writes at once, from now on, what comes while `outputs` is waited for, where there is one
+        prompt with one choice.
 
         Args:
             is_free: `write` may be called.

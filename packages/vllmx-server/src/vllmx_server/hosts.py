@@ -48,7 +48,7 @@ class HostCheck:
 
 
 def _name_of(host: str) -> str:
-    """Without its port and brackets."""
+    """The name of a host without its port and brackets."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -56,7 +56,7 @@ def _name_of(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Also without a name at all: no browser leaves it out."""
+    """Whether a name is an address. No name at all counts as one: no browser leaves it out."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

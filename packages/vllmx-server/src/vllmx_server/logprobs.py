@@ -97,7 +97,7 @@ class CompletionLogprobs:
         self._parts.append((token_ids, positions, [shift + offset for offset in offsets]))
 
     def shown(self) -> TextLogprobs:
-        """Its arrays are made while they are encoded."""
+        """The struct of an answer, whose arrays are made while they are encoded."""
         rows = [(ids, positions) for ids, positions, _ in self._parts]
         return TextLogprobs(
             tokens=lazily(self._text(token) for ids, _ in rows for token in ids),

@@ -198,7 +198,7 @@ class Metrics(Collector):
             self._http[name] = self._http.get(name, 0) + count
 
     def with_others(self, others: Sequence[MetricCounts]) -> Metrics:
-        """Of the whole server, of which other processes have counted so much."""
+        """The metrics of the whole server, of which other processes have counted so much."""
         whole = Metrics(self.model, self._stats, self._cache)
         for counts in (self.counts(), *others):
             whole.add(counts)

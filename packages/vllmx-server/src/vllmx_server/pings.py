@@ -37,7 +37,7 @@ class Pings:
         self._sending: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        """Must be followed by `stop`."""
+        """Starts pings; `stop` must follow."""
         self._before = self._num_sent()
         self._wait()
 

@@ -29,7 +29,7 @@ class PoolingInput(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """About how much text it is."""
+        """The size of the text, about."""
         ids = () if self.ids is None else self.ids
         return len(self.text) + len(self.pair or "") + 4 * len(ids)
 

@@ -35,8 +35,8 @@ def client_name(key_digest: bytes) -> str:
 
 
 def priority_ranges(texts: Sequence[str], keys: Sequence[str]) -> dict[str, PriorityRange]:
-    """By client name, with "" for everybody else, from `LEAST:GREATEST` and `KEY=LEAST:GREATEST`;
-    an end that is left out is open. Raises ConfigError, in which no key stands."""
+    """Parses `LEAST:GREATEST` and `KEY=LEAST:GREATEST` into ranges by client name, with "" for
+    everybody else; an end that is left out is open. Raises ConfigError, in which no key stands."""
     ranges = {"": PriorityRange()}
     for text in texts:
         key, named, ends = text.rpartition("=")

@@ -42,7 +42,7 @@ _PREPARE_S = 2.0
 
 
 class Stopping(Protocol):
-    """Who says when to stop: signals, or the supervisor."""
+    """Says when to stop: signals, or the supervisor."""
 
     def begin_serving(self, serving: Serving) -> asyncio.Event:
         """Returns the event that is set when the server must stop."""

@@ -164,7 +164,7 @@ class ServerState:
             await self.drain(CLOSE_S)
 
     def _read_ranges(self) -> None:
-        """In place: the states of other models share them."""
+        """Reads the ranges again, in place: the states of other models share them."""
         ranges = priority_ranges(self.config.priority_range, self.config.api_key)
         self.priorities.clear()
         self.priorities.update(ranges | self.keys.priority_ranges())
@@ -207,13 +207,14 @@ def cache_labels(llm: AsyncLLM) -> dict[str, object]:
 
 
 def pooler_of(llm: AsyncLLM) -> Pooler | None:
-    """Of a model that makes vectors or scores."""
+    """The pooler of a model that makes vectors or scores; None for another one."""
     pooling = llm.info.pooling
     return None if pooling is None else EnginePooler(llm, pooling)
 
 
 def state_of(request: Request) -> ServerState:
-    """Of the model that the request is for, where that is known; else of the default one."""
+    """The state of the model that the request is for, where that is known; else of the default
+    one."""
     found = request.scope["state"].get("server")
     return cast(ServerState, found or request.app.state.server)
 
@@ -242,18 +243,18 @@ def request_id_of(request: Request, body: Named) -> str:
 
 
 def owner_of(request: Request) -> str:
-    """Whose things a request may see: the API key's name, empty without keys."""
+    """The client whose things a request may see: the API key's name, empty without keys."""
     return cast(str, request.scope["state"].get("client", ""))
 
 
 def holder_of(request: Request) -> Holder:
-    """Who holds the key of a request."""
+    """The holder of the key of a request."""
     return state_of(request).keys.holder(owner_of(request))
 
 
 def client_of(request: Request) -> str:
-    """Who asks, for fair share and budgets: the API key's name, or without keys the address. A
-    batch is another client than who sent it."""
+    """The client that fair share and budgets count: the API key's name, or without keys the
+    address. A batch is another client than who sent it."""
     owner = owner_of(request)
     if "is_batch" in request.scope["state"]:
         return f"{owner} (batch)"
@@ -262,9 +263,9 @@ def client_of(request: Request) -> str:
 
 
 def caller_of(request: Request, body: Asking) -> RequestOptions:
-    """Who asks, and how urgently. The prefix-cache salt goes by the API
-    key, so that no client can probe another's prompts; a `cache_salt` of the request narrows it
-    further. Raises InvalidRequestError for a priority that the key does not allow."""
+    """The client that asks, and how urgently. The prefix-cache salt goes by the API key, so that no
+    client can probe another's prompts; a `cache_salt` of the request narrows it further. Raises
+    InvalidRequestError for a priority that the key does not allow."""
     client, key = client_of(request), owner_of(request)
     priority = body.priority or 0
     if "is_batch" in request.scope["state"]:

@@ -66,7 +66,7 @@ def device_of_rank(chosen: torch.device, rank: int) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """For people: "cuda:0 (NVIDIA H200)", "cpu (8 threads)"."""
+    """Writes a device for people: "cuda:0 (NVIDIA H200)", "cpu (8 threads)"."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "xpu":

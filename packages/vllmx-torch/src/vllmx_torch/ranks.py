@@ -39,7 +39,7 @@ class TorchRanks(Protocol):
 
 
 class HostRanks:
-    """Through a communicator of the host."""
+    """Ranks that meet through a communicator of the host."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -55,8 +55,8 @@ class HostRanks:
 
 
 class ProcessGroupRanks:
-    """Through a process group of torch (`torch.distributed.ProcessGroup`) of this model alone; no
-    global group is made."""
+    """Ranks that meet through a process group of torch (`torch.distributed.ProcessGroup`) of this
+    model alone; no global group is made."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

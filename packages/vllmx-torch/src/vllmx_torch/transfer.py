@@ -25,7 +25,7 @@ def upload(array: AnyArray, dtype: npt.DTypeLike, device: torch.device) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """When a step was enqueued."""
+    """The time at which a step was enqueued."""
 
     host_s: float
     event: torch.cuda.Event | None
@@ -50,8 +50,8 @@ class StepClock:
         return event
 
     def seconds(self, started: Started, end: torch.cuda.Event | None) -> float:
-        """Until `end`, which has happened, or else until now; a step that was enqueued behind
-        another counts from that one's end."""
+        """The seconds until `end`, which has happened, or else until now; a step that was enqueued
+        behind another counts from that one's end."""
         if started.event is not None and end is not None:
             return float(started.event.elapsed_time(end)) / 1000
         now_s = time.perf_counter()

@@ -1,5 +1,5 @@
-"""From a checkpoint to tensors of one dtype on the device. A layout that torch has no dtype for is
-dequantised on the way, one part after the other, so that no second copy of the model exists."""
+"""Loads a checkpoint into tensors of one dtype on the device. A layout that torch has no dtype for
+is dequantised on the way, one part after the other, so that no second copy of the model exists."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class WeightLoader:
             first += rows
 
     def _copy(self, out: Tensor, part: WeightPart, offset: float) -> None:
-        """Into `out`, rounded to its dtype."""
+        """Copies a part into `out`, rounded to its dtype."""
         dense = part.layout == DENSE and part.decode is None
         if dense and not offset and part.buffers["weight"].dtype in DTYPES:
             raw = part.buffers["weight"]

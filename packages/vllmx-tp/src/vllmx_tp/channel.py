@@ -56,7 +56,7 @@ class Sender:
             one.sendall(data)
 
     def _place(self, size: int) -> int | None:
-        """Where in the ring a frame may lie; None: it is too large for it. Waits for readers."""
+        """The place in the ring for a frame; None: it is too large for it. Waits for readers."""
         if not self._ring.fits(size):
             return None
         while True:

@@ -140,7 +140,7 @@ class RankedModel:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around this rank's own work: what fails here ends all, as the others wait for it."""
+        """Guards this rank's own work: what fails here ends all, as the others wait for it."""
         try:
             yield
         except RankLostError:
@@ -149,7 +149,7 @@ class RankedModel:
             raise self._group.lost(f"rank 0 failed: {type(error).__name__}: {error}") from error
 
     def _compare(self, ids: I32) -> None:
-        """With what the other ranks drew, for which it waits."""
+        """Compares ids with what the other ranks drew, for which it waits."""
         mine, region = zlib.crc32(ids.tobytes()), self._group.region
         for rank in self._group.ranks:
             checked = region.word(rank, Word.CHECKED)

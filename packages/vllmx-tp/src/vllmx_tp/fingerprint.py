@@ -10,7 +10,7 @@ _SUFFIXES = (".safetensors", ".gguf")
 
 
 def fingerprint(path: Path) -> str:
-    """Of a folder's config and files of weights, or of one file: names, sizes and samples."""
+    """Digests a folder's config and files of weights, or one file: names, sizes and samples."""
     digest = hashlib.sha256()
     if path.is_file():
         _add(digest, path)

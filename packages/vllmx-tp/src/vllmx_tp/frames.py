@@ -92,7 +92,7 @@ class Frame:
         self.num_words = len(head) + size
 
     def write(self, words: I32) -> None:
-        """Into the first `num_words`."""
+        """Writes the frame into the first `num_words`."""
         plan, rows, at = self._plan, self._rows, len(self._head)
         words[:at] = self._head
         if rows is not None:
@@ -215,7 +215,7 @@ def _read_numbers(words: I32, at: int, count: int) -> tuple[list[Any], int]:
 
 
 def _read_optional(words: I32, at: int, head: list[int]) -> dict[str, dict[str, Any]]:
-    """By whose they are."""
+    """Reads the optional arrays, by the object that they belong to."""
     found: dict[str, dict[str, Any]] = {}
     for place in range(_HEAD + 1, len(head), 3):
         number, first, second = head[place : place + 3]

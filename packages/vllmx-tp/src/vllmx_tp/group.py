@@ -200,7 +200,7 @@ class Group:
         return self.lost(text)
 
     def verdict(self) -> RankLostError:
-        """After this process saw the group ended by another rank: its cause."""
+        """The cause of the end, after this process saw the group ended by another rank."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while self._failure is None and time.monotonic() < deadline_s:
             time.sleep(_WAIT_S)

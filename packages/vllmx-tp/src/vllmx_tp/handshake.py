@@ -104,7 +104,8 @@ def _check_proof(found: bytes, expected: bytes) -> None:
 
 
 def receive(connection: socket.socket, size: int, deadline_s: float | None = None) -> bytes:
-    """So many bytes. Raises HandshakeError where the other side hangs up or the time is over."""
+    """Receives `size` bytes. Raises HandshakeError where the other side hangs up or the time is
+    over."""
     data = b""
     while len(data) < size:
         if deadline_s is not None:

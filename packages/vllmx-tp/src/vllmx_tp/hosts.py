@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(FromHost)
 
 
 def addresses(text: str | None, param: str = "rank_hosts") -> list[tuple[str, int]]:
-    """Of --rank-hosts, or another flag. Raises ConfigError."""
+    """Parses the addresses of --rank-hosts, or another flag. Raises ConfigError."""
     found = []
     for part in filter(None, map(str.strip, (text or "").split(","))):
         host, colon, port = part.rpartition(":")
@@ -194,7 +194,7 @@ class RemoteHost:
         return self._cause
 
     def close(self) -> None:
-        """Its ranks end when they see that."""
+        """Hangs up; the ranks there end when they see that."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -111,7 +111,7 @@ class Link:
             view = view[size:]
 
     def close(self) -> None:
-        """Both threads end."""
+        """Closes the connection, by which both threads end."""
         with suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

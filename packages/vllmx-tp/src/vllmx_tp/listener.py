@@ -111,7 +111,7 @@ class HostedGroup:
         self._turn = threading.Lock()
 
     def run(self) -> None:
-        """Until rank 0 closes or is gone."""
+        """Runs ranks until rank 0 closes or is gone."""
         begin = self._begin()
         region = Region.create(begin.num_ranks)
         link: Link | None = None
@@ -193,7 +193,7 @@ class HostedGroup:
                 group.send(Call(call), SentFrame(words))
 
     def _rest(self) -> None:
-        """Until rank 0 has read the last message and hangs up."""
+        """Waits until rank 0 has read the last message and hangs up."""
         while self._socket.recv(1 << 16):
             pass
 

@@ -96,7 +96,7 @@ class HostBeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class HostEnd(msgspec.Struct, frozen=True, tag="end"):
-    """Its ranks have ended."""
+    """Says that the ranks of a host have ended."""
 
     cause: str
 

@@ -57,7 +57,7 @@ class Follower:
         self._unsampled: ForwardStep | None = None
 
     def run(self, reader: Reader) -> None:
-        """Until rank 0 closes."""
+        """Follows rank 0's calls until it closes."""
         while True:
             call, words = reader.read()
             if call is Call.CLOSE:

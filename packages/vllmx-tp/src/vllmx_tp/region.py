@@ -83,7 +83,7 @@ class Region:
 
     @property
     def address(self) -> int:
-        """Where it lies in this process."""
+        """The address of the region in this process."""
         return int(self._bytes.ctypes.data)
 
     def word_at(self, rank: int, word: Word) -> int:

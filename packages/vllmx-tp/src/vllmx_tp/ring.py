@@ -1,4 +1,4 @@
-"""Where frames lie in a ring of bytes until all readers have taken them."""
+"""Places frames in a ring of bytes until all readers have taken them."""
 
 from __future__ import annotations
 

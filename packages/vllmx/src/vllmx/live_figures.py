@@ -23,7 +23,7 @@ class Scrape:
 
 
 def scrape(text: str, at_s: float) -> Scrape:
-    """Of the exposition format of Prometheus; lines that are not vllmx's are passed over."""
+    """Parses the exposition format of Prometheus; lines that are not vllmx's are passed over."""
     values: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
     for name, labels, number in _LINE.findall(text):
@@ -39,7 +39,7 @@ def scrape(text: str, at_s: float) -> Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Between two looks; None where nothing happened that could be measured."""
+    """Figures of the time between two looks; None where nothing happened that could be measured."""
 
     running: float
     waiting: float
@@ -90,8 +90,9 @@ def _spread(old: Scrape, new: Scrape, name: str) -> tuple[float | None, float | 
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float | None:
-    """Of a histogram with observations of at most each bound, by rising bound: within its bucket
-    the value is taken to lie evenly, as Prometheus does; beyond the last bound it is that bound."""
+    """The quantile of a histogram with observations of at most each bound, by rising bound: within
+    its bucket the value is taken to lie evenly, as Prometheus does; beyond the last bound it is
+    that bound."""
     total = max(counts.values(), default=0.0)
     if total <= 0:
         return None

@@ -39,7 +39,8 @@ class InFlight(Generic[Step]):
         return len(self._steps)
 
     def check_room(self, plan: StepPlan) -> None:
-        """Before a step is enqueued: there is room for it, and it keeps the limits."""
+        """Asserts, before a step is enqueued, that there is room for it and that it keeps the
+        limits."""
         assert not self.closed, "the model is closed"
         assert self._unsampled is None, "the step before waits for sample()"
         assert len(self._steps) < MAX_STEPS, "a third step in flight: call result() of the first"
@@ -57,8 +58,8 @@ class InFlight(Generic[Step]):
 
     @contextmanager
     def sampling(self, step: Step, rows: SamplingRows) -> Iterator[None]:
-        """Around the second part of a step that was added unsampled; where that raises, the step
-        is in flight no more."""
+        """Holds the second part of a step that was added unsampled; where that raises, the step is
+        in flight no more."""
         assert not self.closed, "the model is closed"
         assert self._unsampled is not None, "sample() was called twice"
         unsampled, num_logit_rows = self._unsampled
@@ -73,7 +74,8 @@ class InFlight(Generic[Step]):
             raise
 
     def check_oldest(self, step: Step) -> None:
-        """Before a step is read: it was sampled, it was not read yet, and all before it were."""
+        """Asserts, before a step is read, that it was sampled, was not read yet, and is the oldest
+        in flight."""
         waits = self._unsampled is not None and self._unsampled[0] is step
         assert not waits, "result() before sample()"
         assert self._steps, "result() was called twice"

@@ -107,7 +107,7 @@ class Attention(Op):
         )
 
     def bound(self, get: Callable[[WeightRef], W]) -> AttentionWeights[W]:
-        """Its weights as a backend has them."""
+        """The weights of the op as a backend has them; `get` gives each."""
         refs = (self.rope, self.q_norm, self.k_norm, self.sinks)
         return AttentionWeights(*(None if ref is None else get(ref) for ref in refs))
 

@@ -70,7 +70,7 @@ class NumpyFrame(Frame[AnyArray]):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That the formulas compute in."""
+        """The type that the formulas compute in."""
         return next(iter(self.weights.arrays.values())).dtype
 
     def weight(self, ref: WeightRef) -> Floats:

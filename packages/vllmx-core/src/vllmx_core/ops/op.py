@@ -26,7 +26,7 @@ class Op(Record, eq=False):
 
     @property
     def reads(self) -> tuple[Value, ...]:
-        """Its operands, in the order of the fields."""
+        """The operands of the op, in the order of the fields."""
         return tuple(
             value
             for name, value in self._fields()

@@ -299,7 +299,7 @@ class Ops:
         return op
 
     def _located(self, name: str, given: Iterable[object], error: OpError) -> OpError:
-        """With model and op, and with the weight before it where its own is not named."""
+        """Adds model and op to an error, and the weight before it where its own is not named."""
         where = f"{self._model}: {name}"
         if self._last_weight and not any(isinstance(one, WeightRef) for one in given):
             where += f" (after the op with {self._last_weight!r})"

@@ -104,7 +104,7 @@ class Recurrence(Op):
         return cls(qkv, a, b, spec, weights.a_log, weights.dt_bias, weights.d, out)
 
     def bound(self, get: Callable[[WeightRef], W]) -> RecurrenceWeights[W]:
-        """Its weights as a backend has them."""
+        """The weights of the op as a backend has them; `get` gives each."""
         d = None if self.d is None else get(self.d)
         return RecurrenceWeights(get(self.a_log), get(self.dt_bias), d)
 

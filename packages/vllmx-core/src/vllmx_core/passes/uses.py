@@ -1,4 +1,4 @@
-"""Who reads a value: what fusions must know before they take it away."""
+"""Finds the readers of a value, which a fusion must know before it takes the value away."""
 
 from __future__ import annotations
 

@@ -42,14 +42,14 @@ class Share(Record):
 
 
 class Units(Record):
-    """Where a value may be cut: into multiples of `unit` features; with several sections of equal
-    size, as many ranks get each, and none has features of two."""
+    """The places where a value may be cut: multiples of `unit` features; with several sections of
+    equal size, as many ranks get each, and none has features of two."""
 
     unit: int = 1
     sections: int = 1
 
     def joined(self, other: Units) -> Units:
-        """Where both allow a cut."""
+        """The cuts that both values allow."""
         unit = math.lcm(self.unit, other.unit)
         return Units(unit, math.lcm(self.sections, other.sections))
 

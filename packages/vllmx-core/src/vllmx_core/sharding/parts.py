@@ -49,8 +49,8 @@ class Parts:
         )
 
     def narrowed(self, spec: WeightSpec) -> Iterator[WeightSpec]:
-        """Such a weight's parts, as weights of their own. A bias behind cut columns belongs to the
-        first part of all."""
+        """Yields the parts of a weight as weights of their own. A bias behind cut columns belongs
+        to the first part of all."""
         for number, plan in enumerate(self.plans, self.first):
             cut = plan.weights[spec.name]
             part = narrowed(spec, cut, biased=number == 0)

@@ -28,7 +28,7 @@ class Cutter(Protocol):
     ranks: int
 
     def units(self, value: Value) -> Units | None:
-        """Where a value may be cut; None: it must be whole."""
+        """The places where a value may be cut; None: it must be whole."""
         ...
 
     def shard(self, ref: WeightRef) -> str:

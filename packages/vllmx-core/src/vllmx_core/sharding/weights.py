@@ -39,5 +39,5 @@ def _narrowed(matrix: WeightSpec, cut: WeightCut, *, biased: bool) -> list[PartS
 
 
 def col_unit_of(spec: WeightSpec, source: WeightSource) -> int:
-    """At multiples of how many input features all parts of a weight may be cut."""
+    """The number of input features at whose multiples all parts of a weight may be cut."""
     return math.lcm(*{part.col_unit for one in spec.matrices for part in parts_of(one, source)})

@@ -153,7 +153,7 @@ class AttentionChecks(Harness):
 
     @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8"])
     def test_spans_are_exact(self, kv_dtype: str) -> None:
-        """Where chunks end, and who else is in the step, changes no bit."""
+        """No bit depends on where chunks end, or on who else is in the step."""
         if not self.exact_batches or kv_dtype not in self.kv_dtypes:
             pytest.skip("the backend does not promise it")
         model, source = self._model_with_spans(num_kv_heads=2)

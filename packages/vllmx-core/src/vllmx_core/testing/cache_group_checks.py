@@ -131,7 +131,8 @@ class CacheGroupChecks(Harness):
 
     @pytest.mark.parametrize("dtype", ["int8", "fp8"])
     def test_cache_groups_of_codes(self, dtype: str) -> None:
-        """As with one table for all layers, in which no page is ever given away."""
+        """Groups of coded pages answer as one table for all layers does, in which no page is given
+        away."""
         if dtype not in self.kv_dtypes:
             pytest.skip(f"no KV cache of {dtype}")
         model, source, groups = grouped_model(WINDOWS["an empty place"])

@@ -265,7 +265,7 @@ class FakeLoadedModel:
         )
 
     def logits(self, history: U64) -> F32:
-        """Whose log-softmax `logprobs` tells, as if the sum of all were 1."""
+        """Logits whose log-softmax `logprobs` tells, as if the sum of all were 1."""
         ids, first = np.arange(self.rules.vocab_size), self._greedy(history)
         rank = (ids - first[:, None]) % self.rules.vocab_size + 1
         return (rank / -4).astype(np.float32)
@@ -307,7 +307,7 @@ class FakeBackend:
 
 
 def _num_blocks(options: LoadOptions, windows: tuple[int | None, ...]) -> int:
-    """As `vllmx_core.kv_capacity.num_kv_blocks`, without a device's memory."""
+    """The number that `vllmx_core.kv_capacity.num_kv_blocks` gives, without a device's memory."""
     size, step = options.block_size, options.max_num_batched_tokens
     needed = blocks_of(windows, options.max_model_len, size, step)
     blocks = options.num_kv_blocks

@@ -165,7 +165,7 @@ def history_hash(
 
 
 def draw_digest(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> int:
-    """Of all that a draw depends on besides history and position; 0 for a greedy row."""
+    """Digest of all that a draw depends on besides history and position; 0 for a greedy row."""
     if temperature == 0.0:
         return 0
     words = struct.unpack("<IiII", struct.pack("<fiff", temperature, top_k, top_p, min_p))
@@ -178,7 +178,7 @@ def draw_digest(temperature: float, top_k: int, top_p: float, min_p: float, seed
 def count_digest(
     ids: Sequence[int], counts: Sequence[int], repetition: float, frequency: float, presence: float
 ) -> int:
-    """Of the penalties and the counts that they see; 0 when no penalty is on."""
+    """Digest of the penalties and the counts that they see; 0 when no penalty is on."""
     if repetition == 1.0 and frequency == 0.0 and presence == 0.0:
         return 0
     digest = mix_int(

@@ -71,7 +71,7 @@ KINDS = ("greedy", "drawn", "edits", "masks", "penalties", "logprobs", "scored",
 
 
 def assert_equal(got: StepResult, wanted: StepResult, kind: str = "") -> None:
-    """To the bit: both come from the same backend and the same batch."""
+    """Compares two results to the bit: both come from the same backend and the same batch."""
     np.testing.assert_array_equal(got.ids, wanted.ids, err_msg=kind)
     assert (got.logprobs is None) == (wanted.logprobs is None)
     np.testing.assert_array_equal(got.logits, wanted.logits, err_msg=kind)
@@ -92,8 +92,8 @@ def decodes(*tokens: int, position: int = 0) -> StepPlan:
 class LateChecks(Harness):
     @pytest.mark.parametrize("enforce_eager", [False, True])
     def test_halves_of_a_step_are_the_step(self, enforce_eager: bool) -> None:
-        """Over prompts and chunks side by side, and over decodes alone. No two steps in a row have
-        the same parameters, which may still lie on the device."""
+        """Both forms agree for prompts and chunks side by side, and for decodes alone. No two steps
+        in a row have the same parameters, which may still lie on the device."""
         with self.loaded(*decoder(), enforce_eager=enforce_eager) as loaded:
             for plan in (make_plan(mixed_steps(3)[0], PAGE), decodes(8, 9, 1)):
                 asked = {kind: rows_of(kind, plan.num_logit_rows) for kind in KINDS}
@@ -102,7 +102,8 @@ class LateChecks(Harness):
                     assert_equal(loaded.forward(plan).sample(rows).result(), whole[kind], kind)
 
     def test_a_step_is_sampled_when_the_one_before_was_read(self) -> None:
-        """Its forward pass is fed ids that are on the device alone; its masks know them."""
+        """The forward pass is fed ids that are on the device alone; the masks of its rows know
+        them."""
         model, source = decoder()
         wanted: list[StepResult] = []
         with self.loaded(model, source) as loaded:

@@ -158,7 +158,8 @@ class ModelSuite:
             assert np.abs(other - last).max() > 1e-6, f"position {position} has no effect"
 
     def test_installed_backends_agree_with_the_reference(self) -> None:
-        """In float32: the same logits, and the same greedy ids wherever no other id is as near."""
+        """The logits in float32 are the same, and so are greedy ids wherever no other id is as
+        near."""
         model = self.make_model(dict(self.config))
         source = random_weights(model)
         with _loaded(model, source) as reference:
@@ -322,9 +323,10 @@ def _transformers_logits(twin: Any, text: Sequence[int]) -> F32:
 
 
 def _transformers_greedy(twin: Any, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-    """Its id at each place of an answer, after the prompt and the answer up to there. It is the
-    answer exactly where generating id by id gives the same, for that is so of the first id, hence
-    of the second: one pass in place of one a token, and independent of any cache."""
+    """The id that transformers takes at each place of an answer, after the prompt and the answer up
+    to there. It is the answer exactly where generating id by id gives the same, for that is so of
+    the first id, hence of the second: one pass in place of one a token, and independent of any
+    cache."""
     logits = _transformers_logits(twin, [*prompt, *answer[:-1]])
     ids: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
     return ids

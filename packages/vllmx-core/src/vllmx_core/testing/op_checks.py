@@ -41,7 +41,7 @@ def case_model(case: Case, dtype: DType = "f32") -> tuple[SyntheticModel, ArrayS
 
 
 class NoSource(ArraySource):
-    """Of a model that is refused before a weight is read."""
+    """The weights of a model that is refused before one of them is read."""
 
     def __init__(self) -> None:
         super().__init__({})

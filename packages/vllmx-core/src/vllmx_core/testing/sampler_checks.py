@@ -187,7 +187,7 @@ class SamplerChecks(Harness):
         assert (expected.ids[::2] == target[::2]).all()
 
     def test_rows_come_back_whole(self) -> None:
-        """As they were computed, whatever edits say."""
+        """Logits that are asked for come back as they were computed, whatever edits say."""
         edits = LogitEdits(
             np.arange(ROWS + 1, dtype=np.int32),
             np.full(ROWS, 7, np.int32),

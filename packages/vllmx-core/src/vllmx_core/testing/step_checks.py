@@ -120,7 +120,8 @@ class StepChecks(Harness):
             np.testing.assert_array_equal(all_logprobs(loaded, plan, VOCAB), expected)
 
     def test_references_to_the_step_before(self) -> None:
-        """Among known tokens, out of order, with the first step still in flight."""
+        """References stand among known tokens, out of order, with the first step still in
+        flight."""
         model, source = decoder(211)
         first = make_plan([Row([i + 1], 0, [i]) for i in range(5)], PAGE)
         rows = [Row([-5], 1, [4]), Row([9], 0, [10]), Row([-1], 1, [0]), Row([-3], 1, [2])]

@@ -127,5 +127,5 @@ def _place(op: Place, site: Site) -> list[Call]:
 
 
 def images(site: Site) -> int:
-    """Where ops find what the step that runs has for models that see."""
+    """The address at which ops find what the running step has for models that see."""
     return ctypes.addressof(site.model.images)

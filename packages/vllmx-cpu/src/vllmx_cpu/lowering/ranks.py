@@ -17,8 +17,8 @@ OPS = Table("cpu")
 
 
 class VxRanks(Structure):
-    """Where ranks meet; native/ranks.cpp. `counter` is what `count` points to, `communicator` keeps
-    the shared memory."""
+    """The struct of native/ranks.cpp by which ranks meet. `counter` is what `count` points to,
+    `communicator` keeps the shared memory."""
 
     _fields_ = [
         ("abort", c_void_p),
@@ -48,8 +48,8 @@ class VxAllGather(Structure):
 
 
 def ranks_of(communicator: Communicator | None) -> VxRanks | None:
-    """Where the ranks of a model meet; None for a model of one. Raises ConfigError for ranks that
-    share no memory."""
+    """Fills the struct by which the ranks of a model meet; None for a model of one. Raises
+    ConfigError for ranks that share no memory."""
     if communicator is None:
         return None
     shared = communicator.shared

@@ -51,7 +51,7 @@ class Lowering(Record):
 
 
 class Site(Record):
-    """Where one op is lowered: what the model has, and where its values lie."""
+    """The surroundings of an op that is lowered: what the model has, and where its values lie."""
 
     model: Lowering
     address: Address

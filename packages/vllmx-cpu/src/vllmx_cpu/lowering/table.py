@@ -1,4 +1,4 @@
-"""From ops to what the native team runs: a function and a struct of arguments each."""
+"""Lowers each op to what the native team runs: a function and a struct of arguments."""
 
 from __future__ import annotations
 

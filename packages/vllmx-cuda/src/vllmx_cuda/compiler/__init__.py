@@ -1,1 +1,1 @@
-"""From CUDA source text to cubins, and where they are kept."""
+"""Compiles CUDA source text to cubins, and keeps them."""

@@ -31,8 +31,8 @@ _DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
-    """Where this user's caches belong on this platform, or where VLLMX_CACHE_DIR says. A user
-    without a home, as containers have them, gets one below the folder for temporary files."""
+    """The folder of this user's caches on this platform, or the one that VLLMX_CACHE_DIR names. A
+    user without a home, as containers have them, gets one below the folder for temporary files."""
     named = os.environ.get(CACHE_VARIABLE, "").strip()
     if named:
         return Path(os.path.expanduser(named))
@@ -95,7 +95,8 @@ class Compiler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """For what and with what all units of a process are compiled."""
+    """The architecture that all units of a process are compiled for, with the compiler and its
+    headers."""
 
     arch: str
     compiler_version: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Where CUDA's libraries and headers are: in NVIDIA's wheels, in CUDA_HOME, in the system."""
+"""Finds CUDA's libraries and headers: in NVIDIA's wheels, in CUDA_HOME, in the system."""
 
 from __future__ import annotations
 

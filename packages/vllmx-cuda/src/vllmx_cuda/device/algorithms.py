@@ -76,8 +76,8 @@ class AlgorithmFile:
         return self._known.get(_key(product))
 
     def put(self, product: Product, algorithm: Algorithm) -> None:
-        """For all that have the number of rows of `product` or share its choice. Remembered in this
-        process; `save` writes."""
+        """Sets the algorithm of all products that have the number of rows of `product` or share its
+        choice. It is remembered in this process; `save` writes."""
         self._known[_key(product)] = algorithm
         self._is_saved = False
 

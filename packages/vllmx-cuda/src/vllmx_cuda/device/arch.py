@@ -1,4 +1,4 @@
-"""From a GPU's compute capability to the architecture that kernels are compiled for."""
+"""Maps a GPU's compute capability to the architecture that kernels are compiled for."""
 
 from __future__ import annotations
 

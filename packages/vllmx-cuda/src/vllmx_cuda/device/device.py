@@ -105,7 +105,8 @@ class Device(Protocol):
         ...
 
     def empty(self, num_bytes: int) -> Memory:
-        """At least 256-byte aligned. Raises CapacityError when it does not fit."""
+        """Allocates memory that is at least 256-byte aligned. Raises CapacityError when it does not
+        fit."""
         ...
 
     def zeros(self, num_bytes: int) -> Memory:
@@ -174,7 +175,8 @@ class Device(Protocol):
         ...
 
     def tuning(self) -> AbstractContextManager[None]:
-        """Within it, products that were not seen before choose their algorithm by measuring."""
+        """A context in which products that were not seen before choose their algorithm by
+        measuring."""
         ...
 
     def event(self) -> Event:
@@ -197,8 +199,9 @@ class Device(Protocol):
         ...
 
     def faults(self) -> AbstractContextManager[None]:
-        """Within it, what the device refuses is raised as CapacityError where memory ran out, and
-        as EngineDeadError where nothing can run on it any more; anything else stays as it is."""
+        """A context in which what the device refuses is raised as CapacityError where memory ran
+        out, and as EngineDeadError where nothing can run on it any more; anything else stays as it
+        is."""
         ...
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ def load_nccl() -> Any:
 
 
 def _of_rank_0(communicator: Communicator, found: Sequence[int]) -> tuple[int, ...]:
-    """Its id of the group. Raises ConfigError, on all ranks, where they are on several hosts: which
-    of its GPUs a rank has is counted on one."""
+    """Gathers the id that rank 0 made for the group. Raises ConfigError, on all ranks, where they
+    are on several hosts: which of its GPUs a rank has is counted on one."""
     host = np.frombuffer(hashlib.sha256(_host()).digest(), np.int8)
     row = np.concatenate([np.array(found, np.int8), host])[None]
     rows = communicator.all_gather(row, [row.shape[1]] * communicator.num_ranks)
@@ -117,7 +117,7 @@ class NcclRanks:
         return bool(votes[0] == self._communicator.num_ranks)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until that is so. Raises RankLostError where the others have ended."""
+        """Waits until `is_over` says so. Raises RankLostError where the others have ended."""
         while not is_over():
             if self._aborted is not None and self._aborted.value:
                 self._comm.abort()  # or its kernels would wait for ever, and this process with them

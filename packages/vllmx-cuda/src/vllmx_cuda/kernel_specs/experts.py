@@ -70,7 +70,7 @@ def _gemv(sizes: Sizes, options: Options) -> Launch:
 
 
 def _like(kernel: Kernel) -> Callable[[Sizes, Options], Launch]:
-    """Like a product with one matrix, but for the tiles of tokens."""
+    """The launch rule of a product with one matrix, but for the tiles of tokens."""
 
     def rule(sizes: Sizes, options: Options) -> Launch:
         shape = {"tokens": 1, "splits": 1, "outputs": sizes["outputs"], "width": sizes["width"]}

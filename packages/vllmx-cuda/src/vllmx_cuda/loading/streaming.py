@@ -81,7 +81,7 @@ class _Ring:
         self.copied = [None] * most
 
     def free_buffer(self, index: int) -> Bytes:
-        """For a piece, when the copy out of its buffer has run that was enqueued last."""
+        """The buffer of a piece, when the last copy out of it has run."""
         slot = index % len(self.buffers)
         event = self.copied[slot]
         if event is not None:

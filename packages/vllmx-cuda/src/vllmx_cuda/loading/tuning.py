@@ -1,4 +1,5 @@
-"""While a model is loaded: cuBLASLt's algorithms for every number of rows that a step may have."""
+"""Chooses cuBLASLt's algorithms, while a model is loaded, for every number of rows that a step may
+have."""
 
 from __future__ import annotations
 

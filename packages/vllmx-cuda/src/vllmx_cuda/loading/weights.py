@@ -1,4 +1,4 @@
-"""From a checkpoint to weights on the device: matrices in their forms, vectors and tables in
+"""Brings a checkpoint's weights to the device: matrices in their forms, vectors and tables in
 float32.
 
 The mapped file is read by some rows at a time through a ring of pinned buffers. No second copy of

@@ -16,8 +16,8 @@ from vllmx_cuda.matrices.w4 import W4, w4
 
 
 def expert_form(parts: Sequence[WeightPart], target: Target) -> Form | None:
-    """As what kernels multiply them; None: dequantised, for there is no such kernel, or they are
-    not all alike."""
+    """The form that kernels multiply the experts in; None: dequantised, for there is no such
+    kernel, or they are not all alike."""
     found = _form_of(parts[0], target)
     if found is None or any(_form_of(part, target) != found for part in parts[1:]):
         return None
@@ -44,6 +44,6 @@ def _codes(part: WeightPart, target: Target) -> Codes8 | None:
 
 
 def _integers(part: WeightPart, target: Target) -> W4 | None:
-    """In the order of their groups: one for all experts."""
+    """The form of integers with columns in the order of their groups, one for all experts."""
     found = None if part.layout.kind == "gguf" else w4(part, target)
     return None if found is None or found.packing.order else found

@@ -37,7 +37,7 @@ class BlockProduct:
         return self.ops.device.can_multiply(self._product(m))
 
     def _product(self, m: int) -> Product:
-        """With rows of padding, whose results are of no use to anybody."""
+        """The product of m rows and rows of padding, whose results are of no use to anybody."""
         operands, segment = self.operands, self.segment
         spans = [self.ops.products.codes, segment.data, operands.y]
         spans += [self._bias] if self._bias else []

@@ -61,7 +61,8 @@ class GgufBlocks:
         return row_pieces(part.shape[0], span, fill)
 
     def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
-        """In float32, which is for checks and not for speed, activations are not rounded."""
+        """The product of a segment. Activations are not rounded in float32, which is for checks and
+        not for speed."""
         dequantise = ops.variant("gguf_dequantize", VX_BLOCK=self.block)
         row_bytes = self.num_bytes(1, segment.cols)
 

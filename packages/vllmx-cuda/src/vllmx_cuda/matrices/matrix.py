@@ -34,8 +34,8 @@ class MatrixProduct:
         return kinds.pop() if len(kinds) == 1 else None
 
     def enqueue(self, m: int, ready: ActivationCodes | None = None) -> None:
-        """For m rows. Where several segments want x as the same codes, they are made once; `ready`
-        is what the scratch holds already."""
+        """Enqueues the product of m rows. Where several segments want x as the same codes, they are
+        made once; `ready` is what the scratch holds already."""
         for segment in self.segments:
             if segment.codes and segment.wants_codes(m) and segment.codes != ready:
                 self.quantise[segment.codes](m)

@@ -40,7 +40,7 @@ class Piece:
 
     @property
     def targets(self) -> tuple[Memory, ...]:
-        """In the order in which they lie in the buffer."""
+        """The memory that a piece is copied to, in the order in which it lies in the buffer."""
         return (self.target, *self.more)
 
     @property

@@ -1,4 +1,4 @@
-"""In which forms the matrices of a model will lie, decided before a weight is read."""
+"""Decides in which forms the matrices of a model will lie, before a weight is read."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def split_product(
     matrix: tuple[Memory, ...],
     layout: tuple[int, ...],
 ) -> Callable[[int], None]:
-    """For at most `OWN_TOKENS` rows.
+    """The product for at most `OWN_TOKENS` rows.
 
     Args:
         variant: the kernel for so many tokens.

@@ -58,14 +58,14 @@ class W4:
 
     @property
     def gathers(self) -> bool:
-        """Not columns in an order of their own."""
+        """Whether single rows can be gathered; not with columns in an order of their own."""
         return not self.packing.order
 
     def num_bytes(self, rows: int, cols: int) -> int:
         return self._tail(rows, cols) + counter_bytes(rows) + len(self.packing.order)
 
     def _tail(self, rows: int, cols: int) -> int:
-        """Where the tiles end."""
+        """The byte at which the tiles end."""
         return ceil_div(rows, TILE_ROWS) * self.packing.row_tile_bytes(cols)
 
     def scratch(self, rows: int, cols: int, tokens: int) -> ScratchBytes:

@@ -101,8 +101,9 @@ def _scale_type(part: WeightPart) -> int:
 
 
 def _zero_kind(part: WeightPart, bits: int) -> int:
-    """Where the checkpoint stores none, one row tells; not where a part is computed from another
-    one, whose buffers it does not have: a row of it may have the middle alone by chance."""
+    """The kind of zero points. Where the checkpoint stores none, one row tells; not where a part is
+    computed from another one, whose buffers it does not have: a row of it may have the middle alone
+    by chance."""
     if part.layout.kind == "integers":
         return ZERO_CODES
     if part.cut is None and any("zero" in key for key in part.buffers):
@@ -126,7 +127,7 @@ def packed(codes: U8, scales: AnyArray, zeros: AnyArray | None, packing: Packing
 
 
 def _as_scales(values: AnyArray, kind: int) -> AnyArray:
-    """In the type of VX_SCALE; bf16 as uint16."""
+    """Converts scales to the type of VX_SCALE; bf16 as uint16."""
     if kind == DTYPES["bf16"]:
         return f32_to_bf16(values.astype(np.float32))
     return values.astype(np.float16 if kind == DTYPES["f16"] else np.float32)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def turn(rotation: Rotation, to: Lowering) -> Enqueue:
-    """In front of the ops: the rotation of each token."""
+    """Computes the rotation of each token, in front of the ops."""
     rope, axes = rotation
     kernel, table, y = to.variant("turn", VX_VEC=1), to.vector(rope), to.turned(rope, axes)
     half, positions, words = len(axes), axis_positions(axes), axis_words(axes)

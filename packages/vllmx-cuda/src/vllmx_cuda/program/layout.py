@@ -1,4 +1,4 @@
-"""Where a step's arrays lie, and how large: decided once, for the largest step."""
+"""Decides once, for the largest step, where a step's arrays lie and how large they are."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def rotations(ops: Sequence[Op]) -> tuple[Rotation, ...]:
 
 
 def place_turned(turned: Memory, ops: Sequence[Op], max_tokens: int) -> Mapping[Rotation, Memory]:
-    """Where each rotation's rows lie."""
+    """The memory for the rows of each rotation."""
     found: dict[Rotation, Memory] = {}
     begin = 0
     for rotation in rotations(ops):
@@ -179,7 +179,7 @@ def _in_place(ops: Sequence[Op]) -> dict[Value, Value]:
 
 
 def attention_specs(ops: Sequence[Op]) -> list[AttentionSpec]:
-    """With and without pages."""
+    """The attention of all ops that have some, with and without pages."""
     return [seen.spec for seen in _attention(ops)]
 
 

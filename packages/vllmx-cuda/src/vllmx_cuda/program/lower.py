@@ -1,4 +1,4 @@
-"""From a recorded step to launches: each op becomes a function that enqueues its kernels.
+"""Lowers a recorded step to launches: each op becomes a function that enqueues its kernels.
 
 What such a function launches depends on a step's padded sizes alone, never on its values or
 lengths: that is what makes a step of one size capturable.
@@ -122,7 +122,7 @@ class Lowering:
         return found
 
     def place(self, value: Value) -> Memory:
-        """Where a value lies, from its first row on."""
+        """The memory of a value, from its first row on."""
         return self.arena.at(self.offsets[value])
 
     @property
@@ -177,7 +177,7 @@ class Lowering:
 
 
 def _where_rows(op: Op, enqueue: Enqueue) -> Enqueue:
-    """Not at all in a step without logit rows where the results are such rows."""
+    """Skips an op whose results are logit rows in steps that have none."""
     if any(value.rows == "T" for value in op.writes):
         return enqueue
 

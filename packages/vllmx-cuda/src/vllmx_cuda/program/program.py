@@ -30,7 +30,7 @@ logger = logging.getLogger("vllmx.cuda")
 
 @dataclass(frozen=True, slots=True)
 class PlacedStep:
-    """Where a step's arrays lie; all steps of one bucket share one."""
+    """The memory of a step's arrays; all steps of one bucket share one."""
 
     layout: Layout
     memory: StepMemory

@@ -73,7 +73,7 @@ class Sampled:
     """Of the rows that want them whole, one behind the other."""
 
     def read(self) -> StepResult:
-        """After the copies have run."""
+        """Reads the results, after the copies have run."""
         ids = np.array(self.ids.view(np.int32))
         if self.width is None:
             return StepResult(ids)
@@ -120,8 +120,8 @@ class DeviceSampler:
         return list(self._kernels.values())
 
     def enqueue_ids(self, logits: Memory, step: StepMemory, count: int, *, drawn: bool) -> None:
-        """From the logits of `count` rows as they are to their ids. The same launches for the same
-        arguments, so that they can be captured.
+        """Enqueues what draws ids from the logits of `count` rows as they are. The launches are the
+        same for the same arguments, so that they can be captured.
 
         Args:
             drawn: some row is not greedy.

@@ -60,7 +60,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each array of a step lies in the packed buffer, in bytes."""
+    """The offset in bytes of each array of a step in the packed buffer."""
 
     sizes: StepSizes
     tokens: int
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def parameters_begin(self) -> int:
-        """Where the sampler's parameters begin."""
+        """The byte at which the sampler's parameters begin."""
         return min(self.parameters.values())
 
     @classmethod
@@ -130,7 +130,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """Whose states the rows of a step read and where they leave them."""
+    """The memory that names the states which the rows of a step read, and those that they leave."""
 
     token_rows: Memory
     query_start: Memory

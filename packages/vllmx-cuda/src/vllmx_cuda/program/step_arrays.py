@@ -72,7 +72,7 @@ class TableRows(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens(OneColumn):
-    """For each logit row the first token of its row."""
+    """The first token of the row of each logit row."""
 
     rows: ClassVar[Rows] = "L"
     padding: ClassVar[int] = 0
@@ -95,7 +95,7 @@ class TokenNumbers(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class Places(OneColumn):
-    """For each token its place in its segment."""
+    """The place of each token in its segment."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -109,7 +109,7 @@ class Places(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class SegmentLengths(OneColumn):
-    """For each token how many its segment has."""
+    """The number of tokens in the segment of each token."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -147,7 +147,7 @@ class TurnedRows(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class AxisPositions:
-    """For each token its position on each axis."""
+    """The position of each token on each axis."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -165,7 +165,7 @@ class AxisPositions:
 
 @dataclass(frozen=True, slots=True)
 class LastSeen(OneColumn):
-    """For each token the last position that it sees."""
+    """The last position that each token sees."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -176,7 +176,7 @@ class LastSeen(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class FeatureRows(OneColumn):
-    """For each token the row of the store of features that stands for it."""
+    """The row of the store of features that stands for each token."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = -1
@@ -204,7 +204,7 @@ class PatchValues:
 
 @dataclass(frozen=True, slots=True)
 class MixedRows:
-    """For each patch the rows of the table of positions, or how much of each, float32."""
+    """The rows of the table of positions for each patch, or how much of each it takes, float32."""
 
     rows: ClassVar[Rows] = "T"
     padding: ClassVar[int] = 0
@@ -221,7 +221,7 @@ class MixedRows:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows(OneColumn):
-    """For each feature the row of the store that it becomes."""
+    """The row of the store that each feature becomes."""
 
     rows: ClassVar[Rows] = "L"
     padding: ClassVar[int] = 0
@@ -232,7 +232,7 @@ class KeptRows(OneColumn):
 
 @dataclass(frozen=True, slots=True)
 class Neighbours(OneColumn):
-    """For each feature the first or the last of `count` patches that it is the mean of."""
+    """The first or the last of the `count` patches that each feature is the mean of."""
 
     rows: ClassVar[Rows] = "L"
     padding: ClassVar[int] = 0

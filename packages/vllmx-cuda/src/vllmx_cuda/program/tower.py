@@ -44,8 +44,8 @@ class _Pass:
 
 @dataclass
 class Tower:
-    """Its launches over buffers of its own, which are made anew for an image larger than those
-    before.
+    """The launches of a tower over buffers of its own, which are made anew for an image larger than
+    those before.
 
     Args:
         model: what the model's own ops are lowered against; weights and the store of features are
@@ -91,7 +91,7 @@ class Tower:
             self._pass = None
 
     def make_room(self, num_patches: int) -> None:
-        """For groups of so many patches. Raises CapacityError."""
+        """Makes the buffers large enough for groups of so many patches. Raises CapacityError."""
         if num_patches <= self._num_patches:
             return
         plan, device = self.plan, self.model.device

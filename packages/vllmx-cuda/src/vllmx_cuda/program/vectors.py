@@ -17,14 +17,14 @@ from vllmx_cuda.program.staging import SLOTS
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Where the vectors of one step are."""
+    """The memory that the vectors of one step are copied to."""
 
     raw: Bytes
     width: int
     dtype: str
 
     def read(self) -> StepResult:
-        """After the copy has run."""
+        """Reads the vectors, after the copy has run."""
         return StepResult(np.zeros(0, np.int32), vectors=self._values().reshape(-1, self.width))
 
     def _values(self) -> F32:

@@ -173,7 +173,7 @@ def plan_items(
 
 
 def _ranges(plan: StepPlan, visibility: Visibility) -> tuple[I64, I64, I64]:
-    """For each token the first position that it sees, the one after the last, and its row."""
+    """The first position that each token sees, the one after the last, and its row."""
     rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
     positions = plan.positions.astype(np.int64)
     context = plan.context_len.astype(np.int64)[rows]

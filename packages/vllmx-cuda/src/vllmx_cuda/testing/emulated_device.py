@@ -91,7 +91,7 @@ class EmulatedDevice:
         self._queue: deque[Callable[[], None]] = deque()
 
     def submit(self, kind: str, *calls: Callable[[], None]) -> None:
-        """Into the stream; into the graph while one is captured."""
+        """Submits calls to the stream; to the graph while one is captured."""
         self.calls[kind] += 1
         if self._captured is not None:
             assert kind in _CAPTURED, f"CUDA refuses {kind} while it captures"
@@ -296,7 +296,7 @@ _NUMPY = {
 
 
 def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
-    """Its values as float32."""
+    """Reads an array of memory as float32."""
     values = array(memory, _NUMPY[dtype])
     if dtype == "f8e4m3":
         return float8_to_f32(values, dtype)
@@ -304,7 +304,7 @@ def wide(memory: Memory, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def rounded(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """As an array of that type takes them."""
+    """Rounds values as an array of that type takes them."""
     return f32_to_bf16(values) if dtype == "bf16" else values
 
 

@@ -1,1 +1,1 @@
-"""Who asks: from what a user wants to messages, and from updates to text."""
+"""The side that asks: makes messages of what a user wants, and text of updates."""

@@ -100,7 +100,7 @@ class AnswerReaders:
 
     @property
     def is_needed(self) -> bool:
-        """There is something to tell from content."""
+        """Whether answers hold anything that must be told from content."""
         has_calls = self._format.calls is not None or self._format.channels is not None
         return self.has_thinking or (has_calls and bool(self._options.tools))
 

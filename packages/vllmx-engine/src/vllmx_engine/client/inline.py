@@ -126,7 +126,7 @@ class InlineEngine:
                 self._core.abort(aborted)
 
     def _check_grammar(self, spec: GrammarSpec) -> str:
-        """In this process: whoever brings the grammar waits for it. Raises GrammarError."""
+        """Checks a grammar in this process: whoever brings it waits for it. Raises GrammarError."""
         with self._verdict_on_grammars:
             if self._lexicon is None:
                 size = self.info.vocab_size
@@ -181,7 +181,8 @@ class InlineEngine:
 
     @contextmanager
     def _a_turn(self) -> Iterator[None]:
-        """Between two steps. Raises one of `_GIVEN_UP` instead when one does not come back."""
+        """A turn between two steps. Raises one of `_GIVEN_UP` instead when a step does not come
+        back."""
         watch = StepWatch(self._core)
         while not self._turn.acquire(watch.interval_s):
             self._check_progress(watch)

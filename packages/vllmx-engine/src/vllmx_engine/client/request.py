@@ -1,4 +1,4 @@
-"""From what a user asks to what the core is told: tokens, limits, seeds, choices."""
+"""Turns what a user asks into what the core is told: tokens, limits, seeds, choices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Request(Record):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Who asks, and how urgently."""
+    """The client that asks, and how urgently."""
 
     priority: int = 0
     """Smaller is served first; 32 bits."""
@@ -197,7 +197,7 @@ class RequestBuilder:
         )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """With -1 for all log-probabilities replaced by their number."""
+        """Replaces -1 for all log-probabilities by their number."""
         if params.logprobs is None and params.prompt_logprobs is None:
             return params
         limit, size = self.info.max_logprobs, self.info.vocab_size
@@ -352,8 +352,8 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def _core_params(params: SamplingParams) -> SamplingParams:
-    """Without the texts, which are the frontend's business. With best_of the choices are ranked by
-    log-probability, so the core must report it."""
+    """Leaves out the texts, which are the frontend's business. With best_of the choices are ranked
+    by log-probability, so the core must report it."""
     logprobs = params.logprobs
     if logprobs is None and (params.best_of or params.n) > params.n:
         logprobs = 0

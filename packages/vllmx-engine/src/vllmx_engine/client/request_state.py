@@ -219,7 +219,7 @@ class RequestState:
         return self.num_unfinished == 0
 
     def has_update(self) -> bool:
-        """There is something to hand out."""
+        """Whether something is there to hand out."""
         return self.num_unfinished == 0 or any(choice.has_update for choice in self.choices)
 
     @property

@@ -79,9 +79,9 @@ class RequestStream:
         self._state = state
 
     def divert(self, sink: Sink) -> None:
-        """From now on `sink` is offered what comes while the consumer waits for it, so that a token
-        wakes no task; the end comes to the consumer. For streams of deltas with one choice and
-        without log-probabilities."""
+        """Offers `sink` from now on what comes while the consumer waits for it, so that a token
+        wakes no task; the end comes to the consumer. This is for streams of deltas with one choice
+        and without log-probabilities."""
         self._sink = sink
 
     def wake(self) -> None:

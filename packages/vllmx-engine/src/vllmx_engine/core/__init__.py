@@ -1,1 +1,1 @@
-"""Who decides: the step loop, the scheduler, sequences and their blocks."""
+"""The side that decides: the step loop, the scheduler, sequences and their blocks."""

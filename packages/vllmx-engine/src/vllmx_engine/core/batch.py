@@ -186,7 +186,7 @@ class BatchBuilder:
         return types
 
     def _slots_of(self, positions: I32, first_block: AnyArray) -> tuple[I32, ...]:
-        """For each group (T,) slots; `first_block` is where each token's table row begins in the
+        """The slots (T,) of each group; `first_block` is where each token's table row begins in the
         flat table."""
         entry = first_block + (positions >> self._shift)
         offset = positions & (self._size - 1)

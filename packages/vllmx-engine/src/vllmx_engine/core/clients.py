@@ -1,4 +1,5 @@
-"""Who a core works for: the process that started it, and further ones that came by its door.
+"""The clients that a core works for: the process that started it, and further ones that came by its
+door.
 
 Each has request ids of its own: those of a further client begin with a prefix that the core gave
 it, those of the owner have none. An update finds its client by that.
@@ -135,8 +136,8 @@ def end_all(client: Client, request_ids: Iterable[str]) -> None:
 
 
 def _emit_all(client: Client, outputs: list[CoreOutput]) -> bool:
-    """In one message, but for pieces of prompts' log-probabilities, which come first: each is
-    as much as the other side should have to decode at once."""
+    """Emits all outputs in one message, but for pieces of prompts' log-probabilities, which come
+    first: each is as much as the other side should have to decode at once."""
     num_pieces, taken = 0, True
     while num_pieces < len(outputs) and is_piece(outputs[num_pieces]):
         taken &= client.emit(Outputs([outputs[num_pieces]]))

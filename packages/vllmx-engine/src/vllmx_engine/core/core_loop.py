@@ -72,8 +72,8 @@ class CoreLoop:
         self._stopped = False
 
     def run(self) -> None:
-        """Until a Shutdown message. What a step raises is a bug or a broken device: it is left to
-        the caller."""
+        """Runs steps until a Shutdown message. What a step raises is a bug or a broken device: it
+        is left to the caller."""
         with Watchdog(self._core, self._on_stuck):
             try:
                 while not self._stopped:

@@ -335,7 +335,8 @@ class EngineCore:
 
 
 def _cost(config: EngineConfig, limits: Limits) -> StepCost:
-    """Without chunked prefill there is nothing to size, so no target can be kept."""
+    """The cost model of steps. It keeps no target without chunked prefill, where there is nothing
+    to size."""
     target_ms = config.target_step_ms if config.enable_chunked_prefill else None
     return StepCost(
         None if target_ms is None else target_ms / 1000,

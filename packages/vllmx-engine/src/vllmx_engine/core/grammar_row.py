@@ -1,4 +1,4 @@
-"""Where one answer stands in its grammar."""
+"""The state of one answer in its grammar."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class SequenceImages(Record):
         return size
 
     def content(self, block_size: int) -> dict[int, bytes]:
-        """By block what images it holds, and where they begin: see `Sequence.content`."""
+        """The images that each block holds, and where they begin: see `Sequence.content`."""
         found: dict[int, bytes] = {}
         for image in self.inputs:
             last = (image.start + image.num_tokens - 1) // block_size
@@ -265,7 +265,7 @@ class Images:
         return StepImages(self._store, info.num_feature_rows, towers)
 
     def encode(self, step: StepImages | None) -> None:
-        """Does what a step has of passes."""
+        """Runs the passes of towers that a step has, if any."""
         if step is None or not step.towers.load.patches:
             return
         towers = step.towers

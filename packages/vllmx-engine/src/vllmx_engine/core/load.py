@@ -1,4 +1,4 @@
-"""From a configuration to a loaded engine core."""
+"""Loads an engine core for a configuration."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def open_planned(plan: LoadPlan) -> OpenedModel:
 
 
 def load_model(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
-    """By its backend, or by an executor on several ranks; raises what these do."""
+    """Loads a model by its backend, or by an executor on several ranks; raises what these do."""
     ranks, model, weights = (
         plan.config.tensor_parallel_size,
         opened.model,
@@ -377,7 +377,7 @@ def _log(info: CoreInfo) -> None:
 
 
 def gibibytes(size_bytes: int) -> str:
-    """For people: "1.50GiB", or MiB below a tenth of that."""
+    """Writes a size for people: "1.50GiB", or MiB below a tenth of that."""
     if size_bytes < 1 << 27:
         return f"{size_bytes / (1 << 20):.1f}MiB"
     return f"{size_bytes / (1 << 30):.2f}GiB"

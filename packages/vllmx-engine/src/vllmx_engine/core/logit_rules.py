@@ -68,8 +68,8 @@ class LogitRules:
 
     @property
     def counts(self) -> Counts | None:
-        """For penalties: made as the first token is drawn, since a long prompt takes a while, and
-        by then the device has more to do than the host."""
+        """The counts of tokens for penalties. They are made as the first token is drawn, since a
+        long prompt takes a while, and by then the device has more to do than the host."""
         if self._counts is None and self._prompt is not None:
             self._counts = Counts(self._prompt.distinct())
         return self._counts

@@ -30,7 +30,7 @@ class Ordered(Generic[V]):
         return number in self._values
 
     def __iter__(self) -> Iterator[V]:
-        """In no order."""
+        """Yields the values in no order."""
         return iter(self._values.values())
 
     def get(self, number: int) -> V | None:

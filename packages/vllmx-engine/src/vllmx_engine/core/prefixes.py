@@ -35,8 +35,9 @@ class Hit(Record):
 
 
 class Prefixes:
-    """Between the sequences and the cache. With `enabled` False nothing is found; whoever admits a
-    row then sees to it that nothing is filed either (`RowTable.skip_caching`)."""
+    """The look-up of prefixes, between the sequences and the cache. With `enabled` False nothing is
+    found; whoever admits a row then sees to it that nothing is filed either
+    (`RowTable.skip_caching`)."""
 
     def __init__(
         self,
@@ -61,10 +62,10 @@ class Prefixes:
         self._miss = Hit(0, (np.zeros(0, np.int32),) * len(table.windows))
 
     def look(self, sequence: Sequence) -> Hit:
-        """Its longest cached prefix: that of which groups without a window have all blocks, and
-        those with one the blocks that the next token sees, and with recurrent layers there is a
-        snapshot behind it. The last known token is always computed, because its logits are needed;
-        so are tokens that are to be scored."""
+        """Finds the longest cached prefix of a sequence: that of which groups without a window have
+        all blocks, and those with one the blocks that the next token sees, and with recurrent
+        layers there is a snapshot behind it. The last known token is always computed, because its
+        logits are needed; so are tokens that are to be scored."""
         if not self.enabled:
             return self._miss
         length = self._full_prefix(sequence)

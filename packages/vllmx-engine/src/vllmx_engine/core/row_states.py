@@ -42,7 +42,7 @@ def tokens_of_slot(info: LoadedInfo) -> int:
 
 
 class _Marks(MutableRecord):
-    """Where the snapshots of a row lie."""
+    """The positions of a row's snapshots."""
 
     due: list[int] = field(default_factory=list)
     """Positions at which one is due, ascending: chunks end there."""

@@ -145,7 +145,7 @@ class RowTable:
         return blocks
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Its last known token was scheduled: from now on it is fed what it samples."""
+        """Feeds a sequence from now on what it samples: its last known token was scheduled."""
         self.feed_end[sequence.row] = sequence.limit - 1
 
     def pause(self, row: int) -> None:
@@ -153,7 +153,8 @@ class RowTable:
         self.feed_end[row] = 0
 
     def feed_known(self, row: int) -> None:
-        """Its next tokens are known: it does not decode until the last of them is scheduled."""
+        """Feeds a row its known next tokens: it does not decode until the last of them is
+        scheduled."""
         self.feed_end[row] = 0
         self.sampled_in[row] = -1
 

@@ -50,7 +50,7 @@ class Scored(MutableRecord):
 
 
 class LogitOwners(MutableRecord):
-    """Who gets what from a step's logit rows. S sampling rows."""
+    """The sequences that a step's logit rows belong to, and what each gets. S sampling rows."""
 
     rows: AnyArray  # (S,) rows of the table
     logits: I32  # (S,) their logit rows, ascending
@@ -82,15 +82,16 @@ class RowsBuilder:
     def build(
         self, batch: Batch, rows: AnyArray, plan: StepPlan
     ) -> tuple[LogitOwners, SamplingRows]:
-        """For the plan of `batch`, whose rows of the table are `rows`; `edit` puts the edits in."""
+        """Builds the sampling rows for the plan of `batch`, whose rows of the table are `rows`;
+        `edit` puts the edits in."""
         owners, sampling = self._gathered(batch, rows, plan)
         if owners.counted:
             sampling.counts = _counts(owners.counted, plan)
         return owners, sampling
 
     def edit(self, owners: LogitOwners, sampling: SamplingRows, number: int) -> None:
-        """For step `number`: grammars, bans and biases, as the tokens that the host knows by now
-        have them."""
+        """Puts in, for step `number`, grammars, bans and biases as the tokens that the host knows
+        by now have them."""
         if owners.constrained:
             assert sampling.masks is not None
             owners.broken += self._grammars.fill(owners.constrained, sampling.masks, number)

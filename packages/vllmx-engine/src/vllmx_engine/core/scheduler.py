@@ -114,7 +114,8 @@ class Scheduler:
             self.table.start_decoding(sequence)
 
     def release_followers(self, sequence: Sequence) -> None:
-        """Its prompt's blocks are in the prefix cache, or never will be: who waited goes on."""
+        """Lets those go on who waited for the prompt of `sequence`, whose blocks are in the prefix
+        cache, or never will be."""
         self._waiting.release_followers([sequence])
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
@@ -213,8 +214,8 @@ class Scheduler:
         return chunks
 
     def _num_prompts(self) -> int:
-        """That could be computed now: those begun, and those that wait while rows are free. The
-        ones that must not hold up who decodes count for nothing."""
+        """The number of prompts that could be computed now: those begun, and those that wait while
+        rows are free. The ones that must not hold up who decodes count for nothing."""
         head = self.queue.first()
         is_held = head is None or self._beside.holds_back(self.queue.asked(head))
         waiting = 0 if is_held else min(len(self.queue), self.table.num_free)

@@ -62,7 +62,7 @@ class StepBudget:
         return min(seconds, self._beside.seconds) if self._is_held_back else seconds
 
     def take_tower(self, seconds: float) -> None:
-        """For the prompt that was looked at last."""
+        """Takes the seconds of a tower for the prompt that was looked at last."""
         assert self._seconds is not None, "fit comes first"
         self._tower_seconds -= seconds
         self._seconds = max(0.0, self._seconds - seconds)
@@ -94,7 +94,8 @@ class StepBudget:
         return max(size, least) if least <= room else 0
 
     def _admits(self, rank: int) -> bool:
-        """Beside an urgent prompt there is room for others of its kind alone."""
+        """Whether a prompt of this rank may come in; beside an urgent one there is room for others
+        of its kind alone."""
         if self._beside.yields_to(rank):
             self._is_urgent, self._seconds = True, math.inf
         elif self._is_urgent:

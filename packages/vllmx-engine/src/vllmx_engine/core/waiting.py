@@ -1,4 +1,5 @@
-"""Who is next: priority, then fair share of each client, then arrival; each priority gets turns."""
+"""The order of the queue: priority, then fair share of each client, then arrival; each priority
+gets turns."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class FairShare:
         self._live[slot] = 1
 
     def leave(self, ended: Mapping[str, int]) -> None:
-        """So many requests of each client ended."""
+        """Counts requests of each client that ended."""
         gone: list[str] = []
         for client, count in ended.items():
             slot = self._slots[client]
@@ -217,7 +218,7 @@ class WaitingQueue:
         self._length += 1
 
     def first(self) -> Sequence | None:
-        """Who is next; stays in the queue."""
+        """Returns the sequence that is next; it stays in the queue."""
         return self._classes.first().first() if self._length else None
 
     def remove(self, sequence: Sequence) -> None:
@@ -298,7 +299,7 @@ class WaitingQueue:
         return 0 if self._fcfs else sequence.rank
 
     def asked(self, sequence: Sequence) -> int:
-        """Its priority before any turn that it was given."""
+        """The priority that a sequence asked for, before any turn that it was given."""
         return 0 if self._fcfs else sequence.request.priority
 
     def outranks(self, sequence: Sequence, other: Sequence) -> bool:
@@ -318,5 +319,5 @@ def _goes_ahead(sequence: Sequence) -> bool:
 
 
 def _equal(client: str) -> float:
-    """Where arrival alone decides, nobody was served more than another."""
+    """Counts nobody as served more than another, where arrival alone decides."""
     return 0.0

@@ -58,7 +58,7 @@ class WaitingRoom:
         return self._followers.wait_for(sequence)
 
     def release_followers(self, leaders: list[Sequence]) -> None:
-        """Who waited for their prompts goes on."""
+        """Lets those go on who waited for the prompts of `leaders`."""
         for follower in self._followers.release(leaders):
             self.queue.push(follower)
 

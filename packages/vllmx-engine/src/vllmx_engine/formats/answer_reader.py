@@ -223,7 +223,7 @@ class AnswerReader(AnswerSink):
             cursor.at = self._attempt
 
     def _end_of_calls(self, calls: Calls, reader: CallReader) -> None:
-        """At the end of the text within calls: what was not one is content, nothing is lost."""
+        """Ends the text within calls: what was not a call is content, nothing is lost."""
         cursor = self._cursor
         rest = cursor.text[cursor.at if reader.begun else self._attempt :]
         cursor.at = len(cursor.text)

@@ -170,7 +170,7 @@ def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
-    """For each property (name, schema with what it refers to, whether it must be there)."""
+    """Lists each property: name, schema with what it refers to, whether it must be there."""
     required = schema.get("required") or ()
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found = schema.get("properties") or {}

@@ -235,7 +235,8 @@ class _JsonMembers:
         """Arguments that came before the name."""
 
     def read(self) -> Steps[bool]:
-        """Up to the end of the object, behind its first brace. False where it is no call."""
+        """Reads up to the end of the object, from behind its first brace. Returns False where it is
+        no call."""
         if not (yield from self._members()):
             return False
         if not self._reader.begun:

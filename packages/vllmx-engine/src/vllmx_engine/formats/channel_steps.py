@@ -56,7 +56,7 @@ class ChannelReader:
         return found[0]
 
     def _without_start(self, header: str) -> str:
-        """Of a message whose text never came: nothing, where it does begin as one."""
+        """The content of a message whose text never came: nothing, where it does begin as one."""
         channels = self._channels
         begins = (channels.start, channels.channel, channels.recipient.strip())
         text = header.strip()

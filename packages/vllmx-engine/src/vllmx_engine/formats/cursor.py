@@ -157,14 +157,14 @@ class Triggers:
         self._prefixes = {word[:size] for word in self.words for size in range(1, len(word))}
 
     def find(self, cursor: Cursor) -> tuple[int, str] | None:
-        """Where a word, with its white space, begins, and the word."""
+        """Finds the first word: the position where it begins with its white space, and the word."""
         match = self._pattern.search(cursor.text, cursor.at)
         if match is None:
             return None
         return self._space_before(cursor, match.start()), match.group()
 
     def safe_end(self, cursor: Cursor) -> int:
-        """Up to where the text, which holds no word, cannot be part of one."""
+        """The position up to which the text, which holds no word, cannot be part of one."""
         text, size = cursor.text, len(cursor.text)
         for start in range(max(cursor.at, size - self._longest + 1), size):
             if text[start:] in self._prefixes:

@@ -1,4 +1,4 @@
-"""Who is told what an answer holds, while it is read."""
+"""The interface of those that are told what an answer holds, while it is read."""
 
 from __future__ import annotations
 

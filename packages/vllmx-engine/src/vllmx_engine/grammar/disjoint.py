@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 
 class Disjoint:
-    """Over the references of one schema.
+    """Says whether schemas exclude each other, over the references of one schema.
 
     Args:
         root: what references are resolved in.
@@ -99,7 +99,7 @@ class Disjoint:
 
 
 def _types(schema: Schema) -> frozenset[str]:
-    """That a value may have; integers count as numbers."""
+    """The types that a value may have; integers count as numbers."""
     values = values_of(schema)
     if values is not None:
         return frozenset(map(type_of, values))

@@ -68,7 +68,8 @@ class _Preparation:
         return self.of(part, path)
 
     def _one_of(self, schema: Schema, path: str) -> None:
-        """Of branches that exclude each other at most one holds, so any of them is one of them."""
+        """Turns `oneOf` into `anyOf` where branches exclude each other: at most one of them holds
+        then."""
         branches = schema["oneOf"]
         if not isinstance(branches, list) or "anyOf" in schema:
             raise GrammarError(f"oneOf at {path} cannot be held beside anyOf: nest one of them")
@@ -95,7 +96,8 @@ def _formats(schema: Schema) -> None:
 
 
 def _unevaluated(schema: Schema) -> None:
-    """Where nothing else is applied to the same place, what is not evaluated is additional."""
+    """Turns what is not evaluated into what is additional, where nothing else is applied to the
+    same place."""
     if any(key in schema for key in _COMPOSED):
         return
     if "unevaluatedProperties" in schema and "additionalProperties" not in schema:
@@ -128,8 +130,8 @@ def _property_names(schema: Schema, path: str) -> None:
 
 
 def _check_bounds(schema: Schema, path: str) -> None:
-    """Between two whole numbers the library takes a lower bound that is whole, or an upper one
-    below zero, as allowed although it is excluded."""
+    """Refuses bounds that the library gets wrong: between two whole numbers it takes a lower bound
+    that is whole, or an upper one below zero, as allowed although it is excluded."""
     low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     for bound, other in ((low, schema.get("maximum", high)), (high, schema.get("minimum", low))):
         if schema.get("type") == "integer" or not (_is_number(bound) and _is_number(other)):
@@ -150,7 +152,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def place_of(schema: Any, keyword: str, path: str = "#") -> str | None:
-    """Where a schema has a keyword, in the words of its error messages."""
+    """The place where a schema has a keyword, in the words of its error messages."""
     if not isinstance(schema, dict):
         return None
     if keyword in schema:

@@ -1,4 +1,5 @@
-"""From what a user asks (`StructuredOutputsParams`) to one canonical description of a grammar."""
+"""Turns what a user asks (`StructuredOutputsParams`) into one canonical description of a
+grammar."""
 
 from __future__ import annotations
 

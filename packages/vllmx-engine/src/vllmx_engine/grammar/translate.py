@@ -1,4 +1,4 @@
-"""From a `GrammarSpec` to a grammar in llguidance's own words."""
+"""Translates a `GrammarSpec` into a grammar in llguidance's own words."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class PreparedImage(Record):
     def of(
         cls, patches: Pixels, levels: F32, grid: tuple[int, int, int], num_tokens: int
     ) -> PreparedImage:
-        """With its digest."""
+        """Makes an image with its digest."""
         digest = hashlib.blake2b(np.array(grid, np.int32).tobytes(), digest_size=32)
         digest.update(np.ascontiguousarray(levels).data)
         digest.update(np.ascontiguousarray(patches).data)

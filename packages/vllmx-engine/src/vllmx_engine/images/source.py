@@ -1,4 +1,4 @@
-"""Where an image comes from: a data URL, or what the operator allows beside it."""
+"""The source of an image: a data URL, or what the operator allows beside it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ImageSource(Record):
 
     @property
     def is_inline(self) -> bool:
-        """Its bytes are in the URL: nothing has to be waited for."""
+        """Whether the bytes are in the URL, so that nothing has to be waited for."""
         return self.url[:5].lower() == "data:"
 
 

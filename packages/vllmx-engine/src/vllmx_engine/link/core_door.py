@@ -34,7 +34,7 @@ class CoreDoor:
         self._sockets: set[CoreSocket] = set()
 
     def open(self, info: CoreInfo) -> None:
-        """From now on, on a thread of its own."""
+        """Accepts clients from now on, on a thread of its own."""
         thread = threading.Thread(target=self._accept, args=(info,), name="vllmx-door", daemon=True)
         thread.start()
 

@@ -49,8 +49,8 @@ class CoreSocket:
             yield from reader.feed(data)
 
     def send(self, message: FromCore) -> bool:
-        """Never waits. False when the other side has not read for so long that nothing more should
-        be made for it."""
+        """Sends a message and never waits. Returns False when the other side has not read for so
+        long that nothing more should be made for it."""
         with self._lock:
             if self._updates or not self._outbox.is_empty:
                 return self._updates.add(message)

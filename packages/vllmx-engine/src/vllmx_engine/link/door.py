@@ -1,4 +1,5 @@
-"""Where other processes of this user reach a core: a socket that outlives the core's lives."""
+"""The door at which other processes of this user reach a core: a socket that outlives the core's
+lives."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Status = Literal["ready", "asleep", "restarting", "dead", "closed"]
 
 
 class Listener(Record):
-    """Who is told what a frontend hears from the core."""
+    """The functions that are told what a frontend hears from the core."""
 
     outputs: Callable[[list[CoreOutput]], None]
     stats: Callable[[CoreStats], None]
@@ -53,7 +53,7 @@ class Frontend(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """For how long the core has not answered, when that is too long; else 0."""
+        """The seconds for which the core has not answered, when that is too long; else 0."""
         ...
 
     def add(self, requests: Sequence[CoreRequest]) -> None:

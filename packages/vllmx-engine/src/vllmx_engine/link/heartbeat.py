@@ -30,7 +30,7 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """For how long the core has not answered, when that is too long; else 0."""
+        """The seconds for which the core has not answered, when that is too long; else 0."""
         return self._num_missed * INTERVAL_S if self._num_missed >= _MISSED else 0.0
 
     def heard(self) -> None:
@@ -42,7 +42,7 @@ class Heartbeat:
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """May be called whether or not it was started."""
+        """Stops, whether or not it was started."""
         if self._task is not None:
             self._task.cancel()
 

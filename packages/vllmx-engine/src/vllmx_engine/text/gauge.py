@@ -31,7 +31,7 @@ class NamedGauge(Protocol):
 
 
 class Alone:
-    """There is no other process."""
+    """The gauge of a process beside which there is no other."""
 
     elsewhere = 0
 
@@ -39,7 +39,7 @@ class Alone:
 
 
 class AloneByName:
-    """There is no other process."""
+    """The named gauge of a process beside which there is no other."""
 
     def add(self, name: str, count: int) -> None: ...
 

@@ -142,7 +142,7 @@ def _build_merged(vocabulary: GGUFVocabulary) -> tuple[tokenizers.Tokenizer, boo
 def _sentencepiece_options(
     vocabulary: GGUFVocabulary, unknown_id: int | None, *, space_prefix: bool
 ) -> dict[str, Any]:
-    """With what the file says; the unknown token and the prefix are what holds where it is
+    """The options that the file states; the unknown token and the prefix are what holds where it is
     silent."""
     unknown = vocabulary.token_id("unknown_token_id", unknown_id)
     return {

@@ -11,8 +11,8 @@ from vllmx_core.errors import VllmxError, excerpt
 
 @contextmanager
 def library_errors(make: Callable[[str], VllmxError]) -> Iterator[None]:
-    """Around calls of the library and nothing else. `make` gets the reason, one short line. Errors
-    of ours pass."""
+    """Turns errors of the library into ours; it is put around its calls and nothing else. `make`
+    gets the reason, one short line. Errors of ours pass."""
     try:
         yield
     except VllmxError:

@@ -110,7 +110,8 @@ def _check_role(message: Message, index: int, strings: Collection[str]) -> None:
 
 
 def without_rich_values(messages: list[Message]) -> list[Message] | None:
-    """For templates that only add strings: None content as "", arguments as JSON text.
+    """Prepares messages for templates that only add strings: None content as "", arguments as JSON
+    text.
 
     None where that changes nothing.
     """

@@ -45,7 +45,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes | None:
 
 
 def read_text(path: Path, limit_bytes: int) -> str | None:
-    """Like `read_bytes`, decoded as UTF-8."""
+    """Reads a file as `read_bytes` does, and decodes it as UTF-8."""
     data = read_bytes(path, limit_bytes)
     if data is None:
         return None

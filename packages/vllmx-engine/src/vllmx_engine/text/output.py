@@ -135,8 +135,8 @@ class SequenceText:
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
-    """Where the text of each of a prompt's tokens begins in the prompt's text, in characters. A
-    special token that the text leaves out, as the tokenizer added it, is as long as nothing."""
+    """The character of the prompt's text at which the text of each of its tokens begins. A special
+    token that the text leaves out, as the tokenizer added it, is as long as nothing."""
     detokenizer = make_detokenizer(tokenizer, (), skip_special_tokens=False)
     offsets, offset = [], 0
     for token in ids:

@@ -67,7 +67,7 @@ def _keeps_all(step: dict[str, Any]) -> bool:
 
 
 def _shrinks(steps: list[dict[str, Any]], *, in_bytes: bool) -> int | None:
-    """By how much normalising can shorten a text; None: by any factor."""
+    """The factor by which normalising can shorten a text; None: any factor."""
     factor = 1
     for step in steps:
         if step["type"] == "NFC" and in_bytes:

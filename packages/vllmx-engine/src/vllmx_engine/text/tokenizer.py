@@ -173,7 +173,7 @@ class Tokenizer:
         return ids, types
 
     def token_ends(self, text: str) -> list[int]:
-        """Where each token of a text ends, in characters."""
+        """The character at which each token of a text ends."""
         with library_errors(_cannot_encode):
             return [end for _, end in self.backend.encode(text, add_special_tokens=False).offsets]
 

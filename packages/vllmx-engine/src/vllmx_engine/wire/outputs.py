@@ -94,7 +94,7 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened, in seconds of `time.monotonic`."""
+    """Times of one request, in seconds of `time.monotonic`, and the number of its tokens."""
 
     arrival_s: float
     first_token_s: float | None = None

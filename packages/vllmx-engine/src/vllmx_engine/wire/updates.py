@@ -63,7 +63,7 @@ class Updates:
 
 
 def _own(output: CoreOutput) -> CoreOutput:
-    """With lists that may grow."""
+    """Copies an update, with lists that may grow."""
     return msgspec.structs.replace(
         output,
         ids=[*output.ids],
@@ -73,7 +73,7 @@ def _own(output: CoreOutput) -> CoreOutput:
 
 
 def _merged(before: CoreOutput, after: CoreOutput) -> CoreOutput:
-    """Both updates of one request as one, whose lists are those of `before`."""
+    """Merges two updates of one request into one, whose lists are those of `before`."""
     before.ids.extend(after.ids)
     return msgspec.structs.replace(
         after,

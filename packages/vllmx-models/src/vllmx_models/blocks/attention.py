@@ -28,7 +28,7 @@ from vllmx_models.rope import Rope
 
 
 class AttentionNames(Record):
-    """Its modules in the checkpoint."""
+    """The names of the modules of attention in the checkpoint."""
 
     module: str = "self_attn"
     q: str = "q_proj"

@@ -13,7 +13,7 @@ from vllmx_models.blocks.layer import LayerNames, LayerScope, packed_parts, part
 
 
 class MLPNames(Record):
-    """Its modules in the checkpoint."""
+    """The names of the modules of an MLP in the checkpoint."""
 
     module: str = "mlp"
     gate: str = "gate_proj"

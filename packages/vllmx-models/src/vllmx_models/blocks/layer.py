@@ -19,7 +19,7 @@ Shard = Literal["none", "column", "row"]
 
 
 class LayerNames(Record):
-    """Where the weights of one layer are."""
+    """The prefixes of the weights of one layer."""
 
     ours: str
     """Prefix of the logical names: layers.3"""
@@ -53,7 +53,7 @@ class LayerScope(Record):
     """(T, E) what the feed-forward reads, before its norm."""
 
     def weight(self, name: str) -> Weight:
-        """By its logical name without the layer's prefix."""
+        """The weight of a logical name without the layer's prefix."""
         return self.weights[f"layers.{self.layer}.{name}"]
 
     def rope(self, rope: Rope | None) -> Weight | None:
@@ -64,10 +64,10 @@ class LayerScope(Record):
 
 
 class Block(Protocol):
-    """From the stream, normed or not, to what is added to it."""
+    """Maps the stream, normed or not, to what is added to it."""
 
     def weights(self, names: LayerNames) -> tuple[WeightSpec, ...]:
-        """Its lines of the weight map, in the order of use."""
+        """The block's lines of the weight map, in the order of use."""
         ...
 
     def record(self, x: Array, scope: LayerScope) -> Array:

@@ -23,7 +23,7 @@ class Norm(Record):
     """Added to the weights of the checkpoint: 1 for Gemma, which stores them so much smaller."""
 
     def weights(self, name: str, source: str, size: int) -> tuple[WeightSpec, ...]:
-        """Its lines of the weight map; `source` is the module in the checkpoint."""
+        """The norm's lines of the weight map; `source` is the module in the checkpoint."""
         scale = vector(name, f"{source}.weight", size, self.offset)
         return (scale, vector(f"{name}.bias", f"{source}.bias", size)) if self.bias else (scale,)
 
@@ -97,7 +97,7 @@ class ResidualStream:
         self._last, self._sum = self._ops.scale(self.read(), self._w[name]), None
 
     def normed(self, name: str) -> Array:
-        """Its norm by the weight `name`."""
+        """The stream's norm by the weight `name`."""
         if self._sum is None or self._norm.kind != "rms":
             return self._norm.record(self._ops, self.read(), self._w, name)
         x, self._last = self._ops.add_rms_norm(self._last, self._sum, self._w[name], self._norm.eps)

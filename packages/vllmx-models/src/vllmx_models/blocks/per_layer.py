@@ -1,4 +1,4 @@
-"""Per-layer embeddings: what a token is, and what it was embedded as, told to every layer anew.
+"""Per-layer embeddings tell every layer anew what a token is, and what it was embedded as.
 
 P features a layer, E hidden size, T tokens, V vocabulary.
 """

@@ -29,7 +29,7 @@ def norm(name: str, source: str, size: int) -> tuple[WeightSpec, WeightSpec]:
 
 
 def normed(ops: Ops, x: Array, w: Mapping[str, Weight], name: str, eps: float) -> Array:
-    """Through a norm of `norm`."""
+    """Records the layer norm of x whose lines of the weight map `norm` makes."""
     return ops.layer_norm(x, w[name], w[f"{name}.bias"], eps)
 
 
@@ -39,7 +39,7 @@ def linear(name: str, source: str, rows: int, cols: int, *, bias: bool = True) -
 
 
 def prefixed(spec: WeightSpec, prefix: str, others: tuple[str, ...]) -> WeightSpec:
-    """With other prefixes that checkpoints have in place of one."""
+    """Adds the other prefixes that checkpoints have in place of one."""
     return replace(spec, parts=tuple(_prefixed(one, prefix, others) for one in spec.parts))
 
 

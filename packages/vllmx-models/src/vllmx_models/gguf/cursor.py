@@ -35,7 +35,7 @@ class Cursor:
         return self.size - self.position
 
     def need(self, end: int) -> None:
-        """Has `data` reach to `end`, which is not beyond the file."""
+        """Reads on until `data` reaches `end`, which is not beyond the file."""
         if end <= len(self.data):
             return
         if end > MAX_HEADER_BYTES:
@@ -44,7 +44,7 @@ class Cursor:
         self.data += self._file.read(len(self.data), wanted).tobytes()
 
     def skip(self, count: int, what: str) -> int:
-        """Where in `data` the next `count` bytes begin; the position moves behind them."""
+        """Moves behind the next `count` bytes, and returns where in `data` they begin."""
         if count > self.remaining:
             raise self.damaged(f"{what} needs {count} bytes, {self.remaining} are left")
         start = self.position

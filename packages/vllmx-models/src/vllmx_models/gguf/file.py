@@ -38,7 +38,7 @@ _SMALLEST_ENTRY = 8 + 1 + 4 + 8 + 4 + 8
 
 
 class TensorInfo(Record):
-    """Where a tensor lies."""
+    """The type, shape and place of a tensor in the file."""
 
     name: str
     kind: TensorType

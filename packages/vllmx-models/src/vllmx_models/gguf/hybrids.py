@@ -45,7 +45,7 @@ def mamba_tensors(module: str) -> dict[str, str]:
 
 
 def attention_of(spec: DecoderSpec) -> AttentionMixer:
-    """That of the first layer that has some. Raises UnsupportedModelError."""
+    """The attention of the first layer that has some. Raises UnsupportedModelError."""
     found = next((one for one in spec.mixers if isinstance(one, AttentionMixer)), None)
     if found is None:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Where in a GGUF file each weight of the original checkpoint lies.
+"""Finds each weight of the original checkpoint in GGUF files.
 
 Most tensors are one weight. The rows of queries, keys and values may be one tensor, and a layer's
 experts always are: (X, rows, columns), which is cut into the weights of each.
@@ -49,7 +49,7 @@ class Heads(Record):
 
 
 class Place(Record):
-    """Where a weight comes from."""
+    """The tensor, and the range of it, that a weight comes from."""
 
     file: GGUFFile
     info: TensorInfo
@@ -62,8 +62,9 @@ class Place(Record):
 
 
 def places_of(files: Sequence[GGUFFile], table: GGUFArchitecture, heads: Heads) -> dict[str, Place]:
-    """By the names of the original checkpoint. Raises UnsupportedModelError for a tensor that the
-    architecture does not have, WeightFormatError for one that is there twice or cannot be cut."""
+    """Finds the places of weights by the names of the original checkpoint. Raises
+    UnsupportedModelError for a tensor that the architecture does not have, WeightFormatError for
+    one that is there twice or cannot be cut."""
     places: dict[str, Place] = {}
     for file in files:
         for info in file.tensors.values():

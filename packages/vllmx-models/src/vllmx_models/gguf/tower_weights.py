@@ -90,7 +90,7 @@ def _stacked(name: str, pieces: Sequence[WeightPart]) -> WeightPart:
 
 # --- the source -----------------------------------------------------------------------------------
 class Entry(Record):
-    """Where weights come from."""
+    """The tensors of the file that one weight, or several, are made of."""
 
     name: str
     """In the original checkpoint."""

@@ -56,7 +56,7 @@ def _colours(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _layers(header: GGUFHeader, theirs: str, names: Mapping[str, str]) -> Iterator[Entry]:
-    """For each layer what is one tensor here and there."""
+    """Yields, layer by layer, the weights that are one tensor here and there."""
     for layer in range(_depth(header)):
         for stored, name in names.items():
             yield Entry(f"{theirs}.{layer}.{name}", (f"v.blk.{layer}.{stored}",))

@@ -42,7 +42,7 @@ def apply_scales(values: F32, scales: F32, block: tuple[int, int]) -> F32:
 
 
 def _multiply(values: F32, scales: F32, width: int) -> None:
-    """In place, scales being (rows or 1, groups of `width` columns)."""
+    """Multiplies in place; scales are (rows or 1, groups of `width` columns)."""
     cols = values.shape[1]
     if cols % width == 0:
         grouped = values.reshape(len(values), -1, width)

@@ -71,7 +71,7 @@ class Scheme(Protocol):
 
     @property
     def name(self) -> str:
-        """For errors: the scheme with what matters of its config."""
+        """The name for errors: the scheme with what matters of its config."""
         ...
 
     @property

@@ -18,7 +18,7 @@ class CompletionTokens(Record, kw_only=True):
 
 
 class TokenUsage(Record, kw_only=True):
-    """Over all prompts and choices of a request."""
+    """Counts of tokens over all prompts and choices of a request."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -78,7 +78,7 @@ class LineRunner:
         return after > 0
 
     async def _answer(self, batch: Batch, line: Line, data: bytes) -> None:
-        """Has a place, and gives it back."""
+        """Answers a line in a place that it has, and gives the place back."""
         try:
             request = read_line(data)
             answer = await self._attempt(batch, line, request.url, bytes(request.body))

@@ -120,7 +120,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(storage: Storage, batch: Batch, output: Path) -> None:
-    """Both files of the batch as one, which is whole or not there."""
+    """Writes both files of the batch as one, which is whole or not there."""
     partial_path = output.with_name(output.name + ".part")
     try:
         with partial_path.open("wb") as out:

@@ -149,7 +149,7 @@ class Connection:
 
     # --- receiving --------------------------------------------------------------------------------
     async def _receive(self) -> None:
-        """Until the client has sent its end, or has sent enough after ours."""
+        """Receives until the client has sent its end, or has sent enough after ours."""
         dropped = 0
         while data := await self.reader.read(_RECEIVE_BYTES):
             if self._finished_s is None:

@@ -266,8 +266,8 @@ class Http2(H2Protocol):
                 self.connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)
 
     async def _give_back(self, stream_id: int, size: int) -> None:
-        """To the window of a stream, or of the connection (0). What is left of a body that has
-        ended stays: nobody needs it."""
+        """Gives bytes back to the window of a stream, or of the connection (0). What is left of a
+        body that has ended stays: nobody needs it."""
         if not size or self.closed:
             return
         self._owed[stream_id] += size

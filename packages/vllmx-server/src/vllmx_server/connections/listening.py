@@ -196,8 +196,8 @@ def refusal() -> bytes:
 
 
 def network_of(family: int, address: object) -> str:
-    """Whose connection it is: an IPv4 address, or the /64 of IPv6 that one customer has; "" on a
-    unix socket."""
+    """The network that a connection comes from: an IPv4 address, or the /64 of IPv6 that one
+    customer has; "" on a unix socket."""
     if family not in (socket.AF_INET, socket.AF_INET6) or not isinstance(address, tuple):
         return ""
     name = str(address[0]).partition("%")[0]

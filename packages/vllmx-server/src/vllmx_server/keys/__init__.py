@@ -1,1 +1,1 @@
-"""Who may use the server: keys, what their holders may do, and how much of it."""
+"""Keys for the server: what their holders may do, and how much of it."""

@@ -67,7 +67,8 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 def expected_tokens(num_bytes: int, body: object) -> int:
-    """That a request with a body of so many bytes may come to, prompt and answers together."""
+    """The tokens that a request with a body of so many bytes may come to, prompt and answers
+    together."""
     named = (getattr(body, name, None) for name in _LIMITS)
     most = next((value for value in named if isinstance(value, int)), USUAL_OUTPUT)
     answers = getattr(body, "n", None) or 1

@@ -22,7 +22,8 @@ _MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class Bucket:
-    """So many in a minute: it fills steadily, and holds no more than a minute's worth."""
+    """A budget of so many in a minute: it fills steadily, and holds no more than a minute's
+    worth."""
 
     size: float
     level: float
@@ -35,7 +36,7 @@ class Bucket:
         self.filled_s = max(self.filled_s, now_s)
 
     def wait_s(self, amount: float) -> float:
-        """Until so much is there; 0: now."""
+        """The seconds until so much is there; 0: now."""
         return max(0.0, (amount - self.level) * _MINUTE_S / self.size)
 
 
@@ -104,7 +105,7 @@ class KeyDesk:
             bucket.level = min(bucket.size, bucket.level + ticket.reserved - used.num_tokens)
 
     def _use(self, key: str, record: KeyRecord) -> _Use:
-        """Of a key, with its limits as they are now and its buckets filled up to now."""
+        """The use of a key, with its limits as they are now and its buckets filled up to now."""
         use = self._uses.get(key)
         if use is None:
             use = self._uses[key] = _Use(None, None, None)
@@ -116,7 +117,7 @@ class KeyDesk:
 
 
 def _headers(use: _Use) -> dict[str, str]:
-    """As OpenAI's API has them."""
+    """The headers of limits, as OpenAI's API has them."""
     found = {}
     for name, bucket in (("requests", use.requests), ("tokens", use.tokens)):
         if bucket is not None:

@@ -18,7 +18,7 @@ logger = logging.getLogger("vllmx.server")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who sent a request."""
+    """The holder of a key, who sent a request."""
 
     client: str
     """Its name in fair share, salts, ranges and what is stored; "" without a key."""
@@ -27,7 +27,7 @@ class Holder:
 
     @property
     def name(self) -> str:
-        """As operators know it."""
+        """The name that operators know the holder by."""
         return self.client if self.record is None else self.record.name
 
     def check_model(self, model: str) -> None:
@@ -70,12 +70,13 @@ class KeyRing:
         return self.path is None and not self.keys
 
     def find(self, digest: bytes) -> Holder | None:
-        """Who holds the key of this SHA-256. The time of a look-up tells nothing of keys: nobody
-        can choose what the digest of a guess begins with."""
+        """Finds the holder of the key of this SHA-256. The time of a look-up tells nothing of keys:
+        nobody can choose what the digest of a guess begins with."""
         return self._holders.get(digest)
 
     def holder(self, client: str) -> Holder:
-        """Who a client is; somebody without limits and rights where the ring does not know it."""
+        """The holder that a client is; somebody without limits and rights where the ring does not
+        know it."""
         return self._clients.get(client) or Holder(client)
 
     def record_of(self, client: str) -> KeyRecord | None:

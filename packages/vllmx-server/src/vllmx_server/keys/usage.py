@@ -27,7 +27,7 @@ _ADD = """INSERT INTO key_usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (client) D
 
 @dataclass(slots=True)
 class KeyUsage:
-    """Of one key."""
+    """The usage of one key."""
 
     requests: int = 0
     """That were taken."""
@@ -96,7 +96,7 @@ class UsageBook:
             raise
 
     async def all(self) -> Mapping[str, KeyUsage]:
-        """Of every client, by name. Raises StorageError."""
+        """Returns the usage of every client, by name. Raises StorageError."""
         if self._database is None:
             return dict(self._new)
         await self.keep()

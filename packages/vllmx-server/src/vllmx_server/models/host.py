@@ -1,5 +1,5 @@
-"""Where the engine cores of several models live: loaded when asked for, ended when memory is short
-or nobody asks any more.
+"""Keeps the engine cores of several models: loaded when asked for, ended when memory is short or
+nobody asks any more.
 
 The host belongs to the process that answers requests, or with several of them to their supervisor.
 Whoever answers reaches a core by its door.
@@ -250,12 +250,12 @@ def _no_room(error: CapacityError) -> OverloadedError:
 
 
 def _weight_bytes(path: Path) -> int:
-    """About what a model will take, by its files."""
+    """The bytes that a model will take, about, by its files."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.suffix in _WEIGHTS)
 
 
 def _retrieved(task: asyncio.Task[Attachment]) -> None:
-    """Whoever asked may have left; the error is logged."""
+    """Takes the error of a task, which was logged; whoever asked may have left."""
     if not task.cancelled():
         task.exception()

@@ -23,7 +23,7 @@ _GRACE_S = 1.0
 
 
 class Host(Protocol):
-    """Who loads and unloads models, here or in another process."""
+    """Loads and unloads models, here or in another process."""
 
     async def load(self, name: str) -> Attachment: ...
 
@@ -133,12 +133,12 @@ class Models:
                 await entry.state.llm.shutdown()
 
     def states(self) -> list[ServerState]:
-        """Of all models that are open here."""
+        """The states of all models that are open here."""
         opened = [entry.state for entry in self._entries.values() if entry.state is not None]
         return [self.default, *opened]
 
     def metrics(self) -> list[Metrics]:
-        """Of all models that were ever open here."""
+        """The metrics of all models that were ever open here."""
         kept = [entry.metrics for entry in self._entries.values() if entry.metrics is not None]
         return [self.default.metrics, *kept]
 
@@ -152,7 +152,7 @@ class Models:
         return entry.state
 
     def _state(self, entry: _Entry, llm: AsyncLLM) -> ServerState:
-        """As the default's, but for what is the model's own."""
+        """Makes a state like the default's, but for what is the model's own."""
         default = self.default
         llm.share(default.sharing.sequences(entry.config.name), default.sharing.texts)
         if entry.metrics is None:

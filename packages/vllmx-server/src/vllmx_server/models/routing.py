@@ -1,4 +1,4 @@
-"""From the model that a body names to the state that answers for it, loading it where need be."""
+"""Finds the state that answers for the model that a body names, loading it where need be."""
 
 from __future__ import annotations
 

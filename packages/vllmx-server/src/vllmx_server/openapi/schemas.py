@@ -72,7 +72,7 @@ def _complete(schema: Schema, kind: type[msgspec.Struct]) -> None:
 
 
 def _is_unserved(name: str, schema: Schema) -> bool:
-    """Of a field of a request."""
+    """Whether a field of a request is known, but not served."""
     return name in UNSERVED and "default" in schema
 
 
@@ -95,7 +95,7 @@ def _field_texts(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 @cache
 def _texts_of_module(name: str) -> Mapping[str, dict[str, str]]:
-    """By class and field; nothing where there are no sources."""
+    """The texts of a module's fields, by class and field; nothing where there are no sources."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[name]))
     except OSError:

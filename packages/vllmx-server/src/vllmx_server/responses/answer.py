@@ -155,7 +155,7 @@ class ResponseAnswer:
 
 
 def _named(items: list[InputItem]) -> list[InputItem]:
-    """With an id each, by which they can be listed."""
+    """Gives each item an id, by which it can be listed."""
     return [
         msgspec.structs.replace(
             item,

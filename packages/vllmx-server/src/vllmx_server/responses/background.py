@@ -62,7 +62,7 @@ class Running:
         await self._kept.wait()
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
-        """Its events behind number `after`, as they come."""
+        """Yields the events behind number `after`, as they come."""
         index = 0
         while True:
             while index < len(self._events):

@@ -114,7 +114,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def shutdown(request: Request) -> Response:
-    """As SIGTERM: drains, then ends."""
+    """Does what SIGTERM does: drains, then ends."""
     state = state_of(request)
     if state.peers is None:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -229,7 +229,7 @@ class ChatAnswer:
         return chat_logprobs(choice.logprobs, choice.token_ids, top, tokenizer, as_ids)
 
     def _echoed(self) -> str:
-        """With echo: the final message, which the answer goes on with."""
+        """The final message, which the answer goes on with, where echo asks for it."""
         if not self._body.echo:
             return ""
         content = self._body.messages[-1].content

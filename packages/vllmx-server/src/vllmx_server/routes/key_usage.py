@@ -14,7 +14,7 @@ from vllmx_server.state import owner_of, state_of
 
 
 async def usage(request: Request) -> Response:
-    """Of the key that asks; of all keys for one with `admin`."""
+    """Answers the usage of the key that asks; of all keys for one with `admin`."""
     check_query(request)
     state, client = state_of(request), owner_of(request)
     holder = state.keys.holder(client)

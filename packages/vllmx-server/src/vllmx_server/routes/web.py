@@ -67,7 +67,7 @@ def is_web(path: str) -> bool:
 
 @cache
 def _names() -> frozenset[str]:
-    """Of all files, with their folder: what is not among them is not there."""
+    """The names of all files, with their folder: what is not among them is not there."""
     return frozenset(
         path.relative_to(_FOLDER).as_posix()
         for path in _FOLDER.rglob("*")

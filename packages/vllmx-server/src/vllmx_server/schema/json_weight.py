@@ -60,7 +60,7 @@ def inside_strings(text: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def _escaped(text: NDArray[np.uint8]) -> NDArray[np.intp]:
-    """Where a character follows an odd number of backslashes."""
+    """The positions of characters that follow an odd number of backslashes."""
     slashes = np.flatnonzero(text == ord("\\"))
     if not len(slashes):
         return slashes

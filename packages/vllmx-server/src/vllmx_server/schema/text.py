@@ -21,7 +21,7 @@ from vllmx_server.schema.tools import check_tools, tool_list
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`."""
+    """A request with either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None

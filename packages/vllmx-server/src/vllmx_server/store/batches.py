@@ -17,7 +17,7 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class BatchNotKnownError(VllmxError):
-    """There is no such batch, or it is another key's."""
+    """Says that there is no such batch, or that it is another key's."""
 
     http_status = 404
     code = "batch_not_found"
@@ -86,7 +86,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, gc=False):
-    """Where a request stands in its input file."""
+    """The place of a request in its input file."""
 
     number: int
     start: int
@@ -150,7 +150,7 @@ class Batches:
 
     # --- lines ------------------------------------------------------------------------------------
     async def begin_lines(self, batch_id: str) -> None:
-        """There are none yet, whatever was there of a validation that did not end."""
+        """Deletes the lines that a validation which did not end has left."""
         query = "DELETE FROM lines WHERE batch = ?"
         await self._database.run(lambda c: c.execute(query, (batch_id,)))
 

@@ -29,7 +29,7 @@ _ORDER = {True: " ORDER BY rowid DESC LIMIT ?", False: " ORDER BY rowid LIMIT ?"
 
 
 class FileNotKnownError(VllmxError):
-    """There is no such file, or it is another key's."""
+    """Says that there is no such file, or that it is another key's."""
 
     http_status = 404
     code = "file_not_found"
@@ -100,11 +100,11 @@ class Files:
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a known file is."""
+        """The path of the content of a known file."""
         return self._folder.files() / file_id
 
     def new_path(self) -> Path:
-        """For a content that begins to arrive; `keep` gives it its place."""
+        """A path for a content that begins to arrive; `keep` gives it its place."""
         return self._folder.files() / (new_id("") + ".part")
 
     async def take(self, owner: str, num_bytes: int) -> None:
@@ -239,7 +239,7 @@ def _forget_expired(connection: sqlite3.Connection) -> list[str]:
 
 
 def _settle(content: Path, place: Path) -> None:
-    """On the disk before anybody is told of it."""
+    """Puts a content on the disk and in its place, before anybody is told of it."""
     descriptor = os.open(content, os.O_RDONLY)
     try:
         os.fsync(descriptor)

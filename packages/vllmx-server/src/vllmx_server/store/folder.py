@@ -15,8 +15,9 @@ TEMPORARY = ""
 
 
 class Folder:
-    """Where things are kept. Without a path the database has no name on the disk, and files are in
-    a temporary folder that is made when it is needed: nothing outlives the server then.
+    """The folder where things are kept. Without a path the database has no name on the disk, and
+    files are in a temporary folder that is made when it is needed: nothing outlives the server
+    then.
 
     Args:
         outlives: what is kept is found again by the next server; None: where there is a path.

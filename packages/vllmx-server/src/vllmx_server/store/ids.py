@@ -7,7 +7,7 @@ import time
 
 
 def new_id(prefix: str) -> str:
-    """Not to be guessed: 128 bits."""
+    """Makes an id that cannot be guessed: 128 bits."""
     return prefix + secrets.token_hex(16)
 
 

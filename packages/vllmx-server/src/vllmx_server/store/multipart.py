@@ -23,7 +23,7 @@ class Sink(Protocol):
         ...
 
     def end(self) -> None:
-        """There is no more of it."""
+        """Says that the part has ended."""
         ...
 
 

@@ -18,7 +18,7 @@ MAX_CHAIN = 1000
 
 
 class ResponseNotKnownError(VllmxError):
-    """There is no such response, or it is another key's."""
+    """Says that there is no such response, or that it is another key's."""
 
     http_status = 404
     code = "response_not_found"

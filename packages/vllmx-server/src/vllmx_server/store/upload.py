@@ -51,7 +51,7 @@ class Upload:
         self.path.unlink(missing_ok=True)
 
     def open_part(self, name: str, file: str | None) -> Sink:
-        """Where the content of a part goes. Raises InvalidRequestError."""
+        """The sink for the content of a part. Raises InvalidRequestError."""
         if file is None and name != "file":
             if name in self.fields:
                 raise InvalidRequestError(f"the field {name!r} is given twice", param=name)

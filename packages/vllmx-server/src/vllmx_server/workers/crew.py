@@ -99,7 +99,7 @@ class Crew:
         return EngineDeadError(f"the API processes keep failing: {error}; see the log above")
 
     def channels(self, but: Channel | None = None) -> list[Channel]:
-        """Of all that serve now, without `but`."""
+        """The channels of all that serve now, without `but`."""
         return [
             each.channel
             for each in self._workers.values()
@@ -108,13 +108,13 @@ class Crew:
 
     @property
     def leader(self) -> Channel:
-        """Of the worker that batches and the background are with. Raises GoneError."""
+        """The channel of the worker that batches and the background are with. Raises GoneError."""
         if self._leader is None:
             raise GoneError("batches and responses are being taken over by another process")
         return self._leader.channel
 
     async def stop(self, timeout_s: float) -> None:
-        """Has all of them exit, by force after `timeout_s`."""
+        """Makes all of them exit, by force after `timeout_s`."""
         self._stopping = True
         for each in self._workers.values():
             each.channel.tell(STOP, None)

@@ -61,7 +61,7 @@ class Peers:
         return Storage(config, Folder(begin.data_dir, outlives=begin.outlives, is_locked=True))
 
     def join(self, app: Starlette, state: ServerState) -> None:
-        """Has an application answer what other workers pass on, and ask for what is theirs."""
+        """Makes an application answer what other workers pass on, and ask for what is theirs."""
         state.desk = RemoteDesk(self.channel)
         Relays(app, app.router).serve(self.channel)
 
@@ -70,7 +70,7 @@ class Peers:
         return await relay(self.channel, request, body)
 
     async def metric_counts(self) -> list[dict[str, MetricCounts]]:
-        """Of all others, by model."""
+        """The counts of all other workers, by model."""
         return await self.channel.ask(METRICS, None, list[dict[str, MetricCounts]])
 
     async def sleep(self) -> None:

@@ -99,7 +99,7 @@ class Relays:
         self._running: dict[int, _Answering] = {}
 
     def serve(self, channel: Channel) -> None:
-        """From now on."""
+        """Answers from now on what comes by the channel."""
         channel.serve(RELAY, Relayed, self._answer)
         channel.serve(RELAY_MORE, int, self._more)
         channel.serve(RELAY_END, int, self._end)

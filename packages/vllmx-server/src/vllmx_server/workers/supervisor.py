@@ -130,7 +130,7 @@ class Supervisor:
         signals: Signals,
         on_ready: Callable[[CoreInfo], None],
     ) -> None:
-        """Until it is stopped, the core is gone for good, or workers keep failing."""
+        """Serves until it is stopped, the core is gone for good, or workers keep failing."""
         try:
             self._core = core = await self._started(starting)
             core.listener = Listener(

@@ -82,7 +82,7 @@ class AttentionCall:
 
 
 class Seam:
-    """Between a module and what its attention is answered with: (T, H, Dv) for each call."""
+    """Joins a module and what its attention is answered with: (T, H, Dv) for each call."""
 
     def __init__(self, module: nn.Module) -> None:
         self.answer: Callable[[AttentionCall], Tensor] | None = None

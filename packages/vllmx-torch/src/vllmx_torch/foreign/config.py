@@ -1,4 +1,4 @@
-"""From a config.json to the class of transformers that runs it. No code of a model's folder is ever
+"""Finds the class of transformers that runs a config.json. No code of a model's folder is ever
 imported: what a config says of such is dropped."""
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class ForeignModule(Protocol):
 
 
 class RunModule(Op):
-    """From the step's tokens to (L, V) logits, by code that is no list of ops; there is no formula
-    of it, so that every backend but torch refuses it."""
+    """Computes (L, V) logits from the step's tokens by code that is no list of ops; there is no
+    formula of it, so that every backend but torch refuses it."""
 
     name: ClassVar[str] = "transformers"
     architecture: str

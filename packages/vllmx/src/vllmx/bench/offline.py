@@ -24,7 +24,7 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[in
 def throughput(
     llm: LLM, batches: Sequence[int], input_len: int, output_len: int, repeat: int
 ) -> Iterator[dict[str, float | int]]:
-    """For each n: n prompts at once, the median run of `repeat`."""
+    """Measures, for each n, n prompts at once: the median run of `repeat`."""
     params = llm.sampling_params(max_tokens=output_len, ignore_eos=True, temperature=0.0)
     llm.generate(random_prompts(llm, 1, 8, 0), params, use_tqdm=False)  # warm
     for n in batches:
@@ -59,7 +59,8 @@ def _decode_rate(outputs: Sequence[RequestOutput]) -> float:
 def latency(
     llm: LLM, batches: Sequence[int], input_len: int, output_len: int, repeat: int
 ) -> Iterator[dict[str, float | int]]:
-    """For each n: spread of the whole time and of the time to first token over `repeat` runs."""
+    """Measures, for each n, the spread of the whole time and of the time to first token over
+    `repeat` runs."""
     params = llm.sampling_params(max_tokens=output_len, ignore_eos=True, temperature=0.0)
     llm.generate(random_prompts(llm, 1, 8, 0), params, use_tqdm=False)  # warm
     for n in batches:

@@ -13,7 +13,7 @@ from vllmx.cli.foreign_flags import ForeignFlag, apply
 
 
 def read_yaml(path: str | Path | None) -> dict[str, Any]:
-    """Its content; empty without a path. Raises ConfigError."""
+    """Reads the content of a file; empty without a path. Raises ConfigError."""
     if path is None:
         return {}
     import yaml

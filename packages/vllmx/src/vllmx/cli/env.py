@@ -62,7 +62,7 @@ def collect() -> dict[str, dict[str, str]]:
 
 
 def _ranks(registry: Registry) -> dict[str, str]:
-    """Who can compute one model together, and over what."""
+    """The backends that can compute one model together, and over what."""
     from vllmx_core.ops.all_reduce import AllReduce
     from vllmx_core.ops.values import Value
 

@@ -27,11 +27,11 @@ class Rates(Protocol):
     """How fast a machine multiplies."""
 
     def seconds_per_value(self, kind: str, bits: float, rows: float) -> float:
-        """Of multiplying `rows` rows by a matrix of a type, for each of its numbers."""
+        """The time to multiply `rows` rows by a matrix of a type, for each of its numbers."""
         ...
 
     def seconds_per_byte(self) -> float:
-        """Of reading the KV cache."""
+        """The time to read the KV cache, a byte."""
         ...
 
 
@@ -67,7 +67,7 @@ class Forecast:
 def forecast(
     shape: ModelShape, form: Form, rates: Rates, memory_bytes: float, wish: Wish
 ) -> Forecast:
-    """Of a form on a machine with so much free memory."""
+    """Forecasts a form on a machine with so much free memory."""
     plan = _cache(shape, form, memory_bytes, wish)
     longest = rows = 0
     windows: tuple[int | None, ...] = (None,)
@@ -109,7 +109,7 @@ def _cache(shape: ModelShape, form: Form, memory: float, wish: Wish) -> CachePla
 
 
 def _kv_bytes(shape: ModelShape, tokens: int) -> float:
-    """That a sequence of so many tokens reads in a step, in 16 bits."""
+    """The bytes that a sequence of so many tokens reads in a step, in 16 bits."""
     return sum(
         2 * kv.num_kv_heads * (kv.head_size + kv.value_size) * min(tokens, kv.window or tokens)
         for kv in shape.kv_specs
@@ -125,7 +125,7 @@ def _decode_seconds(
 
 
 def _seconds(form: Form, rates: Rates, rows: int, heads: int) -> float:
-    """Of all products of a step with so many tokens, of which `heads` want logits."""
+    """The time of all products of a step with so many tokens, of which `heads` want logits."""
     return sum(_of(matrices, rates, rows, heads) for matrices in form.matrices)
 
 

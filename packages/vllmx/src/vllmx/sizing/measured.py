@@ -54,13 +54,14 @@ class MeasuredRates:
         return interpolated(rows, times)
 
     def seconds_per_byte(self) -> float:
-        """By the reading of 16-bit weights."""
+        """The time to read a byte, by the reading of 16-bit weights."""
         kind = max(self.bits, key=lambda name: self.bits[name])
         return self.seconds[kind][0] * 8 / self.bits[kind]
 
 
 def interpolated(rows: float, times: Sequence[float]) -> float:
-    """Between the numbers of rows that were measured, and in proportion beyond the last one."""
+    """Interpolates between the numbers of rows that were measured, and in proportion beyond the
+    last one."""
     if rows <= ROWS[0]:
         return times[0]
     if rows >= ROWS[-1]:

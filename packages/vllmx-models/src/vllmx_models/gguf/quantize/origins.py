@@ -180,7 +180,7 @@ def _whole(name: str) -> Origin:
 
 
 def _made(target: Target, pattern: str, layer: int, origin: Origin) -> Origin:
-    """With what the file has otherwise than the checkpoint."""
+    """Adds to an origin what the file has otherwise than the checkpoint."""
     return Origin(origin.name, lambda source: in_file(target, pattern, layer, origin.open(source)))
 
 

@@ -57,7 +57,7 @@ def check(registry: Registry, target: Target, tensors: Sequence[NewTensor], path
 
 
 def _difference(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Where two descriptions differ first, and what stands there."""
+    """Finds where two descriptions differ first, and what stands there."""
     if isinstance(ours, LayerSpec) and isinstance(theirs, LayerSpec):
         ours, theirs = plain(ours), plain(theirs)
     pairs: list[tuple[str, Any, Any]] = []

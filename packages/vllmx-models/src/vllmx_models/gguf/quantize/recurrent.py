@@ -67,7 +67,7 @@ def _of_mamba(mixer: MambaMixer, pattern: str, part: WeightPart) -> WeightPart:
 
 # --- the order of value heads ---------------------------------------------------------------------
 def _tiled(mixer: DeltaMixer, pattern: str, part: WeightPart) -> WeightPart:
-    """With head h beside the others that read key head h % Hk in turn."""
+    """Reorders heads: head h lies beside the others that read key head h % Hk in turn."""
     size = 1 if pattern in _OF_HEADS else mixer.value_size
     order = _tiled_order(mixer, size)
     if pattern == _COLUMNS:
@@ -83,7 +83,7 @@ def _tiled(mixer: DeltaMixer, pattern: str, part: WeightPart) -> WeightPart:
 
 
 def _tiled_order(mixer: DeltaMixer, size: int) -> Order:
-    """Where each row, of `size` for a head, comes from."""
+    """The row that each row comes from, where each head has `size` of them."""
     heads = np.arange(mixer.num_heads * size).reshape(mixer.num_key_heads, -1, size)
     return heads.swapaxes(0, 1).reshape(-1)
 

@@ -82,8 +82,8 @@ def _heads(mixer: AttentionMixer) -> dict[str, Any]:
 
 
 def _latents(mixer: LatentMixer) -> dict[str, Any]:
-    """As they are attended to, one head of keys and values for all; lengths ending in "mla" are
-    those of heads that are not absorbed."""
+    """Describes latents as they are attended to, one head of keys and values for all; lengths
+    ending in "mla" are those of heads that are not absorbed."""
     values = {
         "attention.head_count_kv": 1,
         "attention.key_length": mixer.rank + mixer.rope.rotary_dim,

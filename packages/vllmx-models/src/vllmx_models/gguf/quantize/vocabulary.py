@@ -99,7 +99,7 @@ def _tokens(
 
 
 def _merge(pair: Any) -> str:
-    """Both tokens with a space between them, as older files write it."""
+    """Writes two tokens with a space between them, as older files do."""
     left, right = pair.split(" ") if isinstance(pair, str) else pair
     return " ".join((left, right))
 
