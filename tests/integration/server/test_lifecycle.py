@@ -211,6 +211,8 @@ def test_a_step_that_hangs(
         wait_until(lambda: server.get("/health").status_code == 200, 60)
         assert server.post(PATH, body(2)).json()["usage"]["completion_tokens"] == 2
         assert any("of prompts with" in line for line in server.lines)
+        name = events[0]["id"].removeprefix("cmpl-")
+        assert any("requests in it" in line and name in line for line in server.lines)
         assert any("time.sleep(self.hang_s)" in line for line in server.lines)
 
 

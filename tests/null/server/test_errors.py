@@ -270,6 +270,31 @@ async def test_ids_are_names_not_keys(make_server: MakeServer) -> None:
             assert len(response.headers["x-request-id"]) == 32
 
 
+async def test_the_core_logs_the_id_that_a_client_knows(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllmx")
+    async with make_server(nan_token=7) as served:
+        messages = [{"role": "user", "content": "a"}]
+        for path, body, name in (
+            ("/v1/completions", {"prompt": "a"}, "mine-1"),
+            ("/v1/chat/completions", {"messages": messages}, "mine-2"),
+            ("/v1/chat/completions", {"messages": messages}, None),
+        ):
+            body |= {"allowed_token_ids": [7], "max_tokens": 3}
+            headers = {} if name is None else {"x-request-id": name}
+            response = await served.client.post(path, json=body, headers=headers)
+            assert response.status_code == 500
+            shown = response.headers["x-request-id"]
+            assert name in (None, shown)
+            (line,) = [
+                record.getMessage()
+                for record in caplog.records
+                if record.name == "vllmx.commit" and f"({shown})" in record.getMessage()
+            ]
+            assert "ends with an error" in line
+
+
 async def test_a_line_break_in_a_path_does_not_forge_the_log(served: Served, caplog: Any) -> None:
     caplog.set_level("INFO", "vllmx.access")
     await served.client.get("/a%0AGET%20/forged%20200")

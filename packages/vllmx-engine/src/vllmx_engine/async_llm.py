@@ -180,6 +180,7 @@ class AsyncLLM(AsyncText):
         client: str = "",
         cache_salt: str = "",
         session_id: str = "",
+        log_id: str = "",
         add_special_tokens: bool = True,
         fit_max_tokens: bool = True,
     ) -> RequestStream:
@@ -195,6 +196,7 @@ class AsyncLLM(AsyncText):
             client: whom it belongs to, for fair share.
             cache_salt: only requests of one salt share cached prefixes.
             session_id: requests of one session go on with one another.
+            log_id: what logs call it beside our own id, of letters, digits and `_.:-`.
             add_special_tokens: BOS and the like around a text.
             fit_max_tokens: a `max_tokens` that the context cannot hold is cut, not refused.
 
@@ -208,7 +210,7 @@ class AsyncLLM(AsyncText):
             params,
             kind=kind,
             request_id=request_id,
-            options=RequestOptions(priority, client, cache_salt, session_id),
+            options=RequestOptions(priority, client, cache_salt, session_id, log_id),
             add_special_tokens=add_special_tokens,
             fit_max_tokens=fit_max_tokens,
         )
@@ -262,6 +264,7 @@ class AsyncLLM(AsyncText):
         client: str = "",
         cache_salt: str = "",
         session_id: str = "",
+        log_id: str = "",
         add_special_tokens: bool = False,
         fit_max_tokens: bool = True,
         num_bytes: int = 0,
@@ -289,7 +292,7 @@ class AsyncLLM(AsyncText):
                 pictures.written(prompt),
                 self._renderer.after_thoughts(found, prompt),
                 request_id=request_id,
-                options=RequestOptions(priority, client, cache_salt, session_id),
+                options=RequestOptions(priority, client, cache_salt, session_id, log_id),
                 add_special_tokens=add_special_tokens,
                 fit_max_tokens=fit_max_tokens,
                 grammar=grammar,

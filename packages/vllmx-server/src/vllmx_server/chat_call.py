@@ -76,6 +76,7 @@ async def submit_chat(
         client=caller.client,
         cache_salt=caller.cache_salt,
         session_id=caller.session_id,
+        log_id=caller.log_id,
         add_special_tokens=bool(body.add_special_tokens),
         fit_max_tokens=call.fit_max_tokens,
         num_bytes=body_bytes(request),

@@ -51,6 +51,7 @@ class EnginePooler:
         choice = PoolingChoice(
             options.add_special_tokens, options.max_tokens, None if options.normalize else False
         )
-        who = RequestOptions(options.priority, options.client, cache_salt=options.client)
+        client = options.client
+        who = RequestOptions(options.priority, client, client, log_id=options.log_id)
         outputs = await self._llm.pool(task, texts, choice, who)
         return [Pooled(each.outputs.data, len(each.prompt_token_ids)) for each in outputs]

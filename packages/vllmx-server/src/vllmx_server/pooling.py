@@ -44,6 +44,8 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     """Vectors have length 1, scores go through the model's activation."""
     client: str = ""
     priority: int = 0
+    log_id: str = ""
+    """What logs call the request."""
 
 
 class Pooled(msgspec.Struct, frozen=True):

@@ -275,4 +275,4 @@ def caller_of(request: Request, body: Asking) -> RequestOptions:
         ranges.get(key, ranges[""]).check(priority)
     salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
     session = getattr(body, "session_id", None) or ""
-    return RequestOptions(priority, client, salt, session)
+    return RequestOptions(priority, client, salt, session, request.scope["state"]["request_id"])

@@ -197,7 +197,7 @@ class InlineEngine:
         with self._verdict:
             error = watch.stuck()
             if error is not None and not isinstance(self._closed, _GIVEN_UP):
-                log_stuck(error)
+                log_stuck(error, self._core)
                 self._closed = error
                 self._table.end_all("error", error)
         if isinstance(self._closed, _GIVEN_UP):

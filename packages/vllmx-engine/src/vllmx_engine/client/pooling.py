@@ -133,6 +133,7 @@ class PoolingBuilder:
             priority=options.priority,
             client=options.client,
             cache_salt=options.cache_salt,
+            log_id=options.log_id,
         )
         return Request(name, None, ids, _PARAMS, [core], None)
 

@@ -71,6 +71,8 @@ class RequestOptions:
     """Only requests of one salt share cached prefixes."""
     session_id: str = ""
     """Requests of one session go on with one another."""
+    log_id: str = ""
+    """What logs call the request, beside our own id: of letters, digits and `_.:-`."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -308,6 +310,7 @@ class RequestBuilder:
             client=options.client,
             cache_salt=options.cache_salt,
             session_id=options.session_id,
+            log_id=options.log_id,
         )
         followers = [
             Follower(f"{self.info.id_prefix}{number}.{index}", choice_seed(seed, index))

@@ -133,9 +133,8 @@ class RequestTable:
 
 def _internal(state: RequestState, error: Exception) -> VllmxError:
     """What the user of a request hears of a bug of ours."""
-    request_id = state.request.request_id
-    where = private_traceback(error)
-    logger.error("request %s ends with an unexpected error\n%s", request_id, where)
+    shown, where = state.request.core[0].shown, private_traceback(error)
+    logger.error("request %s ends with an unexpected error\n%s", shown, where)
     return VllmxError("internal error; the server's log has the details")
 
 

@@ -15,7 +15,7 @@ from vllmx_core.errors import EngineDeadError
 
 from vllmx_engine.core.commit import error_output
 from vllmx_engine.wire.ipc import FromCore, Outputs, ToCore
-from vllmx_engine.wire.messages import CoreOutput, is_piece
+from vllmx_engine.wire.messages import CoreOutput, CoreRequest, is_piece
 
 logger = logging.getLogger("vllmx.core")
 
@@ -104,13 +104,13 @@ class Clients:
         ]
 
 
-def refuse_foreign(client: Client, request_id: str) -> bool:
+def refuse_foreign(client: Client, request: CoreRequest) -> bool:
     """Whether a request's id is not the client's to give, which it is told: the request was made
     for an earlier life of the core."""
-    if client.owns(request_id):
+    if client.owns(request.request_id):
         return False
     error = EngineDeadError("the engine core was started again meanwhile: send the request again")
-    client.emit(Outputs([error_output(request_id, error)]))
+    client.emit(Outputs([error_output(request.request_id, error, request.shown)]))
     return True
 
 

@@ -95,7 +95,7 @@ class Committer:
         """Ends a sequence with an error. Its blocks leave the prefix cache where they can."""
         if not sequence.finished:
             self._scheduler.finish(sequence, forget=True)
-        return error_output(sequence.request_id, error)
+        return error_output(sequence.request_id, error, sequence.request.shown)
 
     def _cache_full_blocks(self, step: Step) -> None:
         """Full blocks of the step's rows go to the prefix cache, and snapshots of their states
@@ -223,14 +223,15 @@ def _not_finite(sequence: Sequence) -> NonFiniteLogitsError:
     )
 
 
-def error_output(request_id: str, error: Exception) -> CoreOutput:
-    """The end of a request that failed. Only texts of ours reach the user."""
+def error_output(request_id: str, error: Exception, shown: str = "") -> CoreOutput:
+    """The end of a request that failed, in logs `shown`. Only texts of ours reach the user."""
+    shown = shown or request_id
     if isinstance(error, VllmxError):
-        logger.info("request %s ends with an error: %s", request_id, error)
+        logger.info("request %s ends with an error: %s", shown, error)
         text, code = error.message, error.code
     else:
         where = private_traceback(error)
-        logger.error("request %s ends with an unexpected error\n%s", request_id, where)
+        logger.error("request %s ends with an unexpected error\n%s", shown, where)
         text, code = "internal error; the server's log has the details", VllmxError.code
     return CoreOutput(
         request_id=request_id, ids=[], finish_reason="error", error=text, error_code=code

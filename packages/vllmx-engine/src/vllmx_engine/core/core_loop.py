@@ -116,7 +116,7 @@ class CoreLoop:
         match message:
             case AddRequest(request, followers):
                 choices = choices_of(request, followers)
-                if any(refuse_foreign(client, choice.request_id) for choice in choices):
+                if any(refuse_foreign(client, choice) for choice in choices):
                     return
                 for choice in choices:
                     self._core.add(choice)

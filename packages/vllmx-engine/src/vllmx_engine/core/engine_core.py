@@ -152,7 +152,7 @@ class EngineCore:
                 handle = self._model.step(plan, rows)
             launched = _Launched(step, handle)
         except Exception as error:  # whatever a backend raises
-            self._step_failed(self._sequences_of(batch), error)
+            self._step_failed(self.sequences_of(batch), error)
             return None
         self._num_steps += 1
         self._fail_broken(step.owners.broken)
@@ -228,7 +228,8 @@ class EngineCore:
         if self._dead is not None:
             raise self._dead from error
 
-    def _sequences_of(self, batch: Batch) -> list[Sequence]:
+    def sequences_of(self, batch: Batch) -> list[Sequence]:
+        """Whose step it is."""
         owners = [self._scheduler.table.owner[row] for row in batch.decodes.tolist()]
         chunks = [chunk.sequence for chunk in batch.chunks]
         return [sequence for sequence in owners if sequence is not None] + chunks
@@ -256,7 +257,7 @@ class EngineCore:
             has_all = request.grammar is None or self._grammars.start(sequence)
             self._scheduler.add(sequence, hold=not has_all)
         except Exception as error:  # one request's fault must not stop the others
-            self._outputs.append(error_output(request.request_id, error))
+            self._outputs.append(error_output(request.request_id, error, request.shown))
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """What the core must know before it is given a request with a grammar."""

@@ -372,7 +372,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, and a result on its way still counts."""
-        logger.debug("preempting %s at %d tokens", sequence.request_id, len(sequence.tokens))
+        logger.debug("preempting %s at %d tokens", sequence.request.shown, len(sequence.tokens))
         computed = int(self.table.computed[sequence.row])
         sequence.num_charged = max(sequence.num_charged, computed)
         self._leave_row(sequence)

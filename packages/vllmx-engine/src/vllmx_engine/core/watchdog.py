@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from vllmx_core.errors import EngineDeadError, StepTimeoutError
+from vllmx_core.errors import EngineDeadError, StepTimeoutError, listing
 
 from vllmx_engine.core.engine_core import EngineCore
 
@@ -77,9 +77,17 @@ def _size(core: EngineCore) -> str:
     )
 
 
-def log_stuck(error: EngineDeadError) -> None:
-    """What hangs, and where each thread of this process stands."""
-    logger.critical("%s\n%s", error.message, _stacks())
+def log_stuck(error: EngineDeadError, core: EngineCore) -> None:
+    """What hangs, for whom, and where each thread of this process stands."""
+    logger.critical("%s\n%s%s", error.message, _requests(core), _stacks())
+
+
+def _requests(core: EngineCore) -> str:
+    batch = core.activity.batch
+    if batch is None:
+        return ""
+    names = [sequence.request.shown for sequence in core.sequences_of(batch)]
+    return f"requests in it: {listing(names)}\n" if names else ""
 
 
 def _stacks() -> str:
@@ -100,6 +108,7 @@ class Watchdog:
     """
 
     def __init__(self, core: EngineCore, on_stuck: Callable[[EngineDeadError], None]) -> None:
+        self._core = core
         self._watch = StepWatch(core)
         self._on_stuck = on_stuck
         self._ended = threading.Event()
@@ -121,6 +130,6 @@ class Watchdog:
         while not self._ended.wait(self._watch.interval_s):
             error = self._watch.stuck()
             if error is not None:
-                log_stuck(error)
+                log_stuck(error, self._core)
                 self._on_stuck(error)
                 return

@@ -73,6 +73,8 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Part of the prefix-cache hash: only requests of one salt share blocks."""
     session_id: str = ""
     """The client's name of what this request goes on with; empty: none."""
+    log_id: str = ""
+    """What its client knows it by, of letters, digits and `_.:-`; several requests may have one."""
     pools: bool = False
     """It wants the vector or the scores of its prompt, and no token."""
     token_types: bytes = b""
@@ -80,6 +82,11 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     leader: str | None = None
     """Request whose prompt is the same (another choice of one call): wait with the prefill until
     its blocks can be shared."""
+
+    @property
+    def shown(self) -> str:
+        """As logs name it."""
+        return f"{self.request_id} ({self.log_id})" if self.log_id else self.request_id
 
     @property
     def prompt_ids(self) -> I32:

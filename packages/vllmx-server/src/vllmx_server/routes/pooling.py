@@ -240,7 +240,9 @@ async def _pool(
     limit = body.truncate_prompt_tokens
     if limit == -1:
         limit = state.llm.info.max_model_len
-    options = PoolingOptions(special, limit, normalize, caller.client, caller.priority)
+    options = PoolingOptions(
+        special, limit, normalize, caller.client, caller.priority, caller.log_id
+    )
     release = await state.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
     try:
         found = await while_there(request.receive, pooler.pool(task, inputs, options))
