@@ -86,7 +86,7 @@ def abort_client(options: argparse.Namespace) -> float:
 
 
 def long_prompt(options: argparse.Namespace, **fields: Any) -> float:
-    """From the bytes of a message to a sequence that waits."""
+    """Measures the way of a prompt from the bytes of a message to a sequence that waits."""
     core = make_core(2, options.prompt + 100, options.prompt // 16 + 16)
     message = msgspec.msgpack.encode(request("long", random_ids(options.prompt), **fields))
     decoder = msgspec.msgpack.Decoder(CoreRequest)

@@ -63,7 +63,7 @@ async def decode(llm: AsyncLLM, gaps: Gaps, stop: asyncio.Event) -> None:
 
 
 async def first_token(llm: AsyncLLM, length: int) -> tuple[float, float]:
-    """When the prompt arrived and when its first token came."""
+    """The times at which the prompt arrived and at which its first token came."""
     start = time.perf_counter()
     params = SamplingParams(max_tokens=1, temperature=0.0)
     async for _ in await llm.submit(prompt_of(length), params):

@@ -54,7 +54,8 @@ class Run:
 
 
 def run(engine: str, command: Sequence[str]) -> tuple[Run, str]:
-    """And its standard output. Raises RuntimeError when it fails."""
+    """Runs a command, and returns its standard output with it. Raises RuntimeError when it
+    fails."""
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
@@ -95,7 +96,7 @@ def llama_cpp(program: Path, model: Path, threads: int) -> Run:
 
 
 def stored_bytes(model: Path) -> int:
-    """Of the weights' files."""
+    """The size of the weights' files."""
     files = [model] if model.is_file() else model.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 

@@ -32,7 +32,7 @@ class Tensor:
 
     @property
     def kept_in_f32(self) -> bool:
-        """In a GGUF, as llama.cpp wants it."""
+        """Whether the tensor is float32 in a GGUF, as llama.cpp wants it."""
         return self.kind != "weight"
 
     @property
@@ -41,12 +41,12 @@ class Tensor:
 
     @property
     def dtype(self) -> str:
-        """In a folder."""
+        """The type of the tensor in a folder."""
         return "U8" if self.kind in ("codes", "exponents") else "BF16"
 
     @property
     def num_bytes(self) -> int:
-        """In a folder."""
+        """The size of the tensor in a folder."""
         return self.num_elements * (1 if self.dtype == "U8" else 2)
 
 
@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def architecture(self) -> tuple[str, str, str]:
-        """Its class and type in config.json, its name in a GGUF."""
+        """The class and type of the model in config.json, and its name in a GGUF."""
         if self.num_experts:
             return "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"
         return "Qwen3ForCausalLM", "qwen3", "qwen3"
@@ -130,7 +130,7 @@ class Shape:
             yield f"{name}.{part}_proj", gguf_name.format(part), size, "weight", "none"
 
     def config(self) -> dict[str, Any]:
-        """Its part of config.json."""
+        """The part of config.json that the shape decides."""
         moe = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return {
             **{key: value for key, value in vars(self).items() if value},

@@ -58,7 +58,7 @@ def stories(count: int) -> str:
 
 
 def book_ends(folder: Path) -> str:
-    """Of each book the first 4,000 characters of the last 2 %, which the training left out."""
+    """The first 4,000 characters of the last 2 % of each book, which the training left out."""
     books = (path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt")))
     return END.join(book[int(len(book) * 0.98) :][:4000] for book in books)
 
@@ -73,7 +73,7 @@ def windows(llm: LLM, text: str, width: int) -> Iterator[list[int]]:
 
 
 def perplexity(llm: LLM, prompts: Sequence[list[int]]) -> tuple[float, int]:
-    """And the number of tokens that were predicted."""
+    """The perplexity, and the number of tokens that were predicted."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     total, count = 0.0, 0
     for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params):

@@ -50,7 +50,7 @@ class Server:
 
     @property
     def api_pids(self) -> list[int]:
-        """Of the processes that answer: the workers, or the server itself where it has none."""
+        """The processes that answer: the workers, or the server itself where it has none."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         workers = [
             int(child)
@@ -60,7 +60,7 @@ class Server:
         return workers or [self.pid]
 
     def cpu_s(self) -> float:
-        """On-CPU time of all threads so far."""
+        """The on-CPU time of all threads so far."""
         tasks = [path for pid in self.api_pids for path in Path(f"/proc/{pid}/task").iterdir()]
         return sum(int((path / "schedstat").read_text().split()[0]) for path in tasks) / 1e9
 

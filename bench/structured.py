@@ -122,7 +122,7 @@ class Bench:
                     pass
 
     async def _p99(self, llm: AsyncLLM) -> float:
-        """Between the tokens of one plain stream."""
+        """The 99th percentile of the time between the tokens of one plain stream."""
         gaps: list[float] = []
         params = SamplingParams(max_tokens=4 * self.tokens, ignore_eos=True)
         async with await llm.submit("Once upon a time", params) as stream:

@@ -81,7 +81,8 @@ class Engine:
         self._note(f"{case}: tokens/s", count / seconds)
 
     async def first_tokens(self, count: int) -> None:
-        """Of prompts that are free and of those with a schema that was seen before, in turn."""
+        """Measures the first token of prompts that are free and of those with a schema that was
+        seen before, in turn."""
         for _ in range(count):
             for case, schema in (("plain", None), ("known schema", CONTACT)):
                 answer = await self.ask("A person:", 2, schema)

@@ -59,7 +59,8 @@ def make_vocabulary(size: int) -> Vocabulary:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """In order of priority: syllables, words of two, both with a leading space, words of three."""
+    """The merges in order of priority: syllables, words of two, both with a leading space, words of
+    three."""
     space = byte_alphabet()[ord(" ")]
     letters = [(c, v) for c in "bcdfghjklmnpqrstvwxyz" for v in "aeiou"]
     syllables = [consonant + vowel for consonant, vowel in letters]

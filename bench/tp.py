@@ -53,7 +53,7 @@ PLAN_ROWS, PLAN_CONTEXT, PLANS = 256, 2048, 300
 
 # --- models ---------------------------------------------------------------------------------------
 def loaded(model: str, ranks: int) -> LoadedModel:
-    """As `vllmx serve` loads it, with room for the cases alone."""
+    """Loads a model as `vllmx serve` does, with room for the cases alone."""
     config = EngineConfig(
         model=model, backend="cpu", tensor_parallel_size=ranks, num_threads=RANKS,
         max_model_len=max(row_blocks(case) for case in CASES) * BLOCK_SIZE,
@@ -112,7 +112,7 @@ def _row(name: str, values: list[float]) -> Record:
 
 
 def sum_us() -> float:
-    """Of one `all_reduce`, one behind the other."""
+    """The time of one `all_reduce`, one behind the other."""
     region = Region.create(RANKS)
     other = _forked(lambda: _sums(region, 1))
     found = _sums(region, 0)
@@ -122,7 +122,7 @@ def sum_us() -> float:
 
 
 def tcp_sum_us() -> float:
-    """Of one `all_reduce` of a row between two regions, on the loopback of this host."""
+    """The time of one `all_reduce` of a row between two regions, on the loopback of this host."""
     listener = socket.create_server(("127.0.0.1", 0))
     place = listener.getsockname()
     other = _forked(lambda: _linked_sums(socket.create_connection(place), 1))
@@ -175,7 +175,7 @@ def _sums(region: Region, rank: int, rows: int = SUM_ROWS) -> float:
 
 
 def plan_us() -> float:
-    """From the call that sends a step to the other rank's having read its arrays."""
+    """The time from the call that sends a step to the other rank's having read its arrays."""
     from vllmx_tp.channel import Sender
     from vllmx_tp.frames import Frame
     from vllmx_tp.messages import Call

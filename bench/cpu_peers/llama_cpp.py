@@ -60,8 +60,9 @@ def build(folder: Path, jobs: int) -> None:
 
 
 def _keep_tile_config(path: Path) -> None:
-    """Before 12.4 and 13.3, GCC takes `_tile_loadconfig` to read 8 bytes and removes the stores to
-    the other 56 (its bug 114098), so that the AMX kernels of quantised types end in SIGILL."""
+    """Keeps the whole tile configuration: GCC before 12.4 and 13.3 takes `_tile_loadconfig` to read
+    8 bytes and removes the stores to the other 56 (its bug 114098), so that the AMX kernels of
+    quantised types end in SIGILL."""
     text = path.read_text()
     if _TILE_FENCE not in text:
         path.write_text(text.replace(_TILE_LOAD, f"{_TILE_FENCE} {_TILE_LOAD}"))

@@ -82,7 +82,8 @@ def _figure(items: Sequence[Taken]) -> Figure:
 
 
 def speed_table(figures: Sequence[Figure], cases: Sequence[Case], busy_core: bool) -> str:
-    """Of one type: a row for each case with every engine's speed, then our ratio to each other."""
+    """The table of one type: a row for each case with every engine's speed, then our ratio to each
+    other."""
     found = {(f.peer, f.case): f for f in figures if f.busy_core == busy_core}
     title = f"{figures[0].weights}, tok/s" + ", one core busy elsewhere" * busy_core
     peers = list(dict.fromkeys(f.peer for f in figures))
@@ -99,7 +100,7 @@ def speed_table(figures: Sequence[Figure], cases: Sequence[Case], busy_core: boo
 
 
 def busy_table(figures: Sequence[Figure], cases: Sequence[Case]) -> str:
-    """Of one type: what is left of each engine's speed when a core is busy."""
+    """The table of one type: what is left of each engine's speed when a core is busy."""
     found = {(f.peer, f.case, f.busy_core): f for f in figures}
     peers = list(dict.fromkeys(f.peer for f in figures))
     rows = [[f"{figures[0].weights}, busy / free", *peers]]

@@ -50,7 +50,7 @@ def prefill_flop(config: Mapping[str, Any], length: int) -> int:
 
 
 def share(found: float, ceiling: float | None) -> float | None:
-    """Of a ceiling; None where it was not measured."""
+    """The share of a ceiling; None where it was not measured."""
     return found / ceiling if ceiling else None
 
 
@@ -145,7 +145,7 @@ class RandomSource:
 
 
 def _gguf_name(name: str) -> str:
-    """As far as the rules of a mix look."""
+    """The name of a tensor in a GGUF, as far as the rules of a mix look."""
     if name == "model.embed_tokens.weight":
         return "token_embd.weight"
     if name == "lm_head.weight":

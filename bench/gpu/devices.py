@@ -62,7 +62,7 @@ class IdleDevice(EmulatedDevice):
 
 
 class ExactPool:
-    """In the place of CuPy's pool, which rounds sizes up and cuts large pieces into small ones:
+    """Replaces CuPy's pool, which rounds sizes up and cuts large pieces into small ones:
     compute-sanitizer knows the bounds of CUDA's allocations alone."""
 
     def __init__(self, cupy: Any) -> None:
@@ -78,7 +78,7 @@ class ExactPool:
 
 
 class EmulatedPlugin:
-    """For a registry: the backend "emulated", which is vllmx-cuda without a GPU."""
+    """Provides the backend "emulated", which is vllmx-cuda without a GPU, to a registry."""
 
     @staticmethod
     @hookimpl
@@ -92,4 +92,4 @@ class EmulatedBackend(CudaBackend):
 
 
 def can_run() -> None:
-    """There is nothing to look for: the emulator runs everywhere."""
+    """Raises nothing: the emulator runs everywhere."""

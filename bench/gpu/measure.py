@@ -123,7 +123,8 @@ def ceilings(bench: Bench) -> None:
 
 
 def _node_s(device: Device, source: Memory, target: Memory, nodes: tuple[int, int]) -> float:
-    """By two graphs of kernels that scale 16 elements: what launching a graph costs cancels."""
+    """The seconds of a node, by two graphs of kernels that scale 16 elements: what launching a
+    graph costs cancels."""
     variant = KERNELS["scale"].variant(VX_DTYPE=DTYPES["bf16"], VX_VEC=1)
     device.prepare([variant])
     arguments = variant.kernel.ordered(x=source, y=target, count=16, factor=1.0)
@@ -139,7 +140,8 @@ def _node_s(device: Device, source: Memory, target: Memory, nodes: tuple[int, in
 
 
 def _fill(device: Device, memory: Memory) -> None:
-    """With random bf16 of both signs: products of zeros draw less power, and run faster."""
+    """Fills memory with random bf16 of both signs: products of zeros draw less power, and run
+    faster."""
     words = np.random.default_rng(0).integers(0, 1 << 16, 1 << 22).astype(np.uint16)
     raw = (words & np.uint16(0x807F) | np.uint16(0x3C00)).view(np.uint8)[: memory.num_bytes]
     pinned = device.pinned(raw.nbytes)

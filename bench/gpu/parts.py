@@ -57,7 +57,8 @@ _SUITE = (str(HERE / "device_suite.py"), str(HERE / "device_quantised.py"))
 
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
-    """Not with the configuration of the repository, which wants plugins that may be missing."""
+    """Runs pytest without the configuration of the repository, which wants plugins that may be
+    missing."""
     return (
         "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider",
         "-p", "live", "--import-mode=importlib", "-q", "--tb=short", *arguments,

@@ -91,7 +91,7 @@ def found_by(task: Task, end: SharedMemoryCommunicator) -> Found:
 
 
 def step_ms(loaded: LoadedModel, rehearse: bool) -> float:
-    """Of decoding one row behind 64 tokens."""
+    """The time of decoding one row behind 64 tokens."""
     rows, blocks = sampling_rows(1, temperature=0.0), list(range(8))
     plan, steps = make_plan([Row([5], 64, blocks)], PAGE), 2 if rehearse else STEPS
     loaded.step(plan, rows).result()
@@ -102,7 +102,7 @@ def step_ms(loaded: LoadedModel, rehearse: bool) -> float:
 
 
 def sums_us(device: Device, end: SharedMemoryCommunicator, rehearse: bool) -> dict[int, float]:
-    """Of one sum of so many bytes of bf16."""
+    """The time of one sum of so many bytes of bf16."""
     ranks = device.join(end)
     sizes = SUMS_BYTES[:1] if rehearse else SUMS_BYTES
     found = {size: sum_us(device, ranks, size) for size in sizes}
@@ -130,7 +130,8 @@ def sum_us(device: Device, ranks: DeviceRanks, size: int) -> float:
 
 
 def by_all(task: Task, ranks: int) -> list[Found]:
-    """Of a group of its own. Raises EOFError where a rank has failed."""
+    """Runs a task in the processes of a group of its own, one for each rank. Raises EOFError where
+    a rank has failed."""
     fork, region = multiprocessing.get_context("fork"), Region.create(ranks)
     pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
     processes = [

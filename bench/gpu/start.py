@@ -77,7 +77,7 @@ def first_token(folder: Path, *, rehearse: bool) -> dict[str, float]:
 
 
 def age_s() -> float:
-    """Of this process, by the kernel's clock."""
+    """The age of this process, by the kernel's clock."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 

@@ -146,7 +146,7 @@ def _median_s(step: Callable[[], object], steps: int, device: str) -> float:
 
 
 def _compiled(model: Any, rehearse: bool) -> Any:
-    """Where there is no GPU, traced as for one and then run as it is."""
+    """Compiles a function; without a GPU it is traced as for one and then run as it is."""
     import torch
 
     if rehearse:

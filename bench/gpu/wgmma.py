@@ -49,7 +49,7 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Of queries that see what is before them."""
+        """The operations of queries that see what is before them."""
         pairs = sum(n * (context - n) + n * (n + 1) / 2 for context, n in self.rows)
         return 4.0 * pairs * self.size * self.heads
 

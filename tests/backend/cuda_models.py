@@ -49,7 +49,7 @@ Encode = Callable[[str, F32], WeightPart]
 
 @pytest.fixture(scope="module", autouse=True)
 def _can_emulate() -> None:
-    """Of every file that imports it."""
+    """Skips the tests of every file that imports it where the emulator cannot run."""
     try:
         find_cuda_headers()
     except BackendUnavailableError as error:
@@ -89,8 +89,8 @@ class Quantised:
         return ArraySource({name: self.part(name).dequantize() for name in self.names()}, "f32")
 
     def stored_bytes(self, item_bytes: int) -> int:
-        """Of the whole map: codes and scales as they are, plain matrices as `item_bytes` a value,
-        vectors and tables as float32."""
+        """The bytes of the whole map: codes and scales as they are, plain matrices as `item_bytes`
+        a value, vectors and tables as float32."""
         sizes = 4 * sum(table.size for table in self.model.constants(96).values())
         for name in self.names():
             part = self.part(name)
@@ -102,7 +102,7 @@ class Quantised:
 
 
 def made(encode: Encode) -> Encode:
-    """As `--isq` gives parts: rows exist when they are asked for."""
+    """Encodes into parts as `--isq` gives them: rows exist when they are asked for."""
 
     def encoded(name: str, values: F32) -> WeightPart:
         layout = encode(name, values[:1]).layout

@@ -263,7 +263,8 @@ GEMMA4 = BY_LAYER_TYPE | {
 
 
 class TestGemma4Shared(_Served):
-    """As E2B and E4B: per-layer embeddings, and layers that read the pages of earlier ones."""
+    """The form of E2B and E4B: per-layer embeddings, and layers that read the pages of earlier
+    ones."""
 
     config = GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
     bad_configs = (
@@ -274,7 +275,7 @@ class TestGemma4Shared(_Served):
 
 
 class TestGemma4Experts(_Served):
-    """As 26B-A4B: experts beside the MLP, values that are the keys."""
+    """The form of 26B-A4B: experts beside the MLP, values that are the keys."""
 
     config = GEMMA4 | {
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,

@@ -86,7 +86,7 @@ class _Torch(_Named):
 
     @contextmanager
     def loaded(self, model: Model, source: WeightSource, **options: Any) -> Iterator[LoadedModel]:
-        """On one thread: small steps beside other tests."""
+        """Loads on one thread: small steps beside other tests."""
         with super().loaded(model, source, **({"num_threads": 1} | options)) as loaded:
             yield loaded
 

@@ -96,7 +96,7 @@ def test_objects_are_kept_and_stale_ones_removed(tree: Path, compiler: build.Too
 def test_a_header_concerns_the_sources_that_include_it(
     tree: Path, compiler: build.Toolchain
 ) -> None:
-    """Also through another header."""
+    """A header that is included through another one counts as well."""
     (tree / "outer.h").write_text('#pragma once\n#include "inner.h"\n#include "outer.h"\n')
     (tree / "inner.h").write_text("// nothing\n")
     (tree / "user.cpp").write_text(f'{build.PER_ISA}\n# include "outer.h"\n')

@@ -46,7 +46,7 @@ def test_the_cache_is_of_the_type_of_the_checkpoint(dtype: str) -> None:
 
 
 def test_keys_and_values_in_f16_are_nearer_than_in_bf16() -> None:
-    """Of a model whose weights f16 holds exactly, beside float64."""
+    """The model's weights are ones that f16 holds exactly, and float64 is the judge."""
     builder = Builder(VOCAB)
     model = tiny_decoder(builder)
     source = ArraySource(builder.arrays, "f16")

@@ -75,7 +75,7 @@ def test_all_chosen_cases_of_experts_are_there() -> None:
 
 
 class TestExpertsOnTensorCores(Harness):
-    """In bf16, tiles of 8 and of 16, more tokens than go through the experts at once."""
+    """Experts in bf16, tiles of 8 and of 16, more tokens than go through the experts at once."""
 
     def make_backend(self) -> Backend:
         self.device = LaunchingDevice(emulator=EMULATOR)

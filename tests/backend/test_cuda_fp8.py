@@ -72,7 +72,7 @@ def test_static_scales_of_fp8(scales: Mapping[str, float], limit: tuple[float, f
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks"])
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_86", "bf16"), ("sm_75", "f16")])
 def test_fp8_on_a_gpu_that_has_none(name: str, arch: str, dtype: str) -> None:
-    """Its tensor cores take the codes as numbers of 16 bits; activations are not rounded."""
+    """Tensor cores take the codes as numbers of 16 bits; activations are not rounded."""
     source = Quantised(EIGHT_BITS[name])
     for tokens in (1, 39):
         device, prompt = CountingDevice(emulator=EMULATOR, arch=arch), ([7, 11, 13] * 13)[:tokens]
@@ -90,8 +90,8 @@ def test_fp8_on_a_gpu_that_has_none(name: str, arch: str, dtype: str) -> None:
 def test_fp8_blocks_times_codes(
     arch: str, product: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By cuBLASLt on Hopper, whose rows are whole fours, by our kernel on Ada and small Blackwell;
-    norms write the codes. Few rows stay as they are."""
+    """cuBLASLt multiplies on Hopper, whose rows are whole fours, our kernel on Ada and small
+    Blackwell; norms write the codes. Few rows stay as they are."""
     sizes = {"hidden_size": 512, "intermediate_size": 528, "num_attention_heads": 8}
     model = qwen3({**QWEN3, **sizes})
     monkeypatch.setattr(codes8, "OWN_TOKENS", 32)
@@ -121,7 +121,7 @@ def test_fp8_in_bf16_without_tensor_cores() -> None:
 
 
 def test_a_code_that_is_nan_is_not_hidden() -> None:
-    """As numbers of 16 bits it would be 480."""
+    """The code would be 480 as a number of 16 bits."""
 
     def with_nan(name: str, values: F32) -> WeightPart | None:
         part = fp8_blocks(name, values)

@@ -103,7 +103,7 @@ def test_tensor_cores(family: Family, oracle: Any, given: tuple[Any, Any]) -> No
 def test_several_images(
     family: Family, oracle: Any, given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That there is no room for together, one alone larger than that; the device does nothing
+    """The images have no room together, and one alone is larger than that; the device does nothing
     before somebody waits, and the pass is overwritten by then."""
     monkeypatch.setattr(tower_plan, "PASS_PATCHES", 16)
     images = [family.image(*size) for size in ((2, 4, 0), (2, 4, 1), (4, 6, 2), (2, 2, 3))]
@@ -120,7 +120,7 @@ def test_several_images(
 
 
 class CountingDevice(EmulatedDevice):
-    """Whose clock tells how much was launched and copied."""
+    """A device whose clock tells how much was launched and copied."""
 
     def event(self) -> Any:
         return Moment(self.calls["launch"] + self.calls["copy"] + self.calls["multiply"])

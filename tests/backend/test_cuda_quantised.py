@@ -97,7 +97,7 @@ def test_eight_bits_stay_as_they_are(name: str, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8"])
 def test_eight_bits_answer_as_on_the_cpu(name: str) -> None:
-    """In float32 activations are not rounded: greedy ids."""
+    """Activations are not rounded in float32, so that greedy ids are equal."""
     source = Quantised(EIGHT_BITS[name])
     assert generate(emulated(), source, "f32", chunk=16) == generate(_cpu(), source.twin(), "f32")
 
@@ -115,7 +115,7 @@ def test_norms_write_codes_for_the_products_behind_them() -> None:
 
 
 class RefusingDevice(CountingDevice):
-    """As a GPU whose cuBLASLt has no products of codes, or none of so many rows."""
+    """A GPU whose cuBLASLt has no products of codes, or none of so many rows."""
 
     refused_rows = range(1 << 30)
 
@@ -169,7 +169,7 @@ def test_codes_of_gguf_meet_tensor_cores(name: str, arch: str) -> None:
 
 
 def test_a_tied_embedding_of_codes() -> None:
-    """In whole tiles, rows are gathered from what the head multiplies."""
+    """Rows are gathered, in whole tiles, from what the head multiplies."""
     model, device = qwen3({**QWEN3, "vocab_size": 64}), CountingDevice(emulator=EMULATOR)
     source, prompt = Quantised(Q4_K_M, model), [7, 63, 0] * 13
     got, info = log_probabilities(CudaBackend(lambda: device), source, "bf16", prompt, model)
@@ -181,7 +181,7 @@ def test_a_tied_embedding_of_codes() -> None:
 
 
 def test_gguf_answers_as_on_the_cpu() -> None:
-    """In float32 nothing is rounded: greedy ids, chunked, decoded from captured graphs."""
+    """Nothing is rounded in float32: greedy ids, chunked, decoded from captured graphs."""
     source = Quantised(Q4_K_M)
     assert all(part.layout != DENSE for part in source.parts.values())
     got = generate(emulated(), source, "f32", chunk=16, overlap=True)

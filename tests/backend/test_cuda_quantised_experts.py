@@ -82,7 +82,7 @@ def model_of(width: int, inner: int) -> tuple[SyntheticModel, Builder]:
 
 
 def integers(make: Any, scheme: Any, config: Mapping[str, Any]) -> Encode:
-    """As `make` writes them."""
+    """Experts of integers, as `make` writes them."""
 
     def encoded(name: str, values: F32) -> WeightPart:
         tensors = {f"{name}.{suffix}": array for suffix, array in make(values)[0].items()}
@@ -153,7 +153,7 @@ class TestQuantisedExperts(Harness):
         assert "dequantised" not in caplog.text
 
     def test_tiles_of_ordinary_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where bf16 has no tensor cores."""
+        """The tensor cores of this GPU do not take bf16."""
         monkeypatch.setattr(self, "arch", "sm_75", raising=False)
         encoded, width, inner, kernels = FORMS["Q8_0"]
         model, builder = model_of(width, inner)
@@ -161,7 +161,7 @@ class TestQuantisedExperts(Harness):
         assert self.device.launched & KERNELS == kernels
 
     def test_one_stack_of_other_blocks(self) -> None:
-        """Up as stored, down dense: in tiles that both have."""
+        """The matrices up are as stored and those down dense: tiles are what both have."""
 
         def encoded(name: str, values: F32) -> WeightPart:
             kind = "Q8_0" if name.startswith("gate_up") or ".1." in name else "Q5_1"
@@ -199,6 +199,6 @@ class TestQuantisedExperts(Harness):
         assert "dequantised" in caplog.text
 
     def test_float32_is_exact(self) -> None:
-        """For checks: nothing rounds activations."""
+        """Nothing rounds activations in float32, which is for checks."""
         model, builder = model_of(64, 32)
         self.compare(model, Stored(builder, blocks("Q8_0", "Q4_0")), STEPS[:1])

@@ -113,7 +113,8 @@ STORED = {
 def test_quantised_matrices_are_cut_as_they_are(
     stored: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In groups and blocks of 32 columns, of which each rank has one of its heads' part."""
+    """Matrices are cut in groups and blocks of 32 columns, of which each rank has one of its heads'
+    part."""
     source = STORED[stored]()
     loaded, device = load(MODEL, source, options("bf16"))
     expected, whole = text((loaded, device)), loaded.info.weight_bytes
@@ -129,7 +130,8 @@ def test_quantised_matrices_are_cut_as_they_are(
 
 
 def test_calls_lie_in_the_captured_step() -> None:
-    """In the order of the layers, once as they are and once captured; a replay asks nothing."""
+    """Calls come in the order of the layers, once as they are and once captured; a replay asks
+    nothing."""
     model, source = of(CONFIGS["biases everywhere"])
     ranks = ranks_of(model, source, 2, "f32")
 

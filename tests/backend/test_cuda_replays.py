@@ -32,7 +32,7 @@ LIMITS: dict[str, Any] = {
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_replays_compute_what_launches_do(layers: str) -> None:
-    """On a device that is as late as it may be: nothing may be read back in between."""
+    """The device is as late as it may be: nothing may be read back in between."""
     model, source = of(LAYERS[layers])
     found = []
     for eager in (True, False):

@@ -93,7 +93,7 @@ FORMS = {
 
 
 def bits_held(source: Quantised, loaded_bytes: int) -> float:
-    """Of a weight of the projections; all others lie there as 16 bits, vectors as 32."""
+    """The bits a weight of the projections; all others lie there as 16 bits, vectors as 32."""
     held, values = loaded_bytes - source.stored_bytes(2), 0
     for name in MATRICES:
         if name in source.parts:
@@ -119,7 +119,7 @@ def test_bf16_is_near_what_the_integers_mean(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "gptq desc_act", "awq"])
 def test_greedy_ids_are_the_cpus(name: str) -> None:
-    """In float32, from rows that are dequantised."""
+    """The products in float32 read rows that are dequantised."""
     source = quantised(*FORMS[name])
     got = generate(emulated(), source, "f32", chunk=16, overlap=True)
     assert got == generate(_cpu(), source.twin(), "f32")

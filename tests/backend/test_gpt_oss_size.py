@@ -63,7 +63,7 @@ def as_published(model: Any) -> Shapes:
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> tuple[Shapes, Any]:
-    """With so many bytes free."""
+    """Plans the cache with so many bytes free."""
     model = load_registry().model_for(CONFIG).load()(CONFIG)
     source = as_published(model)
     monkeypatch.setattr(planning, "free_bytes", lambda: free)
@@ -74,7 +74,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> tuple[Sh
 
 
 def test_it_fits_into_sixteen_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a context of 32,768 tokens, for which a plan without room would be refused."""
+    """The context has 32,768 tokens, for which a plan without room would be refused."""
     source, found = plan(monkeypatch, 16 * GB, max_model_len=32768, max_num_batched_tokens=2048)
     weights = packing.packed_bytes(found.specs, found.shapes)
     sizes = source.num_bytes, weights, found.kv.num_bytes, found.room.num_bytes

@@ -66,7 +66,7 @@ class TestProbe:
     def test_auto_chooses_among_what_is_there(
         self, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, chosen: str
     ) -> None:
-        """With the plugins as a machine of that kind would see them, all of which could run."""
+        """The plugins are those that a machine of that kind would see, all of which could run."""
         monkeypatch.setattr("sys.platform", system)
         monkeypatch.setattr("platform.machine", lambda: machine)
         registry = Registry()

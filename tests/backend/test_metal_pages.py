@@ -86,7 +86,7 @@ class HoldsPools(MetalLoadedModel):
 
 
 def test_pools_that_somebody_holds_would_be_copied() -> None:
-    """So the test above can fail: two steps in flight hold a pool twice."""
+    """Two steps in flight hold a pool twice: the test above can fail."""
     loaded = load()
     loaded.__class__ = HoldsPools
     try:

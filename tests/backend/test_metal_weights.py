@@ -58,7 +58,7 @@ def matrix_of(part: WeightPart, dtype: Any = None) -> QuantisedMatrix:
 
 
 def values(matrix: QuantisedMatrix) -> NDArray[np.float32]:
-    """Of all rows; in their own order of input features."""
+    """The values of all rows, in their own order of input features."""
     return np.array(matrix.rows(mx.arange(matrix.codes.shape[0])))
 
 

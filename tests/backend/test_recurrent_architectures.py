@@ -164,7 +164,7 @@ def _published(source: ArraySource) -> dict[str, F32]:
 
 
 def logits(model: Model, source: ArraySource) -> F32:
-    """Of a few tokens."""
+    """The logits of a few tokens."""
     options = LoadOptions(dtype="f32", max_model_len=32, max_num_seqs=1, num_kv_blocks=2)
     loaded = ReferenceBackend().load(model, source, options)
     row = Row([3, 1, 4, 1, 5], 0, [0], "all", 0)

@@ -144,7 +144,8 @@ def test_attention_with_every_feature(chunks: list[int]) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_latent_attention_is_attention_over_expanded_heads(interleaved: bool) -> None:
-    """With keys and values made of every latent, as the paper has them, by PyTorch's attention."""
+    """PyTorch's attention over keys and values made of every latent, as the paper has them, gives
+    the same."""
     spec = LatentSpec(0, 3, 20, 12, 8, 10, 0.3, interleaved, norm_eps=0.01)
     heads, head, tokens = spec.num_heads, spec.nope_size + spec.rotary_dim, 21
     q, latent = normal(tokens, heads * head), normal(tokens, spec.row_size)

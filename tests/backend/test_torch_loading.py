@@ -77,8 +77,8 @@ class TestDevice:
 
 
 def test_a_step_never_looks_at_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On torch's meta device, where tensors have shapes alone: a step that asked for a value, or
-    that mixed devices, would fail, as it would stop a GPU from running ahead."""
+    """Tensors on torch's meta device have shapes alone: a step that asked for a value, or that
+    mixed devices, would fail, as it would stop a GPU from running ahead."""
     monkeypatch.setattr("vllmx_torch.backend.choose_device", lambda: torch.device("meta"))
     loaded = load(*decoder(dtype="bf16"), dtype="bf16")
     first = make_plan([Row(list(range(18)), 0, [0, 1], "all"), Row([3], 0, [2])], PAGE)

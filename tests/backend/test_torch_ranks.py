@@ -71,7 +71,7 @@ def test_ranks_together_equal_one(name: str, count: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["host", "gloo"])
 def test_sums_and_parts_of_three_ranks(kind: str) -> None:
-    """Of the process group, too, which CUDA devices use with NCCL in the place of gloo."""
+    """The process group is tested, too, which CUDA devices use with NCCL in the place of gloo."""
     widths, parts = [2, 5, 3], [torch.full((4, n), float(n)) for n in (2, 5, 3)]
 
     def make(end: ThreadCommunicator) -> tuple[int, HostRanks | ProcessGroupRanks]:

@@ -18,7 +18,7 @@ def registry() -> Registry:
 
 
 def memory_folder() -> str | None:
-    """Where files cost no disk; None: anywhere."""
+    """A folder where files cost no disk; None: anywhere."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 

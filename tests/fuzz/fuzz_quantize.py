@@ -103,7 +103,7 @@ def seeds() -> list[bytes]:
 
 @cache
 def _weights() -> bytes:
-    """As many rows of the embedding as the seeds' vocabulary has."""
+    """Weights with as many rows of the embedding as the seeds' vocabulary has."""
     vocab = json.loads(seeds()[0])["config.json"]["vocab_size"]
     square = [f"self_attn.{name}" for name in NAMES] + ["mlp.gate_proj", "mlp.up_proj"]
     shapes: dict[str, list[int]] = {"model.embed_tokens.weight": [vocab, HIDDEN]}

@@ -140,7 +140,7 @@ FAMILIES = {
 
 @cache
 def original(family: str) -> dict[str, F32]:
-    """Its tensors with random weights; nobody writes into them."""
+    """The tensors of the original with random weights; nobody writes into them."""
     config = FAMILIES[family].config
     source = random_weights(REGISTRY.model_for(config).load()(config))
     return {name: source.part(name).dequantize() for name in source.names()}

@@ -106,7 +106,8 @@ def _gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _delta(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
-    """Of Qwen3.5: a tensor of a delta net, or a norm plus one."""
+    """The name and values in the file of a tensor of Qwen3.5: of a delta net, or a norm plus
+    one."""
     if ".linear_attn." not in name:
         return name, values + 1 if name.endswith("norm.weight") else values
     layer, _, rest = name.removeprefix("model.layers.").partition(".linear_attn.")
@@ -235,7 +236,7 @@ def write_text(path: Path, family: str, model: Any) -> Path:
 
 
 def tower_tensors(family: str, model: Any) -> Tensors:
-    """By their names in the file."""
+    """The tensors of a tower by their names in the file."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     return {
         _mapped(names, new): np.ascontiguousarray(stored)

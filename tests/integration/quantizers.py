@@ -116,7 +116,7 @@ def fp8(weight: Array, *, block: tuple[int, int], name: str, whole: bool = False
 
 
 def mlx_affine(weight: Array, *, bits: int, group_size: int) -> Quantised:
-    """From the least to the greatest value of each group."""
+    """Quantises each group between its least and its greatest value."""
     groups = weight.reshape(len(weight), -1, group_size)
     low = groups.min(2).astype(np.float16)
     step = ((groups.max(2) - low) / (2**bits - 1)).astype(np.float16)

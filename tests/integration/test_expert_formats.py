@@ -216,7 +216,7 @@ def test_damaged_float8_stacks(tmp_path: Path, change: dict[str, Any], message: 
 
 
 def test_float8_stacks_without_a_module_are_refused(tmp_path: Path) -> None:
-    """Such as transformers keeps in memory."""
+    """Transformers keeps such stacks in memory."""
     stored: dict[str, Any] = dict(original("gemma4-moe"))
     name = "model.layers.0.experts.down_proj"
     stored[name] = stored[name].astype(ml_dtypes.float8_e4m3fn)

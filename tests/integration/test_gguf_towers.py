@@ -63,7 +63,7 @@ def opened(text: Path, tower: Path | None) -> Checkpoint:
 
 
 def logits(checkpoint: Checkpoint, family: Family, images: list[Any], backend: str) -> np.ndarray:
-    """Of a prompt with the images, by vllmx."""
+    """The logits that vllmx computes of a prompt with the images."""
     model = REGISTRY.model_for(checkpoint.config).load()(checkpoint.config)
     options = LoadOptions(dtype="f32", kv_cache_dtype="f32", max_model_len=128, num_kv_blocks=16)
     spec = REGISTRY.find(BackendSpec, backend)

@@ -94,13 +94,13 @@ def second_turn(answers: list[list[int]]) -> list[int]:
 
 
 def answer(llm: LLM, prompt: list[int], max_tokens: int = LENGTH) -> tuple[list[int], int]:
-    """Its ids, and how many tokens of the prompt came from the cache."""
+    """The ids of an answer, and how many tokens of the prompt came from the cache."""
     (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy(max_tokens))
     return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """Of all of them side by side."""
+    """The ids of all answers; the prompts run side by side."""
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy())
     return [list(output.outputs[0].token_ids) for output in outputs]
 

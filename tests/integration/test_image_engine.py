@@ -337,7 +337,7 @@ def test_text_alone(
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_a_chat_with_images(other: Any, other_folder: Path, backend: str) -> None:
-    """From a data URL to the answer: decoded, prepared, placed, seen."""
+    """The whole way is tested, from a data URL to the answer: decoded, prepared, placed, seen."""
     pictures = [picture(40, 24, seed=1), picture(17, 33, seed=2)]
     parts: list[Any] = [{"type": "text", "text": "w5 w6"}]
     for one in pictures:

@@ -116,7 +116,7 @@ def test_sparse_attention_ends_where_it_begins_to_pick(tmp_path: Path, backend: 
 
 
 def logprobs(model: Path, backend: str, **options: Any) -> dict[int, float]:
-    """Of the 20 likeliest ids after a prompt."""
+    """The log-probabilities of the 20 likeliest ids after a prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
     with load(model, backend, num_kv_blocks=64, **options) as llm:
         (output,) = llm.generate([PROMPT[:50]], params)
@@ -125,7 +125,7 @@ def logprobs(model: Path, backend: str, **options: Any) -> dict[int, float]:
 
 
 def test_blocks_of_fp8_that_end_inside_of_heads(tmp_path: Path, backend: str) -> None:
-    """As DeepSeek's checkpoints are stored; beside the same values in float32."""
+    """DeepSeek's checkpoints are stored so; the same values in float32 are the judge."""
     stored, plain = tensors(), {}
     for name, values in list(stored.items()):
         plain[name] = values

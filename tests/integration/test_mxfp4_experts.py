@@ -105,7 +105,7 @@ def test_blocks_are_the_values_that_they_mean(folders: tuple[Path, Path], backen
 
 
 def test_the_cpu_multiplies_blocks(folders: tuple[Path, Path]) -> None:
-    """In bf16, as such models run: 4.25 bits a weight and not 16."""
+    """Blocks take 4.25 bits a weight and not 16 in bf16, as such models run."""
     plan = make_plan([Row(list(range(40)), 0, [0, 1, 2], "all")], 16)
     found, sizes = [], []
     for folder in folders:

@@ -210,7 +210,7 @@ def test_means_of_layers_with_windows_want_all_blocks_at_once(save: Save) -> Non
 
 
 def test_a_text_is_as_long_as_sentence_transformers_has_it(save: Save, trunk: Any) -> None:
-    """Unless more is asked for, up to what the model was made for."""
+    """The limit holds unless more is asked for, up to what the model was made for."""
     modules = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
     folder = save(trunk, modules=modules, sentence_bert_config={"max_seq_length": 40})
     (folder / "1_Pooling").mkdir()

@@ -108,7 +108,7 @@ def other(folder: Path, name: str) -> Path:
 
 
 def logprobs(model: Path, **options: Any) -> Any:
-    """Of the 20 likeliest ids after a prompt, by id."""
+    """The log-probabilities of the 20 likeliest ids after a prompt, by id."""
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kv_blocks": 16}
     with LLM(str(model), dtype="float32", **limits, **options) as llm:
@@ -152,7 +152,7 @@ def test_experts_in_one_tensor_are_quantised_in_situ(
 
 
 def distance(found: dict[int, float], exact: dict[int, float]) -> float:
-    """Between the log-probabilities of ids that are likely in both, which most are."""
+    """The distance between the log-probabilities of ids that are likely in both, which most are."""
     shared = found.keys() & exact.keys()
     assert len(shared) >= 10
     return max(abs(found[token] - exact[token]) for token in shared)

@@ -94,7 +94,7 @@ def test_quantised_files_tell_a_story(files: dict[str, Summary], mix: str) -> No
 
 
 def test_a_gguf_file_is_quantised_further(files: dict[str, Summary], tmp_path: Path) -> None:
-    """From float32 it is what the folder gives, tokenizer included."""
+    """A file in float32 gives what the folder gives, tokenizer included."""
     again = convert(files["f32"].path, tmp_path / "again.gguf", "q4_k_m")
     first, second = GGUFFile(files["q4_k_m"].path), GGUFFile(again.path)
     for name in first.tensors:

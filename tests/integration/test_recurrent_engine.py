@@ -116,7 +116,7 @@ class Engine:
         assert self.core.stats().num_used_slots == 0
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 12) -> tuple[list[int], int]:
-        """Its ids, and how many tokens of the prompt came from the cache."""
+        """The ids of an answer, and how many tokens of the prompt came from the cache."""
         name = self.add(prompt, max_tokens)
         self.run()
         return self.ids[name], self.cached.get(name, 0)
@@ -193,7 +193,7 @@ def test_a_second_turn_goes_on_behind_the_first(make: Make) -> None:
 
 
 def test_rows_side_by_side_preempted_and_aborted(make: Make, expected: list[list[int]]) -> None:
-    """So few blocks that rows give theirs up in the middle."""
+    """Blocks are so few that rows give theirs up in the middle."""
     engine = make(short_of_blocks=True)
     names = [engine.add(prompt, 50, client=str(i)) for i, prompt in enumerate(PROMPTS)]
     gone = engine.add(text(60, 9), 30)

@@ -70,7 +70,8 @@ def contacts(llm: LLM) -> list[list[int]]:
 
 
 def test_forced_tokens_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit on the CPU, whose sums do not depend on how tokens are batched."""
+    """Answers are equal to the bit on the CPU, whose sums do not depend on how tokens are
+    batched."""
     if llm.info.backend != "cpu":
         pytest.skip("other backends promise no equal bits")
     at_once = contacts(llm)
@@ -79,7 +80,7 @@ def test_forced_tokens_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_grammar_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes as long as some tokens of an answer, for each prompt of a call."""
+    """A check takes as long as some tokens of an answer, for each prompt of a call."""
     checked: list[object] = []
 
     def noted(*arguments: Any) -> str:

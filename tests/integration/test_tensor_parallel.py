@@ -70,8 +70,8 @@ def test_ranks_answer_as_one_process(backend: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_64_seeded_requests_answer_as_one_process() -> None:
-    """To the last bit, so that no draw can differ; more rows than the cache holds at once, which
-    are preempted, prefixes that others have left, prompts in chunks."""
+    """Answers are equal to the last bit, so that no draw can differ; there are more rows than the
+    cache holds at once, which are preempted, prefixes that others have left, prompts in chunks."""
     limits = LIMITS | {
         "backend": "cpu", "dtype": "bfloat16", "num_threads": 2, "deterministic": True,
         "max_num_seqs": 16,

@@ -152,8 +152,8 @@ def assembled(source: WeightSource, *parts: PartSpec, cols: int = 6, **more: Any
 
 
 def test_a_map_applies_its_picks_in_their_order() -> None:
-    """Of experts that are stored (in, out) with gate and up interleaved: the gates of the second,
-    and of these the columns from the third on."""
+    """Experts are stored (in, out) with gate and up interleaved: picked are the gates of the
+    second, and of these the columns from the third on."""
     stack = np.arange(3 * 8 * 10, dtype=np.float32).reshape(3, 8, 10)  # (X, in, out)
     bias = np.arange(30, dtype=np.float32).reshape(3, 10)
     source = Parts({"experts": stack, "bias": bias})

@@ -48,7 +48,8 @@ def wide(array: Array) -> npt.NDArray[np.float64]:
 
 
 def assert_near(got: Array, want: Array, dtype: str, *, scale: float = 1.0) -> None:
-    """Within the rounding of `dtype`, times `scale` for kernels that round more than once."""
+    """Compares within the rounding of `dtype`, times `scale` for kernels that round more than
+    once."""
     limit = RELATIVE[dtype] * scale
     np.testing.assert_allclose(wide(got), want, rtol=limit, atol=limit)
 

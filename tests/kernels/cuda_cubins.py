@@ -229,7 +229,7 @@ def _keys(target: Target) -> Keys:
 
 
 def _kept() -> Path:
-    """Of this user, for cubins and for what was found out about them."""
+    """The folder of this user for cubins and for what was found out about them."""
     return Path(tempfile.gettempdir()) / f"vllmx-cubins-{os.getuid()}"
 
 
@@ -287,8 +287,8 @@ def measure(cubin: bytes, *, disassembled: bool = False) -> dict[str, dict[str, 
 
 
 def _disassembly(cubin: bytes) -> str:
-    """By nvdisasm, which takes half a second for the smallest cubin: once for each, also between
-    runs."""
+    """Disassembles by nvdisasm, which takes half a second for the smallest cubin: once for each,
+    also between runs."""
     kept = _kept() / f"{hashlib.sha256(cubin).hexdigest()}.sass"
     with suppress(OSError):
         return zlib.decompress(kept.read_bytes()).decode()

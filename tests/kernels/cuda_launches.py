@@ -38,7 +38,7 @@ def _note(
 
 
 def _agree(*arrays: Any, **how: Any) -> None:
-    """In the place of numpy's comparisons."""
+    """Stands for numpy's comparisons, and finds nothing."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -77,7 +77,7 @@ class Case:
         ]
 
     def first_key(self, last: Any) -> Any:
-        """Of queries at these positions."""
+        """The first key that queries at these positions see."""
         window = self.spec.window
         return np.zeros_like(last) if window is None else np.maximum(0, last - window + 1)
 

@@ -44,7 +44,7 @@ UseShim = Callable[..., "ShimKernel"]
 
 
 def source_of(name: str) -> str:
-    """Of a kernel."""
+    """The source of a kernel."""
     return (KERNELS / f"{name}.metal").read_text()
 
 

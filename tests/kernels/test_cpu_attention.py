@@ -168,7 +168,7 @@ def test_a_batch_of_decode_rows_has_the_bits_of_prompts(
 def test_a_long_decode_row_is_shared_by_all_threads(
     run_op: RunOp, isa: Isa, workspace: bool
 ) -> None:
-    """With and without room for the partial results: the same bits as on one thread."""
+    """The bits are the same as on one thread, with and without room for the partial results."""
     case = Case(heads=3, kv_heads=1, head_size=16, kv="bf16")
     length = 3000
     qkv = random_qkv(case, 1, length)

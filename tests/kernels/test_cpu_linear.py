@@ -85,7 +85,8 @@ def inputs(rows: int, k: int, seed: int = 0) -> F32:
 
 
 def expected(case: Case, x: F32, isa: Isa) -> AnyArray:
-    """In float64; bf16 weights round the activations where the processor multiplies bf16 pairs."""
+    """The product in float64; bf16 weights round the activations where the processor multiplies
+    bf16 pairs."""
     if case.matrix.shape.kind == "bf16" and isa.name in ("avx512bf16", "amx"):
         x = rounded(x, "bf16")
     product = x.astype(np.float64) @ case.values.T.astype(np.float64)

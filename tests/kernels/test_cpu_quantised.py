@@ -223,7 +223,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(isa: Isa, run_op: RunOp, kind:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "MXFP4", "Q4_K", "Q6_K"])
 def test_prompts_wider_than_a_cache(isa: Isa, run_op: RunOp, kind: str) -> None:
-    """Their rows pass by the weights in turns."""
+    """The rows of such a prompt pass by the weights in turns."""
     case, x = make_case(kind, 40, 8192), inputs(300, 8192)
     got = case.run(run_op, isa, x)
     for row in (0, 1, 95, 96, 97, 191, 192, 287, 299):

@@ -64,7 +64,7 @@ def silu(x: AnyArray) -> AnyArray:
 
 
 def gelu(x: AnyArray) -> AnyArray:
-    """By the tail for negative x: 1 + erf would cancel."""
+    """The function by the tail for negative x: 1 + erf would cancel."""
     return np.array([v * 0.5 * erfc(-v / 2**0.5) for v in x])
 
 

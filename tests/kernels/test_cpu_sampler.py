@@ -276,7 +276,8 @@ def test_draws_follow_the_softmax(run_op: RunOp, isa: Isa, parameters: dict[str,
 
 
 def test_the_draw_is_the_cores_gumbel_noise(run_op: RunOp, isa: Isa) -> None:
-    """On equal logits the drawn id is where the noise is greatest, on every instruction set."""
+    """The id that is drawn on equal logits is where the noise is greatest, on every instruction
+    set."""
     vocab_size, count = 151_936, 4
     seeds = np.array([0, 1, (1 << 64) - 1, 0x0123456789ABCDEF], np.uint64)
     rows = make_rows(count, seed=seeds, position=[0, 7, (1 << 31) - 1, 1])

@@ -293,7 +293,7 @@ def check_prefill(emulator: Emulator, case: Prefill, variant: Variant, tile_toke
 
 
 def last_seen(case: Prefill, begin: int, end: int) -> Array:
-    """Of the queries at these positions."""
+    """The last position that queries at these positions see."""
     found = np.arange(begin, end, dtype=np.int32)
     first, last = case.span or (0, 0)
     found[(found >= first) & (found < last)] = min(last, end) - 1

@@ -21,7 +21,8 @@ def check(
     emulator: Emulator, variant: Variant, weights: list[Array], values: Array, layout: list[int],
     *, dtype: str, tokens: int, chosen: int, tile: int, biased: bool, out: int,
 ) -> None:  # fmt: skip
-    """Up from the rows of tokens and down from those of positions; each expert has its matrix."""
+    """Compares products up from the rows of tokens and down from those of positions; each expert
+    has its matrix."""
     (experts, outputs, inputs), slots = values.shape, tokens * chosen
     rng = np.random.default_rng(inputs + tokens)
     x, bias = normal(rng, (tokens, inputs), dtype), normal(rng, (experts, outputs), "f32")

@@ -114,7 +114,7 @@ def test_one_row_of_codes(emulator: Emulator, dtype: str, width: int) -> None:
 
 
 def fixed_codes(values: Array, scale: float) -> Array:
-    """As e4m3, whose greatest is 448, by one scale; what is not finite is NaN."""
+    """The codes in e4m3, whose greatest is 448, by one scale; what is not finite is NaN."""
     steps = values.astype(np.float32) * (np.float32(1) / np.float32(scale))
     clipped = np.where(np.isfinite(steps), np.clip(steps, -448, 448), np.nan)
     result: Array = clipped.astype(E4M3)
@@ -124,7 +124,8 @@ def fixed_codes(values: Array, scale: float) -> Array:
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("f16", 36), ("f32", 515)])
 @pytest.mark.parametrize("scale", [0.003, 0.25])
 def test_rows_with_a_fixed_scale(emulator: Emulator, dtype: str, width: int, scale: float) -> None:
-    """To the bit; the smaller scale is too small for most, the greater one for none."""
+    """Codes are equal to the bit; the smaller scale is too small for most, the greater one for
+    none."""
     x = np.array(normal(np.random.default_rng(width), (4, width), dtype))
     x[1], x[2, 3], x[3, 0], x[3, 7] = 0, np.nan, np.inf, -np.inf
     x = on_device(x, x.dtype)
@@ -141,7 +142,7 @@ def test_rows_with_a_fixed_scale(emulator: Emulator, dtype: str, width: int, sca
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_with_a_fixed_scale(emulator: Emulator, adds: bool) -> None:
-    """At most a code's step from the norm in float64: its f32 result may lie on either side."""
+    """A code is at most a step from the norm in float64: its f32 result may lie on either side."""
     rng, width, scale = np.random.default_rng(4), 264, 0.002
     x, weight = normal(rng, (3, width), "bf16"), normal(rng, (width,), "f32")
     residual = inout(np.zeros((3, width)), NUMPY_TYPES["bf16"])
@@ -172,7 +173,7 @@ BLOCKS = {"rows": (1, 10**6), "groups": (1, 32), "blocks": (4, 48)}
 def test_dequantize(
     emulator: Emulator, code: str, blocks: str, dtype: str, rows: int, cols: int
 ) -> None:
-    """To the bit, from a row on that is no block's first."""
+    """Values are equal to the bit, from a row on that is no block's first."""
     rng, first = np.random.default_rng(3), 5
     block = (BLOCKS[blocks][0], min(cols, BLOCKS[blocks][1]))
     codes = random_codes(rng, (rows, cols), code)

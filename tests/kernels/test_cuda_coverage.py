@@ -1,5 +1,5 @@
-"""That no kernel goes unchecked: each has a case on the emulator, a budget, a planted bug and its
-place in the documentation. Lists that rot are worse than none."""
+"""Checks that no kernel goes unchecked: each has a case on the emulator, a budget, a planted bug
+and its place in the documentation. Lists that rot are worse than none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_source_has_its_kernels_and_every_kernel_its_source() -> None:
 
 @pytest.mark.parametrize("entry", KERNELS)
 def test_every_kernel_is_run_by_a_test(entry: str) -> None:
-    """By its name: test files launch what they take from `KERNELS`."""
+    """Kernels are found by name: test files launch what they take from `KERNELS`."""
     files = [*TESTS.glob("test_cuda_*.py"), *TESTS.glob("cuda_a*.py")]
     texts = [path.read_text() for path in files if path.name != Path(__file__).name]
     assert any(re.search(rf"[\"']{entry}[\"']", text) for text in texts)

@@ -27,7 +27,7 @@ FAULTS = {
 
 
 def described(entry: str) -> Kernel:
-    """As a plugin with kernels of its own would."""
+    """Describes a kernel as a plugin with kernels of its own would."""
     return Kernel(
         entry=entry,
         source="cuda_faults.cu",

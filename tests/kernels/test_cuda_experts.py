@@ -143,7 +143,8 @@ PRODUCTS = [
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(map(str, case)))
 def test_products_with_experts(emulator: Emulator, case: tuple[str, str, *tuple[int, ...]]) -> None:
-    """Up from the rows of tokens, and down from those of positions; then the sum of slots."""
+    """Products go up from the rows of tokens, and down from those of positions; then come sums of
+    slots."""
     entry, dtype, tokens, chosen, experts, outputs, inputs, width, biased, out = case
     rng = np.random.default_rng(inputs)
     x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (experts, outputs, inputs), dtype)

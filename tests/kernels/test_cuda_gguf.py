@@ -141,7 +141,8 @@ EXPERTS = [
 
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: "-".join(map(str, case)))
 def test_experts(emulator: Emulator, case: tuple[str, str, *tuple[int, ...]]) -> None:
-    """Up from the rows of tokens and down from those of positions; each expert has its matrix."""
+    """Products go up from the rows of tokens and down from those of positions; each expert has its
+    matrix."""
     name, dtype, tokens, chosen, tile, outputs, blocks, biased, out = case
     rng, experts = np.random.default_rng(tokens), 3
     inputs, slots = blocks * block_values(BLOCKS[name]), tokens * chosen

@@ -47,7 +47,7 @@ def test_mix(emulator: Emulator, dtype: str, width: int, taps: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 def test_features_are_kept_and_placed(emulator: Emulator, dtype: str, width: int) -> None:
-    """In rows of the store in any order; where none is named x stays as it is."""
+    """Features lie in rows of the store in any order; where none is named x stays as it is."""
     rng, rows = np.random.default_rng(width), 1 if width > 500 else 3
     x, store = normal(rng, (rows, width), dtype), inout(np.full((5, width), 7.0), np.float32)
     chosen = options(dtype, VX_VEC=vector_width(width))

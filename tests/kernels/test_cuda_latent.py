@@ -107,7 +107,7 @@ HEADS = [
 
 @pytest.mark.parametrize("case", HEADS, ids=lambda case: "-".join(map(str, case)))
 def test_products_of_heads(emulator: Emulator, case: tuple[str, *tuple[int, ...]]) -> None:
-    """Out of the middle of a row, into the middle of a row."""
+    """Products read from the middle of a row and write into the middle of a row."""
     dtype, tokens, heads, outputs, inputs, tile, out = case
     rng = np.random.default_rng(inputs)
     x = normal(rng, (tokens, heads, inputs + 3), dtype)

@@ -19,7 +19,7 @@ WIDTHS = [
 
 @pytest.mark.parametrize("count", [1, 259])
 def test_own_ids(emulator: Emulator, count: int) -> None:
-    """Of a table of 30 rows from id 17 on."""
+    """The rank has 30 rows of a table from id 17 on."""
     ids = np.resize([17, 16, 46, 47, 0, 90, 30], count)
     rows = empty(count, np.int32)
     variant = KERNELS["own_ids"].variant(**options("f32", VX_VEC=1))

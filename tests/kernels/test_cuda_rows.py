@@ -110,7 +110,8 @@ def test_gather_rows(emulator: Emulator, dtype: str, width: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), WIDTHS)
 def test_means(emulator: Emulator, dtype: str, width: int) -> None:
-    """Of one row, of fewer and of more than are read at once, of rows that two texts share."""
+    """Means are of one row, of fewer and of more than are read at once, of rows that two texts
+    share."""
     ends = [(2, 2)] if width > 1000 else [(0, 0), (1, 6), (2, 4)]
     rng = np.random.default_rng(width)
     x = normal(rng, (7, width), dtype)
@@ -222,7 +223,8 @@ def test_bits_do_not_depend_on_the_batch(emulator: Emulator, parts: int) -> None
 
 
 def test_splits_are_added_in_their_order(emulator: Emulator) -> None:
-    """To the bit, whichever block comes last; each as if it were a product of its own columns."""
+    """Sums are equal to the bit, whichever block comes last; each as if it were a product of its
+    own columns."""
     rng, dtype, parts, (tokens, outputs, inputs) = np.random.default_rng(4), "bf16", 4, (3, 9, 1024)
     x, w = normal(rng, (tokens, inputs), dtype), normal(rng, (outputs, inputs), dtype)
     bias, y = normal(rng, (outputs,), "f32"), empty((tokens, outputs), np.float32)

@@ -166,7 +166,7 @@ def test_words_of_a_checkpoint(
 
 
 def damaged(what: str, value: float) -> WeightPart:
-    """In the last row, with groups of 64."""
+    """A matrix with a fault in the last row, with groups of 64."""
     rng = np.random.default_rng(4)
     if what == "zero":
         zeros = np.zeros((32, 3), np.int8)

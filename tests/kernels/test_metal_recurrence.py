@@ -47,7 +47,7 @@ class Case:
         self.states = normal(4, heads, keys, values)
 
     def run(self) -> tuple[Array, Array]:
-        """By the kernel, all rows in one step."""
+        """Runs the kernel on all rows in one step."""
         at = np.cumsum([0, *self.lengths]).tolist()
         return self._step(self.states, [*zip(self.source, at, self.lengths, strict=False)])
 

@@ -75,7 +75,7 @@ def test_random_checkpoints_are_what_they_say(bench: Any, form: str) -> None:
 
 
 def test_the_mix_is_that_of_llama_cpp(bench: Any) -> None:
-    """Of an 8B model: bits of a weight, and the types of the first and a middle layer."""
+    """The model has 8B weights: bits of a weight, and the types of the first and a middle layer."""
     made = bench("checkpoints")
     source = made.RandomSource(made.SHAPES["8b"], "q4_k_m")
 
@@ -229,7 +229,8 @@ def test_parts_without_ceilings_keep_their_figures(
 
 
 def test_warming_knows_what_a_load_compiles(bench: Any) -> None:
-    """Of the models of the first call, on their real widths and with their forms of weights."""
+    """The models are those of the first call, on their real widths and with their forms of
+    weights."""
     warm, found = bench("warm"), {}
     for variant in warm.variants("sm_90a"):
         found.setdefault(variant.kernel.entry, []).append(variant)

@@ -29,7 +29,7 @@ def run_sh(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProce
 
 
 def test_run_says_what_a_machine_lacks(tmp_path: Path) -> None:
-    """Without a GPU the one call ends at once, with status 2 and the reason."""
+    """The one call ends at once without a GPU, with status 2 and the reason."""
     done = run_sh("out", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "the CUDA backend cannot run here" in done.stdout
@@ -82,7 +82,7 @@ def test_results_are_packed_whatever_failed(tmp_path: Path) -> None:
 
 
 def test_what_the_sanitizer_has_no_time_for_is_skipped() -> None:
-    """Its cases are all there, in their order; none is begun behind the limit."""
+    """All cases are there, in their order; none is begun behind the limit."""
     path = os.pathsep.join([*sys.path, str(GPU)])
     names = ["device_suite.py", "device_quantised.py"]
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -6,6 +6,16 @@ import re
 import runpy
 from pathlib import Path
 
+# A docstring that begins so goes on with the name above it, and says nothing without that name.
+FRAGMENT = re.compile(
+    r'(?:\A|:(?:  #.*)?\n)\s*r?"""'
+    "((?:About|After|Against|Along|Also|Among|And|Around|As|At|Because|Before|Behind|Below|Beneath|"
+    "Beside|Besides|Between|Beyond|But|By|During|Except|For|From|If|In|Inside|Instead|Into|Its|Like|"
+    "Maybe|Neither|Never|Not|Of|Off|On|Once|Onto|Or|Out|Outside|Over|Per|Perhaps|Since|So|Such|That|"
+    "Their|Then|There|Through|To|Too|Toward|Under|Unless|Until|Up|Upon|Whatever|When|Where|Wherever|"
+    "While|Who|Whoever|Whom|Whose|With|Within|Without)\\s.*)"
+)
+
 
 def test_list_of_modules_is_what_the_sources_say(root: Path) -> None:
     lister = runpy.run_path(str(root / "docs" / "list_modules.py"))
@@ -25,3 +35,15 @@ def test_links_between_documents_lead_somewhere(root: Path) -> None:
     for page in [root / "README.md", *(root / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_docstrings_stand_without_the_name_before_them(root: Path) -> None:
+    """A docstring says what a thing is or does: "Bytes of a tile of 16 rows", not "Of 16 rows"."""
+    places = ("packages/*/src", "bench", "docs", "examples/*/src")
+    sources = [path for one in places for top in root.glob(one) for path in top.rglob("*.py")]
+    found = [
+        f"{path.relative_to(root)}: {text}"
+        for path in sources
+        for text in FRAGMENT.findall(path.read_text())
+    ]
+    assert not found, "docstrings that finish the sentence of a name:\n" + "\n".join(found)

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/architecture.md, enforced on the sources."""
+"""The table of docs/architecture.md, which says who may import whom, enforced on the sources."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_every_command_is_understood(root: Path) -> None:
 
 
 def test_commands_in_blocks_are_understood(root: Path) -> None:
-    """Of all pages: what stands in a block without a language or of a shell."""
+    """Commands are what stands on any page in a block without a language or of a shell."""
     commands = []
     for page in (root / "README.md", *(root / "docs").rglob("*.md")):
         blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)

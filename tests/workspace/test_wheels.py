@@ -169,8 +169,8 @@ def test_no_wheel_grows_unnoticed(wheels: dict[str, Path]) -> None:
 
 
 def test_the_download_stays_under_48_mb(wheels: dict[str, Path]) -> None:
-    """Of `pip install vllmx[cpu]`, as far as it can be told without the network: our wheels, and
-    the files of every library that they need as a wheel would pack them."""
+    """The size of `pip install vllmx[cpu]`, as far as it can be told without the network: our
+    wheels, and the files of every library that they need as a wheel would pack them."""
     needed = libraries(["vllmx[cpu]"])
     assert {"numpy", "tokenizers", "hypercorn"} <= needed.keys()
     sizes = {name: packed_bytes(library) for name, library in needed.items()}
@@ -208,7 +208,8 @@ def libraries(wanted: list[str]) -> dict[str, Distribution]:
 
 
 def packed_bytes(library: Distribution) -> int:
-    """Of its files but what was compiled after installation, each deflated as wheels have them."""
+    """The size of a library's files but what was compiled after installation, each deflated as
+    wheels have them."""
     paths = [Path(str(library.locate_file(file))) for file in library.files or []]
     files = [path for path in paths if path.suffix != ".pyc" and path.is_file()]
     assert files, f"{library.name} lists no files"

@@ -169,7 +169,7 @@ def generate(llm: LLM, count: int = NEW) -> tuple[list[list[int]], list[int]]:
 
 
 def open_llm(saved: Saved, **options: Any) -> LLM:
-    """With prompts in chunks of at most 32 tokens."""
+    """Opens a model with prompts in chunks of at most 32 tokens."""
     limits = {"max_num_batched_tokens": 32, "num_threads": 1, **options}
     return LLM(str(saved.folder), dtype="float32", **limits)
 

@@ -107,7 +107,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Built]:
 
 
 def build(case: Case, folder: Path) -> Built:
-    """With random weights, in `folder`."""
+    """Builds a model with random weights in `folder`."""
     torch.manual_seed(7)
     options = {**TINY, "pad_token_id": 1, **case.options}
     if case.labels:
@@ -178,7 +178,7 @@ def loading(name: str, path: Path, labels: int) -> Iterator[LoadedModel]:
 
 
 def load_numpy(path: Path, labels: int) -> AbstractContextManager[LoadedModel]:
-    """On the reference."""
+    """Loads a model on the reference."""
     return loading("numpy", path, labels)
 
 

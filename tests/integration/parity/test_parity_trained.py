@@ -38,7 +38,8 @@ def stories(open_runner: Callable[..., Any]) -> Any:
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])
 def test_stories_greedy(stories: Any, chunk: int) -> None:
-    """From the first token, and again from the middle with a prompt that is chunked."""
+    """The story is told from the first token, and again from the middle with a prompt that is
+    chunked."""
     reference = json.loads((STORIES / "reference_greedy.json").read_text())
     prompt, ids = reference["prompt_ids"], reference["greedy_ids"]
     assert len(ids) == 256

@@ -41,11 +41,11 @@ class RunningServer:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllmx:{name}{{"))
 
     def core_pid(self) -> int:
-        """Of the engine core."""
+        """The process of the engine core."""
         return self.child_pid("vllmx_engine.link.process")
 
     def child_pid(self, module: str) -> int:
-        """Of the only child that runs this module."""
+        """The only child that runs this module."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         (found,) = [
@@ -124,14 +124,14 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hanging_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `fake_model`, but the fiftieth step of each process takes an hour."""
+    """A `fake_model` whose fiftieth step in each process takes an hour."""
     folder = tmp_path_factory.mktemp("hanging") / "model"
     return make_fake_checkpoint(folder, vocab_size=128, eos_id=None, step_s=0.02, hang_steps=[50])
 
 
 @pytest.fixture(scope="session")
 def fake_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In which vllmx finds the plugin of the fake model."""
+    """An environment in which vllmx finds the plugin of the fake model."""
     plugins = install_fake_plugin(tmp_path_factory.mktemp("plugins"))
     paths = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}

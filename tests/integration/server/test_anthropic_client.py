@@ -148,7 +148,7 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
 
 
 def test_a_budget_for_thoughts(client: anthropic.Anthropic) -> None:
-    """Their end is forced, and the answer goes on."""
+    """The end of the thoughts is forced, and the answer goes on."""
     options: Any = {
         "model": "demo", "max_tokens": 200, **GREEDY,
         "messages": [{"role": "user", "content": "What is 2 + 3?"}],

@@ -128,7 +128,8 @@ def test_images_that_are_seen(seeing: RunningServer, kind: str) -> None:
 
 
 def test_the_first_picture_of_an_animation_is_seen(seeing: RunningServer) -> None:
-    """Both come to the same blocks, so that the second finds those of the first."""
+    """An animation and its first picture come to the same blocks, so that the second finds those of
+    the first."""
     still = Image.open(io.BytesIO(animated())).convert("RGB")
     asked = [WORD] * 20
     seeing.post("/v1/chat/completions", chat(*asked, part(SEEN["an animation"])))
@@ -139,7 +140,7 @@ def test_the_first_picture_of_an_animation_is_seen(seeing: RunningServer) -> Non
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_images_that_are_refused(seeing: RunningServer, folder: Path, kind: str) -> None:
-    """By all three APIs, each in its own shape."""
+    """All three APIs refuse them, each in its own shape."""
     url, message = WRONG[kind]
     url = url.format(images=folder / "images")
     error = openai_error(seeing.post("/v1/chat/completions", chat(WORD, part(url))))
@@ -185,7 +186,7 @@ def test_a_body_at_the_limit(seeing: RunningServer) -> None:
 
 
 def test_the_three_apis_see_the_same(seeing: RunningServer, folder: Path) -> None:
-    """From a data URL and from the folder that is allowed."""
+    """The image comes from a data URL and from the folder that is allowed."""
     base = base64.b64encode(GOOD).decode()
     texts = []
     for url in (data_url(GOOD), f"file://{folder}/images/cat.png"):
@@ -205,7 +206,7 @@ def test_the_three_apis_see_the_same(seeing: RunningServer, folder: Path) -> Non
 
 @pytest.mark.parametrize("role", ["system", "tool", "assistant"])
 def test_images_of_other_roles_are_seen(seeing: RunningServer, role: str) -> None:
-    """As the template writes them."""
+    """The template writes images of other roles, too."""
     message: dict[str, Any] = {"role": role, "content": [WORD, part(data_url(GOOD))]}
     if role == "tool":
         message["tool_call_id"] = "call_1"
@@ -219,7 +220,7 @@ def test_images_of_other_roles_are_seen(seeing: RunningServer, role: str) -> Non
 
 
 def test_anthropic_images_elsewhere_than_in_a_turn_are_refused(seeing: RunningServer) -> None:
-    """In its system prompt, and in what a tool returned."""
+    """Images are refused in the system prompt, and in what a tool returned."""
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(GOOD).decode()}
     image = {"type": "image", "source": source}
     used = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
@@ -289,7 +290,7 @@ def test_examples_of_the_page(
     seeing: RunningServer, folder: Path, example: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """As they stand, but for the model, its address and where the image lies."""
+    """The examples run as they stand, but for the model, its address and where the image lies."""
     pytest.importorskip("openai", reason="the client is not installed")
     monkeypatch.chdir(folder / "images")
     monkeypatch.setenv("VLLMX_BACKEND", "numpy")

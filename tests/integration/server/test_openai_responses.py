@@ -167,7 +167,7 @@ def test_a_required_call_follows_its_schema(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_of_the_text_alone(client: openai.OpenAI) -> None:
-    """Not of thoughts, whose tokens come first."""
+    """Thoughts have none, whose tokens come first."""
     ask: Any = {
         "input": "What is 3 plus 4? /think", "include": ["message.output_text.logprobs"],
         "top_logprobs": 2, **GREEDY,

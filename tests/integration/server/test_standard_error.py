@@ -22,7 +22,7 @@ def full_disk() -> int:
 
 
 def full_pipe() -> int:
-    """Its other end stays open and is never read."""
+    """A pipe whose other end stays open and is never read."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with contextlib.suppress(BlockingIOError):

@@ -34,7 +34,7 @@ def chat(server: RunningServer, **fields: Any) -> httpx.Response:
 
 
 def texts(response: httpx.Response) -> list[str]:
-    """Of choices that ended by themselves."""
+    """The texts of choices that ended by themselves."""
     assert response.status_code == 200, response.text
     choices = response.json()["choices"]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}

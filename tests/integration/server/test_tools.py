@@ -140,7 +140,8 @@ def test_thoughts_of_which_the_budget_leaves_a_part(client: openai.OpenAI) -> No
 
 @pytest.mark.parametrize("budget", [0, 1, 6, 500])
 def test_a_budget_for_thoughts(client: openai.OpenAI, budget: int) -> None:
-    """Their end is forced, and the answer goes on; the markers are counted with the thoughts."""
+    """The end of the thoughts is forced, and the answer goes on; the markers are counted with the
+    thoughts."""
     answer = ask(client, SUM, extra_body={"thinking_token_budget": budget})
     message, finish = answer.choices[0].message, answer.choices[0].finish_reason
     tokens = answer.usage.completion_tokens_details.reasoning_tokens
@@ -185,7 +186,7 @@ def test_none_hides_the_tools(client: openai.OpenAI) -> None:
 
 
 def test_a_call_that_must_come(client: openai.OpenAI) -> None:
-    """Of a model that would rather talk."""
+    """The model would rather talk."""
     hello = [{"role": "user", "content": "Hello!"}]
     named = {"type": "function", "function": {"name": "add"}}
     for choice, names, reason in (

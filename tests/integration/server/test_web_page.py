@@ -39,15 +39,15 @@ def chat_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def page_server(
     browser: Any, fake_server: MakeFake, chat_flags: tuple[str, ...]
 ) -> Iterator[RunningServer]:
-    """Not started where no browser is."""
+    """A server; it is not started where no browser is."""
     with fake_server(*chat_flags) as running:
         yield running
 
 
 @pytest.fixture
 def open_tab(browser: Any, page_server: RunningServer) -> Iterator[OpenTab]:
-    """Of `page_server` unless another URL is given. What goes wrong within the page fails a test,
-    and so does a dialog that a script opened."""
+    """Opens a tab of `page_server` unless another URL is given. What goes wrong within the page
+    fails a test, and so does a dialog that a script opened."""
     tabs: list[Tab] = []
 
     def make(url: str = page_server.url, **options: Any) -> Tab:

@@ -165,7 +165,7 @@ def test_wrong_models(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With probes so small that they say nothing of the machine, but that it was asked."""
+    """The probes are so small that they say nothing of the machine, but that it was asked."""
     pytest.importorskip("vllmx_cpu")
     monkeypatch.setattr(measured, "PROBE_BYTES", 1)
     monkeypatch.setattr(measured, "PROBE_LAYERS", 1)
@@ -263,7 +263,7 @@ def hub() -> Iterator[type[Hub]]:
 
 
 def planned_from(hub: type[Hub], home: Path, model: str) -> dict[str, Any]:
-    """In a process of its own: the hub's client reads its environment when it is imported."""
+    """Plans in a process of its own: the hub's client reads its environment when it is imported."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     clean = {key: value for key, value in clean.items() if "proxy" not in key.lower()}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where the values of a step live: never two in one place at a time."""
+"""The values of a step in their buffer: never two in one place at a time."""
 
 from __future__ import annotations
 

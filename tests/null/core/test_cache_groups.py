@@ -104,7 +104,7 @@ def test_a_model_without_attention_has_one_group_without_places() -> None:
 
 @pytest.mark.parametrize("step_tokens", [1, 3, 64])
 def test_blocks_of_is_the_most_that_any_schedule_needs(step_tokens: int) -> None:
-    """Against a sequence that grows by chunks of every alignment."""
+    """The judge is a sequence that grows by chunks of every alignment."""
     windows, size = (None, 5, 8), 4
     for tokens in range(1, 60):
         most = 0
@@ -167,8 +167,8 @@ def test_pages_of_an_earlier_layer_cost_nothing() -> None:
 
 @pytest.mark.parametrize("memory", [None, 1 << 29])
 def test_blocks_without_pages_are_bounded_by_what_sequences_use(memory: int | None) -> None:
-    """Of a model without attention: memory would hold any number of them, but each is an entry in
-    the engine core's lists."""
+    """A model without attention would have room for any number of them, but each is an entry in the
+    engine core's lists."""
     few = plan(max_num_seqs=2, kv_cache_memory_bytes=memory)
     assert (few.num_blocks, few.num_bytes) == (2 * 256, 0)
     many = plan(max_model_len=1 << 20, max_num_seqs=256, kv_cache_memory_bytes=memory)

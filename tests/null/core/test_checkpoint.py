@@ -1,4 +1,4 @@
-"""From a name to an opened checkpoint: formats, quantisations and their errors."""
+"""Opening a checkpoint by its name: formats, quantisations and their errors."""
 
 from __future__ import annotations
 

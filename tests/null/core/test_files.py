@@ -26,7 +26,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[VllmxError]]] = {
 
 @pytest.fixture(autouse=True)
 def deadline() -> Iterator[None]:
-    """Whoever waits for a writer is told off after five seconds."""
+    """Raises after five seconds where somebody waits for a writer."""
 
     def late(*_: object) -> None:
         raise TimeoutError("still waiting for what is not a regular file")

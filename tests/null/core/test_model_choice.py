@@ -1,4 +1,5 @@
-"""Who runs a checkpoint: an own file, code for those without one, or nobody with a way out."""
+"""The choice of what runs a checkpoint: an own file, code for those without one, or nobody with a
+way out."""
 
 from __future__ import annotations
 

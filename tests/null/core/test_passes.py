@@ -148,7 +148,7 @@ def test_values_that_the_next_op_alone_reads() -> None:
 
 
 def logits(steps: OpList | None) -> object:
-    """Of a tiny decoder in float64, with these steps in place of its own."""
+    """The logits of a tiny decoder in float64, with these steps in place of its own."""
     builder = Builder(19)
     model = tiny_decoder(builder)
     loaded = ReferenceBackend().load(model, ArraySource(builder.arrays), load_options("f64", {}))
@@ -170,7 +170,7 @@ def test_fusing_and_expanding_change_no_bit_of_the_formulas(expanded: type[Op]) 
 
 
 def test_a_pass_in_front_of_a_backend_may_put_ops_in() -> None:
-    """As an adapter would: something behind each linear."""
+    """The pass puts something behind each linear, which an adapter would do."""
 
     def doubled(steps: OpList) -> OpList:
         found: list[Op] = []

@@ -14,7 +14,7 @@ PAGE = 16
 
 
 def plan_of(rows: list[tuple[int, int]]) -> StepPlan:
-    """Of rows of (positions before, tokens)."""
+    """A plan with rows of (positions before, tokens)."""
     return make_plan(
         [Row([1] * count, start, range((start + count) // PAGE + 1)) for start, count in rows], PAGE
     )

@@ -53,7 +53,7 @@ GATE_UP, DOWN = WeightRef("gu", "stack", 6, 8, 8), WeightRef("down", "stack", 8,
 
 
 def experts(ops: Ops, x: Value, **changes: Any) -> Value:
-    """With whatever is wrong in it."""
+    """Records experts with whatever is wrong in `changes`."""
     ids, weights = ops.route(x, RouteSpec(2))
     given = {"ids": ids, "weights": weights, "gate_up": GATE_UP, "down": DOWN}
     return ops.experts(x, **{**given, "spec": ExpertsSpec(), **changes})
@@ -206,7 +206,7 @@ def test_a_table_calls_by_type_and_refuses_what_it_lacks() -> None:
 def test_a_model_with_an_op_that_a_backend_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By names, with the backends that have it."""
+    """The refusal names the op, and the backends that have it."""
     numpy = SimpleNamespace(
         name="numpy", unavailable_reason=lambda: None, load=lambda: ReferenceBackend
     )

@@ -1,4 +1,4 @@
-"""Where features may be cut, and what a pass over a step refuses."""
+"""Cuts of features, and what a pass over a step refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDS = {"qkv": "column", "gate_up": "column", "out": "row", "down": "row", "he
 
 
 def marked(model: SyntheticModel) -> SyntheticModel:
-    """With what its map says of sharding."""
+    """The model with what its map says of sharding."""
     kinds = SHARDS | {"embed": "vocab"}
     specs = (replace(s, shard=kinds.get(s.name.split(".")[-1], "none")) for s in model.specs)  # type: ignore[arg-type]
     return replace(model, specs=tuple(specs))

@@ -92,7 +92,7 @@ def test_algorithms_are_measured_while_tuning_and_remembered(
 def test_those_far_behind_are_timed_once(
     device: CupyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And long calls are; short ones are repeated, but not for long."""
+    """Long calls are timed once as well; short ones are repeated, but not for long."""
     timed, x = measured(device, monkeypatch, 1e-4, 1e-3, 1.2e-4), device.empty(4)
     with device.tuning():
         device.multiply(Product(20, 3, 2, "bf16", "f32"), x, x, x)
@@ -125,7 +125,7 @@ class Prompts:
 
 
 def reopened(device: CupyDevice) -> None:
-    """As a process that starts now."""
+    """Opens the file as a process that starts now does."""
     device._algorithms = Algorithms(
         device._lt,
         device._algorithm_file(),
@@ -138,8 +138,8 @@ def test_prompts_of_every_length_are_measured_once(
     device: CupyDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     log: list[Any],
 ) -> None:  # fmt: skip
-    """At load, in steps of rows; the next start measures and launches nothing, and any length has
-    the algorithm of its step with the workspace that it needs itself."""
+    """Measures are taken at load, in steps of rows; the next start measures and launches nothing,
+    and any length has the algorithm of its step with the workspace that it needs itself."""
     caplog.set_level("INFO", "vllmx")
     timed, product = measured(device, monkeypatch), Prompts(device)
     tunable = Tunable(product, 100)
@@ -226,7 +226,7 @@ def test_rows_that_refuse_the_algorithm_of_their_step(
 def test_scales_of_blocks_belong_to_their_product(
     device: CupyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the library is only asked, which looks at them."""
+    """The library looks at them when it is only asked, too."""
     made: list[FakeMatmul] = []
 
     def make(lt: Any, product: Product) -> FakeMatmul:

@@ -137,7 +137,7 @@ def unsafe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_others_can_write_to_is_not_used(
     unit: Unit, target: Target, unsafe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither read nor written: what lies there would run on this user's GPU."""
+    """Nothing is read or written there: what lies there would run on this user's GPU."""
     cache, compiler, key = CubinCache(unsafe), FakeCompiler(), Keys(target).key(unit)
     planted = b"planted"
     (unsafe / f"{key}.cubin").write_bytes(hashlib.sha256(planted).digest() + planted)
@@ -233,7 +233,7 @@ def test_where_caches_belong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under a number which nobody has."""
+    """The user is one in a container that runs under a number which nobody has."""
     for name in ("VLLMX_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")

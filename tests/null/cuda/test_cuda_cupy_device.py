@@ -170,7 +170,7 @@ def test_an_nvrtc_newer_than_the_driver(machine: Any, monkeypatch: pytest.Monkey
 def test_a_library_that_is_missing(
     machine: Any, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    """As the real `open_library` says it where nothing is installed."""
+    """The error is that of the real `open_library` where nothing is installed."""
 
     def open_library(*arguments: Any) -> Any:
         stem = {"Nvrtc": "nvrtc", "CublasLt": "cublasLt"}[library]

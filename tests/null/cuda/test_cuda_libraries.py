@@ -1,4 +1,4 @@
-"""Where CUDA's libraries are found, on libraries that a test makes up."""
+"""The search for CUDA's libraries, on libraries that a test makes up."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_calls_between_kernels_in_a_capture(
 def test_who_waits_for_a_rank_that_has_gone_is_told(
     joined: tuple[CupyDevice, NcclRanks], log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels would never end, and a wait in CUDA could not be left."""
+    """The kernels of such a call would never end, and a wait in CUDA could not be left."""
     device, _ = joined
     event = device.event()
     looks = iter([False, False, True])

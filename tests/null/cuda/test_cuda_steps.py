@@ -137,7 +137,7 @@ def test_rows_that_sample_nothing_are_not_downloaded() -> None:
 
 
 def test_the_next_step_is_submitted_before_the_last_is_read() -> None:
-    """Without a wait in between, and with the ids of the last step never seen by the host."""
+    """Nothing waits in between, and the ids of the last step are never seen by the host."""
     device = IdleDevice(deferred=True)
     loaded = load(device)
     rows = decode_rows(2, 9)
@@ -191,7 +191,7 @@ def test_a_half_step_that_cannot_be_sampled_gives_its_place_back(
 
 
 def test_a_step_holds_its_pinned_memory_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one thread waits for the first of two steps, another cannot enqueue a third."""
+    """Another thread cannot enqueue a third step while one waits for the first of two."""
     loaded = load(IdleDevice(deferred=True))
     plan = make_plan(decode_rows(2, 9), PAGE)
     first, second = (loaded.step(plan, sampling_rows(2)) for _ in range(2))
@@ -311,7 +311,7 @@ class LostDevice(IdleDevice):
 
 @pytest.mark.parametrize("refuses", ["upload", "graph", "download", "event", "wait"])
 def test_a_gpu_that_is_lost_while_serving_ends_the_engine(refuses: str) -> None:
-    """Whatever the first call is that is refused: the request in flight ends with an error, and the
+    """Any call may be the first that is refused: the request in flight ends with an error, and the
     core says that it is dead, for its supervisor to start another."""
     device = LostDevice()
     core = EngineCore(load(device), EngineConfig(), max_model_len=MAX_LEN, vocab_size=96)

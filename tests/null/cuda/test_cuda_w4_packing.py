@@ -91,7 +91,7 @@ def test_packings() -> None:
 
 
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of whole tiles, each unpacked some rows at a time, behind another part."""
+    """Pieces are whole tiles, each unpacked some rows at a time, behind another part."""
     part = integers(group_of=SHUFFLED)
     form = w4.w4(part, TARGET)
     assert form is not None
@@ -120,7 +120,7 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_code_has_its_place(bits: int) -> None:
-    """As `kernels/w4_codes.h` says, code by code."""
+    """The places are those of `kernels/w4_codes.h`, code by code."""
     part = integers(bits=bits)
     packing = packing_of(part)
     assert packing is not None

@@ -28,7 +28,7 @@ def random_plan(random: np.random.Generator, decode: bool) -> StepPlan:
 
 
 def visible(plan: StepPlan, token: int, seen: Visibility) -> set[int]:
-    """By the definition of `AttentionSpec`."""
+    """Which keys are seen, by the definition of `AttentionSpec`."""
     row = int(np.searchsorted(plan.query_start, token, side="right")) - 1
     position = int(plan.positions[token])
     window = seen.window or 1 << 30
@@ -117,7 +117,7 @@ def test_tiles_and_items_share_the_tokens(seed: int, tile_tokens: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_segments_look_at_their_own_tokens(window: int | None) -> None:
-    """Whatever their positions; the row of an item or a tile is the segment's first token."""
+    """Positions do not matter; the row of an item or a tile is the segment's first token."""
     plan = make_plan([Row([1] * n, 5, [0] * 20, "none") for n in (3, 1, 20, 2)], PAGE)
     seen, count = Visibility(window, causal=False, segments="rows"), plan.num_tokens
     items = plan_items(plan, seen, count, 2 * count).items

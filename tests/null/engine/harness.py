@@ -166,7 +166,7 @@ class Harness:
         return outputs
 
     def run(self, limit: int = 3000) -> None:
-        """To the end of all requests."""
+        """Runs to the end of all requests."""
         for _ in range(limit):
             if not self.core.has_work:
                 return

@@ -225,7 +225,8 @@ def test_an_abort_of_many_leaves_the_others(kept: int) -> None:
 
 
 def test_what_many_left_behind_is_freed_step_by_step() -> None:
-    """So that an abort of many does not hold up those that run; and at once when nobody runs."""
+    """An abort of many does not hold up those that run; and all is freed at once when nobody
+    runs."""
     harness = Harness(rules=QUIET, config={"max_num_seqs": 1})
     running = harness.add([1, 2, 3], 20)
     harness.step()

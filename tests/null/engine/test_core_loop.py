@@ -70,7 +70,7 @@ def test_requests_whose_news_nobody_takes_are_ended_and_the_core_goes_on() -> No
 
 
 def test_each_piece_of_a_prompts_logprobs_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one that only generates, whose news are not held back."""
+    """Another request only generates, whose updates are not held back."""
     monkeypatch.setattr(commit, "_PIECE_LOGPROBS", 4)
     harness = Harness(rules=QUIET)
     inbox: Inbox = SimpleQueue()

@@ -65,7 +65,8 @@ def test_chunks_fill_what_is_left(start: int) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.4])
 def test_nearly_all_steps_keep_the_target(spread: float) -> None:
-    """Also on a machine whose speed varies, and with no more room left unused than that takes."""
+    """The target is kept on a machine whose speed varies, too, and with no more room left unused
+    than that takes."""
     cost, rng, took = StepCost(20e-3, 16), random.Random(5), []
     for _ in range(600):
         tokens = min(max(cost.chunk_tokens(cost.chunk_seconds(8, 8000), 500), 16), 4096)

@@ -28,7 +28,8 @@ def jitter(rng: random.Random) -> Slowness:
 
 
 def bursts(rng: random.Random) -> Slowness:
-    """Now and then something else takes a core for one to four steps."""
+    """The slowness of each step, where now and then something else takes a core for one to four
+    steps."""
     while True:
         yield math.exp(rng.gauss(0, 0.05))
         if rng.random() < 0.03:

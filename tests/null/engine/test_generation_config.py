@@ -1,4 +1,4 @@
-"""Where sampling defaults come from, and what an operator may set."""
+"""The sources of sampling defaults, and what an operator may set."""
 
 from __future__ import annotations
 

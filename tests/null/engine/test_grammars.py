@@ -150,7 +150,7 @@ def test_steps_without_grammars_are_launched_whole() -> None:
 
 
 def test_a_grammar_that_can_only_end_ends_without_an_end_of_sequence() -> None:
-    """So it does whatever `min_tokens` says, and where the model has no such token."""
+    """The answer ends whatever `min_tokens` says, and where the model has no such token."""
     driver = Driver()
     driver.add("short", regex("abc"), params={"min_tokens": 20})
     driver.add("endless", regex("abc"), stop_ids=[])

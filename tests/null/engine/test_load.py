@@ -1,4 +1,4 @@
-"""From a configuration and a model to what a backend is asked for."""
+"""What a backend is asked for, given a configuration and a model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_frame_holds_four_bytes_for_each_token() -> None:
 
 @pytest.mark.parametrize("params", [{}, {"frequency_penalty": 0.5}])
 def test_the_core_copies_it_once(params: dict[str, float]) -> None:
-    """Its tokens as 32 bits; a list or an array of 64 bits would be twice that."""
+    """The copy holds tokens as 32 bits; a list or an array of 64 bits would be twice that."""
     harness = Harness(max_model_len=LENGTH + 10, model={"num_blocks": LENGTH // 8 + 2})
     request = long_request(**params)
     tracemalloc.start()

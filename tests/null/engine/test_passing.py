@@ -1,4 +1,4 @@
-"""Who may go before a request that does not fit, and what is charged after a preemption."""
+"""Requests that go before one that does not fit, and what is charged after a preemption."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_a_small_request_passes_one_that_does_not_fit(policy: str, client: str) 
 
 
 def test_it_is_passed_a_bounded_number_of_times() -> None:
-    """While small requests keep coming, three go before it: as many as run at once. Then it is its
-    turn, as soon as the blocks are there."""
+    """Three small requests go before it while they keep coming: as many as run at once. Then it is
+    its turn, as soon as the blocks are there."""
     harness, large = blocked(max_num_seqs=3)
     small = [harness.add([3 + index] * 5, 2) for index in range(20)]
     while large not in harness.first:

@@ -42,7 +42,7 @@ tokens a second."""
 
 
 class SimulatedModel(FakeLoadedModel):
-    """Its steps take no time, but say that they took what they would on a machine."""
+    """A model whose steps take no time, but say that they took what they would on a machine."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(
@@ -64,7 +64,7 @@ class SimulatedModel(FakeLoadedModel):
 
 @dataclass
 class Figures:
-    """As clients see them."""
+    """The figures that clients see."""
 
     tokens_per_s: float
     first_token_s: list[float]
@@ -124,7 +124,7 @@ class ClosedLoop:
 
 @pytest.mark.parametrize("num_clients", [16, 32])
 def test_at_saturation_chunks_grow(num_clients: int) -> None:
-    """With chunks of the target's size alone 16 clients got 0.79 times as many tokens as without a
+    """Chunks of the target's size alone gave 16 clients 0.79 times as many tokens as without a
     target, and their first token at p99 after 1.8 times as long."""
     num_requests = 8 * num_clients
     found = ClosedLoop(TWO_CORES, num_clients).run(num_requests)

@@ -1,4 +1,4 @@
-"""Who is served when: policy, budget, pace of decodes, preemption."""
+"""The order in which requests are served: policy, budget, pace of decodes, preemption."""
 
 from __future__ import annotations
 

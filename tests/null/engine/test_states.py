@@ -18,7 +18,8 @@ SYSTEM = list(range(5, 38))
 
 
 def harness(rules: FakeRules = STATES, **config: Any) -> Harness:
-    """With every snapshot worth its slot, unless the configuration says otherwise."""
+    """A harness in which every snapshot is worth its slot, unless the configuration says
+    otherwise."""
     return Harness(config={"state_snapshot_tokens": 1} | config, rules=rules, max_model_len=512)
 
 

@@ -44,7 +44,7 @@ def test_who_got_a_turn_is_not_preempted_for_those_that_it_went_before() -> None
 
 
 def test_all_priorities_take_turns() -> None:
-    """Neither a crowd at one lower priority nor a large request holds up the others."""
+    """No crowd at one lower priority and no large request holds up the others."""
     harness = Harness(rules=QUIET, config={"max_num_seqs": 2}, model={"num_blocks": 9})
     harness.add([1] * 5, 3)
     harness.step()

@@ -164,7 +164,7 @@ def test_a_client_that_is_served_meanwhile_is_put_back_once() -> None:
 
 
 def test_to_leave_costs_the_same_however_many_wait() -> None:
-    """By one client, by many, and with as many priorities."""
+    """Requests are of one client, of many, and of as many priorities."""
     for fields in ({}, {"client": True}, {"priority": True}):
         share, count = FairShare(), 4000
         queue = WaitingQueue(share, fcfs=False)

@@ -75,7 +75,7 @@ def test_a_sample_is_read_alike_however_it_is_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_nothing_is_lost_where_an_answer_is_cut(name: str) -> None:
-    """Of each beginning of a sample, every letter and digit stands somewhere, markers aside."""
+    """Every letter and digit of each beginning of a sample stands somewhere, markers aside."""
     text, _ = SAMPLES[name]
     for end in range(len(text)):
         reasoning, content, calls = answer(text[:end], is_cut=True)

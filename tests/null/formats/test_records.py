@@ -168,7 +168,7 @@ ODD = [
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_readers_never_raise_and_cuts_change_nothing(data: st.DataObject) -> None:
-    """On texts made of a format's markers and of what stands in values."""
+    """Texts are made of a format's markers and of what stands in values."""
     made_of: OutputFormat = data.draw(st.sampled_from(PARSERS)).load()
     words = [*made_of.markers, *(word for marker in made_of.markers for word in marker.split())]
     words += [

@@ -54,7 +54,7 @@ def tokenizer(folder: str) -> Tokenizer:
 
 @pytest.fixture
 def info(folder: str) -> CoreInfo:
-    """Of a small core that need not exist."""
+    """The description of a small core that need not exist."""
     return CoreInfo(
         model="fake",
         path=folder,

@@ -67,7 +67,7 @@ async def shared(slow_folder: str, registry: Registry) -> AsyncIterator[Shared]:
 
 
 async def until_running(llm: AsyncLLM, count: int) -> None:
-    """Until the core says that so many sequences run."""
+    """Waits until the core says that so many sequences run."""
     async with asyncio.timeout(60):
         while llm.stats.num_running != count:
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Who waits for whom while grammars are checked; the process itself is a stand-in here."""
+"""Waiting for checks of grammars: who waits for whom; the process itself is a stand-in here."""
 
 from __future__ import annotations
 

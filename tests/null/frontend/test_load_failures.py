@@ -1,4 +1,4 @@
-"""Whatever goes wrong while a model is loaded, nothing of it stays behind."""
+"""Nothing stays behind of a load, whatever goes wrong with it."""
 
 from __future__ import annotations
 

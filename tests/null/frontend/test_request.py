@@ -1,4 +1,4 @@
-"""From a prompt and parameters to core requests."""
+"""Core requests, made of a prompt and parameters."""
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ class TestAsync:
     async def test_a_process_that_cannot_be_killed(
         self, hanging: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As one whose thread hangs in the kernel: no other may take its place on the device, and
-        requests do not wait for its end."""
+        """A thread of the process hangs in the kernel: no other may take its place on the device,
+        and requests do not wait for its end."""
         monkeypatch.setattr(supervisor, "_KILL_TIMEOUT_S", 0.5)
         async with starting(hanging, registry, in_process=False, step_timeout_s=LIMIT_S) as llm:
             frontend = llm._frontend
@@ -280,7 +280,7 @@ class TestStepWatch:
 
 class TestStepper:
     def test_nobody_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Who comes at the moment when the thread stops waiting for somebody."""
+        """Somebody comes at the moment when the thread stops waiting for somebody."""
         monkeypatch.setattr(Stepper, "LINGER_S", 2e-4)
         steps = 0
 

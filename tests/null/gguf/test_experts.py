@@ -90,7 +90,7 @@ def original(registry: Registry, name: str) -> dict[str, F32]:
 
 
 def in_file(name: str, tensors: Mapping[str, F32]) -> dict[str, Any]:
-    """As llama.cpp's converter names and stacks them."""
+    """The tensors as llama.cpp's converter names and stacks them."""
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(arch, 2)
     found: dict[str, Any] = {}

@@ -206,7 +206,7 @@ def named(case: Case, config: Mapping[str, Any], model: Decoder) -> dict[str, np
 
 
 def gemma4_name(names: Any, name: str) -> str:
-    """Of what is no weight by its name."""
+    """The name in the file; the tables do not know those that are no weight by their name."""
     layer = name.split(".")[2]
     if name.endswith("router.scale"):
         return f"blk.{layer}.ffn_gate_inp.scale"

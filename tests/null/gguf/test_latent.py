@@ -47,7 +47,7 @@ def registry() -> Registry:
 
 
 def in_file(source: WeightSource, cut: bool) -> dict[str, Any]:
-    """As llama.cpp's converter names, stacks and cuts tensors."""
+    """The tensors as llama.cpp's converter names, stacks and cuts them."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, 3)
     found: dict[str, Any] = {}
     for key in source.names():

@@ -82,7 +82,7 @@ def test_stacks_in_four_bits_beside_matrices_in_eight():
 
 
 def test_layers_without_values_of_their_own_are_not_counted():
-    """Of 24 layers the odd ones take their keys for values."""
+    """The odd ones of 24 layers take their keys for values."""
     some = Layers(24, 2, tied=True, values=tuple(range(0, 24, 2)))
     found = [
         type_of("q4_k_m", f"blk.{layer}.attn_v.weight", (512, 1024), some) for layer in some.values

@@ -121,7 +121,7 @@ def _header(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def logits(model: Model, source: WeightSource) -> F32:
-    """Of a text in two chunks."""
+    """The logits of a text in two chunks."""
     options = LoadOptions(dtype="f32", max_model_len=32, max_num_seqs=1, num_kv_blocks=2)
     loaded = ReferenceBackend().load(model, source, options)
     text = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -323,7 +323,7 @@ def test_damaged_tables_are_named(change: dict[str, Any], message: str) -> None:
 
 
 class PanicException(BaseException):
-    """As the library's, by its name."""
+    """Stands for the library's, by its name."""
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma4", "t5", "bert"])

@@ -162,7 +162,7 @@ def test_a_lossless_file_is_the_model(name: str, folders: dict[str, Path], tmp_p
 
 
 def _check_names(path: Path, arch: str) -> None:
-    """Against the tables of the `gguf` package."""
+    """Checks names against the tables of the `gguf` package."""
     file = GGUFFile(path)
     allowed = {gguf.TENSOR_NAMES[one].replace("{bid}", "#")
                for one in gguf.MODEL_TENSORS[ARCHS[arch]]}  # fmt: skip
@@ -185,7 +185,7 @@ def _keys(group: type) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_is_written_again(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Out of the file the same file comes, tensors and metadata."""
+    """A file that is written out of a file is the same, tensors and metadata."""
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     written(folders[name], first, "q8_0")
     written(first, second, "f32")

@@ -151,7 +151,8 @@ def test_what_a_file_cannot_state_is_refused(registry: Registry, tmp_path: Path)
 def test_a_published_checkpoint_of_text_and_images(
     registry: Registry, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its text in a module of its own, experts stacked, layers of prediction and a tower beside."""
+    """The text is a module of its own, experts are stacked, layers of prediction and a tower stand
+    beside."""
     config, tensors = dict(CASES["qwen35moe"]), tensors_of(CASES["qwen35moe"])
     published: Arrays = {"mtp.fc.weight": np.ones((2, 2), np.float32)}
     published["model.visual.patch_embed.proj.weight"] = np.ones((2, 2), np.float32)

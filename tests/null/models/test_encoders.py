@@ -1,4 +1,4 @@
-"""Who quantises: the plugin that can and has the type, numpy otherwise."""
+"""The choice of who quantises: the plugin that can and has the type, numpy otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllmx_models.gguf.blocks import TYPES_BY_NAME, decode_blocks
 
 
 class Fast:
-    """Has one type."""
+    """An encoder that has one type."""
 
     kinds = ("Q8_0",)
 
@@ -24,7 +24,7 @@ class Fast:
 
 
 class Faster(Fast):
-    """Has another, too."""
+    """An encoder that has another type, too."""
 
     kinds = ("Q8_0", "Q4_K")
 

@@ -1,4 +1,4 @@
-"""Where a quantisation is found, and the configs of public models."""
+"""The places where a quantisation is found, and the configs of public models."""
 
 from __future__ import annotations
 

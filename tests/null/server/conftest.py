@@ -102,7 +102,7 @@ class Served:
 
 
 def events_of(text: str) -> list[Any]:
-    """Of a body, with or without its chunks' sizes."""
+    """The events of a body, with or without its chunks' sizes."""
     lines = re.findall(r"data: (.*)\n\n", text)
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 

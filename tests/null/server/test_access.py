@@ -1,4 +1,4 @@
-"""Who gets in and how: API keys, CORS, path prefixes, TLS and HTTP/2."""
+"""Access to the server: API keys, CORS, path prefixes, TLS and HTTP/2."""
 
 from __future__ import annotations
 

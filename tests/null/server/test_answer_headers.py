@@ -28,7 +28,7 @@ def check(headers: httpx.Headers) -> None:
 
 
 async def raw_headers(reader: asyncio.StreamReader) -> tuple[int, httpx.Headers]:
-    """Of the answer to bytes that no client would send."""
+    """Status and headers of the answer to bytes that no client would send."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     pairs = [line.partition(": ")[::2] for line in head[1:] if line]
     return int(head[0].split()[1]), httpx.Headers(pairs)

@@ -1,4 +1,4 @@
-"""Who is let in when many want to: limits in all and for each address, hosts, descriptors."""
+"""Connections when many want one: limits in all and for each address, hosts, descriptors."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Machine:
 
 
 class Core:
-    """As much of a ProcessFrontend as a host sees."""
+    """A ProcessFrontend, as much of it as a host sees."""
 
     info = SimpleNamespace(weight_bytes=7, kv_cache_bytes=3, max_model_len=64)
     start_message: Any = None
@@ -88,7 +88,7 @@ async def states(host: CoreHost) -> dict[str, str]:
 async def test_the_one_that_was_asked_for_longest_ago_makes_room(
     host: CoreHost, machine: Machine, knows_free: bool
 ) -> None:
-    """Where memory is known, and where only a core that starts finds out."""
+    """It makes room where memory is known, and where only a core that starts finds out."""
     machine.knows_free = knows_free
     await host.load("a")
     await host.load("b")

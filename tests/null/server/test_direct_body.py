@@ -109,7 +109,7 @@ async def test_tokens_go_to_the_connection_at_once(
     path: str,
     body: dict[str, Any],
 ) -> None:
-    """And it is the same answer as by way of a task."""
+    """The answer is the same as by way of a task."""
     async with make_server(engine={"enable_prefix_caching": False}, step_s=0.005) as served:
         short = await served.events(path, **body)
         assert diverted  # how many is up to the machine

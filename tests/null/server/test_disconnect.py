@@ -124,7 +124,8 @@ async def test_a_client_that_leaves_while_sending_its_body(served: Served) -> No
 
 
 async def test_a_client_that_reads_nothing_holds_up_nobody(make_server: MakeServer) -> None:
-    """Its answer ends in the engine at full speed; what it has not read is merged, not queued."""
+    """The answer ends in the engine at full speed; what the client has not read is merged, not
+    queued."""
     async with make_server(max_model_len=10_000, verify_pages=False, send_bytes=8192) as served:
         reader, writer = await served.connect(receive_bytes=4096)
         writer.transport.pause_reading()  # type: ignore[attr-defined]

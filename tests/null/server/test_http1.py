@@ -222,7 +222,8 @@ async def test_requests_ahead_within_the_limit_are_answered(make_server: MakeSer
 
 # --- answers before the end of a body -------------------------------------------------------------
 def send_whole_then_read(port: int, request: bytes) -> bytes:
-    """As clients without an event loop do; raises when the connection breaks before the answer."""
+    """Sends all and reads then, as clients without an event loop do; raises when the connection
+    breaks before the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall(request)
         return client.recv(65536)

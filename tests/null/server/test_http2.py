@@ -296,7 +296,7 @@ async def test_streams_that_are_reset_at_once_reach_no_route(served: Served) -> 
 async def test_a_connection_whose_last_stream_is_reset_is_idle(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that it ends when it stays so, and is among those that are closed for others."""
+    """The connection ends when it stays idle, and is among those that are closed for others."""
     said: list[bool] = []
     set_idle = Connection._set_idle
 
@@ -339,7 +339,8 @@ async def test_requests_that_are_none_are_answered(
 
 
 async def test_a_client_that_reads_nothing_is_forgotten_when_it_leaves(served: Served) -> None:
-    """Its answers wait for a window of no bytes; the tasks that wait end with the connection."""
+    """Answers to the client wait for a window of no bytes; the tasks that wait end with the
+    connection."""
     before = len(asyncio.all_tasks())
     async with connected(served) as client:
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
@@ -371,7 +372,7 @@ async def test_a_stream_that_nobody_takes_ends_in_time(make_server: MakeServer, 
 
 
 async def test_a_slow_stream_has_all_the_time_that_it_needs(make_server: MakeServer) -> None:
-    """Its window opens a little before each look, many times over."""
+    """The stream's window opens a little before each look, many times over."""
     async with make_server({"send_timeout_s": 0.4}) as served, connected(served) as client:
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
         stream_id = client.open("/nothing")
@@ -420,7 +421,7 @@ def test_a_budget_refills() -> None:
 
 
 def test_small_frames_do_not_wait_for_an_ack() -> None:
-    """By the protocol of an accepted socket, inherited from this one, asyncio sets TCP_NODELAY."""
+    """asyncio sets TCP_NODELAY by the protocol of an accepted socket, inherited from this one."""
     listener, _ = bind(ServerConfig(port=0))
     with listener:
         assert listener.proto == socket.IPPROTO_TCP

@@ -47,7 +47,7 @@ def chat(**body: Any) -> ChatCompletionRequest:
 
 
 def named_events(text: str) -> list[tuple[str, Any]]:
-    """Of a streamed body, each event's name with its data."""
+    """The data of each event of a streamed body, with its name."""
     found = re.findall(r"event: ([\w.]+)\ndata: (.*)\n\n", text)
     assert "".join(f"event: {name}\ndata: {data}\n\n" for name, data in found) == text
     return [(name, json.loads(data)) for name, data in found]

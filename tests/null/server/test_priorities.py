@@ -1,4 +1,4 @@
-"""Who may send which priority."""
+"""Priorities, and who may send which."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ EVENTS: list[ChatEvent] = [
 
 
 def test_events_come_to_the_items() -> None:
-    """As a client puts them together."""
+    """Events are put together as a client does."""
     output = Output()
     items: list[dict[str, Any]] = []
     done: list[dict[str, Any]] = []
@@ -207,7 +207,8 @@ async def test_streamed_and_whole_are_one_answer(served: Served) -> None:
 
 
 async def test_log_probabilities_are_told_once(served: Served) -> None:
-    """In the stream with the text, and all of them in the end; without `include` there are none."""
+    """The stream has them with the text, and its end all of them; without `include` there are
+    none."""
     asked = {**ASK, "include": ["message.output_text.logprobs"], "top_logprobs": 3, "seed": 3}
     whole = await create(served, **asked)
     (part,) = whole["output"][0]["content"]

@@ -16,7 +16,7 @@ LONG = {**ASK, "max_output_tokens": 400, "stream": True}
 
 
 async def id_of(lines: Any) -> str:
-    """Of the response, from the first event of its stream; the answer has begun then."""
+    """The id of the response, from the first event of its stream; the answer has begun then."""
     name = ""
     async for line in lines:
         if line.startswith("data: "):

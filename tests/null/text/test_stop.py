@@ -28,7 +28,8 @@ def run(
 
 
 def expected(text: str, stops: list[str], include: bool, after: int = 0) -> tuple[str, str | None]:
-    """By definition: the stop complete first (and past `after` characters), then the longest."""
+    """The stop by definition: the one complete first (and past `after` characters), then the
+    longest."""
     for end in range(after + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -192,7 +192,7 @@ def test_names_that_are_no_text_are_typed_errors(
 
 
 class PanicException(BaseException):
-    """As the library's, by its name."""
+    """Stands for the library's, by its name."""
 
 
 def test_a_panic_at_request_time_is_the_requests_error(

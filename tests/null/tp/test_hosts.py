@@ -83,7 +83,7 @@ def test_who_has_another_key_is_told_and_not_let_in(pool: ThreadPoolExecutor) ->
 
 
 def test_who_repeats_a_proof_is_not_let_in(pool: ThreadPoolExecutor) -> None:
-    """Neither one that was overheard, nor the waiting side's own."""
+    """No proof that was overheard lets anybody in, nor the waiting side's own."""
 
     def echo(ours: socket.socket) -> None:
         ours.sendall(handshake.receive(ours, len(handshake.MAGIC) + 64))
@@ -221,7 +221,7 @@ def test_models_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
 # --- parts ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shares", [[(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1,), (2,)]])
 def test_ranks_add_and_gather_from_region_to_region(shares: list[tuple[int, ...]]) -> None:
-    """Also more than a buffer holds; with three hosts, the first passes parts on."""
+    """Some arrays are more than a buffer holds; with three hosts, the first passes parts on."""
     count = sum(map(len, shares))
     regions, links, broken = [Region.create(count) for _ in shares], [], []
     for host, share in enumerate(shares[1:], 1):

@@ -121,7 +121,7 @@ def test_frames_in_the_ring_never_overlap() -> None:
 
 
 def test_ranks_add_and_gather_through_shared_memory() -> None:
-    """Also more than a buffer holds, and rows of different widths."""
+    """Some arrays are more than a buffer holds, and rows have different widths."""
     region, wide = Region.create(3), BUFFER_BYTES // 8 + 17
     given = [np.random.default_rng(rank).standard_normal((2, wide)) for rank in range(3)]
     widths = [5, 4, 7]

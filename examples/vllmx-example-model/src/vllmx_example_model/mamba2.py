@@ -32,7 +32,8 @@ def mamba2(config: Mapping[str, Any]) -> Decoder:
 
 
 def mixer(read: ConfigReader, eps: float) -> MambaMixer:
-    """Its norm covers all features at once, so that groups of heads would need another one."""
+    """The mixer of a config. Its norm covers all features at once, so that groups of heads would
+    need another one."""
     heads, size = read.integer("num_heads", 128), read.integer("head_dim", 64)
     if heads * size != read.integer("expand", 2) * read.integer("hidden_size"):
         raise read.error("num_heads", "times head_dim must be expand times hidden_size")
