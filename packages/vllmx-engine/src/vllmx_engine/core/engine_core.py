@@ -229,7 +229,7 @@ class EngineCore:
             raise self._dead from error
 
     def sequences_of(self, batch: Batch) -> list[Sequence]:
-        """Whose step it is."""
+        """The sequences that a step computes."""
         owners = [self._scheduler.table.owner[row] for row in batch.decodes.tolist()]
         chunks = [chunk.sequence for chunk in batch.chunks]
         return [sequence for sequence in owners if sequence is not None] + chunks

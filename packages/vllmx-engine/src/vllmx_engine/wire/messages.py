@@ -85,7 +85,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def shown(self) -> str:
-        """As logs name it."""
+        """The name of the request in logs."""
         return f"{self.request_id} ({self.log_id})" if self.log_id else self.request_id
 
     @property
