@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,7 @@ class Harness:
     config: dict[str, Any] = field(default_factory=dict)
     rules: FakeRules = RULES
     max_model_len: int = MAX_MODEL_LEN
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 32, "max_logit_rows": 32}
@@ -97,6 +99,7 @@ class Harness:
             EngineConfig(**{"max_num_seqs": 8} | self.config),
             max_model_len=self.max_model_len,
             vocab_size=self.rules.vocab_size,
+            clock=self.clock,
         )
         self.requests: dict[str, CoreRequest] = {}
         self.ids: dict[str, list[int]] = {}

@@ -219,7 +219,7 @@ async def test_batches_of_embeddings(pooling: Served) -> None:
     assert record["response"]["body"]["data"][0]["embedding"][:2] == [0, 1]
     assert isinstance(pooling.state.pooler, LetterPooler)
     assert pooling.state.pooler.options is not None
-    assert pooling.state.pooler.options.priority == BATCH_PRIORITY
+    assert pooling.state.pooler.options.who.priority == BATCH_PRIORITY
 
 
 async def test_large_answers_hold_nobody(make_server: MakeServer) -> None:

@@ -167,6 +167,15 @@ class QueueFullError(VllmxError):
         self.retry_after_s = retry_after_s
 
 
+class QueueTimeoutError(VllmxError):
+    """The request waited for its turn longer than it may."""
+
+    http_status = 503
+    code = "queue_timeout"
+    retry_after_s = 5.0
+    """What the server sends as `Retry-After`."""
+
+
 class EngineDeadError(VllmxError):
     """The engine core went away while the request was in flight; it is being restarted."""
 

@@ -54,6 +54,8 @@ from vllmx_engine.wire.messages import CoreInfo, CoreStats
 from vllmx_engine.wire.outputs import PoolingRequestOutput, RequestOutput
 from vllmx_engine.wire.pooling import PoolingTask
 
+_NOBODY = RequestOptions()
+
 
 class AsyncLLM(AsyncText):
     """A loaded model behind asyncio. Made by `start`.
@@ -260,11 +262,7 @@ class AsyncLLM(AsyncText):
         chat: ChatOptions | None = None,
         kind: OutputKind = "delta",
         request_id: str | None = None,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: str = "",
-        session_id: str = "",
-        log_id: str = "",
+        options: RequestOptions = _NOBODY,
         add_special_tokens: bool = False,
         fit_max_tokens: bool = True,
         num_bytes: int = 0,
@@ -283,7 +281,7 @@ class AsyncLLM(AsyncText):
             with_calls = partial(self._renderer.with_calls, found, chat)
             is_short = self._renderer.has_format and 0 < num_bytes <= INLINE_BYTES
             found = with_calls() if is_short else await asyncio.to_thread(with_calls)
-        grammar = await self.grammars.checked(found, client)
+        grammar = await self.grammars.checked(found, options.client)
 
         def build(stopped: Stopped) -> Request:
             pictures.prepare(stopped)
@@ -292,7 +290,7 @@ class AsyncLLM(AsyncText):
                 pictures.written(prompt),
                 self._renderer.after_thoughts(found, prompt),
                 request_id=request_id,
-                options=RequestOptions(priority, client, cache_salt, session_id, log_id),
+                options=options,
                 add_special_tokens=add_special_tokens,
                 fit_max_tokens=fit_max_tokens,
                 grammar=grammar,
@@ -302,7 +300,7 @@ class AsyncLLM(AsyncText):
             return self._renderer.with_readers(request, chat)
 
         size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)
-        return self._streams.launch(await self.text.run(client, size, build), kind)
+        return self._streams.launch(await self.text.run(options.client, size, build), kind)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any

@@ -16,7 +16,7 @@ from vllmx_engine.link.frontend import Frontend
 from vllmx_engine.link.grammar_process import GrammarChecker
 from vllmx_engine.text.gauge import Alone, Gauge
 from vllmx_engine.text.tokenizer import Tokenizer
-from vllmx_engine.wire.messages import CoreOutput
+from vllmx_engine.wire.messages import CoreOutput, FinishReason
 
 
 class Streams:
@@ -133,9 +133,10 @@ class Streams:
             self._frontend.tell(self._grammars.vocabulary)
             self._core_knows_vocabulary = True
 
-    def _end(self, state: RequestState) -> None:
+    def _end(self, state: RequestState, error: VllmxError | None) -> None:
         """Ends a request from this side."""
-        self._frontend.abort(self._table.end(state, "abort"))
+        reason: FinishReason = "abort" if error is None else "error"
+        self._frontend.abort(self._table.end(state, reason, error))
 
     def _forget(self, stream: RequestStream) -> None:
         """A request has ended."""

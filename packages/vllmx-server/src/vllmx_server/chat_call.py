@@ -66,17 +66,13 @@ async def submit_chat(
         by_events: the answer is read by `chat_events`, a piece at a time, also where it is sent as
             a whole: one long text would be read in one go.
     """
-    body, caller = call.body, caller_of(request, call.body)
+    body = call.body
     stream = await state.llm.submit_chat(
         call.conversation,
         call.params,
         chat=call.options,
         kind="delta" if body.stream or by_events else "final",
-        priority=caller.priority,
-        client=caller.client,
-        cache_salt=caller.cache_salt,
-        session_id=caller.session_id,
-        log_id=caller.log_id,
+        options=caller_of(request, body),
         add_special_tokens=bool(body.add_special_tokens),
         fit_max_tokens=call.fit_max_tokens,
         num_bytes=body_bytes(request),

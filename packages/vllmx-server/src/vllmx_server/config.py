@@ -56,6 +56,11 @@ class ServerConfig:
     """How long a client may take to send a request body."""
     send_timeout_s: float = 300.0
     """How long a client may take nothing of an answer before it counts as gone."""
+    request_timeout_s: float = 0.0
+    """How long a request may take in all, from its headers to the end of its answer; 0: no
+    limit."""
+    queue_timeout_s: float = 0.0
+    """How long a request may wait for its turn; 0: no limit."""
     sse_ping_interval_s: float = 15.0
     """A stream that waits for its next token says so this often, by a comment; 0: never."""
     model_wait_s: float = 120.0
@@ -96,6 +101,8 @@ class ServerConfig:
         self._check_interval("max_concurrent_requests", 1, 1 << 20)
         self._check_interval("body_timeout_s", 0.001, 86400)
         self._check_interval("send_timeout_s", 0.001, 86400)
+        self._check_interval("request_timeout_s", 0, 1e9)
+        self._check_interval("queue_timeout_s", 0, 1e9)
         self._check_interval("sse_ping_interval_s", 0, 86400)
         self._check_interval("drain_timeout_s", 0, 86400)
         self._check_interval("model_wait_s", 0.001, 86400)

@@ -10,6 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 from vllmx_engine.client.request_stream import RequestStream
 
+from vllmx_server.deadline import NEVER, Deadline
+
 T = TypeVar("T")
 
 
@@ -20,17 +22,19 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def unless_gone(
-    receive: Receive, submit: Coroutine[Any, Any, list[RequestStream]]
+    receive: Receive,
+    submit: Coroutine[Any, Any, list[RequestStream]],
+    deadline: Deadline = NEVER,
 ) -> list[RequestStream]:
     """The streams that `submit` starts. When the client leaves first it is cancelled, and
-    ClientDisconnect is raised then. Whenever they are not returned, what it has started is
-    aborted."""
+    ClientDisconnect is raised then; RequestTimeoutError when the time is up. Whenever they are not
+    returned, what it has started is aborted."""
     worker = asyncio.ensure_future(submit)
     watcher = asyncio.ensure_future(disconnected(receive))
     there = False
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        there = not watcher.done()
+        done = await _first_of(worker, watcher, deadline)
+        there = bool(done) and not watcher.done()
     finally:
         watcher.cancel()
         if not there:
@@ -43,7 +47,17 @@ async def unless_gone(
             raise
     if there:
         return worker.result()
-    raise ClientDisconnect
+    raise ClientDisconnect if done else deadline.error()
+
+
+async def _first_of(
+    worker: asyncio.Future[Any], watcher: asyncio.Future[None], deadline: Deadline
+) -> set[asyncio.Future[Any]]:
+    """Which of them is done; none when the time is up."""
+    done, _ = await asyncio.wait(
+        (worker, watcher), timeout=deadline.left_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    return done
 
 
 def _abort_all(worker: asyncio.Future[list[RequestStream]]) -> None:
@@ -53,18 +67,20 @@ def _abort_all(worker: asyncio.Future[list[RequestStream]]) -> None:
             stream.abort()
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_there(
+    receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline = NEVER
+) -> T:
     """What `work` returns. When the client leaves first it is cancelled, and ClientDisconnect is
-    raised."""
+    raised; RequestTimeoutError when the time is up."""
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(disconnected(receive))
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        done = await _first_of(worker, watcher, deadline)
     finally:
         gone = not worker.done()
         worker.cancel()
         watcher.cancel()
         await asyncio.wait((worker, watcher))
     if gone:
-        raise ClientDisconnect
+        raise ClientDisconnect if done else deadline.error()
     return worker.result()

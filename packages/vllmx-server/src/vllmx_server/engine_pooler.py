@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from vllmx_engine.async_llm import AsyncLLM
 from vllmx_engine.client.pooling import PoolingChoice, PoolingText, cosine
-from vllmx_engine.client.request import RequestOptions
 from vllmx_engine.wire.pooling import PoolingInfo
 
 from vllmx_server.pooling import Pooled, PoolingInput, PoolingOptions, Task
@@ -51,7 +51,6 @@ class EnginePooler:
         choice = PoolingChoice(
             options.add_special_tokens, options.max_tokens, None if options.normalize else False
         )
-        client = options.client
-        who = RequestOptions(options.priority, client, client, log_id=options.log_id)
+        who = replace(options.who, cache_salt=options.who.client, session_id="")
         outputs = await self._llm.pool(task, texts, choice, who)
         return [Pooled(each.outputs.data, len(each.prompt_token_ids)) for each in outputs]

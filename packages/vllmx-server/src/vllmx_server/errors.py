@@ -33,6 +33,7 @@ _TYPES = {
     429: "rate_limit_error",
     501: "invalid_request_error",  # a Transfer-Encoding that is not known
     503: "service_unavailable_error",
+    504: "timeout_error",
     505: "invalid_request_error",
 }
 _ANTHROPIC_TYPES: dict[int, AnthropicType] = {
@@ -42,6 +43,7 @@ _ANTHROPIC_TYPES: dict[int, AnthropicType] = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 MESSAGES = "/v1/messages"
 _MAX_MESSAGE, _MAX_PARAM = 1000, 200
@@ -125,6 +127,13 @@ class OverloadedError(VllmxError):
 
     http_status = 503
     code = "overloaded"
+
+
+class RequestTimeoutError(VllmxError):
+    """The request did not end within `request_timeout_s`."""
+
+    http_status = 504
+    code = "request_timeout"
 
 
 class AbortedError(VllmxError):

@@ -14,6 +14,7 @@ from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
 from vllmx_server.answers.usage import CompletionTokens, PromptTokens, TokenUsage
+from vllmx_server.deadline import NEVER, Deadline
 from vllmx_server.metrics import Metrics
 
 
@@ -48,12 +49,21 @@ class Generation:
         streams: started.
         metrics: told of every token and every end.
         started_s: `time.monotonic` when the HTTP request came.
+        deadline: then the streams fail.
     """
 
     def __init__(
-        self, streams: Sequence[RequestStream], metrics: Metrics, started_s: float
+        self,
+        streams: Sequence[RequestStream],
+        metrics: Metrics,
+        started_s: float,
+        deadline: Deadline = NEVER,
     ) -> None:
         self._streams = streams
+        left_s, self._timer = deadline.left_s, None
+        if left_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(left_s, self._expire, deadline)
         self.usage = Usage(sum(len(stream.prompt_token_ids) for stream in streams))
         self._watches = [_Watch(stream, metrics, self.usage, started_s) for stream in streams]
 
@@ -112,7 +122,14 @@ class Generation:
         """Aborts what has not ended. Must be called, may be called twice."""
         self._close("abort")
 
+    def _expire(self, deadline: Deadline) -> None:
+        """The time is up: who waits for outputs meets the error, and the core's rows are free."""
+        for stream in self._streams:
+            stream.fail(deadline.error())
+
     def _close(self, reason: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for stream, watch in zip(self._streams, self._watches, strict=True):
             watch.close(reason)
             stream.abort()

@@ -60,7 +60,9 @@ class RequestContext:
             return
         given = header(scope, b"x-request-id")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode("ascii")
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode("ascii")
+        state["started_s"] = time.monotonic()
         started, status = time.perf_counter(), 0
         echoes = [(b"x-request-id", request_id)]
         if is_messages(scope):

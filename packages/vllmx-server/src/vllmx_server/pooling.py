@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from vllmx_core.errors import InvalidRequestError
+from vllmx_engine.client.request import RequestOptions
 
 F32 = npt.NDArray[np.float32]
 Task = Literal["embed", "score", "classify"]
@@ -42,10 +43,7 @@ class PoolingOptions(msgspec.Struct, frozen=True):
     """Of longer inputs the first so many are taken; None: they are refused."""
     normalize: bool = True
     """Vectors have length 1, scores go through the model's activation."""
-    client: str = ""
-    priority: int = 0
-    log_id: str = ""
-    """What logs call the request."""
+    who: RequestOptions = RequestOptions()
 
 
 class Pooled(msgspec.Struct, frozen=True):

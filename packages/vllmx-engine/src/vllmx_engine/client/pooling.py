@@ -134,6 +134,8 @@ class PoolingBuilder:
             client=options.client,
             cache_salt=options.cache_salt,
             log_id=options.log_id,
+            share=options.share,
+            queue_timeout_s=options.queue_timeout_s,
         )
         return Request(name, None, ids, _PARAMS, [core], None)
 

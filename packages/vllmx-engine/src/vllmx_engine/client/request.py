@@ -73,6 +73,10 @@ class RequestOptions:
     """Requests of one session go on with one another."""
     log_id: str = ""
     """What logs call the request, beside our own id: of letters, digits and `_.:-`."""
+    share: float = 1.0
+    """What the client gets of the capacity beside others: twice as much where it is 2."""
+    queue_timeout_s: float = 0.0
+    """It ends with QueueTimeoutError when it waited so long for its turn; 0: never."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -311,6 +315,8 @@ class RequestBuilder:
             cache_salt=options.cache_salt,
             session_id=options.session_id,
             log_id=options.log_id,
+            share=options.share,
+            queue_timeout_s=options.queue_timeout_s,
         )
         followers = [
             Follower(f"{self.info.id_prefix}{number}.{index}", choice_seed(seed, index))

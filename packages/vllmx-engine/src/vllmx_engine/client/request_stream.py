@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
+from vllmx_core.errors import VllmxError
+
 from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_state import RequestState
 from vllmx_engine.wire.outputs import RequestOutput
@@ -35,7 +37,7 @@ class RequestStream:
     Args:
         request: what was asked.
         on_end: called once when the request has ended.
-        on_abort: ends the request from this side.
+        on_abort: ends the request from this side, with an error where there is one.
     """
 
     __slots__ = (
@@ -54,7 +56,7 @@ class RequestStream:
         self,
         request: Request,
         on_end: Callable[[RequestStream], None],
-        on_abort: Callable[[RequestState], None],
+        on_abort: Callable[[RequestState, VllmxError | None], None],
     ) -> None:
         self.request = request
         self._on_end = on_end
@@ -103,7 +105,12 @@ class RequestStream:
     def abort(self) -> None:
         """Ends the request now; the core frees its blocks before its next step."""
         if not self._state.finished:
-            self._on_abort(self._state)
+            self._on_abort(self._state, None)
+
+    def fail(self, error: VllmxError) -> None:
+        """Ends the request now, as `abort` does; who iterates meets this error."""
+        if not self._state.finished:
+            self._on_abort(self._state, error)
 
     async def last(self) -> RequestOutput:
         """Waits for the end and returns the last output: with kind "final" the whole answer."""

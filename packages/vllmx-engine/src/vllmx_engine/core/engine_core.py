@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Iterable
 
@@ -20,6 +21,7 @@ from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.grammars import Grammars
 from vllmx_engine.core.images import Images
 from vllmx_engine.core.prefix_cache import CacheIdentity
+from vllmx_engine.core.queue_deadlines import Clock, QueueDeadlines, timed_out
 from vllmx_engine.core.row_states import tokens_of_slot
 from vllmx_engine.core.scheduler import Scheduler
 from vllmx_engine.core.sequence import Limits, Sequence, check_request
@@ -61,6 +63,7 @@ class EngineCore:
         vocab_size: ids below it may occur.
         shape: of a model that gives vectors or scores.
         encoder: the tower of a model that sees images.
+        clock: of deadlines.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class EngineCore:
         vocab_size: int,
         shape: ModelShape | None = None,
         encoder: Encoder | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._model = model
         self.activity = CoreActivity()
@@ -95,6 +99,7 @@ class EngineCore:
         scheduler = self._scheduler
         self._builder = BatchBuilder(scheduler.table, self.limits, scheduler.states, self._images)
         self._committer = Committer(self._scheduler)
+        self._deadlines = QueueDeadlines(scheduler.live, clock)
         self._grammars = Grammars(vocab_size)
         self._in_flight: _Launched | None = None
         self._idle = False
@@ -125,6 +130,8 @@ class EngineCore:
         self.activity.calls += 1
         try:
             self._take_grammars(_GRAMMAR_WAIT_S if self._idle else 0.0)
+            if self._deadlines:
+                self._end_overdue()
             launched = self._launch()
             self._idle = launched is None and self._in_flight is None
             if self._overlap:
@@ -203,6 +210,13 @@ class EngineCore:
             else:
                 self._outputs.append(self._committer.fail(sequence, error))
 
+    def _end_overdue(self) -> None:
+        """Ends who has waited too long for a row."""
+        overdue = self._deadlines.expired()
+        if overdue:
+            self._scheduler.finish_all(overdue)
+            self._outputs += [self._committer.fail(one, timed_out(one)) for one in overdue]
+
     # --- failures -----------------------------------------------------------------------------
     def _fail_broken(self, broken: list[tuple[Sequence, Exception]]) -> None:
         """Ends sequences whose own bookkeeping raised."""
@@ -256,6 +270,7 @@ class EngineCore:
             self._num_added += 1
             has_all = request.grammar is None or self._grammars.start(sequence)
             self._scheduler.add(sequence, hold=not has_all)
+            self._deadlines.add(sequence)
         except Exception as error:  # one request's fault must not stop the others
             self._outputs.append(error_output(request.request_id, error, request.shown))
 

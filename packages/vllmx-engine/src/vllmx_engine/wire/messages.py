@@ -69,6 +69,10 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Smaller is served first."""
     client: str = ""
     """Whom the request belongs to, for fair share; the API key's digest on the server."""
+    share: float = 1.0
+    """What the client gets of the capacity beside the others that want some."""
+    queue_timeout_s: float = 0.0
+    """It ends with QueueTimeoutError when it waited so long for its first row; 0: never."""
     cache_salt: str = ""
     """Part of the prefix-cache hash: only requests of one salt share blocks."""
     session_id: str = ""

@@ -15,6 +15,7 @@ AnthropicType = Literal[
     "rate_limit_error",
     "api_error",
     "overloaded_error",
+    "timeout_error",
 ]
 
 

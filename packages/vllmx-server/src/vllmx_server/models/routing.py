@@ -13,6 +13,7 @@ from vllmx_core.errors import VllmxError
 from vllmx_core.private_traceback import private_traceback
 
 from vllmx_server.body import read_body
+from vllmx_server.deadline import deadline_of
 from vllmx_server.errors import error_response, internal_error, is_messages
 from vllmx_server.pings import PING
 from vllmx_server.state import ServerState, client_of, holder_of, logger, state_of
@@ -48,10 +49,11 @@ def of_model(endpoint: Endpoint) -> Endpoint:
             name = state.models.name_of(peek.model)
             holder_of(request).check_model(name)  # before anything is loaded for it
             interval_s = state.config.sse_ping_interval_s
+            waiting = deadline_of(request, state.config).bound(state.models.state(name))
             if not state.models.is_open(name) and peek.stream and interval_s:
-                opening = asyncio.ensure_future(state.models.state(name))
+                opening = asyncio.ensure_future(waiting)
                 return _WaitingStream(opening, interval_s, endpoint, request, data)
-            found = await state.models.state(name)
+            found = await waiting
         return await endpoint(_again(request, data, found))
 
     routed.__doc__, routed.__name__ = endpoint.__doc__, getattr(endpoint, "__name__", "routed")

@@ -36,6 +36,7 @@ _REASONS = {
     429: "Too much waits already: see Retry-After.",
     500: "The model or the server failed.",
     503: "The server starts, drains or is full: see Retry-After.",
+    504: "The request took longer than the server lets it.",
 }
 _PARAMETERS = {"id": "The id that its answer had.", "name": "The name of a model or a file."}
 _SECURITY = {

@@ -8,7 +8,16 @@ from types import MappingProxyType
 from vllmx_server.answers import chat, completions, kept, messages, pooling, responses, status
 from vllmx_server.answers.responses_events import ResponsesEvent
 from vllmx_server.metrics import CONTENT_TYPE
-from vllmx_server.openapi.operation import BODY, Endpoint, Events, Form, Media, Operation, Query
+from vllmx_server.openapi.operation import (
+    BODY,
+    GENERATES,
+    Endpoint,
+    Events,
+    Form,
+    Media,
+    Operation,
+    Query,
+)
 from vllmx_server.routes import admin as admin_routes
 from vllmx_server.routes import batches as batch_routes
 from vllmx_server.routes import chat as chat_routes
@@ -64,7 +73,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             chat.ChatCompletion,
             chat_bodies.ChatCompletionRequest,
             events=Events(chat.ChatChunk, is_named=False, ends_with="[DONE]"),
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"messages": _HELLO, "max_tokens": 16},
         ),
         completion_routes.completions: Operation(
@@ -72,7 +81,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             completions.TextCompletion,
             completion_bodies.CompletionRequest,
             events=Events(completions.TextChunk, is_named=False, ends_with="[DONE]"),
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"prompt": "Once upon a time", "max_tokens": 16},
         ),
         message_routes.messages: Operation(
@@ -80,7 +89,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             messages.Message,
             message_bodies.MessagesRequest,
             events=Events(messages.MessagesEvent, is_named=True),
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"messages": _HELLO, "max_tokens": 16},
             is_anthropic=True,
         ),
@@ -97,7 +106,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             responses.Response,
             response_bodies.ResponsesRequest,
             events=Events(ResponsesEvent, is_named=True),
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"input": "Hello!", "max_output_tokens": 16},
         ),
         response_routes.retrieve: Operation(
@@ -128,7 +137,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling.EmbeddingList,
             pooling_bodies.EmbeddingsRequest,
             _POOLING_TEXT,
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"input": ["a text", "another one"]},
         ),
         pooling_routes.pooling: Operation(
@@ -136,7 +145,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling.PooledList,
             pooling_bodies.PoolingRequest,
             _POOLING_TEXT,
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"input": ["a text", "another one"]},
         ),
         pooling_routes.classify: Operation(
@@ -144,7 +153,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling.ClassifiedList,
             pooling_bodies.ClassifyRequest,
             _POOLING_TEXT,
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"input": ["a text", "another one"]},
         ),
         pooling_routes.score: Operation(
@@ -152,7 +161,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling.ScoreList,
             pooling_bodies.ScoreRequest,
             _POOLING_TEXT,
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"text_1": "a question", "text_2": ["an answer", "another one"]},
         ),
         pooling_routes.rerank: Operation(
@@ -160,7 +169,7 @@ OPERATIONS: Mapping[Endpoint, Operation] = MappingProxyType(
             pooling.Ranking,
             pooling_bodies.RerankRequest,
             _POOLING_TEXT,
-            statuses=(*BODY, 404),
+            statuses=GENERATES,
             example={"query": "a question", "documents": ["an answer", "another one"]},
         ),
         file_routes.upload: Operation(KEPT, kept.FileObject, _FILE, statuses=BODY),

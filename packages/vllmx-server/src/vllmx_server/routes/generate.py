@@ -11,6 +11,7 @@ from starlette.requests import Request
 from vllmx_engine.client.request_stream import RequestStream
 
 from vllmx_server.body import CheckedBody, body_bytes, checked, read_json
+from vllmx_server.deadline import deadline_of
 from vllmx_server.disconnect import unless_gone
 from vllmx_server.event_stream import OPENAI, EventStream, Framing, HeldResponse, JSONAnswer
 from vllmx_server.generation import Generation
@@ -72,6 +73,7 @@ async def generate(
     generation) makes of them, in a stream with the pings and the error event of `framing`.
     `prepare` makes of a body what is submitted, on a thread where the body is large."""
     state, started_s = state_of(request), time.monotonic()
+    deadline = deadline_of(request, state.config)
 
     def parse(data: bytes) -> tuple[Body, Asked]:
         body = checked(data, state, decoder)
@@ -81,11 +83,11 @@ async def generate(
     body, asked = await read_json(request, state, parse)
     release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        streams = await unless_gone(request.receive, submit(request, state, body, asked))
+        streams = await unless_gone(request.receive, submit(request, state, body, asked), deadline)
     except BaseException:
         release()
         raise
-    generation = Generation(streams, state.metrics, started_s)
+    generation = Generation(streams, state.metrics, started_s, deadline)
     release.usage = generation.usage
     answer = answer_of(state, body, request_id_of(request, body), generation)
     return held(state, bool(body.stream), answer, generation, release, framing)

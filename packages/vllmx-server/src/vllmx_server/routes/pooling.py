@@ -31,6 +31,7 @@ from vllmx_server.answers.pooling import (
 from vllmx_server.answers.record import lazily
 from vllmx_server.answers.usage import PoolingUsage
 from vllmx_server.body import body_bytes, checked, read_json
+from vllmx_server.deadline import deadline_of
 from vllmx_server.disconnect import while_there
 from vllmx_server.generation import Usage
 from vllmx_server.json_pieces import json_pieces
@@ -240,12 +241,14 @@ async def _pool(
     limit = body.truncate_prompt_tokens
     if limit == -1:
         limit = state.llm.info.max_model_len
-    options = PoolingOptions(
-        special, limit, normalize, caller.client, caller.priority, caller.log_id
-    )
+    options = PoolingOptions(special, limit, normalize, caller)
     release = await state.admit(request, body_bytes(request) // BYTES_OF_TOKEN)
     try:
-        found = await while_there(request.receive, pooler.pool(task, inputs, options))
+        found = await while_there(
+            request.receive,
+            pooler.pool(task, inputs, options),
+            deadline_of(request, state.config),
+        )
         release.usage = Usage(sum(each.num_tokens for each in found))
         return found
     finally:

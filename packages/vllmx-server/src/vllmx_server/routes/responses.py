@@ -16,6 +16,7 @@ from vllmx_server.answers.responses import ItemList
 from vllmx_server.answers.responses_events import ErrorEvent
 from vllmx_server.body import body_bytes, checked, read_json
 from vllmx_server.chat_call import ChatCall, chat_call, submit_chat
+from vllmx_server.deadline import deadline_of
 from vllmx_server.disconnect import unless_gone
 from vllmx_server.errors import error_fields
 from vllmx_server.event_stream import Framing, HeldResponse
@@ -56,6 +57,7 @@ class _ElsewhereError(Exception):
 async def create(request: Request) -> Response | HeldResponse:
     """Answers, streamed or not, or goes on in the background."""
     state, owner, started_s = state_of(request), owner_of(request), time.monotonic()
+    deadline = deadline_of(request, state.config)
 
     def parse(data: bytes) -> tuple[ResponsesRequest, ChatCall | None]:
         body = checked(data, state, RESPONSES)
@@ -72,11 +74,11 @@ async def create(request: Request) -> Response | HeldResponse:
         return await state.relay(request, found.data)
     release = await state.admit(request, expected_tokens(body_bytes(request), body))
     try:
-        streams = await unless_gone(request.receive, _submit(request, state, body, call))
+        streams = await unless_gone(request.receive, _submit(request, state, body, call), deadline)
     except BaseException:
         release()
         raise
-    generation = Generation(streams, state.metrics, started_s)
+    generation = Generation(streams, state.metrics, started_s, deadline)
     release.usage = generation.usage
     made = ResponseAnswer(state, owner, body, generation)
     if not body.background:

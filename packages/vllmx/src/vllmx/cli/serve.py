@@ -53,6 +53,10 @@ HELP = {
     "header_timeout_s": "Seconds a client may take to send its headers.",
     "body_timeout_s": "Seconds a client may take to send its request.",
     "send_timeout_s": "Seconds a client may stop reading before it is disconnected.",
+    "request_timeout_s": "Seconds that a request may take in all; then it ends with 504; 0: no"
+    " limit.",
+    "queue_timeout_s": "Seconds that a request may wait for its turn; then it ends with 503; 0: no"
+    " limit.",
     "sse_ping_interval_s": "Seconds between comments in a stream that waits for its next token; 0:"
     " none.",
     "model_wait_s": "How long a request waits for its model to be loaded.",
