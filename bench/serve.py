@@ -22,7 +22,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmx.bench.figures import show
+from vllmx.bench.server_process import server_process
 from vllmx.bench.serving import Load, open_loop
 from vllmx.bench.sse_client import Streamed, stream_completion
 from vllmx_core.testing.fake_checkpoint import install_fake_plugin, make_fake_checkpoint
@@ -76,31 +76,8 @@ def running(name: str, command: Sequence[str], plugins: Path | None = None) -> I
     environment = dict(os.environ)
     if plugins is not None:
         environment["PYTHONPATH"] = str(plugins)
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.strip().startswith("http"):
-                break
-        else:
-            raise SystemExit(f"{name} did not start: {''.join(lines)}")
-        yield Server(name, line.strip().removesuffix("/v1"), process.pid)
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    with server_process([sys.executable, *command], environment) as started:
+        yield Server(name, started.url, started.pid)
 
 
 PROMPT = "Once upon a time a fox found a lamp."

@@ -28,6 +28,13 @@ class Load(Record):
 
 async def closed_loop(load: Load, concurrency: int) -> dict[str, float | int]:
     """`concurrency` clients, each sending its next request when the last one has ended."""
+    started = time.perf_counter()
+    results = await closed_loop_results(load, concurrency)
+    return {"n": concurrency, **_figures(results, time.perf_counter() - started)}
+
+
+async def closed_loop_results(load: Load, concurrency: int) -> list[Streamed]:
+    """What the requests of `closed_loop` came to."""
     numbers = iter(range(load.num_requests))
     results: list[Streamed] = []
 
@@ -35,23 +42,35 @@ async def closed_loop(load: Load, concurrency: int) -> dict[str, float | int]:
         for number in numbers:
             results.append(await _one(load, number))
 
-    started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))
-    return {"n": concurrency, **_figures(results, time.perf_counter() - started)}
+    return results
 
 
 async def open_loop(load: Load, requests_per_s: float) -> dict[str, float | int]:
     """Requests arrive by a Poisson process, whatever the server does."""
-    source = random.Random(load.seed)  # noqa: S311 - test data
     started = time.perf_counter()
+    results = await arrivals(load, requests_per_s)
+    return {"rate": requests_per_s, **_figures(results, time.perf_counter() - started)}
+
+
+async def arrivals(
+    load: Load, requests_per_s: float, patience_s: float | None = None
+) -> list[Streamed]:
+    """The requests of a Poisson process. `patience_s`: how long after the last arrival answers are
+    waited for; a request that has none by then is an error."""
+    source = random.Random(load.seed)  # noqa: S311 - test data
     tasks = []
-    due = started
+    due = time.perf_counter()
     for number in range(load.num_requests):
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.ensure_future(_one(load, number)))
         due += source.expovariate(requests_per_s)
-    results = await asyncio.gather(*tasks)
-    return {"rate": requests_per_s, **_figures(results, time.perf_counter() - started)}
+    _, late = await asyncio.wait(tasks, timeout=patience_s)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    unanswered = Streamed(due, error=f"no answer within {patience_s} s")
+    return [unanswered if task in late else task.result() for task in tasks]
 
 
 async def _one(load: Load, number: int) -> Streamed:

@@ -30,6 +30,15 @@ class Streamed(MutableRecord):
         return self.event_s[0] - self.sent_s
 
     @property
+    def whole_s(self) -> float:
+        return self.event_s[-1] - self.sent_s
+
+    @property
+    def token_s(self) -> float:
+        """For each token after the first, on average."""
+        return (self.whole_s - self.first_token_s) / max(1, self.completion_tokens - 1)
+
+    @property
     def gaps_s(self) -> list[float]:
         return [b - a for a, b in zip(self.event_s, self.event_s[1:], strict=False)]
 

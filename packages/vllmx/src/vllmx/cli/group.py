@@ -16,6 +16,10 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
     "run-batch": ("vllmx.cli.run_batch:run_batch", "Answer a file of OpenAI's batch API."),
     "bench": ("vllmx.cli.bench:bench", "Measure throughput, latency, serving and start-up."),
     "plan": ("vllmx.cli.plan:plan", "Show what a model needs and how fast it will be."),
+    "tune": (
+        "vllmx.cli.tune:tune",
+        "Measure which settings keep a promise of latencies at the highest rate.",
+    ),
     "rank": ("vllmx.cli.rank:rank", "Run ranks of a model for a server on another host."),
     "quantize": ("vllmx.cli.quantize:quantize", "Write a model to a GGUF file with fewer bits."),
     "top": ("vllmx.cli.top:top", "Show what a running server does."),

@@ -1,0 +1,63 @@
+"""A server in a process of its own, for measurements."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from vllmx_core.errors import ConfigError
+from vllmx_core.records import Record
+
+_STOP_S = 30.0
+
+
+class ServerProcess(Record):
+    """Where a server answers, and which process it is."""
+
+    url: str
+    """Without /v1."""
+    pid: int
+
+
+@contextmanager
+def server_process(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """Runs a server until the block ends. Its output has its URL as the first word of a line; what
+    it says later is read by nobody. Raises ConfigError with the end of its output where it does not
+    start."""
+    environment = dict(os.environ if environment is None else environment)
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
+        try:
+            while (url := _url(text := _text(output.fileno()))) is None:
+                if process.poll() is not None:
+                    said = text.strip()[-800:] or f"exit code {process.returncode}"
+                    raise ConfigError(f"the server did not start: {said.removeprefix('error: ')}")
+                time.sleep(0.02)
+            yield ServerProcess(url, process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _text(descriptor: int) -> str:
+    """By position: the process writes through the same open file."""
+    return os.pread(descriptor, 1 << 20, 0).decode("utf-8", "replace")
+
+
+def _url(text: str) -> str | None:
+    for line in text.splitlines(keepends=True):
+        if line.strip().startswith("http") and line.endswith("\n"):
+            return line.split()[0].removesuffix("/v1")
+    return None

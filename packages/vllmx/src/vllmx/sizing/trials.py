@@ -1,0 +1,146 @@
+"""Trials of a setting: a server in a process of its own, and requests that arrive at a rate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from vllmx_core.config import EngineConfig
+from vllmx_core.errors import ConfigError, excerpt
+from vllmx_core.records import Record
+from vllmx_server.config import ServerConfig
+
+from vllmx.bench.figures import percentile
+from vllmx.bench.server_process import server_process
+from vllmx.bench.serving import Load, arrivals, closed_loop_results
+from vllmx.bench.sse_client import Streamed
+from vllmx.sizing.promise import SHARES
+from vllmx.sizing.tuning import Measure, Setting, Trial
+
+_NUM_IDS = 1000
+"""Prompts are random ids below it: every vocabulary has those."""
+_ALONE = 3
+_PATIENCE = 60.0
+_MODEL = "tuned"
+
+
+class Work(Record):
+    """What a request is, and how many of them make a trial."""
+
+    input_len: int
+    output_len: int
+    seconds: float
+    """Requests arrive for so long ..."""
+    least: int
+    """... and there are at least so many."""
+
+
+@contextmanager
+def served(setting: Setting, work: Work) -> Iterator[tuple[float, Measure]]:
+    """`vllmx serve` with a setting, warm; the rate at which requests one behind the other arrive
+    there, and trials of it."""
+    content = {name.replace("_", "-"): value for name, value in setting.items()}
+    content["served-model-name"] = _MODEL
+    with tempfile.TemporaryDirectory(prefix="vllmx-tune-") as folder:
+        path = Path(folder) / "serve.yaml"
+        write_yaml(path, content)
+        flags = ("--config", str(path), "--host", "127.0.0.1", "--port", "0", "--no-web")
+        quiet = ("--disable-access-log", "--log-level", "error")
+        command = [sys.executable, "-m", "vllmx", "serve", *flags, *quiet]
+        with server_process(command, clean_environment(os.environ)) as server:
+            load = Load(server.url, _MODEL, _NUM_IDS, work.input_len, work.output_len, _ALONE)
+            alone_s = _alone(load)
+
+            def measure(rate: float, seed: int) -> Trial:
+                count = max(work.least, math.ceil(rate * work.seconds))
+                own = replace(load, num_requests=count, seed=seed)
+                patience_s = _PATIENCE + 2 * work.seconds
+                return trial(rate, asyncio.run(arrivals(own, rate, patience_s)))
+
+            yield 1 / alone_s, measure
+
+
+def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+    """Of tuples lists: YAML has no others."""
+    import yaml
+
+    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in content.items()}
+    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables that say of a server what its file says: they would win over it."""
+    names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
+    variables = {f"VLLMX_{name.upper()}" for name in (*names, "config")}
+    return {key: value for key, value in environment.items() if key not in variables}
+
+
+def _alone(load: Load) -> float:
+    """Seconds of a request that has the server for itself. Raises ConfigError where it fails."""
+    results = asyncio.run(closed_loop_results(load, 1))
+    for result in results:
+        if result.error is not None or not result.event_s:
+            said = excerpt(result.error or "an answer without tokens", 400)
+            raise ConfigError(
+                f"requests of {load.input_len} tokens in and {load.output_len} out fail: {said}:"
+                " give --input-len and --output-len that the model has room for"
+            )
+    return min(result.whole_s for result in results)
+
+
+def trial(rate: float, results: Sequence[Streamed]) -> Trial:
+    """The figures of a trial."""
+    good = [result for result in results if result.error is None and result.event_s]
+    values: Mapping[str, list[float]] = {
+        "ttft": [each.first_token_s for each in good],
+        "itl": [gap for each in good for gap in each.gaps_s],
+        "tpot": [each.token_s for each in good],
+        "e2e": [each.whole_s for each in good],
+    }
+    figures = {
+        f"{name} {share}": percentile(found, part)
+        for name, found in values.items()
+        for share, part in SHARES.items()
+    }
+    times = [(each.sent_s, each.event_s[-1]) for each in good]
+    span = max((end for _, end in times), default=0.0) - min((t for t, _ in times), default=0.0)
+    bad = [each for each in results if each.error is not None or not each.event_s]
+    return Trial(
+        rate,
+        len(results),
+        len(bad),
+        keeps_up(times),
+        sum(each.completion_tokens for each in good) / span if span else 0.0,
+        _peak(times),
+        figures,
+        excerpt(bad[0].error or "an answer without tokens", 300) if bad else None,
+    )
+
+
+def keeps_up(times: Sequence[tuple[float, float]]) -> bool:
+    """Whether of the requests, (sent, ended), about as many ended as came in the second half of
+    their arrivals: a backlog that grows is not seen in latencies before a trial is long."""
+    if not times:
+        return False
+    sent = sorted(begin for begin, _ in times)
+    middle, last = sent[len(sent) // 2], sent[-1]
+    came = sum(middle < begin <= last for begin in sent)
+    ended = sum(middle < end <= last for _, end in times)
+    return ended >= 0.9 * came - 2
+
+
+def _peak(times: Sequence[tuple[float, float]]) -> int:
+    changes = sorted([(begin, 1) for begin, _ in times] + [(end, -1) for _, end in times])
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,184 @@
+"""Looks for the setting that keeps a promise at the highest rate of requests.
+
+A setting is measured by trials: requests arrive at a rate, and the promise is kept or not. The rate
+is doubled until it is not, and the interval halved then. The next setting differs in one value from
+the best one so far, and is first asked for a little more than that reached: most fail there, after
+one trial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from vllmx_core.errors import ConfigError
+from vllmx_core.records import MutableRecord, Record, field
+
+from vllmx.sizing.promise import Limit, broken
+
+Value = int | float | str
+Setting = Mapping[str, Value]
+"""Fields of EngineConfig that are not left to their defaults."""
+_HALVINGS = 4
+"""A rate is lowered so often before a setting counts as one that cannot keep the promise."""
+
+
+class Trial(Record):
+    """What requests that arrived at one rate came to."""
+
+    rate: float
+    """Requests a second."""
+    requests: int
+    failed: int
+    keeps_up: bool
+    """As many were answered as came: those that wait did not become more and more."""
+    tokens_per_s: float
+    peak: int
+    """Greatest number of requests that were in flight together."""
+    figures: Mapping[str, float]
+    """Seconds by `Limit.name`, of all measures and percentiles."""
+    error: str | None = None
+    """What the first request that failed was told."""
+
+    def faults(self, limits: Sequence[Limit]) -> list[str]:
+        """Why this trial does not keep the promise; empty where it does."""
+        found = broken(limits, self.figures) if self.failed < self.requests else []
+        if self.failed:
+            found.append(f"{self.failed} of {self.requests} requests failed: {self.error}")
+        if not self.keeps_up:
+            found.append("fewer were answered than came")
+        return found
+
+
+Measure = Callable[[float, int], Trial]
+"""A trial at a rate, with the requests of a seed."""
+Serve = Callable[[Setting], AbstractContextManager[tuple[float, Measure]]]
+"""Runs a server with a setting; gives the rate to begin with, and trials of it."""
+
+
+class Outcome(MutableRecord):
+    """What one setting reached."""
+
+    setting: Setting
+    held: Trial | None = None
+    """The trial with the highest rate that kept the promise."""
+    missed: Trial | None = None
+    """The one with the lowest rate that did not."""
+    error: str | None = None
+    """Why the server did not start with it."""
+
+    @property
+    def rate(self) -> float:
+        return 0.0 if self.held is None else self.held.rate
+
+
+class Knob(Record):
+    """A value that is tried in several sizes."""
+
+    name: str
+    values: Callable[[Outcome], Sequence[Value]]
+    """Those that are worth a trial, beside what the best setting so far reached."""
+
+
+class Search(MutableRecord):
+    """A search under way.
+
+    Args:
+        precision: rates are told apart where they differ by this share.
+        max_rate: no higher rate is tried.
+        tell: is called before each trial, with the share of the work that is done.
+    """
+
+    serve: Serve
+    limits: Sequence[Limit]
+    precision: float
+    max_rate: float
+    tell: Callable[[Setting, float, float], None]
+    outcomes: list[Outcome] = field(default_factory=list)
+    share: float = 0.0
+
+    def run(self, base: Setting, knobs: Sequence[Knob]) -> Outcome:
+        """The best setting, `base` or one that differs from it in values of knobs. Its trial is
+        one with requests that the search has not seen; no `held` in it: none keeps the promise."""
+        best = self._measure(base, 0.0)
+        for knob in knobs:
+            for value in knob.values(best):
+                if best.rate >= self.max_rate or best.setting.get(knob.name) == value:
+                    continue
+                self.share = 1 - 0.9 ** len(self.outcomes)
+                found = self._tried({**best.setting, knob.name: value}, best.rate)
+                if found.rate > best.rate:
+                    best = found
+        return best if best.held is None else self._confirmed(best)
+
+    def _tried(self, setting: Setting, to_beat: float) -> Outcome:
+        """A setting that no server starts with is passed over: the best one so far may stay."""
+        try:
+            return self._measure(setting, to_beat)
+        except ConfigError as error:
+            self.outcomes[-1].error = error.message
+            return self.outcomes[-1]
+
+    def _measure(self, setting: Setting, to_beat: float) -> Outcome:
+        outcome = Outcome(setting)
+        self.outcomes.append(outcome)
+        with self.serve(setting) as (first_rate, measure):
+
+            def holds(rate: float) -> bool:
+                self.tell(setting, rate, self.share)
+                trial = measure(rate, 0)
+                held = not trial.faults(self.limits)
+                if held and rate > outcome.rate:
+                    outcome.held = trial
+                elif not held and (outcome.missed is None or rate < outcome.missed.rate):
+                    outcome.missed = trial
+                return held
+
+            if to_beat:
+                rate = min(self.max_rate, to_beat * (1 + self.precision))
+                if holds(rate):
+                    self._raise_rate(holds, rate, 1 + 2 * self.precision)
+            else:
+                self._from_nothing(holds, min(self.max_rate, first_rate))
+        return outcome
+
+    def _from_nothing(self, holds: Callable[[float], bool], rate: float) -> None:
+        if holds(rate):
+            self._raise_rate(holds, rate, 2.0)
+            return
+        for _ in range(_HALVINGS):
+            rate /= 2
+            if holds(rate):
+                self._narrow(holds, rate, 2 * rate)
+                return
+
+    def _raise_rate(self, holds: Callable[[float], bool], rate: float, factor: float) -> None:
+        """From a rate that is held, to where one is not; each step is twice as far at the most."""
+        while rate < self.max_rate:
+            higher = min(self.max_rate, rate * factor)
+            if not holds(higher):
+                self._narrow(holds, rate, higher)
+                return
+            rate, factor = higher, min(2.0, factor**2)
+
+    def _narrow(self, holds: Callable[[float], bool], low: float, high: float) -> None:
+        while high > low * (1 + self.precision):
+            middle = math.sqrt(low * high)
+            if holds(middle):
+                low = middle
+            else:
+                high = middle
+
+    def _confirmed(self, best: Outcome) -> Outcome:
+        """The best setting at the highest rate that it keeps with other requests too."""
+        rate = best.rate
+        with self.serve(best.setting) as (_, measure):
+            for seed in range(_HALVINGS + 1):
+                self.tell(best.setting, rate, 1.0)
+                trial = measure(rate, 1 + seed)
+                if not trial.faults(self.limits):
+                    return Outcome(best.setting, trial, best.missed)
+                best.missed = trial
+                rate /= 1 + self.precision * 2**seed
+        return Outcome(best.setting, None, best.missed)
