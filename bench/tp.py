@@ -41,8 +41,8 @@ from vllmx.bench.figures import Record, show
 from vllmx_core.backend import LoadedModel
 from vllmx_core.config import EngineConfig
 from vllmx_core.testing.plans import Row, make_plan, sampling_rows
-from vllmx_engine.core.load import load_model, open_planned
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
+from vllmx_engine.core.load import load_model, open_model
 from vllmx_tp.region import Region
 
 RANKS = 2
@@ -61,14 +61,14 @@ def loaded(model: str, ranks: int) -> LoadedModel:
         block_size=BLOCK_SIZE,
         num_kv_blocks=max(case.batch * row_blocks(case) for case in CASES),
     )  # fmt: skip
-    plan = plan_load(config)
-    opened = open_planned(plan)
+    found = find_model(config)
+    opened = open_model(found)
     try:
-        found = load_model(plan, opened)
+        ranked = load_model(found, opened)
     finally:
         opened.checkpoint.weights.close()
-    write_pages(found)
-    return found
+    write_pages(ranked)
+    return ranked
 
 
 def compare(model: str, rounds: int) -> list[Record]:

@@ -17,7 +17,7 @@ from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_demo.source import MODEL_FOLDER
 from vllmx_engine.client.chat import load_tokenizer
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
 
 from ..null.gguf.models import TYPES, convert_folder, of_type  # noqa: TID252 - no package to name
 
@@ -126,7 +126,7 @@ def test_what_is_no_model_is_not_called_one_without_a_tokenizer(tmp_path: Path) 
     (tmp_path / "notes.txt").touch()
     for place, message in ((tmp_path, "2 GGUF models"), (tmp_path / "notes.txt", "no weights")):
         with pytest.raises(ModelNotFoundError, match=message):
-            load_tokenizer(plan_load(EngineConfig(model=str(place))))
+            load_tokenizer(find_model(EngineConfig(model=str(place))))
 
 
 def test_a_folder_with_safetensors_and_gguf_is_the_former(

@@ -24,7 +24,7 @@ from vllmx_core.reference_backend import ReferenceBackend
 from vllmx_core.registry import load_registry
 from vllmx_core.specs import BackendSpec
 from vllmx_core.testing.plans import sampling_rows
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
 from vllmx_engine.llm import LLM
 
 from ..null.gguf.models import TYPES, of_type, write_model  # noqa: TID252 - no package to name
@@ -226,8 +226,10 @@ def test_other_files_are_no_towers(pair: tuple[Path, Path, Any], tmp_path: Path)
     with pytest.raises(ConfigError, match=r"in it where it has one; leave --mmproj out"):
         opened(folder, tower)
     with pytest.raises(ModelNotFoundError, match=r"mmproj 'nowhere' was not found"):
-        plan_load(EngineConfig(model=str(text), mmproj="nowhere"))
-    assert plan_load(EngineConfig(model=str(text), mmproj="nowhere", limit_images=0)).mmproj is None
+        find_model(EngineConfig(model=str(text), mmproj="nowhere"))
+    assert (
+        find_model(EngineConfig(model=str(text), mmproj="nowhere", limit_images=0)).mmproj is None
+    )
 
 
 def test_a_model_of_text_alone_takes_no_tower(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vllmx_core.errors import EngineDeadError
 from vllmx_core.registry import Registry
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.async_llm import AsyncLLM
-from vllmx_engine.core.load_plan import LoadPlan, plan_load
+from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_socket import CoreSocket
 from vllmx_engine.link.core_start import CoreStart
@@ -42,25 +42,25 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 class Shared:
     """A core in a process of its own, and its door."""
 
-    def __init__(self, plan: LoadPlan, owner: ProcessFrontend, door: Door) -> None:
-        self.plan, self.owner, self.door = plan, owner, door
+    def __init__(self, found: FoundModel, owner: ProcessFrontend, door: Door) -> None:
+        self.found, self.owner, self.door = found, owner, door
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[AsyncLLM]:
         starting: asyncio.Future[Frontend] = asyncio.ensure_future(
             AttachedFrontend.start(self.door.path)
         )
-        async with CoreStart(self.plan, starting) as start, await AsyncLLM.over(start) as llm:
+        async with CoreStart(self.found, starting) as start, await AsyncLLM.over(start) as llm:
             yield llm
 
 
 @pytest.fixture
 async def shared(slow_folder: str, registry: Registry) -> AsyncIterator[Shared]:
-    plan = plan_load(EngineConfig(model=slow_folder, backend="fake"), registry)
+    found = find_model(EngineConfig(model=slow_folder, backend="fake"), registry)
     door = Door()
-    owner = await ProcessFrontend.start(plan, door)
+    owner = await ProcessFrontend.start(found, door)
     try:
-        yield Shared(plan, owner, door)
+        yield Shared(found, owner, door)
     finally:
         door.close()
         await owner.close()

@@ -14,7 +14,7 @@ from vllmx_core.registry import Registry
 from vllmx_core.testing.fake import FakeLoadedModel
 from vllmx_core.testing.fake_checkpoint import NoWeights
 from vllmx_engine.core import load
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
 from vllmx_engine.llm import LLM
 
 
@@ -94,9 +94,9 @@ def test_a_bug_after_loading_closes_the_model(
         raise ZeroDivisionError
 
     monkeypatch.setattr(load, name, broken)
-    plan = plan_load(EngineConfig(model=folder, backend="fake"), registry)
+    found = find_model(EngineConfig(model=folder, backend="fake"), registry)
     with pytest.raises(ZeroDivisionError):
-        load.load_planned(plan)
+        load.load_core(found)
     assert open_now == {"models": 0, "sources": 0}
 
 

@@ -157,9 +157,9 @@ class EncoderSpec(_Spec):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec(_Spec):
-    """Runs a model on several ranks: a callable `(plan, opened) -> LoadedModel` of a
-    `vllmx_engine.core.load_plan.LoadPlan` and a `vllmx_engine.core.load.OpenedModel`. The one named
-    "tensor-parallel" is asked where `--tensor-parallel-size` is above 1."""
+    """Runs a model on several ranks: a callable `(found, opened) -> LoadedModel` of a
+    `vllmx_engine.core.found_model.FoundModel` and a `vllmx_engine.core.load.OpenedModel`. The one
+    named "tensor-parallel" is asked where `--tensor-parallel-size` is above 1."""
 
     api: int = API_VERSION
 

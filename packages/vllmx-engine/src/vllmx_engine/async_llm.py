@@ -108,14 +108,14 @@ class AsyncLLM(AsyncText):
     async def over(cls, core: CoreStart) -> Self:
         """The second half of `start`, for a program that had more to do while the model loads.
         Leave `core` as a context afterwards. Raises what `start` raises."""
-        plan = core.plan
-        tokenizer = await asyncio.to_thread(load_tokenizer, plan)
+        found = core.found
+        tokenizer = await asyncio.to_thread(load_tokenizer, found)
         await asyncio.to_thread(ChatRenderer.import_templates)
-        renderer = ChatRenderer.of(plan.config, tokenizer, plan.registry)
+        renderer = ChatRenderer.of(found.config, tokenizer, found.registry)
         frontend = await core.ready()
         try:
-            builder = RequestBuilder(tokenizer, frontend.info, plan.config.seed)
-            return cls(plan.config, frontend, renderer, builder)
+            builder = RequestBuilder(tokenizer, frontend.info, found.config.seed)
+            return cls(found.config, frontend, renderer, builder)
         except BaseException:
             await frontend.close()
             raise

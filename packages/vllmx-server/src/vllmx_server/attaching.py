@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from vllmx_core.registry import load_registry
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.attached_frontend import AttachedFrontend
 from vllmx_engine.link.core_start import CoreStart
 from vllmx_engine.link.frontend import Frontend
@@ -19,8 +19,8 @@ async def attach(core: Start, door: str) -> CoreStart:
     registry = await asyncio.to_thread(load_registry)
     if core.config.prefer:
         registry.prefer(core.config.prefer)
-    plan = LoadPlan(core.config, Path(core.path), registry, progress=False)
-    return CoreStart(plan, asyncio.ensure_future(_attached(door)))
+    found = FoundModel(core.config, Path(core.path), registry, progress=False)
+    return CoreStart(found, asyncio.ensure_future(_attached(door)))
 
 
 async def _attached(door: str) -> Frontend:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
 from vllmx_core.errors import RankLostError, VllmxError
 from vllmx_core.plan import I32, SamplingRows, StepPlan, StepResult
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.load import OpenedModel
-from vllmx_engine.core.load_plan import LoadPlan
 
 from vllmx_tp.frames import Frame
 from vllmx_tp.group import Group
@@ -29,28 +29,28 @@ COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
 _WAIT_S = 50e-6
 
 
-def load(plan: LoadPlan, opened: OpenedModel) -> RankedModel:
+def load(found: FoundModel, opened: OpenedModel) -> RankedModel:
     """The executor. Starts the other ranks, which open the model themselves, and loads this one's
     part meanwhile. Raises what any of them met."""
-    ranks, places = plan.config.tensor_parallel_size, addresses(plan.config.rank_hosts)
+    ranks, places = found.config.tensor_parallel_size, addresses(found.config.rank_hosts)
     share = share_of_host(ranks, 1 + len(places))
-    key = read_key(plan.config.rank_key_file) if places else b""
+    key = read_key(found.config.rank_key_file) if places else b""
     cores = divide_cores(share, opened.options.num_threads, opened.backend.name)
     region = Region.create(ranks)
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
         for address, first in zip(places, range(share, ranks, share), strict=True):
             mine = range(first, first + share)
-            yield RemoteHost(address, mine, plan, region, key, group.check)
+            yield RemoteHost(address, mine, found, region, key, group.check)
 
     try:
-        group = Group(plan, region, range(1, share), cores[1:], share, hosts)
+        group = Group(found, region, range(1, share), cores[1:], share, hosts)
     except BaseException:
         region.close()
         raise
     model: LoadedModel | None = None
     try:
-        deterministic = plan.config.deterministic
+        deterministic = found.config.deterministic
         model = load_rank(opened, region, 0, cores[0], share=share, deterministic=deterministic)
         others = group.loaded()
         return RankedModel(model, group, _agreed(model.info, others))

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import msgspec
 from vllmx_core.errors import RankLostError
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import Start, encode_frame
 from vllmx_engine.wire.known_specs import KnownSpecs
 
@@ -41,7 +41,7 @@ class Group:
     another watches them.
 
     Args:
-        plan: what they load.
+        found: what they load.
         region: whose memory they share with this process.
         ranks: of this host, this process left out.
         cores: of each of them.
@@ -51,7 +51,7 @@ class Group:
 
     def __init__(
         self,
-        plan: LoadPlan,
+        found: FoundModel,
         region: Region,
         ranks: range,
         cores: Sequence[Sequence[int]],
@@ -71,9 +71,9 @@ class Group:
                 self._spawn(rank, its_cores)
             start = encode_frame(
                 Start(
-                    config=plan.config,
-                    path=str(plan.path),
-                    specs=KnownSpecs.of(plan.registry),
+                    config=found.config,
+                    path=str(found.path),
+                    specs=KnownSpecs.of(found.registry),
                     progress=False,
                     log_level=logging.getLogger("vllmx").level,
                 )

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import msgspec
 from vllmx_core.errors import ConfigError, RankLostError
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.wire.ipc import FrameError, FrameReader, encode_frame
 
 from vllmx_tp.fingerprint import fingerprint
@@ -105,7 +105,7 @@ class RemoteHost:
         self,
         address: tuple[str, int],
         ranks: range,
-        plan: LoadPlan,
+        found: FoundModel,
         region: Region,
         key: bytes,
         check: Callable[[], None],
@@ -121,11 +121,11 @@ class RemoteHost:
         self._link: Link | None = None
         try:
             begin = Begin(
-                config=plan.config,
+                config=found.config,
                 num_ranks=region.num_ranks,
                 first=ranks.start,
                 count=len(ranks),
-                fingerprint=fingerprint(plan.path),
+                fingerprint=fingerprint(found.path),
             )
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(encode_frame(begin))

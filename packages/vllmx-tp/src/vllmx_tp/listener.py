@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError, VllmxError
-from vllmx_engine.core.load_plan import LoadPlan, plan_load
+from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameError, FrameReader, encode_frame
 
 from vllmx_tp.fingerprint import fingerprint
@@ -64,8 +64,8 @@ def serve_ranks(
     Args:
         config: names the model as it is found on this host; all else is rank 0's to say.
     """
-    plan = plan_load(config)
-    mark = fingerprint(plan.path)
+    found = find_model(config)
+    mark = fingerprint(found.path)
     logger.info("ranks of %s wait at %s:%d", config.model, *listener.getsockname()[:2])
     while True:
         connection = _accepted(listener, key)
@@ -73,7 +73,7 @@ def serve_ranks(
             continue
         try:
             with connection:
-                HostedGroup(listener, connection, plan, mark, key).run()
+                HostedGroup(listener, connection, found, mark, key).run()
             logger.info("a group has ended: rank 0 has closed it")
         except (HandshakeError, VllmxError, FrameError, OSError, EOFError) as error:
             logger.error("a group has ended: %s", error)
@@ -100,12 +100,12 @@ class HostedGroup:
         self,
         listener: socket.socket,
         connection: socket.socket,
-        plan: LoadPlan,
+        found: FoundModel,
         mark: str,
         key: bytes,
     ) -> None:
         self._listener, self._socket, self._key = listener, connection, key
-        self._plan, self._mark = plan, mark
+        self._found, self._mark = found, mark
         self._heard = 0
         self._done = threading.Event()
         self._turn = threading.Lock()
@@ -168,16 +168,16 @@ class HostedGroup:
             host, port = self._listener.getsockname()[:2]
             raise ConfigError(
                 f"the host of ranks at {host}:{port} has other files of the model in"
-                f" {self._plan.path} than rank 0: copy the same ones to all hosts",
+                f" {self._found.path} than rank 0: copy the same ones to all hosts",
                 param="rank_hosts",
             )
-        mine = self._plan.config
+        mine = self._found.config
         config = replace(begin.config, model=mine.model, revision=mine.revision, mmproj=None)
-        plan = LoadPlan(config, self._plan.path, self._plan.registry, progress=False)
-        backend = plan.registry.choose_backend(config.backend)[0].name
+        found = FoundModel(config, self._found.path, self._found.registry, progress=False)
+        backend = found.registry.choose_backend(config.backend)[0].name
         cores = divide_cores(begin.count, config.num_threads, backend)
         ranks = range(begin.first, begin.first + begin.count)
-        return Group(plan, region, ranks, cores, begin.count)
+        return Group(found, region, ranks, cores, begin.count)
 
     # --- what is heard and said -------------------------------------------------------------------
     def _steps(self, group: Group) -> None:

@@ -27,8 +27,8 @@ from vllmx_core.logs import configure_logging
 from vllmx_core.memory import return_unused_bytes
 from vllmx_core.plan import I32
 from vllmx_core.standard_error import StandardError
-from vllmx_engine.core.load import open_planned
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.core.load import open_model
 from vllmx_engine.wire.ipc import ErrorRecord, FrameReader, Start, ToCore, to_core_decoder
 
 from vllmx_tp.channel import Reader
@@ -114,11 +114,11 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, sh
     """Loads, runs steps, and returns the exit code."""
     start = _start(connection)
     logging.getLogger("vllmx").setLevel(start.log_level)
-    plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), start.progress)
+    found = FoundModel(start.config, Path(start.path), start.specs.registry(), start.progress)
     try:
-        opened = open_planned(plan)
+        opened = open_model(found)
         try:
-            deterministic = plan.config.deterministic
+            deterministic = found.config.deterministic
             model = load_rank(opened, region, rank, cores, share=share, deterministic=deterministic)
         finally:
             opened.checkpoint.weights.close()

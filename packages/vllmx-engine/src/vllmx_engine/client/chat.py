@@ -20,7 +20,7 @@ from vllmx_core.sampling import SamplingParams
 from vllmx_engine.client.chat_options import ChatMessage, ChatOptions, Message
 from vllmx_engine.client.forced_calls import asks_for_calls, with_calls
 from vllmx_engine.client.request import Request
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.formats.named import FoundFormat, check_name
 from vllmx_engine.text.gguf_tokenizer import gguf_tokenizer
 from vllmx_engine.text.model_files import MAX_TEMPLATE_BYTES, read_text
@@ -206,17 +206,17 @@ class ChatRenderer:
         )
 
 
-def load_tokenizer(plan: LoadPlan) -> Tokenizer:
+def load_tokenizer(found: FoundModel) -> Tokenizer:
     """The model's tokenizer, or the one that the configuration names: a folder's files, or what a
     model file says itself. Raises ModelNotFoundError, ConfigError, WeightFormatError,
     UnsupportedModelError."""
-    place = Path(plan.config.tokenizer or plan.path)
+    place = Path(found.config.tokenizer or found.path)
     if not place.exists() or (place / TOKENIZER_NAME).is_file():
         return Tokenizer.from_folder(place)
     try:
-        checkpoint = open_checkpoint(plan.registry, place)
+        checkpoint = open_checkpoint(found.registry, place)
     except ModelNotFoundError:
-        if plan.config.tokenizer is None:
+        if found.config.tokenizer is None:
             raise  # the model itself cannot be opened, whatever its folder says of a tokenizer
         return Tokenizer.from_folder(place)
     try:

@@ -22,8 +22,8 @@ from vllmx_engine.client.request import Request, RequestBuilder
 from vllmx_engine.client.request_state import OutputKind, RequestState
 from vllmx_engine.client.request_table import RequestTable
 from vllmx_engine.client.stepper import Stepper
-from vllmx_engine.core.load import load_planned
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
+from vllmx_engine.core.load import load_core
 from vllmx_engine.core.watchdog import StepWatch, log_stuck
 from vllmx_engine.grammar.check import check
 from vllmx_engine.grammar.vocabulary import Lexicon, vocabulary_of
@@ -49,14 +49,14 @@ class InlineEngine:
     """
 
     def __init__(self, config: EngineConfig, registry: Registry | None = None) -> None:
-        plan = plan_load(config, registry)
+        found = find_model(config, registry)
         self.config = config
         with ThreadPoolExecutor(1, "tokenizer") as pool:
-            tokenizer = pool.submit(load_tokenizer, plan)
-            self._core, self.info = load_planned(plan)
+            tokenizer = pool.submit(load_tokenizer, found)
+            self._core, self.info = load_core(found)
         try:
             self.tokenizer = tokenizer.result()
-            self.renderer = ChatRenderer.of(config, self.tokenizer, plan.registry)
+            self.renderer = ChatRenderer.of(config, self.tokenizer, found.registry)
             self.builder = RequestBuilder(self.tokenizer, self.info, config.seed)
             self.pooling = PoolingBuilder(self.tokenizer, self.info)
             self.builder.check_grammar = self._check_grammar

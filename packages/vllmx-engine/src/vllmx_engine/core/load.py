@@ -33,8 +33,8 @@ from vllmx_core.specs import BackendSpec, ExecutorSpec
 from vllmx_core.text_modules import with_text_modules
 
 from vllmx_engine.core.engine_core import EngineCore
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.core.generation_config import generation_config
-from vllmx_engine.core.load_plan import LoadPlan
 from vllmx_engine.core.pooling import pooling_info, with_score_tokens
 from vllmx_engine.core.sequence import Limits
 from vllmx_engine.wire.messages import CoreInfo
@@ -51,7 +51,7 @@ TABLE_SHARE = 8
 """One part in so many of the free memory may go to tables that grow with the context."""
 
 
-def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
+def load_core(found: FoundModel) -> tuple[EngineCore, CoreInfo]:
     """Loads the model and puts an engine core around it.
 
     Raises:
@@ -61,19 +61,19 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         ConfigError: a value of the configuration that this model does not allow.
     """
     started = time.monotonic()
-    opened = open_planned(plan)
+    opened = open_model(found)
     checkpoint, options = opened.checkpoint, opened.options
     try:
-        opened, loaded = _loaded(plan, opened)
+        opened, loaded = _loaded(found, opened)
     finally:
         checkpoint.weights.close()
         return_unused_bytes()
     model = opened.model
     try:
-        max_model_len = fitting_length(plan.config, options, loaded.info)
+        max_model_len = fitting_length(found.config, options, loaded.info)
         core = EngineCore(
             loaded,
-            plan.config,
+            found.config,
             max_model_len=max_model_len,
             vocab_size=model.shape.vocab_size,
             shape=model.shape,
@@ -81,7 +81,7 @@ def load_planned(plan: LoadPlan) -> tuple[EngineCore, CoreInfo]:
         )
         seconds = time.monotonic() - started
         pooling = pooling_info(checkpoint, model.shape)
-        info = _core_info(plan, checkpoint, loaded, core.limits, seconds, pooling)
+        info = _core_info(found, checkpoint, loaded, core.limits, seconds, pooling)
         if encoder_of(model) is not None:
             processor = dict(checkpoint.image_processor)
             info = msgspec.structs.replace(info, takes_images=True, image_processor=processor)
@@ -101,95 +101,97 @@ class OpenedModel(Record):
     options: LoadOptions
 
 
-def open_planned(plan: LoadPlan) -> OpenedModel:
-    """Opens the checkpoint and decides who runs it, how. Raises as `load_planned` does."""
-    checkpoint = open_checkpoint(plan.registry, plan.path, plan.config.load_format)
+def open_model(found: FoundModel) -> OpenedModel:
+    """Opens the checkpoint and decides who runs it, how. Raises as `load_core` does."""
+    checkpoint = open_checkpoint(found.registry, found.path, found.config.load_format)
     try:
-        check_quantization(checkpoint, plan.config.quantization)
-        if plan.config.limit_images > 0:
-            checkpoint = with_tower(plan.registry, checkpoint, plan.mmproj, plan.config.load_format)
-        checkpoint = with_text_modules(plan.registry, checkpoint, plan.config.task)
-        checkpoint = with_score_tokens(checkpoint, plan.config.task)
+        check_quantization(checkpoint, found.config.quantization)
+        if found.config.limit_images > 0:
+            checkpoint = with_tower(
+                found.registry, checkpoint, found.mmproj, found.config.load_format
+            )
+        checkpoint = with_text_modules(found.registry, checkpoint, found.config.task)
+        checkpoint = with_score_tokens(checkpoint, found.config.task)
         chosen = choose_model(
-            plan.registry,
+            found.registry,
             checkpoint,
-            plan.config.model_impl,
-            plan.config.backend,
-            plan.config.task,
+            found.config.model_impl,
+            found.config.backend,
+            found.config.task,
         )
         model = chosen.model
-        if plan.config.isq is not None:
+        if found.config.isq is not None:
             if chosen.impl != OWN:
                 raise ConfigError(
                     f"--isq quantises for vllmx's own models, {chosen.impl} runs this one: leave it"
                     " out",
                     param="isq",
                 )
-            checkpoint = quantise_in_situ(plan.registry, checkpoint, model, plan.config.isq)
-        if plan.config.rank_hosts and plan.config.tensor_parallel_size == 1:
+            checkpoint = quantise_in_situ(found.registry, checkpoint, model, found.config.isq)
+        if found.config.rank_hosts and found.config.tensor_parallel_size == 1:
             raise ConfigError(
                 "--rank-hosts needs ranks for them: set --tensor-parallel-size to the number of"
                 " hosts, this one counted, or a multiple",
                 param="tensor_parallel_size",
             )
-        if plan.config.tensor_parallel_size > 1 and chosen.impl != OWN:
+        if found.config.tensor_parallel_size > 1 and chosen.impl != OWN:
             raise ConfigError(
                 f"--tensor-parallel-size divides vllmx's own models, {chosen.impl} runs this one:"
                 " leave it out",
                 param="tensor_parallel_size",
             )
-        spec, reason = plan.registry.choose_backend(chosen.backend)
+        spec, reason = found.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
-        if plan.config.deterministic and not spec.fixed_sums:
+        if found.config.deterministic and not spec.fixed_sums:
             raise ConfigError(
                 f"--deterministic: the order of sums of backend {spec.name!r} depends on shapes:"
                 " choose --backend cpu, or leave it out",
                 param="deterministic",
             )
         # several ranks have no passes of towers
-        if plan.config.limit_images == 0 or plan.config.tensor_parallel_size > 1:
+        if found.config.limit_images == 0 or found.config.tensor_parallel_size > 1:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
-        options = load_options(plan.config, model, text_limit=limit, progress=plan.progress)
+        options = load_options(found.config, model, text_limit=limit, progress=found.progress)
     except BaseException:
         checkpoint.weights.close()
         raise
     return OpenedModel(checkpoint, model, spec, options)
 
 
-def load_model(plan: LoadPlan, opened: OpenedModel) -> LoadedModel:
+def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
     """Loads a model by its backend, or by an executor on several ranks; raises what these do."""
     ranks, model, weights = (
-        plan.config.tensor_parallel_size,
+        found.config.tensor_parallel_size,
         opened.model,
         opened.checkpoint.weights,
     )
     if ranks == 1:
-        if plan.config.deterministic:
+        if found.config.deterministic:
             length = opened.options.max_model_len
             model = sharded(model, weights, length, 0, 1, deterministic=True)
         loaded: LoadedModel = opened.backend.load()().load(model, weights, opened.options)
         return loaded
-    executor = plan.registry.find(ExecutorSpec, TENSOR_PARALLEL)
+    executor = found.registry.find(ExecutorSpec, TENSOR_PARALLEL)
     if executor is None:
         raise ConfigError(
             f"--tensor-parallel-size {ranks} needs vllmx-tp: pip install 'vllmx[tp]'",
             param="tensor_parallel_size",
         )
-    run: Callable[[LoadPlan, OpenedModel], LoadedModel] = executor.load()
-    return run(plan, opened)
+    run: Callable[[FoundModel, OpenedModel], LoadedModel] = executor.load()
+    return run(found, opened)
 
 
-def _loaded(plan: LoadPlan, opened: OpenedModel) -> tuple[OpenedModel, LoadedModel]:
+def _loaded(found: FoundModel, opened: OpenedModel) -> tuple[OpenedModel, LoadedModel]:
     """The model, or its text alone where the backend lacks what images need."""
     try:
-        return opened, load_model(plan, opened)
+        return opened, load_model(found, opened)
     except UnsupportedOpError as error:
         alone = text_alone(opened.model)
         if alone is None:
             raise
         opened = replace(opened, model=alone)
-        loaded = load_model(plan, opened)
+        loaded = load_model(found, opened)
         logger.warning("text alone is served, images are refused: %s", error.message)
         return opened, loaded
 
@@ -302,7 +304,7 @@ def fitting_length(config: EngineConfig, options: LoadOptions, info: LoadedInfo)
 
 
 def _core_info(
-    plan: LoadPlan,
+    found: FoundModel,
     checkpoint: Checkpoint,
     loaded: LoadedModel,
     limits: Limits,
@@ -312,9 +314,9 @@ def _core_info(
     info = loaded.info
     names = [*architecture_names(checkpoint.config), str(checkpoint.config.get("model_type", ""))]
     return CoreInfo(
-        max_logprobs=plan.config.max_logprobs,
-        model=plan.config.name,
-        path=str(plan.path),
+        max_logprobs=found.config.max_logprobs,
+        model=found.config.name,
+        path=str(found.path),
         architecture=names[0].encode("utf-8", "backslashreplace").decode(),
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
@@ -332,9 +334,9 @@ def _core_info(
         kv_cache_bytes=info.kv_cache_bytes,
         load_seconds=seconds,
         pooling=pooling,
-        generation_config=_sendable(generation_config(plan.config, checkpoint.generation_config)),
+        generation_config=_sendable(generation_config(found.config, checkpoint.generation_config)),
         details={key: str(value) for key, value in info.details.items()}
-        | ({} if plan.config.isq is None else {"quantised in situ": plan.config.isq}),
+        | ({} if found.config.isq is None else {"quantised in situ": found.config.isq}),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Self
 from vllmx_core.config import EngineConfig
 from vllmx_core.registry import Registry
 
-from vllmx_engine.core.load_plan import LoadPlan, plan_load
+from vllmx_engine.core.found_model import FoundModel, find_model
 from vllmx_engine.link.frontend import Frontend
 from vllmx_engine.link.process_frontend import ProcessFrontend
 from vllmx_engine.link.thread_frontend import ThreadFrontend
@@ -24,11 +24,11 @@ class CoreStart:
     `ready` has handed it out.
 
     Attributes:
-        plan: what it loads.
+        found: what it loads.
     """
 
-    def __init__(self, plan: LoadPlan, starting: asyncio.Future[Frontend]) -> None:
-        self.plan = plan
+    def __init__(self, found: FoundModel, starting: asyncio.Future[Frontend]) -> None:
+        self.found = found
         self._starting = starting
         self._is_taken = False
 
@@ -37,12 +37,12 @@ class CoreStart:
         cls, config: EngineConfig, registry: Registry | None = None, *, in_process: bool = False
     ) -> Self:
         """Finds the model and returns when the core's process, or its thread, has begun. The
-        arguments are those of `AsyncLLM.start`. Raises what `plan_load` raises."""
-        plan = await asyncio.to_thread(plan_load, config, registry)
+        arguments are those of `AsyncLLM.start`. Raises what `find_model` raises."""
+        found = await asyncio.to_thread(find_model, config, registry)
         kind = ThreadFrontend if in_process else ProcessFrontend
-        starting: asyncio.Future[Frontend] = asyncio.ensure_future(kind.start(plan))
+        starting: asyncio.Future[Frontend] = asyncio.ensure_future(kind.start(found))
         await asyncio.sleep(0)  # until its first wait, by when the process is there
-        return cls(plan, starting)
+        return cls(found, starting)
 
     async def ready(self) -> Frontend:
         """The way to the core, whose end is the caller's business from now on. Raises the

@@ -24,8 +24,8 @@ from vllmx_core.logs import configure_logging
 from vllmx_core.standard_error import StandardError
 
 from vllmx_engine.core.core_loop import CoreLoop, Inbox
-from vllmx_engine.core.load import load_planned
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
+from vllmx_engine.core.load import load_core
 from vllmx_engine.link.core_door import CoreDoor
 from vllmx_engine.link.core_socket import CoreSocket
 from vllmx_engine.wire.ipc import (
@@ -88,9 +88,9 @@ def serve(connection: CoreSocket, listener: socket.socket | None = None) -> int:
     inbox: Inbox = SimpleQueue()
     door = None if listener is None else CoreDoor(listener, inbox)
     threading.Thread(target=_receive, args=(connection, messages, inbox), daemon=True).start()
-    plan = LoadPlan(start.config, Path(start.path), start.specs.registry(), start.progress)
+    found = FoundModel(start.config, Path(start.path), start.specs.registry(), start.progress)
     try:
-        core, info = load_planned(plan)
+        core, info = load_core(found)
         connection.send(Ready(info))
         if door is not None:
             door.open(info)

@@ -7,7 +7,7 @@ import logging
 
 from vllmx_core.errors import EngineDeadError, VllmxError
 
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import CoreFrontend, lost_with
 from vllmx_engine.link.heartbeat import Heartbeat
@@ -32,14 +32,14 @@ class ProcessFrontend(CoreFrontend):
     FIRST_DELAY_S = 0.1
     LAST_DELAY_S = 10.0
 
-    def __init__(self, plan: LoadPlan, door: Door | None = None) -> None:
+    def __init__(self, found: FoundModel, door: Door | None = None) -> None:
         super().__init__()
         self._door = door
         self._start = Start(
-            config=plan.config,
-            path=str(plan.path),
-            specs=KnownSpecs.of(plan.registry),
-            progress=plan.progress,
+            config=found.config,
+            path=str(found.path),
+            specs=KnownSpecs.of(found.registry),
+            progress=found.progress,
             log_level=logging.getLogger("vllmx").getEffectiveLevel(),
         )
         self._core: CoreProcess
@@ -51,10 +51,10 @@ class ProcessFrontend(CoreFrontend):
         self._heartbeat = Heartbeat(lambda: self._send(Ping()))
 
     @classmethod
-    async def start(cls, plan: LoadPlan, door: Door | None = None) -> ProcessFrontend:
+    async def start(cls, found: FoundModel, door: Door | None = None) -> ProcessFrontend:
         """Spawns the process and loads the model; other processes reach the core by `door`. Raises
         the VllmxError that this met."""
-        frontend = cls(plan, door)
+        frontend = cls(found, door)
         await frontend._spawn()
         frontend._heartbeat.start()
         return frontend

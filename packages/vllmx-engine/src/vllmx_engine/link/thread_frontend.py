@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllmx_core.errors import EngineDeadError, VllmxError
 
-from vllmx_engine.core.load_plan import LoadPlan
+from vllmx_engine.core.found_model import FoundModel
 from vllmx_engine.link.frontend import CoreFrontend, lost_with
 from vllmx_engine.wire.ipc import FromCore, Ready, Shutdown, ToCore
 from vllmx_engine.wire.messages import CoreInfo
@@ -37,11 +37,11 @@ class ThreadFrontend(CoreFrontend):
         self._thread: Thread
 
     @classmethod
-    async def start(cls, plan: LoadPlan) -> ThreadFrontend:
+    async def start(cls, found: FoundModel) -> ThreadFrontend:
         """Loads the model. Raises the VllmxError that this met."""
         frontend = cls()
         frontend._thread = Thread(
-            target=frontend._run, args=(plan,), name="vllmx-core", daemon=True
+            target=frontend._run, args=(found,), name="vllmx-core", daemon=True
         )
         frontend._thread.start()
         try:
@@ -60,14 +60,14 @@ class ThreadFrontend(CoreFrontend):
     def _send(self, message: ToCore) -> None:
         self._inbox.put(message)
 
-    def _run(self, plan: LoadPlan) -> None:
+    def _run(self, found: FoundModel) -> None:
         """The core's thread. What a core is made of is imported here: a server, whose core has a
         process of its own, is ready sooner without."""
         from vllmx_engine.core.core_loop import CoreLoop
-        from vllmx_engine.core.load import load_planned
+        from vllmx_engine.core.load import load_core
 
         try:
-            core, info = load_planned(plan)
+            core, info = load_core(found)
             self._emit(Ready(info))
             on_stuck = partial(self._on_loop, self._abandon_thread)
             CoreLoop(core, self._inbox, self._emit, on_stuck).run()

@@ -24,7 +24,7 @@ from vllmx_core.errors import (
     shown,
 )
 from vllmx_core.memory import format_bytes, free_bytes
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
@@ -175,17 +175,17 @@ class CoreHost:
         return found
 
     async def _load_making_room(self, hosted: _Hosted) -> Attachment:
-        plan = await asyncio.to_thread(plan_load, hosted.config.engine, None)
+        found = await asyncio.to_thread(find_model, hosted.config.engine, None)
         needed = hosted.num_bytes
         if needed is None:
-            needed = await asyncio.to_thread(_weight_bytes, plan.path)
+            needed = await asyncio.to_thread(_weight_bytes, found.path)
         while needed > free_bytes() and await self._evict():
             pass
         door = Door()
         try:
             while True:
                 try:
-                    core = await ProcessFrontend.start(plan, door)
+                    core = await ProcessFrontend.start(found, door)
                     break
                 except CapacityError as error:
                     if not await self._evict():

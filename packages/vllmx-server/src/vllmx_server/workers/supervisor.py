@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError, VllmxError
-from vllmx_engine.core.load_plan import plan_load
+from vllmx_engine.core.found_model import find_model
 from vllmx_engine.link.door import Door
 from vllmx_engine.link.frontend import Listener
 from vllmx_engine.link.process_frontend import ProcessFrontend
@@ -68,17 +68,17 @@ async def serve_with_workers(
     on_ready: Callable[[CoreInfo], None],
 ) -> None:
     """Serves until it is stopped. Raises what `run_server` does."""
-    plan = await asyncio.to_thread(plan_load, engine, None)
+    found = await asyncio.to_thread(find_model, engine, None)
     folder = None if server.data_dir else tempfile.mkdtemp(prefix="vllmx-")
     door = Door()
-    starting = asyncio.ensure_future(ProcessFrontend.start(plan, door))
+    starting = asyncio.ensure_future(ProcessFrontend.start(found, door))
     try:
         await asyncio.sleep(0)  # until the core's process is there
         stored = await _open_storage(server, folder)
         try:
             begin = Begin(
                 server=server,
-                core=ProcessFrontend(plan).start_message,
+                core=ProcessFrontend(found).start_message,
                 door=str(door.path),
                 models=list(models),
                 row=0,

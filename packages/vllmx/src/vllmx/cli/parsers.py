@@ -53,10 +53,10 @@ def _list(as_json: bool) -> None:
 
 def _show(config: EngineConfig, as_json: bool) -> None:
     from vllmx_engine.client.chat import ChatRenderer, load_tokenizer
-    from vllmx_engine.core.load_plan import plan_load
+    from vllmx_engine.core.found_model import find_model
 
-    plan = plan_load(config)
-    found = ChatRenderer.of(config, load_tokenizer(plan), plan.registry).format
+    model = find_model(config)
+    found = ChatRenderer.of(config, load_tokenizer(model), model.registry).format
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False))
         return

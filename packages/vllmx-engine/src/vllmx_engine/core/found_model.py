@@ -1,4 +1,4 @@
-"""What is to be loaded, found: all that the process of the API needs of loading. It imports neither
+"""The model to load, found: all that the process of the API needs of loading. It imports neither
 ops nor engine core, so that a server is ready sooner."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vllmx_core.registry import Registry, load_registry
 logger = logging.getLogger("vllmx.load")
 
 
-class LoadPlan(Record):
-    """What to load, found but not yet opened."""
+class FoundModel(Record):
+    """A model that was found, but is not yet opened, with what to load it by."""
 
     config: EngineConfig
     path: Path
@@ -29,7 +29,7 @@ class LoadPlan(Record):
     """The file of a tower that was asked for."""
 
 
-def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPlan:
+def find_model(config: EngineConfig, registry: Registry | None = None) -> FoundModel:
     """Finds the model, downloading it if need be. Raises ModelNotFoundError, and ConfigError for an
     unknown --isq or --prefer."""
     registry = registry or load_registry()
@@ -41,7 +41,7 @@ def plan_load(config: EngineConfig, registry: Registry | None = None) -> LoadPla
         quantizer(registry, config.isq)  # a misspelt one is refused before anything is downloaded
     progress = sys.stderr.isatty()
     path = resolve_path(registry, config.model, revision=config.revision, progress=progress)
-    return LoadPlan(config, path, registry, progress, _tower_file(config, registry, progress))
+    return FoundModel(config, path, registry, progress, _tower_file(config, registry, progress))
 
 
 def _tower_file(config: EngineConfig, registry: Registry, progress: bool) -> Path | None:
