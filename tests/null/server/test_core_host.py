@@ -60,7 +60,7 @@ class Core:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(
-        host_module, "plan_load", lambda config, _: SimpleNamespace(config=config, path=Path("/x"))
+        host_module, "find_model", lambda config, _: SimpleNamespace(config=config, path=Path("/x"))
     )
     monkeypatch.setattr(host_module, "_weight_bytes", lambda path: 10)
     monkeypatch.setattr(
