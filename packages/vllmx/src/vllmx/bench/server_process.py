@@ -16,7 +16,7 @@ _STOP_S = 30.0
 
 
 class ServerProcess(Record):
-    """Where a server answers, and which process it is."""
+    """The address at which a server answers, and its process."""
 
     url: str
     """Without /v1."""
@@ -52,7 +52,7 @@ def server_process(
 
 
 def _text(descriptor: int) -> str:
-    """By position: the process writes through the same open file."""
+    """Reads the output by position: the process writes through the same open file."""
     return os.pread(descriptor, 1 << 20, 0).decode("utf-8", "replace")
 
 

@@ -35,7 +35,7 @@ class Streamed(MutableRecord):
 
     @property
     def token_s(self) -> float:
-        """For each token after the first, on average."""
+        """The average seconds of each token after the first."""
         return (self.whole_s - self.first_token_s) / max(1, self.completion_tokens - 1)
 
     @property

@@ -37,7 +37,7 @@ class Limit(Record):
 
 
 def as_ms(seconds: float) -> str:
-    """For people: three digits."""
+    """Writes seconds as milliseconds for people, with three digits."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -69,7 +69,7 @@ def served(setting: Setting, work: Work) -> Iterator[tuple[float, Measure]]:
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Of tuples lists: YAML has no others."""
+    """Writes a file, with lists in place of tuples: YAML has no others."""
     import yaml
 
     plain = {key: list(v) if isinstance(v, tuple) else v for key, v in content.items()}
@@ -77,7 +77,8 @@ def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that say of a server what its file says: they would win over it."""
+    """The environment without the variables that say of a server what its file says: they would win
+    over it."""
     names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
     variables = {f"VLLMX_{name.upper()}" for name in (*names, "config")}
     return {key: value for key, value in environment.items() if key not in variables}

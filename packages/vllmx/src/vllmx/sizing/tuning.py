@@ -154,7 +154,8 @@ class Search(MutableRecord):
                 return
 
     def _raise_rate(self, holds: Callable[[float], bool], rate: float, factor: float) -> None:
-        """From a rate that is held, to where one is not; each step is twice as far at the most."""
+        """Raises the rate from one that is held to where one is not; each step is twice as far at
+        the most."""
         while rate < self.max_rate:
             higher = min(self.max_rate, rate * factor)
             if not holds(higher):
