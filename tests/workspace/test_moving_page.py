@@ -29,6 +29,11 @@ def test_every_command_is_understood(root: Path) -> None:
     page = (root / "docs" / "moving.md").read_text()
     commands = re.findall(r"`(vllmx [^`]+)`", page)
     assert len(commands) > 12
+    deploy = (root / "docs" / "deploy.md").read_text()
+    commands += re.findall(r"^(vllmx .+)$", deploy, re.MULTILINE)
+    images = re.findall(r"^docker run .* vllmx(?::cuda)? (serve .+)$", deploy, re.MULTILINE)
+    assert len(images) == 2
+    commands += [f"vllmx {rest}" for rest in images]
     for text in commands:
         is_understood(text)
 

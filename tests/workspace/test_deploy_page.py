@@ -1,0 +1,139 @@
+"""The image and the manifest of docs/deploy: what they say of vllmx is so, and they fit."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from vllmx.cli.group import cli
+from vllmx.cli.serve import serve
+from vllmx_server.app import ROUTES
+from vllmx_server.config import ServerConfig
+
+GET = {path for method, path, _ in ROUTES if method == "GET"}
+
+
+@pytest.fixture(scope="module")
+def dockerfile(root: Path) -> list[tuple[str, str]]:
+    """(instruction, the rest), continued lines joined."""
+    text = (root / "docs" / "deploy" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", "")
+    found = [line.partition(" ") for line in joined.splitlines() if line]
+    return [(name, rest.strip()) for name, _, rest in found]
+
+
+@pytest.fixture(scope="module")
+def manifest(root: Path) -> dict[str, list[Any]]:
+    """Objects by their kind."""
+    found: dict[str, list[Any]] = {}
+    for each in yaml.safe_load_all((root / "docs" / "deploy" / "kubernetes.yaml").read_text()):
+        found.setdefault(each["kind"], []).append(each)
+    return found
+
+
+def values(dockerfile: list[tuple[str, str]], name: str) -> list[str]:
+    return [rest for instruction, rest in dockerfile if instruction == name]
+
+
+def environment(dockerfile: list[tuple[str, str]]) -> dict[str, str]:
+    (text,) = values(dockerfile, "ENV")
+    return dict(part.split("=", 1) for part in shlex.split(text))
+
+
+def understood(arguments: list[str]) -> Any:
+    """What `vllmx` makes of a command line; nothing is run."""
+    context = cli.make_context("vllmx", [], resilient_parsing=True)
+    name, command, rest = cli.resolve_command(context, arguments)  # type: ignore[attr-defined]
+    assert command is not None, name
+    return command.make_context("vllmx", rest).params
+
+
+def test_the_image_starts_what_is_there(dockerfile: list[tuple[str, str]]) -> None:
+    entry, command = (json.loads(values(dockerfile, name)[-1]) for name in ("ENTRYPOINT", "CMD"))
+    assert entry == ["vllmx"]
+    understood(command)
+    fields = {parameter.name for parameter in serve.params}
+    variables = environment(dockerfile)
+    ours = [name for name in variables if name.startswith("VLLMX_")]
+    assert len(ours) > 3
+    for name in ours:
+        assert name.removeprefix("VLLMX_").lower() in fields, name
+    assert values(dockerfile, "EXPOSE") == [variables["VLLMX_PORT"]]
+    (user,) = values(dockerfile, "USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
+
+
+def test_the_image_is_built_of_what_is_there(root: Path, dockerfile: list[tuple[str, str]]) -> None:
+    """Copied folders, packages, extras; its shell commands are ones of a shell."""
+    sources = [rest.split()[-2] for rest in values(dockerfile, "COPY")]
+    assert [(root / each).is_dir() for each in sources if not each.startswith("/")] == [True]
+    text = (root / "packages" / "vllmx" / "pyproject.toml").read_text()
+    for extra in ("cpu", "cuda", "cuda13", "torch"):
+        assert re.search(rf"^{extra} = ", text, re.MULTILINE)
+        assert (root / "packages" / f"vllmx-{extra.removesuffix('13')}").is_dir()
+    runs = values(dockerfile, "RUN")
+    names = re.findall(r"for name in ([a-z ]+)", " ".join(runs))[0].split()
+    assert all((root / "packages" / f"vllmx-{name}").is_dir() for name in names)
+    shell = shutil.which("sh")
+    assert shell is not None
+    for run in runs:
+        subprocess.run([shell, "-n", "-c", run], check=True, timeout=60)
+
+
+def test_the_health_check_asks_a_route(dockerfile: list[tuple[str, str]]) -> None:
+    (check,) = values(dockerfile, "HEALTHCHECK")
+    python, option, code = json.loads(check[check.index("[") :])
+    assert (python, option) == ("python", "-c")
+    ast.parse(code)
+    (port, path) = re.findall(r"127\.0\.0\.1:(\d+)(/\w+)", code)[0]
+    assert port == environment(dockerfile)["VLLMX_PORT"]
+    assert path in GET
+
+
+def test_the_manifest_runs_the_image(
+    dockerfile: list[tuple[str, str]], manifest: dict[str, list[Any]]
+) -> None:
+    (deployment,), (service,) = manifest["Deployment"], manifest["Service"]
+    pod = deployment["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    (container,) = pod["spec"]["containers"]
+    given = understood(container["args"])
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert given["api_keys_file"].rpartition("/")[0] == mounts["keys"]
+    assert set(json.loads(values(dockerfile, "VOLUME")[0])) <= set(mounts.values())
+    assert {each["name"] for each in pod["spec"]["volumes"]} == set(mounts)
+    claims = {each["metadata"]["name"] for each in manifest["PersistentVolumeClaim"]}
+    used = [
+        each["persistentVolumeClaim"] for each in pod["spec"]["volumes"] if "persi" in str(each)
+    ]
+    assert {each["claimName"] for each in used} == claims
+    (port,) = container["ports"]
+    assert str(port["containerPort"]) == environment(dockerfile)["VLLMX_PORT"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    user, _, group = values(dockerfile, "USER")[0].partition(":")
+    context = pod["spec"]["securityContext"]
+    assert (context["runAsUser"], context["fsGroup"]) == (int(user), int(group))
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_probes_and_the_grace_period_fit_the_server(manifest: dict[str, list[Any]]) -> None:
+    pod = manifest["Deployment"][0]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = container[name]["httpGet"]
+        assert asked["path"] in GET
+        assert asked["port"] == container["ports"][0]["name"]
+    before = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    drain_s = float(understood(container["args"])["drain_timeout_s"])
+    assert drain_s == ServerConfig().drain_timeout_s
+    assert pod["terminationGracePeriodSeconds"] >= before + drain_s + 10
