@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
-from vllmx_engine.core.waiting import FairShare
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllmx_core.testing.fake import FakeRules
+from vllmx_engine.core.waiting import FairShare, WaitingQueue
+
+from .harness import Harness
+from .test_waiting import waiting
 
 
 def charge(share: FairShare, **tokens: int) -> None:
@@ -54,3 +62,69 @@ def test_many_clients_come_and_go() -> None:
     assert len(share) == 0
     share.enter("again")
     assert share.service("again") == 0
+
+
+def test_a_share_of_two_is_given_twice_as_much() -> None:
+    share = FairShare()
+    share.enter("a", 2.0)
+    share.enter("b")
+    charge(share, a=30, b=30)
+    assert (share.service("a"), share.service("b")) == (15, 30)
+    share.charge_one(share.slot("b"), 6)
+    share.charge_one(share.slot("a"), 6)
+    assert (share.service("a"), share.service("b")) == (18, 36)
+    share.enter("b", 4.0)  # its key was given another share
+    charge(share, b=8)
+    assert share.service("b") == 38
+
+
+SHARES = st.lists(st.sampled_from([0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=6)
+
+
+@settings(max_examples=100)
+@given(shares=SHARES, sizes=st.lists(st.integers(1, 90), min_size=1, max_size=40))
+def test_who_always_waits_is_given_its_share(shares: list[float], sizes: list[int]) -> None:
+    """What two clients that always wait were given over their shares differs by no more than the
+    largest request over the smaller share, and a newcomer's one request is next but for a request
+    of each of them."""
+    share = FairShare()
+    queue = WaitingQueue(share, fcfs=False)
+    arrivals, served_to = itertools.count(), dict.fromkeys(map(str, range(len(shares))), 0.0)
+
+    def join(client: str, weight: float) -> None:
+        share.enter(client, weight)
+        queue.push(waiting(next(arrivals), client=client, share=weight))
+
+    def admit(size: int) -> str:
+        head = queue.first()
+        assert head is not None
+        queue.admit()
+        share.charge_one(share.slot(head.request.client), size)
+        return head.request.client
+
+    weights = dict(zip(served_to, shares, strict=True))
+    for client in served_to:
+        for _ in range(2):
+            join(client, weights[client])
+    for size in sizes:
+        client = admit(size)
+        served_to[client] += size
+        join(client, weights[client])
+        served = [served_to[each] / weights[each] for each in served_to]
+        assert max(served) - min(served) <= max(sizes) / min(shares) + 1e-9
+    join("new", 1.0)
+    order = [admit(max(sizes)) for _ in range(len(shares) + 1)]
+    assert "new" in order
+
+
+def test_rows_are_shared_while_all_wait() -> None:
+    """Through the core: all rows become free at once, time and again."""
+    harness = Harness(config={"max_num_seqs": 4}, rules=FakeRules(48, eos_id=None))
+    for client, weight in (("a", 1.0), ("b", 3.0)):
+        for number in range(40):
+            prompt = [number % 40, 1, 2, 3]
+            harness.add(prompt, 2, name=f"{client}{number}", client=client, share=weight)
+    harness.run()
+    for count in (12, 24, 36, 48):  # of 40 that "b" has in all
+        num_b = sum(name.startswith("b") for name in harness.order[:count])
+        assert abs(num_b - 3 * count / 4) <= 4

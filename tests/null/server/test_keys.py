@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from vllmx.cli.keys import keys
 from vllmx_core.errors import ConfigError
+from vllmx_core.sampling import SamplingParams
 from vllmx_server.desk import RemoteDesk, ServedDesk, Used, Wanted
 from vllmx_server.errors import RateLimitError
 from vllmx_server.keys.limits import KeyDesk
@@ -298,3 +300,31 @@ def test_the_command_makes_keys(tmp_path: Path) -> None:
     run("remove", "ann")
     with pytest.raises(ConfigError, match="it has: boss"):
         run("remove", "ann")
+
+
+async def test_a_key_with_many_requests_delays_others_by_its_share_alone(
+    tmp_path: Path, make_server: MakeServer
+) -> None:
+    path = key_file(tmp_path, ann={}, bob={"share": 3.0}, eve={})
+    engine = {"max_num_seqs": 1}
+    fake = {"step_s": 0.004, "max_model_len": 16000}
+    async with make_server({"api_keys_file": path}, engine, **fake) as served:
+        ended: list[str] = []
+
+        async def one(name: str) -> None:
+            assert (await ask(served, name)).status_code == 200
+            ended.append(name)
+
+        params = SamplingParams(max_tokens=15000, ignore_eos=True)  # for a minute
+        running = await served.llm.submit("a", params)
+        async with asyncio.TaskGroup() as group:
+            for count, name in ((20, "ann"), (20, "bob"), (1, "eve")):
+                for _ in range(count):
+                    group.create_task(one(name))
+                async with asyncio.timeout(40):
+                    while served.llm.num_in_flight < 1 + len(group._tasks):
+                        await asyncio.sleep(0.005)
+            assert not ended  # all of them wait, the greedy one's first
+            running.abort()
+        assert ended.index("eve") < 8
+        assert 11 <= ended[:20].count("bob") <= 18

@@ -266,15 +266,15 @@ def caller_of(request: Request, body: Asking) -> RequestOptions:
     """The client that asks, and how urgently. The prefix-cache salt goes by the API key, so that no
     client can probe another's prompts; a `cache_salt` of the request narrows it further. Raises
     InvalidRequestError for a priority that the key does not allow."""
-    client, key = client_of(request), owner_of(request)
+    client, key, state = client_of(request), owner_of(request), state_of(request)
     priority, queue_timeout_s = body.priority or 0, 0.0
     if "is_batch" in request.scope["state"]:
         priority = BATCH_PRIORITY
     else:
-        state = state_of(request)
         queue_timeout_s = state.config.queue_timeout_s
         state.priorities.get(key, state.priorities[""]).check(priority)
     salt = f"{key}\n{body.cache_salt}" if body.cache_salt else key
     session = getattr(body, "session_id", None) or ""
     log_id = request.scope["state"]["request_id"]
-    return RequestOptions(priority, client, salt, session, log_id, queue_timeout_s=queue_timeout_s)
+    share = state.keys.holder(key).share
+    return RequestOptions(priority, client, salt, session, log_id, share, queue_timeout_s)

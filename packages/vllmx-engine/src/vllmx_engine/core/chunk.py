@@ -27,8 +27,8 @@ class Chunk(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """The number of tokens without those that were computed before a preemption: to make room
-        for others is no service, and is not paid for twice."""
+        """The number of tokens without those that were charged on admission, or computed before a
+        preemption: to make room for others is no service, and is not paid for twice."""
         charged = self.sequence.num_charged
         if charged <= self.start:
             return self.num_tokens

@@ -17,7 +17,7 @@ from vllmx_engine.core.cost import StepCost
 from vllmx_engine.core.images import Images, StepImages
 from vllmx_engine.core.kv import BlockPool
 from vllmx_engine.core.prefix_cache import CacheIdentity, PrefixCache
-from vllmx_engine.core.prefixes import Prefixes
+from vllmx_engine.core.prefixes import Hit, Prefixes
 from vllmx_engine.core.row_blocks import RowBlocks
 from vllmx_engine.core.row_states import RowStates
 from vllmx_engine.core.rows import RowTable
@@ -337,6 +337,17 @@ class Scheduler:
             self.table.start_decoding(sequence)
         return Chunk(sequence, start, size, num_logits, samples)
 
+    def _charge_prompt(self, sequence: Sequence, hit: Hit) -> int:
+        """The slot of the client of a sequence that is admitted. Where it might be admitted again
+        in place of other clients, it is charged for the prompt at once, so that the rows of one
+        step are shared between them."""
+        slot = self.share.slot(sequence.request.client)
+        if self.share.has_more(slot) and not sequence.was_preempted:
+            cached = hit.num_blocks * self.limits.block_size
+            self.share.charge_one(slot, sequence.num_prompt - cached)
+            sequence.num_charged = sequence.num_prompt
+        return slot
+
     def _charge(self, batch: Batch) -> None:
         if len(self.share) > 1:
             clients = self.table.client
@@ -359,7 +370,7 @@ class Scheduler:
         sequence.found = None
         self.running.append(sequence)
         insort(self.prefills, sequence, key=self.queue.order)
-        self.blocks.admit(sequence, self.share.slot(sequence.request.client), hit)
+        self.blocks.admit(sequence, self._charge_prompt(sequence, hit), hit)
         self.table.rank[sequence.row] = self.queue.asked(sequence)
         if self.states is not None:
             self.states.admit(sequence, hit, has_followers=self._waiting.has_followers(sequence))

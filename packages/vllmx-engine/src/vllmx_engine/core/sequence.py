@@ -149,7 +149,8 @@ class Sequence:
         """While it waits: what the last look at its prefix found."""
         self.num_cached_tokens = 0
         self.num_charged = 0
-        """The first so many tokens were charged to its client before it was preempted."""
+        """The first so many tokens were charged to its client: its prompt as it was admitted, or
+        what was computed before it was preempted."""
         self.num_passed = 0
         """How many went before it, later in the queue, because it did not fit."""
         self.num_scored = 0 if params.prompt_logprobs is not None else self.num_prompt

@@ -23,9 +23,10 @@ _Head = tuple[float, int, str]
 
 
 class FairShare:
-    """Tokens computed for each client ("virtual token counter": Sheng et al., "Fairness in serving
-    large language models", OSDI 2024). The client with the fewest is served next. Who comes back
-    from a pause starts no lower than the least served one, so that idling saves up nothing.
+    """Tokens that each client was given, over its share ("virtual token counter", with weights:
+    Sheng et al., "Fairness in serving large language models", OSDI 2024). The client with the
+    fewest is served next. Who comes back from a pause starts no lower than the least served one,
+    so that idling saves up nothing.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class FairShare:
         """Requests of the client of each slot."""
         self._service = np.full(16, np.inf)
         """Of each slot; infinite where no client lives."""
+        self._of_token = np.ones(16)
+        """What a token counts for the client of each slot: one over its share."""
         self._free = list(range(15, -1, -1))
         self._left: OrderedDict[str, float] = OrderedDict()
 
@@ -41,19 +44,23 @@ class FairShare:
         """Clients with live requests."""
         return len(self._slots)
 
-    def enter(self, client: str) -> None:
-        """A request of the client begins to wait."""
-        if client in self._slots:
-            self._live[self._slots[client]] += 1
+    def enter(self, client: str, share: float = 1.0) -> None:
+        """A request of the client begins to wait; the last one that came says what its share is."""
+        slot = self._slots.get(client)
+        if slot is not None:
+            self._live[slot] += 1
+            self._of_token[slot] = 1.0 / share
             return
         if not self._free:
             size = self._service.size
             self._service = np.concatenate([self._service, np.full(size, np.inf)])
+            self._of_token = np.concatenate([self._of_token, np.ones(size)])
             self._live += [0] * size
             self._free = list(range(2 * size - 1, size - 1, -1))
         least = float(self._service.min()) if self._slots else 0.0
         slot = self._free.pop()
         self._service[slot] = max(self._left.pop(client, 0.0), least)
+        self._of_token[slot] = 1.0 / share
         self._slots[client] = slot
         self._live[slot] = 1
 
@@ -82,13 +89,21 @@ class FairShare:
         return self._slots[client]
 
     def service(self, client: str) -> float:
-        """Tokens computed for a live client, more or less."""
+        """Tokens of a live client over its share, more or less."""
         service: float = self._service.item(self._slots[client])
         return service
 
+    def has_more(self, slot: int) -> bool:
+        """Whether there are other clients, and a client has other requests beside one."""
+        return self._live[slot] > 1 and len(self._slots) > 1
+
+    def charge_one(self, slot: int, num_tokens: int) -> None:
+        """Adds so many tokens to one client."""
+        self._service[slot] += num_tokens * self._of_token.item(slot)
+
     def charge(self, slots: AnyArray, tokens: AnyArray) -> None:
         """Adds to the clients in `slots` the tokens of a step, one entry a row."""
-        self._service += np.bincount(slots, tokens, self._service.size)
+        self._service += np.bincount(slots, tokens, self._service.size) * self._of_token
 
 
 class _Class:

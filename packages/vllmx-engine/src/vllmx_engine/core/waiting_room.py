@@ -35,7 +35,7 @@ class WaitingRoom:
 
     def enter(self, sequence: Sequence, *, hold: bool) -> None:
         """Takes a new one in; with `hold` it waits for `release`."""
-        self.share.enter(sequence.request.client)
+        self.share.enter(sequence.request.client, sequence.request.share)
         self.ranks[self.queue.asked(sequence)] += 1
         self._followers.may_lead(sequence)
         if hold:

@@ -40,6 +40,8 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     tokens_per_minute: _Count | None = None
     concurrency: _Count | None = None
     """Requests at a time."""
+    share: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
+    """Of the capacity that those who wait at one priority get: twice as much where it is 2."""
     priority_range: str | None = None
     """LEAST:GREATEST, as in --priority-range."""
 

@@ -30,6 +30,11 @@ class Holder:
         """The name that operators know the holder by."""
         return self.client if self.record is None else self.record.name
 
+    @property
+    def share(self) -> float:
+        """The part of the capacity that this client gets beside others that wait."""
+        return 1.0 if self.record is None else self.record.share
+
     def check_model(self, model: str) -> None:
         """Raises ForbiddenError for a served name that the key may not use."""
         if self.record is None or self.record.models is None or model in self.record.models:

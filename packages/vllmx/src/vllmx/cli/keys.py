@@ -36,6 +36,12 @@ def keys() -> None:
 @click.option("--requests-per-minute", type=_COUNT)
 @click.option("--tokens-per-minute", type=_COUNT, help="Of prompts and answers together.")
 @click.option("--concurrency", type=_COUNT, help="Requests at a time.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0.001, 1000),
+    default=1.0,
+    help="Of the capacity, beside the other keys that wait: twice as much where it is 2.",
+)
 @click.option("--priority-range", help="LEAST:GREATEST, what `priority` may be.")
 def add(
     name: str,
@@ -45,6 +51,7 @@ def add(
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
     concurrency: int | None,
+    share: float,
     priority_range: str | None,
 ) -> None:
     """Make a key for NAME and print it, this once: the file has no more than its digest.
@@ -71,6 +78,7 @@ def add(
                 "requests_per_minute": requests_per_minute,
                 "tokens_per_minute": tokens_per_minute,
                 "concurrency": concurrency,
+                "share": share,
                 "priority_range": priority_range,
             },
             KeyRecord,
