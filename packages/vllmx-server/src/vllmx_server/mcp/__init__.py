@@ -1,0 +1,1 @@
+"""Tools of MCP servers that the operator names, for models to call."""

@@ -1,0 +1,111 @@
+"""Tools of MCP servers as models are offered them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllmx_core.errors import InvalidRequestError, listing
+
+from vllmx_server.mcp.settings import ServerSettings
+from vllmx_server.schema.tools import check_tools
+
+if TYPE_CHECKING:
+    from mcp_types import Tool
+
+MAX_TOOLS = 128
+"""Of one server."""
+MAX_TOOL_BYTES = 16 << 10
+"""Of one tool's definition, which stands in every prompt."""
+_MAX_NAME = 128
+_STRANGE = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class OfferedTool(msgspec.Struct, frozen=True):
+    """One tool."""
+
+    name: str
+    """What models call: the server's name, two underscores, and the tool's name without the
+    characters that models cannot write."""
+    server: str
+    tool: str
+    """The server's own name of it."""
+    description: str
+    schema: dict[str, Any]
+    annotations: dict[str, Any] | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """As chats have it."""
+        spec = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": spec}
+
+
+def offered(
+    settings: ServerSettings, tools: Iterable[Tool]
+) -> tuple[tuple[OfferedTool, ...], list[str]]:
+    """Those tools of a server that models can be offered, and for each of the others why not, for
+    the log."""
+    found: dict[str, OfferedTool] = {}
+    left_out: list[str] = []
+    allowed = settings.allowed_tools
+    for tool in tools:
+        if allowed is not None and tool.name not in allowed:
+            continue
+        made = _offered(settings.name, tool)
+        if isinstance(made, str):
+            left_out.append(made)
+        elif made.name in found:
+            left_out.append(f"{made.name} is there twice")
+        elif len(found) == MAX_TOOLS:
+            left_out.append(f"{made.name} is one too many")
+        else:
+            found[made.name] = made
+    for name in allowed or ():
+        if all(tool.tool != name for tool in found.values()):
+            left_out.append(f"{name[:_MAX_NAME]!r} is allowed and not there")
+    return tuple(found.values()), left_out
+
+
+def _offered(server: str, tool: Tool) -> OfferedTool | str:
+    name = f"{server}__{_STRANGE.sub('_', tool.name)}"[:_MAX_NAME]
+    hints = tool.annotations
+    made = OfferedTool(
+        name,
+        server,
+        tool.name,
+        tool.description or tool.title or "",
+        {"type": "object", **tool.input_schema},
+        None if hints is None else hints.model_dump(mode="json", by_alias=True, exclude_none=True),
+    )
+    if not tool.name or len(tool.name) > _MAX_NAME:
+        return f"{name} has a name of {len(tool.name)} characters"
+    if len(msgspec.json.encode(made)) > MAX_TOOL_BYTES:
+        return f"{name} is defined by more than {MAX_TOOL_BYTES} bytes"
+    if not isinstance(made.schema.get("properties", {}), dict):
+        return f"{name} has a schema whose properties are no object"
+    try:
+        check_tools([made.function])
+    except InvalidRequestError:
+        return f"{name} has a schema that is none of an object, or too deep"
+    return made
+
+
+def chosen(
+    tools: Sequence[OfferedTool], names: Sequence[str] | None, param: str
+) -> list[OfferedTool]:
+    """Those that a request allows, by the server's names of them or ours; None: all. Raises
+    InvalidRequestError."""
+    if names is None:
+        return list(tools)
+    known = {tool.tool for tool in tools} | {tool.name for tool in tools}
+    wrong = next((name for name in names if name not in known), None)
+    if wrong is not None:
+        have = listing([tool.tool for tool in tools])
+        raise InvalidRequestError(
+            f"{param} names {wrong[:_MAX_NAME]!r}, which is none of the server's tools: {have}",
+            param=param,
+        )
+    return [tool for tool in tools if tool.tool in names or tool.name in names]
