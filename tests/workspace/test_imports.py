@@ -47,12 +47,13 @@ IN_FUNCTIONS = {
     "vllmx_torch": {"transformers"},
     "vllmx_engine": {"llguidance", "PIL"},
     "vllmx_models": {"huggingface_hub", "safetensors", "gguf"},
+    "vllmx_server": {"anyio", "httpx2", "mcp", "mcp_types", "pydantic"},
     "vllmx": {"msgspec", "prompt_toolkit"},
 }
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
-    "llguidance", "PIL",
+    "llguidance", "PIL", "mcp", "pydantic",
 )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def sources(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def imports(tree: ast.AST, *, top: bool = True) -> Iterator[tuple[str, bool]]:
-    """(first part of the module's name, whether it is at the top level of the file)."""
+    """(first part of the module's name, whether it is imported with the file)."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -73,6 +74,7 @@ def imports(tree: ast.AST, *, top: bool = True) -> Iterator[tuple[str, bool]]:
             yield (node.module or "").split(".")[0], top
         else:
             inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inside = inside or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
             yield from imports(node, top=top and not inside)
 
 
@@ -122,6 +124,7 @@ AFTER_THE_CORE_BEGAN = (
     "vllmx_server.running", "vllmx_engine.async_llm", "vllmx_engine.client",
     "vllmx_engine.formats", "vllmx_engine.text", "vllmx_core.ops", "vllmx_models.decoder",
     "starlette", "hypercorn", "h2", "prometheus_client", "sqlite3", "jinja2", "tokenizers",
+    "mcp", "pydantic",
 )  # fmt: skip
 SPAWNING = """
 import os, sys

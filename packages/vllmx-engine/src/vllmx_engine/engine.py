@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllmx_core.config import EngineConfig
 from vllmx_core.errors import InvalidRequestError
@@ -30,6 +30,9 @@ from vllmx_engine.text.tokenizer import Tokenizer
 from vllmx_engine.wire.messages import CoreInfo, FinishReason
 from vllmx_engine.wire.outputs import CompletionOutput, RequestOutput
 
+if TYPE_CHECKING:
+    from vllmx_engine.client.answers import AnswerReaders
+
 
 class TextStream(Iterator[str]):
     """The text of one sequence as it grows. After the end `finish_reason` and `stop_reason` tell
@@ -42,6 +45,12 @@ class TextStream(Iterator[str]):
         """All so far."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+
+    @property
+    def readers(self) -> AnswerReaders | None:
+        """What tells thoughts and calls of tools from content in this text; None where there is
+        nothing to tell, or it began without `chat`."""
+        return self._state.request.readers
 
     def __next__(self) -> str:
         """The next piece, never empty."""
@@ -142,11 +151,17 @@ class Engine(HasEngine):
         return [state.output() for state in states]
 
     def generate_stream(
-        self, params: SamplingParams, prompt: str | Sequence[int]
+        self,
+        params: SamplingParams,
+        prompt: str | Sequence[int],
+        *,
+        chat: ChatOptions | None = None,
     ) -> tuple[int, int, TextStream]:
         """Starts one sequence: (sequence id for `cancel`, tokens of the prompt, its text).
 
-        The stream computes while it is iterated. Raises InvalidRequestError, also for n > 1.
+        The stream computes while it is iterated. With `chat`, by which the prompt was made, its
+        text has the markers of thoughts and calls for `TextStream.readers`. Raises
+        InvalidRequestError, also for n > 1.
         """
         if (params.best_of or params.n) > 1:
             raise InvalidRequestError(
@@ -155,6 +170,8 @@ class Engine(HasEngine):
                 param="n",
             )
         request = self._build(params, prompt)
+        if chat is not None:
+            request = self._engine.renderer.with_readers(request, chat)
         state = self._engine.submit(request, "delta")
         seq_id = next(self._seq_ids)
         self._streams = {key: kept for key, kept in self._streams.items() if not kept.finished}

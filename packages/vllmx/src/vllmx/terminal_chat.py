@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from vllmx_core.config_values import nearest
-from vllmx_core.errors import ConfigError, ContextLengthError
+from vllmx_core.errors import ConfigError, ContextLengthError, VllmxError
 from vllmx_core.sampling import SamplingParams
 from vllmx_engine.engine import Engine
+
+from vllmx.chat_tools import (
+    MAX_ROUNDS,
+    Aside,
+    ChatTools,
+    call_message,
+    result_message,
+    shown_call,
+    shown_result,
+)
 
 HELP = """\
 /help                 this list
@@ -26,8 +36,16 @@ HELP = """\
 /quit                 leave"""
 
 
+_KEYS = {"role", "content", "tool_calls", "name", "tool_call_id"}
+"""Of a message in a file."""
+
+
 class Conversation:
-    """Messages so far, and what the user changed about sampling."""
+    """Messages so far, and what the user changed about sampling.
+
+    Args:
+        tools: that the model may call; None: there are none.
+    """
 
     AGAIN = "again"
     MAKE_ROOM = "/undo takes back the last question, /reset forgets the conversation"
@@ -38,11 +56,13 @@ class Conversation:
         sampling: dict[str, Any],
         system: str | None,
         template_arguments: dict[str, Any],
+        tools: ChatTools | None = None,
     ) -> None:
         self._engine = engine
         self._sampling = {"max_tokens": None, **sampling}
         self._template_arguments = template_arguments
-        self.messages: list[dict[str, str]] = []
+        self._tools = tools
+        self.messages: list[dict[str, Any]] = []
         self.generated_tokens = 0
         self.is_full = False
         """Whether the last answer ended because the context was full."""
@@ -57,6 +77,9 @@ class Conversation:
         ContextLengthError that says how to make room."""
         if text is not None:
             self.messages.append({"role": "user", "content": text})
+        if self._tools is not None:
+            yield from self._answer_with_tools(self._tools)
+            return
         answer: list[str] = []
         self.generated_tokens = 0
         self.is_full = False
@@ -79,6 +102,47 @@ class Conversation:
             else:
                 self._engine.cancel(seq_id)
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def _answer_with_tools(self, tools: ChatTools) -> Iterator[str]:
+        """As `answer`, in rounds: what the model calls is run, and it reads what came of it."""
+        asked, self.generated_tokens, self.is_full = len(self.messages), 0, False
+        try:
+            for _ in range(MAX_ROUNDS):
+                before = self.generated_tokens
+                made = tools.round(self._engine, self.messages, self._sampling)
+                calls = []
+                try:
+                    for piece in made.pieces():
+                        self.generated_tokens = before + len(made.stream.token_ids)
+                        yield piece
+                    self.generated_tokens = before + len(made.stream.token_ids)
+                    calls = made.calls()
+                    results = []
+                    for call, result in tools.results(calls):
+                        yield shown_call(call)
+                        yield shown_result(result)
+                        results.append(result_message(call, result))
+                except BaseException:
+                    calls = []  # a call without its result is no conversation
+                    raise
+                finally:
+                    self._engine.cancel(made.seq_id)
+                    content = made.found.content
+                    if not calls:
+                        self.messages.append({"role": "assistant", "content": content})
+                if not calls:
+                    is_cut = made.stream.finish_reason == "length"
+                    self.is_full = is_cut and made.params.max_tokens is None
+                    return
+                self.messages += [call_message(content, calls), *results]
+            yield Aside(f"(stopped after {MAX_ROUNDS} rounds of calls)")
+            self.messages.append({"role": "assistant", "content": ""})
+        except ContextLengthError as error:
+            del self.messages[asked - 1 :]
+            raise ContextLengthError(f"{error.message}; {self.MAKE_ROOM}") from None
+        except VllmxError:
+            del self.messages[asked - 1 :]
+            raise
 
     def command(self, line: str) -> str | None:
         """Runs a /command and returns what to show; None to leave. Raises ConfigError."""
@@ -112,19 +176,21 @@ class Conversation:
         return "System message set." if text else "No system message."
 
     def _undo(self) -> str:
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
+        self._forget_answer()
         if not self.messages or self.messages[-1]["role"] != "user":
             raise ConfigError("there is nothing to take back")
         self.messages.pop()
         return "Taken back."
 
     def _again(self) -> str:
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
+        self._forget_answer()
         if not self.messages or self.messages[-1]["role"] != "user":
             raise ConfigError("there is no question to answer again")
         return self.AGAIN
+
+    def _forget_answer(self) -> None:
+        while self.messages and self.messages[-1]["role"] in ("assistant", "tool"):
+            self.messages.pop()
 
     def _set(self, argument: str) -> str:
         name, _, text = argument.partition(" ")
@@ -165,7 +231,7 @@ class Conversation:
         except (ValueError, RecursionError):
             raise ConfigError(f"{path} is not a conversation written by /save") from None
         good = isinstance(found, list) and all(
-            isinstance(m, dict) and {"role", "content"} == set(m) for m in found
+            isinstance(m, dict) and {"role", "content"} <= set(m) <= _KEYS for m in found
         )
         if not good:
             raise ConfigError(f"{path} is not a conversation written by /save")

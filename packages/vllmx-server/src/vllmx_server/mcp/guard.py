@@ -1,11 +1,12 @@
 """Runs an MCP server and ends it with us: `python -I -S guard.py LIFE COMMAND ...`.
 
-The server gets this process's standard streams and a session of its own. LIFE is the descriptor of a
-pipe that nobody writes to: its end, however we ended, kills the server with all that it started.
+The server gets this process's standard streams and a session of its own. LIFE is the descriptor of
+a pipe that nobody writes to: its end, however we ended, kills the server with all that it started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -23,7 +24,7 @@ def _become(command: list[str]) -> NoReturn:
             import ctypes
 
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        os.execvp(command[0], command)
+        os.execvp(command[0], command)  # noqa: S606  # the operator's own command, word by word
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode(errors="backslashreplace"))
     os._exit(127)
@@ -32,10 +33,8 @@ def _become(command: list[str]) -> NoReturn:
 def _kill(child: int) -> None:
     """The server, which is not reaped yet, and what it started."""
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(OSError):  # it has no group yet, or has ended
             kill(child, signal.SIGKILL)
-        except OSError:
-            pass  # it has no group yet, or has ended
 
 
 def main() -> NoReturn:

@@ -35,9 +35,12 @@ async def _transport(settings: ServerSettings) -> AsyncIterator[TransportStreams
         timeout=httpx2.Timeout(_CONNECT_S, read=wait_s + _CONNECT_S),
         event_hooks={"response": [_bound]},
     )
-    async with client, streamable_http_client(
-        settings.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
-    ) as streams:
+    async with (
+        client,
+        streamable_http_client(
+            settings.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
+        ) as streams,
+    ):
         yield streams
 
 

@@ -22,10 +22,11 @@ class BabbleError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class TooLarge:
-    """The answer to a request, of which only that is known."""
+class Unread:
+    """An answer of which only that is known to what it is one."""
 
     request_id: int
+    reason: str
 
 
 class MessageLines:
@@ -40,7 +41,7 @@ class MessageLines:
         """Of a line that is too long; `_line` has its beginning then."""
         self._noise = 0
 
-    def feed(self, data: bytes) -> Iterator[bytes | TooLarge]:
+    def feed(self, data: bytes) -> Iterator[bytes | Unread]:
         """Lines that may be messages, and answers that are too large. Raises BabbleError."""
         *ended, rest = data.split(b"\n")
         for piece in ended:
@@ -48,8 +49,14 @@ class MessageLines:
             yield from self._end()
         self._add(rest)
 
-    def note_noise(self, num_bytes: int) -> None:
-        """Some of what was given was no message. Raises BabbleError where that goes on and on."""
+    def unread(self, line: bytes) -> Unread | None:
+        """What is known of a line that cannot be read. Raises BabbleError where that goes on and
+        on."""
+        self._note_noise(len(line))
+        found = _FIRST.match(line) or _LAST.search(line[-_ENDS:])
+        return None if found is None else Unread(int(found[1]), "the answer cannot be read")
+
+    def _note_noise(self, num_bytes: int) -> None:
         self._noise += num_bytes + 1
         if self._noise > MAX_NOISE_BYTES:
             raise BabbleError("it writes what are no messages")
@@ -64,18 +71,18 @@ class MessageLines:
             self._line = (self._line + piece[:_ENDS])[:_ENDS]
         self._tail = (self._tail + piece[-_ENDS:])[-_ENDS:]
 
-    def _end(self) -> Iterator[bytes | TooLarge]:
+    def _end(self) -> Iterator[bytes | Unread]:
         line, tail, is_large = bytes(self._line), self._tail, self._is_large
         self._line, self._tail, self._size, self._is_large = bytearray(), b"", 0, False
         if is_large:
             found = _FIRST.match(line) or _LAST.search(tail)
             if found is None:
                 raise BabbleError(f"it writes lines of more than {self._max_bytes} bytes")
-            yield TooLarge(int(found[1]))
+            yield Unread(int(found[1]), "the answer is larger than what is read of one")
         elif line.lstrip().startswith(b"{"):
             yield line
         elif line.strip():
-            self.note_noise(len(line))
+            self._note_noise(len(line))
 
 
 class Pace:

@@ -93,6 +93,17 @@ def _offered(server: str, tool: Tool) -> OfferedTool | str:
     return made
 
 
+def called(tools: Iterable[OfferedTool], name: str) -> OfferedTool | None:
+    """The tool that a model means: models leave out the server's name where that is plain."""
+    own = []
+    for tool in tools:
+        if tool.name == name:
+            return tool
+        if tool.tool == name:
+            own.append(tool)
+    return own[0] if len(own) == 1 else None
+
+
 def chosen(
     tools: Sequence[OfferedTool], names: Sequence[str] | None, param: str
 ) -> list[OfferedTool]:

@@ -13,6 +13,7 @@ from vllmx_core.errors import excerpt
 
 from vllmx_server import __version__
 from vllmx_server.mcp.http import http_transport
+from vllmx_server.mcp.listing import ToolLists
 from vllmx_server.mcp.offered import OfferedTool, offered
 from vllmx_server.mcp.results import TIMED_OUT, ToolResult, failure, read_result
 from vllmx_server.mcp.settings import ServerSettings
@@ -59,6 +60,7 @@ class ToolServer:
         self._useless = asyncio.Event()
         self._relist = asyncio.Event()
         self._calls = asyncio.Semaphore(_MAX_CALLS)
+        self._lists = ToolLists()
         self._left: set[asyncio.Task[Any]] = set()
         self._checking = False
         self._told: str | None = None
@@ -145,8 +147,9 @@ class ToolServer:
         self._relist.clear()
         settings = self.settings
         self.transport = StdioTransport(settings) if settings.command is not None else None
+        self._lists = ToolLists()
         client = Client(
-            self.transport or http_transport(settings),
+            self._lists.checked(self.transport or http_transport(settings)),
             cache=None,
             message_handler=self._on_message,
             client_info=Implementation(name="vllmx", version=__version__),
@@ -155,14 +158,14 @@ class ToolServer:
             async with client:
                 yield client.session
         except Exception as error:
-            if self.transport is not None and self.transport.ended.is_set():
+            if self.transport is not None and self.transport.fault is not None:
                 raise _LostError(self._why_it_ended(self.transport)) from error
             raise
 
     def _why_it_ended(self, transport: StdioTransport) -> str:
         """What it wrote to standard error is told only while no call may have been in it."""
         line = "" if self._up_s else transport.last_line
-        return f"{transport.reason}: {line}" if line else transport.reason
+        return f"{transport.fault}: {line}" if line else f"{transport.fault}"
 
     async def _on_message(self, message: Any) -> None:
         if getattr(message, "method", "") == "notifications/tools/list_changed":
@@ -171,15 +174,16 @@ class ToolServer:
     async def _list(self, session: ClientSession) -> None:
         from mcp_types import PaginatedRequestParams
 
-        tools, cursor = [], None
+        page = await session.list_tools()
+        tools = page.tools
         for _ in range(_MAX_PAGES):
-            params = None if cursor is None else PaginatedRequestParams(cursor=cursor)
-            page = await session.list_tools(params=params)
-            tools += page.tools
-            cursor = page.next_cursor
-            if cursor is None or len(tools) > _MAX_LISTED:
+            if page.next_cursor is None or len(tools) > _MAX_LISTED:
                 break
+            page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+            tools += page.tools
         self.tools, left_out = offered(self.settings, tools)
+        left_out += ["its definition is wrong"] * self._lists.num_wrong
+        self._lists.num_wrong = 0
         if left_out:
             logger.warning(
                 "MCP server %s: %d of its tools are left out: %s%s",

@@ -7,6 +7,7 @@ it but a short text.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Coroutine, Sequence
@@ -81,10 +82,8 @@ class ToolServers:
         if self._loop.is_closed():
             return
         ending = self._submit(self._end())
-        try:
+        with contextlib.suppress(TimeoutError):
             ending.result(_CLOSE_S)
-        except TimeoutError:
-            pass
         for server in self._servers.values():
             if server.transport is not None:
                 server.transport.let_go()
@@ -107,8 +106,10 @@ class ToolServers:
         await self._servers[server].settled.wait()
 
     async def _end(self) -> None:
-        for server in self._servers.values():
+        for server, task in zip(self._servers.values(), self._running, strict=True):
             server.stop()
+            if server.fault is not None:
+                task.cancel()
         if self._running:
             _, left = await asyncio.wait(self._running, timeout=_CLOSE_S / 2)
             for task in left:

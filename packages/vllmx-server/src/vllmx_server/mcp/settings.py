@@ -112,7 +112,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{shown(next(n for n in names if names.count(n) > 1))} stands there twice")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shown(twice)} stands there twice")
     return found
 
 
@@ -186,7 +187,7 @@ def _check_process(server: ServerSettings, command: str, where: str) -> None:
 
 def _check_address(server: ServerSettings, url: str, where: str) -> None:
     if server.args or server.env or server.cwd is not None:
-        raise ConfigError(f"{where} has args, env or cwd, which a url does not take: leave them out")
+        raise ConfigError(f"{where} has args, env or cwd, which no url takes: leave them out")
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

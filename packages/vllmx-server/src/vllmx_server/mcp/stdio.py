@@ -7,9 +7,9 @@ this one is bounded, and what it starts ends with us however we end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine
 from pathlib import Path
@@ -18,18 +18,22 @@ from typing import TYPE_CHECKING, Any
 from vllmx_core.errors import excerpt
 
 from vllmx_server.mcp import guard
-from vllmx_server.mcp.lines import BabbleError, MessageLines, Pace, TooLarge
+from vllmx_server.mcp.lines import BabbleError, MessageLines, Pace, Unread
 from vllmx_server.mcp.settings import ServerSettings
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from mcp.client._transport import TransportStreams
+    from mcp_types import JSONRPCMessage
 
 _RECEIVE_BYTES = 1 << 16
 _LEAVE_S = 2.0
 """For a server to end by itself once its input has."""
+_CODE_S = 5.0
+"""For it to be gone once its output has ended."""
 _KILLED_S = 5.0
+_POLL_S = 0.01
 _STDERR_BYTES = 2000
 
 
@@ -38,7 +42,6 @@ class StdioTransport:
 
     Attributes:
         ended: set when no more will come of it.
-        reason: why, for people.
         last_words: the end of what it wrote to standard error.
     """
 
@@ -48,7 +51,8 @@ class StdioTransport:
         self._life = -1
         self._tasks: list[asyncio.Task[None]] = []
         self.ended = asyncio.Event()
-        self.reason = "it ended"
+        self._babble: str | None = None
+        self._has_left = self._leaving = False
         self.last_words = b""
 
     async def __aenter__(self) -> TransportStreams:
@@ -69,6 +73,9 @@ class StdioTransport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._leaving = True
+        if self._has_left:
+            await self._left(_CODE_S)
         self._tasks[1].cancel()  # it closes the server's input
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -116,29 +123,36 @@ class StdioTransport:
         self._tasks.append(asyncio.ensure_future(work))
 
     async def _left(self, within_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), within_s)
+        """Looks, for `Process.wait` also waits for pipes that nobody may read any more."""
+        give_up_s = time.monotonic() + within_s
+        while self._process.returncode is None and time.monotonic() < give_up_s:
+            await asyncio.sleep(_POLL_S)
 
     async def _read(self, to_session: Any) -> None:
         """Until it ends, babbles, or nobody listens any more."""
         import anyio
 
         try:
-            async with to_session:
-                await self._read_all(to_session)
-            await self._left(_LEAVE_S)
-            code = self._process.returncode
-            self.reason = "it closed its output" if code is None else f"it ended with code {code}"
+            await self._read_all(to_session)
+            self._has_left = not self._leaving
         except BabbleError as error:
-            self.reason = str(error)
+            self._babble = str(error)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             pass
         finally:
+            to_session.close()
             self.ended.set()
+
+    @property
+    def fault(self) -> str | None:
+        """Why it ended, once it did and where that was its own doing."""
+        if self._babble is not None or not self._has_left:
+            return self._babble
+        code = self._process.returncode
+        return "it closed its output" if code is None else f"it ended with code {code}"
 
     async def _read_all(self, to_session: Any) -> None:
         from mcp.shared.message import SessionMessage
-        from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
         assert self._process.stdout is not None
         lines, pace = MessageLines(), Pace()
@@ -146,18 +160,9 @@ class StdioTransport:
             num_messages = num_bytes = 0
             for line in lines.feed(data):
                 num_messages += 1
-                if isinstance(line, TooLarge):
-                    text = "the answer is larger than what is read of one"
-                    error = ErrorData(code=INTERNAL_ERROR, message=text)
-                    answer = JSONRPCError(jsonrpc="2.0", id=line.request_id, error=error)
-                    await to_session.send(SessionMessage(answer))
-                    continue
-                num_bytes += len(line)
-                try:
-                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                except ValueError:
-                    lines.note_noise(len(line))
-                else:
+                num_bytes += 0 if isinstance(line, Unread) else len(line)
+                message = _message(line, lines)
+                if message is not None:
                     await to_session.send(SessionMessage(message))
             wait_s = pace.wait_s(num_messages, num_bytes, len(data))
             if wait_s:
@@ -188,3 +193,19 @@ class StdioTransport:
         """Of standard error, for the log; may be empty."""
         lines = self.last_words.decode(errors="replace").strip().splitlines()
         return excerpt(lines[-1].strip()) if lines else ""
+
+
+def _message(line: bytes | Unread, lines: MessageLines) -> JSONRPCMessage | None:
+    """None: the line is none, nor the answer to anything."""
+    from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+
+    if not isinstance(line, Unread):
+        try:
+            return jsonrpc_message_adapter.validate_json(line, by_name=False)
+        except ValueError:
+            found = lines.unread(line)
+        if found is None:
+            return None
+        line = found
+    error = ErrorData(code=INTERNAL_ERROR, message=line.reason)
+    return JSONRPCError(jsonrpc="2.0", id=line.request_id, error=error)

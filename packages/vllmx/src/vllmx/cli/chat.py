@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +17,8 @@ from vllmx.cli.options import engine_options, log_level_option, resolve
 from vllmx.cli.sampling import sampling_options, take_sampling
 
 if TYPE_CHECKING:
+    from vllmx_server.mcp.servers import ToolServers
+
     from vllmx.chat_history import LineEditor
 
 
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 @click.option("--i", "always", is_flag=True, hidden=True, help="Accepted: chat is interactive.")
 @click.option("--history/--no-history", default=True, help="Keep what is typed over sessions.")
 @click.option("--no-thinking", is_flag=True, help="Ask the template to switch thinking off.")
+@click.option("--mcp", metavar="FILE", help="JSON file of MCP servers whose tools may be called.")
 @log_level_option("warning")
 def chat(
     system: str | None,
     always: bool,
     history: bool,
     no_thinking: bool,
+    mcp: str | None,
     log_level: str,
     **flags: Any,
 ) -> None:
@@ -43,16 +47,45 @@ def chat(
     configure_logging(log_level)
     sampling = take_sampling(flags)
     (config,) = resolve((EngineConfig,), flags)
+    with ExitStack() as stack:
+        servers = None if mcp is None else _servers(mcp, stack)
+        _chat(config, sampling, system, history, no_thinking, servers)
+
+
+def _servers(path: str, stack: ExitStack) -> ToolServers:
+    """Started: they come up while the model loads."""
+    from vllmx_server.mcp.settings import read_servers
+
+    settings = read_servers(path, "--mcp")
+    from vllmx_server.mcp.servers import ToolServers
+
+    servers = ToolServers(settings)
+    stack.callback(servers.close)
+    return servers
+
+
+def _chat(
+    config: EngineConfig,
+    sampling: dict[str, Any],
+    system: str | None,
+    history: bool,
+    no_thinking: bool,
+    servers: ToolServers | None,
+) -> None:
     from vllmx_engine.engine import Engine
 
     from vllmx.chat_history import LineEditor, history_path
+    from vllmx.chat_tools import ChatTools
     from vllmx.terminal_chat import Conversation
 
     interactive = sys.stdin.isatty()
     editor = LineEditor(history_path() if interactive and history else None)
     with Engine(config) as engine, closing(editor):
         arguments = {"enable_thinking": False} if no_thinking else {}
-        talk = Conversation(engine, sampling, system, arguments)
+        tools = None if servers is None else ChatTools(servers, arguments)
+        for fault in [] if tools is None else tools.wait():
+            click.secho(fault, fg="yellow", err=True)
+        talk = Conversation(engine, sampling, system, arguments, tools)
         info = engine.info
         click.echo(
             f"{config.name} ({info.architecture}) on {info.backend}, context {info.max_model_len}."
@@ -97,10 +130,12 @@ def _command(talk: Any, line: str) -> bool:
 
 
 def _answer(talk: Any, text: str | None) -> None:
+    from vllmx.chat_tools import Aside
+
     started = time.perf_counter()
     try:
         for piece in talk.answer(text):
-            click.echo(piece, nl=False)
+            click.secho(piece, nl=False, dim=isinstance(piece, Aside))
         click.echo()
         rate = talk.generated_tokens / max(time.perf_counter() - started, 1e-9)
         click.secho(f"{talk.generated_tokens} tokens, {rate:.1f} tokens/s", dim=True)

@@ -1,0 +1,43 @@
+"""`vllmx chat --mcp` with the real model and a server by the official package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SERVER = Path(__file__).parents[2] / "null" / "mcp" / "real_server.py"
+
+
+def chat(path: Path, said: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllmx", "chat", "--temperature", "0", "--mcp", str(path)],
+        check=False, input=said, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
+    path = tmp_path / "mcp.json"
+    entry = {"command": sys.executable, "args": [str(SERVER), "stdio"],
+             "allowedTools": ["get_weather"]}  # fmt: skip
+    path.write_text(json.dumps({"mcpServers": {"weather": entry}}))
+    done = chat(path, "What is the weather in Paris?\n/undo\n/show\n")
+    assert done.returncode == 0, done.stderr
+    assert '{"city": "Paris"}' in done.stdout
+    result = '< { "temperature": 21, "sky": "sunny" }'
+    assert result in done.stdout
+    answer = done.stdout.rpartition(result)[2]
+    assert "21" in answer
+    assert "Taken back." in answer
+    assert "tool:" not in answer
+
+
+def test_a_wrong_file_is_said_before_the_model_loads(tmp_path: Path) -> None:
+    done = chat(tmp_path / "none.json", "")
+    assert done.returncode == 2
+    assert "--mcp" in done.stderr
+    assert "Traceback" not in done.stderr
