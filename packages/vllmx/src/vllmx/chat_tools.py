@@ -56,7 +56,7 @@ class ChatTools:
         return [f"MCP server {name}: {fault}" for name, fault in faults.items() if fault]
 
     def _tools(self) -> list[OfferedTool]:
-        """As they are now."""
+        """The tools of all servers that can be called now."""
         return [tool for name in self._servers.names for tool in self._servers.tools(name)]
 
     def round(
@@ -176,7 +176,7 @@ def shown_result(result: ToolResult) -> Aside:
 
 
 def _decoded(arguments: str) -> dict[str, Any] | str:
-    """As most templates want them."""
+    """The arguments as an object, which most templates want."""
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

@@ -104,7 +104,7 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
 
     def _answer_with_tools(self, tools: ChatTools) -> Iterator[str]:
-        """As `answer`, in rounds: what the model calls is run, and it reads what came of it."""
+        """Does what `answer` does, in rounds: calls are run, and the model reads their results."""
         asked, self.generated_tokens, self.is_full = len(self.messages), 0, False
         try:
             for _ in range(MAX_ROUNDS):

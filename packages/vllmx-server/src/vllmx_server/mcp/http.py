@@ -19,7 +19,7 @@ _CONNECT_S = 10.0
 
 
 def http_transport(settings: ServerSettings) -> AbstractAsyncContextManager[TransportStreams]:
-    """As `mcp.Client` takes it."""
+    """The transport of one connection, for `mcp.Client`."""
     return _transport(settings)
 
 

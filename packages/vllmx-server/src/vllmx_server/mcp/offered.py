@@ -38,7 +38,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
     @property
     def function(self) -> dict[str, Any]:
-        """As chats have it."""
+        """The tool in the form of chats."""
         spec = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": spec}
 

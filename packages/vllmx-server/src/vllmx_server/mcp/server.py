@@ -67,7 +67,7 @@ class ToolServer:
         self._up_s = 0.0
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Keeps it connected until `stop`."""
         wait_s = FIRST_WAIT_S
         while not self._stopping.is_set():
             self._up_s = 0.0
@@ -266,7 +266,7 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """Without what it was asked or answered."""
+    """Why a connection ended, without what was asked or answered."""
     error = _leaf(error)
     if isinstance(error, _LostError):
         return str(error)

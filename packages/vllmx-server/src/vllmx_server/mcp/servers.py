@@ -47,7 +47,7 @@ class ToolServers:
 
     @property
     def names(self) -> list[str]:
-        """Of all servers, whether they can be called or not."""
+        """The names of all servers, whether they can be called or not."""
         return list(self._servers)
 
     def tools(self, server: str) -> tuple[OfferedTool, ...]:

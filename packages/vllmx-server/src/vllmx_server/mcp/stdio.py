@@ -129,7 +129,7 @@ class StdioTransport:
             await asyncio.sleep(_POLL_S)
 
     async def _read(self, to_session: Any) -> None:
-        """Until it ends, babbles, or nobody listens any more."""
+        """Reads until the server ends or babbles, or nobody listens any more."""
         import anyio
 
         try:
@@ -183,14 +183,14 @@ class StdioTransport:
             stdin.close()
 
     async def _listen(self) -> None:
-        """To standard error, which is kept for who asks why it ended."""
+        """Keeps the end of standard error for who asks why it ended."""
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_RECEIVE_BYTES):
             self.last_words = (self.last_words + data)[-_STDERR_BYTES:]
 
     @property
     def last_line(self) -> str:
-        """Of standard error, for the log; may be empty."""
+        """The last line of standard error, for the log; may be empty."""
         lines = self.last_words.decode(errors="replace").strip().splitlines()
         return excerpt(lines[-1].strip()) if lines else ""
 
