@@ -11,7 +11,7 @@ from vllmx_core.backend import LoadOptions
 from vllmx_core.checkpoint import open_checkpoint
 from vllmx_core.testing.plans import sampling_rows
 from vllmx_cuda.backend import CudaBackend
-from vllmx_cuda.program import tower_plan
+from vllmx_cuda.program import tower_sizes
 from vllmx_cuda.testing.emulated_device import EmulatedDevice
 from vllmx_cuda.testing.emulator import Emulator
 
@@ -105,7 +105,7 @@ def test_several_images(
 ) -> None:
     """The images have no room together, and one alone is larger than that; the device does nothing
     before somebody waits, and the pass is overwritten by then."""
-    monkeypatch.setattr(tower_plan, "PASS_PATCHES", 16)
+    monkeypatch.setattr(tower_sizes, "PASS_PATCHES", 16)
     images = [family.image(*size) for size in ((2, 4, 0), (2, 4, 1), (4, 6, 2), (2, 2, 3))]
     ids, (model, _) = prompt(images)[0], given
     loaded = load(given, "f32", EmulatedDevice(emulator=EMULATOR, deferred=True))

@@ -70,7 +70,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> tuple[Sh
     limits = LoadOptions(
         max_num_seqs=8, block_size=16, group_caches=True, memory_fraction=0.99, **options
     )  # fmt: skip
-    return source, planning.plan_load(model, mxfp4(source, QUANTISED), limits, "bf16", 8)
+    return source, planning.load_sizes(model, mxfp4(source, QUANTISED), limits, "bf16", 8)
 
 
 def test_it_fits_into_sixteen_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from vllmx_cuda.matrices import pieces
 from vllmx_cuda.matrices.form import Target
 from vllmx_cuda.matrices.matrix import Matrix
 from vllmx_cuda.matrices.plan import WeightPlan, plan_weights
-from vllmx_cuda.program.planning import plan_load
+from vllmx_cuda.program.planning import load_sizes
 from vllmx_cuda.testing.emulated_device import EmulatedDevice, array, wide
 
 LIMITS: dict[str, Any] = {
@@ -152,10 +152,10 @@ def test_what_is_planned_is_what_is_taken(device: EmulatedDevice) -> None:
 
 def test_kv_blocks_are_what_the_memory_leaves(device: EmulatedDevice) -> None:
     model, source = decoder()
-    plan = plan_load(model, source, options(), "f32", "f32", device)
+    plan = load_sizes(model, source, options(), "f32", "f32", device)
     assert plan.kv.num_blocks == 8 * 4, "4 sequences at full length"
     fraction = {"max_num_seqs": 1 << 14, "memory_fraction": 0.5, "max_model_len": 4096}
-    plan = plan_load(model, source, options(**fraction), "f32", "f32", device)
+    plan = load_sizes(model, source, options(**fraction), "f32", "f32", device)
     used = plan.weights.num_bytes + plan.layout.num_bytes + plan.staging_bytes + plan.kv.num_bytes
     assert used < 0.5 * device.info.memory_bytes
     assert plan.kv.num_blocks < (1 << 14) * 256
@@ -166,7 +166,7 @@ def test_the_log_says_what_is_counted(
 ) -> None:
     model, source = decoder()
     caplog.set_level("INFO", "vllmx.cuda")
-    plan = plan_load(model, source, options(memory_fraction=0.75), "f32", "f32", device)
+    plan = load_sizes(model, source, options(memory_fraction=0.75), "f32", "f32", device)
     (line,) = (r.getMessage() for r in caplog.records if "--memory-fraction" in r.getMessage())
     assert f"{format_bytes(device.free_bytes())} of" in line
     assert "0.75 of it" in line

@@ -52,7 +52,7 @@ def has_mixed_byte_run(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> 
 
 
 def is_sentencepiece(tokenizer: Tokenizer) -> bool:
-    return tokenizer.plan is not None and tokenizer.plan.errors != "replace"
+    return tokenizer.coding is not None and tokenizer.coding.errors != "replace"
 
 
 @given(data=st.data(), group=st.integers(1, 5), skip=st.booleans())
@@ -176,7 +176,7 @@ def test_window_agrees_with_pieces(byte_level: Tokenizer, data: st.DataObject) -
 
 
 def test_every_token_of_the_vocabulary_alone(tokenizer: Tokenizer) -> None:
-    if tokenizer.plan is None:
+    if tokenizer.coding is None:
         return
     step = max(1, tokenizer.vocab_size // 2000)
     for token_id in range(0, tokenizer.vocab_size, step):

@@ -68,5 +68,5 @@ def test_offsets_point_at_the_tokens(tokenizer: Tokenizer, value: str, group: in
     assert offsets == sorted(offsets)
     for token_id, offset in zip(ids, offsets, strict=True):
         text = tokenizer.token_text(token_id)
-        if tokenizer.plan and token_id not in tokenizer.special_ids and "\ufffd" not in text:
+        if tokenizer.coding and token_id not in tokenizer.special_ids and "\ufffd" not in text:
             assert shown.startswith((text, text.removeprefix(" ")), offset)

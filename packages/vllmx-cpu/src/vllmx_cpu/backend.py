@@ -27,7 +27,7 @@ from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import OPS, lower_all
 from vllmx_cpu.memory import allocate
 from vllmx_cpu.packing import LoadedWeights, load_weights
-from vllmx_cpu.planning import LoadSizes, plan_load
+from vllmx_cpu.planning import LoadSizes, load_sizes
 from vllmx_cpu.states import allocate_states
 from vllmx_cpu.structs import VX_DTYPES
 from vllmx_cpu.tape import make_tape
@@ -67,32 +67,32 @@ class CpuBackend:
         isa = native.choose_isa()
         dtype = choose_dtype(options.dtype, model.shape.dtype, VX_DTYPES, "CPU")
         threads = _num_threads(options)
-        plan = plan_load(model, source, options, dtype, threads)
+        sizes = load_sizes(model, source, options, dtype, threads)
         weights = load_weights(
-            plan.specs,
-            plan.constants,
+            sizes.specs,
+            sizes.constants,
             source,
-            plan.shapes,
+            sizes.shapes,
             num_threads=threads,
             progress=options.progress,
         )
         lowering = Lowering(
             isa,
             weights,
-            plan.segments,
-            allocate_pages(plan.kv),
-            allocate_states(model.shape.states, plan.kv.states),
-            plan.kv.block_size,
-            plan.kv.dtype,
-            allocate(plan.room.panel_bytes),
-            allocate(plan.room.workspace_bytes),
+            sizes.segments,
+            allocate_pages(sizes.kv),
+            allocate_states(model.shape.states, sizes.kv.states),
+            sizes.kv.block_size,
+            sizes.kv.dtype,
+            allocate(sizes.room.panel_bytes),
+            allocate(sizes.room.workspace_bytes),
             VxImages(),
-            allocate_turned(plan.fused.ops, plan.max_rows["T"]),
+            allocate_turned(sizes.fused.ops, sizes.max_rows["T"]),
             allocate_features(feature_shapes(model.shape, options)),
             ranks_of(options.communicator),
         )
-        recorded = None if options.enforce_eager else _lower(lowering, plan)
-        info = _info(plan, weights, dtype, {"instruction set": isa.name, "threads": threads})
+        recorded = None if options.enforce_eager else _lower(lowering, sizes)
+        info = _info(sizes, weights, dtype, {"instruction set": isa.name, "threads": threads})
         info = replace(
             info, num_feature_rows=feature_rows(model.shape, options), encodes_in_parts=True
         )
@@ -100,22 +100,22 @@ class CpuBackend:
         vocab_size = model.shape.vocab_size
         sampler_bytes = native.library().vx_sampler_workspace_bytes(vocab_size, threads)
         workspace = allocate(sampler_bytes)
-        tower = None if plan.tower is None else CpuTower(lowering, plan.tower)
+        tower = None if sizes.tower is None else CpuTower(lowering, sizes.tower)
         team = native.Team(threads)  # last: from here on there are threads to be ended
         return CpuLoadedModel(
-            info, team, lowering, vocab_size, workspace, recorded, plan.recorded, tower
+            info, team, lowering, vocab_size, workspace, recorded, sizes.recorded, tower
         )
 
 
-def _lower(lowering: Lowering, plan: LoadSizes) -> RecordedStep:
-    offsets = plan.room.arena.offsets
-    arena = allocate(plan.room.arena.num_bytes)
-    calls = lower_all(lowering, plan.fused.ops, offsets, arena.ctypes.data)
-    return RecordedStep(make_tape(calls), arena, offsets[plan.fused.logits])
+def _lower(lowering: Lowering, sizes: LoadSizes) -> RecordedStep:
+    offsets = sizes.room.arena.offsets
+    arena = allocate(sizes.room.arena.num_bytes)
+    calls = lower_all(lowering, sizes.fused.ops, offsets, arena.ctypes.data)
+    return RecordedStep(make_tape(calls), arena, offsets[sizes.fused.logits])
 
 
 def _info(
-    plan: LoadSizes,
+    sizes: LoadSizes,
     weights: LoadedWeights,
     dtype: str,
     details: dict[str, Any],
@@ -124,20 +124,20 @@ def _info(
         backend=NAME,
         device=_processor(),
         dtype=dtype,
-        kv_cache_dtype=plan.kv.dtype,
-        block_size=plan.kv.block_size,
-        num_kv_blocks=plan.kv.num_blocks,
-        max_num_seqs=plan.kv.states.num_seqs,
-        max_num_batched_tokens=plan.max_rows["T"],
-        max_logit_rows=plan.max_rows["L"],
+        kv_cache_dtype=sizes.kv.dtype,
+        block_size=sizes.kv.block_size,
+        num_kv_blocks=sizes.kv.num_blocks,
+        max_num_seqs=sizes.kv.states.num_seqs,
+        max_num_batched_tokens=sizes.max_rows["T"],
+        max_logit_rows=sizes.max_rows["L"],
         weight_bytes=weights.num_bytes,
-        kv_cache_bytes=plan.kv.num_bytes,
+        kv_cache_bytes=sizes.kv.num_bytes,
         details=details
-        | {"ops": len(plan.fused.ops), "activation buffers": format_bytes(plan.room.num_bytes)},
+        | {"ops": len(sizes.fused.ops), "activation buffers": format_bytes(sizes.room.num_bytes)},
         step_timeout_s=HOST_STEP_TIMEOUT_S,
-        cache_windows=plan.kv.layout.windows,
-        num_state_slots=plan.kv.states.num_slots,
-        state_slot_bytes=plan.kv.states.slot_bytes,
+        cache_windows=sizes.kv.layout.windows,
+        num_state_slots=sizes.kv.states.num_slots,
+        state_slot_bytes=sizes.kv.states.slot_bytes,
     )
 
 

@@ -29,16 +29,16 @@ class LayerPages(Record):
     """Which of the step's block tables lists them."""
 
 
-def allocate_pages(plan: CachePlan) -> tuple[LayerPages, ...]:
+def allocate_pages(cache: CachePlan) -> tuple[LayerPages, ...]:
     """Pages of each layer; layers of different groups have a place in common. All in one area: the
     system's huge pages would not fit into small ones, and every group of positions would be looked
     up on a page of its own."""
-    sizes = [size * plan.num_blocks for place in plan.page_bytes for size in place]
+    sizes = [size * cache.num_blocks for place in cache.page_bytes for size in place]
     starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
     area = allocate(starts[-1])
     parts = [area[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     places = list(zip(parts[::2], parts[1::2], strict=True))
-    return tuple(LayerPages(*places[place], group) for group, place in plan.layout.layers)
+    return tuple(LayerPages(*places[place], group) for group, place in cache.layout.layers)
 
 
 def plan_kv(shape: ModelShape, options: LoadOptions, dtype: str, free: int, used: int) -> CachePlan:

@@ -32,7 +32,7 @@ PATCHES_OF_WINDOW = 16
 """At the least, on an average of an image: those at its edges may have fewer."""
 
 
-class TowerPlan(Record):
+class TowerSizes(Record):
     """The recorded pass over images, and how large one is."""
 
     ops: OpList
@@ -62,11 +62,11 @@ class LoadSizes(Record):
     room: Room
     kv: CachePlan
     constants: Mapping[str, AnyArray]
-    tower: TowerPlan | None
+    tower: TowerSizes | None
     """Set where the model sees images."""
 
 
-def plan_load(
+def load_sizes(
     model: Model, source: WeightSource, options: LoadOptions, dtype: str, num_threads: int
 ) -> LoadSizes:
     """Records the model's step and sizes it. Raises CapacityError when weights or one sequence of
@@ -92,7 +92,7 @@ def plan_load(
     tower = None
     if recording.tower is not None and (encoder := encoder_of(model)) is not None:
         ops = fuse_activations(fuse_gated_linears(recording.tower, fusible))
-        tower = TowerPlan(ops, encoder.patches_per_token, shapes, num_threads, cached)
+        tower = TowerSizes(ops, encoder.patches_per_token, shapes, num_threads, cached)
     free = free_bytes()
     weight_bytes = packed_bytes(specs, shapes)
     remedy = "choose a smaller or quantised model, or a 16-bit --dtype"

@@ -12,7 +12,7 @@ from vllmx_cpu.images import allocate_turned
 from vllmx_cpu.lowering.site import Lowering
 from vllmx_cpu.lowering.table import lower_all
 from vllmx_cpu.memory import Bytes, allocate
-from vllmx_cpu.planning import TowerPlan
+from vllmx_cpu.planning import TowerSizes
 from vllmx_cpu.structs import VxLinear, VxRecord, VxSegmentAttention
 from vllmx_cpu.tape import Tape, make_tape
 
@@ -25,9 +25,9 @@ class CpuTower:
         lowering: of the model; weights and the store of features are common to both
     """
 
-    def __init__(self, lowering: Lowering, plan: TowerPlan) -> None:
-        self.lowering, self.ops = lowering, plan.ops
-        self._plan = plan
+    def __init__(self, lowering: Lowering, sizes: TowerSizes) -> None:
+        self.lowering, self.ops = lowering, sizes.ops
+        self._sizes = sizes
         self._size = (0, 0, 0)
         """Patches, images and windows that there is room for."""
         self._arena: Bytes | None = None
@@ -43,7 +43,7 @@ class CpuTower:
         if all(new <= old for new, old in sizes):
             return
         patches, images, windows = (max(_power_of_two(new), old) for new, old in sizes)
-        room = self._plan.room(patches, images, windows)
+        room = self._sizes.room(patches, images, windows)
         self._size = (0, 0, 0)
         self._tape = self._arena = None
         self.lowering = replace(

@@ -23,7 +23,7 @@ from vllmx_cuda.loading.weights import load_weights
 from vllmx_cuda.program.graphs import Graphs
 from vllmx_cuda.program.kv_cache import CODES, allocate, kind_of
 from vllmx_cuda.program.lower import OPS, Lowering
-from vllmx_cuda.program.planning import LoadSizes, plan_load
+from vllmx_cuda.program.planning import LoadSizes, load_sizes
 from vllmx_cuda.program.prefill import wants_wgmma
 from vllmx_cuda.program.program import Program
 from vllmx_cuda.program.sampler import DeviceSampler
@@ -122,14 +122,14 @@ def _load(
 ) -> tuple[CudaLoadedModel, list[Tunable]]:
     # first, for what the calls between ranks take of the memory is no longer free then
     ranks = device.join(options.communicator) if options.communicator else None
-    plan = plan_load(model, source, options, dtype, kv, device, wgmma=wgmma)
-    products = plan.layout.product_scratch(device)
+    sizes = load_sizes(model, source, options, dtype, kv, device, wgmma=wgmma)
+    products = sizes.layout.product_scratch(device)
     begin = time.perf_counter()
     weights = load_weights(
-        plan.specs,
-        plan.constants,
+        sizes.specs,
+        sizes.constants,
         source,
-        plan.weights,
+        sizes.weights,
         device,
         products.work,
         progress=options.progress,
@@ -140,42 +140,42 @@ def _load(
         device,
         dtype,
         weights,
-        allocate(plan.kv, device),
-        allocate_states(model.shape.states, plan.kv.states, device),
-        plan.kv.block_size,
-        kind_of(plan.kv.dtype),
-        device.empty(plan.layout.arena.num_bytes),
-        plan.layout.arena.offsets,
-        plan.layout.in_place,
-        plan.layout.scratch(device),
+        allocate(sizes.kv, device),
+        allocate_states(model.shape.states, sizes.kv.states, device),
+        sizes.kv.block_size,
+        kind_of(sizes.kv.dtype),
+        device.empty(sizes.layout.arena.num_bytes),
+        sizes.layout.arena.offsets,
+        sizes.layout.in_place,
+        sizes.layout.scratch(device),
         products,
-        plan.max_rows["T"],
+        sizes.max_rows["T"],
         wgmma,
-        features=[device.zeros(4 * rows * width) for rows, width in plan.features],
+        features=[device.zeros(4 * rows * width) for rows, width in sizes.features],
         ranks=ranks,
     )
-    tower = None if plan.tower is None else Tower(lowering, plan.tower)
-    last_ids = device.zeros(4 * plan.max_rows["L"])
-    result, most = lowering.place(plan.steps.logits), plan.max_rows["L"]
+    tower = None if sizes.tower is None else Tower(lowering, sizes.tower)
+    last_ids = device.zeros(4 * sizes.max_rows["L"])
+    result, most = lowering.place(sizes.steps.logits), sizes.max_rows["L"]
     ending: DeviceSampler | DeviceVectors
-    if plan.steps.samples:
+    if sizes.steps.samples:
         ending = DeviceSampler(device, model.shape.vocab_size, most, last_ids)
     else:
-        ending = DeviceVectors(device, result, most, plan.steps.logits.width, dtype)
+        ending = DeviceVectors(device, result, most, sizes.steps.logits.width, dtype)
     program = Program(
         device,
-        plan,
-        lowering.lower(plan.steps),
+        sizes,
+        lowering.lower(sizes.steps),
         lowering.variant("begin_step", VX_VEC=1),
         result,
         last_ids,
         Staging(
             device,
-            plan.work,
-            plan.staging_bytes,
-            plan.max_rows["T"],
-            plan.max_blocks,
-            len(plan.kv.layout.groups),
+            sizes.work,
+            sizes.staging_bytes,
+            sizes.max_rows["T"],
+            sizes.max_blocks,
+            len(sizes.kv.layout.groups),
         ),
         ending,
         Graphs(device, enabled=not options.enforce_eager),
@@ -183,37 +183,37 @@ def _load(
     )
     towers = [] if tower is None else tower.variants
     device.prepare([*lowering.variants, *ending.variants, *towers], progress=options.progress)
-    info = _info(plan, device, weights_s)
+    info = _info(sizes, device, weights_s)
     logger.info("loaded on %s (%s)", info.device, device.info.arch)
-    tunables = lowering.take_tunables(plan.max_rows)
+    tunables = lowering.take_tunables(sizes.max_rows)
     if tower is not None:
         tunables += tower.take_tunables()
     return CudaLoadedModel(info, program, tower), tunables
 
 
-def _info(plan: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
+def _info(sizes: LoadSizes, device: Device, weights_s: float) -> LoadedInfo:
     return LoadedInfo(
         backend=NAME,
         device=device.info.name,
-        dtype=plan.dtype,
-        kv_cache_dtype=plan.kv.dtype,
-        block_size=plan.kv.block_size,
-        num_kv_blocks=plan.kv.num_blocks,
-        max_num_seqs=plan.kv.states.num_seqs,
-        max_num_batched_tokens=plan.max_rows["T"],
-        max_logit_rows=plan.max_rows["L"],
-        weight_bytes=plan.weights.num_bytes,
-        kv_cache_bytes=plan.kv.num_bytes,
-        cache_windows=plan.kv.layout.windows,
-        num_state_slots=plan.kv.states.num_slots,
-        state_slot_bytes=plan.kv.states.slot_bytes,
-        num_feature_rows=plan.features[0][0] if plan.features else 0,
-        encodes_in_parts=plan.tower is not None,
+        dtype=sizes.dtype,
+        kv_cache_dtype=sizes.kv.dtype,
+        block_size=sizes.kv.block_size,
+        num_kv_blocks=sizes.kv.num_blocks,
+        max_num_seqs=sizes.kv.states.num_seqs,
+        max_num_batched_tokens=sizes.max_rows["T"],
+        max_logit_rows=sizes.max_rows["L"],
+        weight_bytes=sizes.weights.num_bytes,
+        kv_cache_bytes=sizes.kv.num_bytes,
+        cache_windows=sizes.kv.layout.windows,
+        num_state_slots=sizes.kv.states.num_slots,
+        state_slot_bytes=sizes.kv.states.slot_bytes,
+        num_feature_rows=sizes.features[0][0] if sizes.features else 0,
+        encodes_in_parts=sizes.tower is not None,
         details={
             "architecture": device.info.arch,
-            "ops": len(plan.steps.ops),
+            "ops": len(sizes.steps.ops),
             "seconds for weights": round(weights_s, 3),
-            "activation buffers": format_bytes(plan.layout.num_bytes),
+            "activation buffers": format_bytes(sizes.layout.num_bytes),
         },
     )
 

@@ -33,7 +33,7 @@ class CudaLoadedModel:
         """Parts of passes of the tower since the last step."""
         self._device = program.device
         self._program: Program | None = program
-        self._in_flight: InFlight[CudaStep] = InFlight(info, samples=program.plan.steps.samples)
+        self._in_flight: InFlight[CudaStep] = InFlight(info, samples=program.recorded.steps.samples)
 
     @property
     def info(self) -> LoadedInfo:

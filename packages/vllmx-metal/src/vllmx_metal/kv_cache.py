@@ -78,21 +78,21 @@ class LayerPages:
         return (*self.k.arrays, *self.v.arrays)
 
 
-def allocate(plan: CachePlan) -> tuple[LayerPages, ...]:
+def allocate(cache: CachePlan) -> tuple[LayerPages, ...]:
     """Zeroed pages of each layer; layers of different groups have a place in common."""
     places = [
-        (_zeros(plan, kv, kv.head_size), _zeros(plan, kv, kv.value_size))
-        for kv in plan.layout.places
+        (_zeros(cache, kv, kv.head_size), _zeros(cache, kv, kv.value_size))
+        for kv in cache.layout.places
     ]
-    pages = tuple(LayerPages(*places[place], group) for group, place in plan.layout.layers)
+    pages = tuple(LayerPages(*places[place], group) for group, place in cache.layout.layers)
     mx.eval([page.arrays for page in pages])
     return pages
 
 
-def _zeros(plan: CachePlan, kv: OwnedKV, size: int) -> Pages:
-    shape = (plan.num_blocks * plan.block_size, kv.num_kv_heads)
-    data = mx.zeros((*shape, size), _STORED[plan.dtype])
-    return Pages(plan.dtype, data, mx.zeros(shape) if plan.dtype in CODES else None)
+def _zeros(cache: CachePlan, kv: OwnedKV, size: int) -> Pages:
+    shape = (cache.num_blocks * cache.block_size, kv.num_kv_heads)
+    data = mx.zeros((*shape, size), _STORED[cache.dtype])
+    return Pages(cache.dtype, data, mx.zeros(shape) if cache.dtype in CODES else None)
 
 
 def _default_num_seqs(
@@ -123,5 +123,5 @@ def plan_kv(
     options = replace(options, max_num_seqs=seqs)
     most = None if device.is_gpu else DEFAULT_HOST_BYTES
     free = device.free_bytes
-    plan = plan_cache(shape, options, dtype, BLOCK_SIZES, free, used, default_bytes=most)
-    return plan, seqs
+    cache = plan_cache(shape, options, dtype, BLOCK_SIZES, free, used, default_bytes=most)
+    return cache, seqs

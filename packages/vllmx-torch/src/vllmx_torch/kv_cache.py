@@ -56,25 +56,27 @@ class LayerPages:
     """Which of the step's block tables lists them."""
 
 
-def allocate(plan: CachePlan, device: torch.device) -> tuple[LayerPages, ...]:
+def allocate(cache: CachePlan, device: torch.device) -> tuple[LayerPages, ...]:
     """Zeroed pages of each layer; layers of different groups have a place in common."""
     places = [
-        (_zeros(plan, kv, kv.head_size, device), _zeros(plan, kv, kv.value_size, device))
-        for kv in plan.layout.places
+        (_zeros(cache, kv, kv.head_size, device), _zeros(cache, kv, kv.value_size, device))
+        for kv in cache.layout.places
     ]
-    return tuple(LayerPages(*places[place], group) for group, place in plan.layout.layers)
+    return tuple(LayerPages(*places[place], group) for group, place in cache.layout.layers)
 
 
-def _zeros(plan: CachePlan, kv: OwnedKV, size: int, device: torch.device) -> Pages:
-    shape = (kv.num_kv_heads, plan.num_blocks * plan.block_size)
-    data = torch.zeros(*shape, size, dtype=_STORED[plan.dtype], device=device)
-    scales = torch.zeros(shape, device=device) if plan.dtype in CODES else None
-    return Pages(plan.dtype, data, scales)
+def _zeros(cache: CachePlan, kv: OwnedKV, size: int, device: torch.device) -> Pages:
+    shape = (kv.num_kv_heads, cache.num_blocks * cache.block_size)
+    data = torch.zeros(*shape, size, dtype=_STORED[cache.dtype], device=device)
+    scales = torch.zeros(shape, device=device) if cache.dtype in CODES else None
+    return Pages(cache.dtype, data, scales)
 
 
-def allocate_states(shape: ModelShape, plan: CachePlan, device: torch.device) -> tuple[Tensor, ...]:
+def allocate_states(
+    shape: ModelShape, cache: CachePlan, device: torch.device
+) -> tuple[Tensor, ...]:
     """(slots, heads, rows, cols) float32 of each recurrent layer."""
-    slots = plan.states.num_slots
+    slots = cache.states.num_slots
     return tuple(
         torch.zeros(slots, one.heads, one.rows, one.cols, device=device) for one in shape.states
     )

@@ -33,16 +33,16 @@ class ShardedModel:
     """
 
     def __init__(
-        self, whole: Model, steps: OpList, plan: ShardPlan, rank: int, parts: Parts | None = None
+        self, whole: Model, steps: OpList, shard: ShardPlan, rank: int, parts: Parts | None = None
     ) -> None:
         self.whole = whole
         self.encoder = encoder_of(whole)
-        self._steps, self._plan, self._rank = steps, plan, rank
+        self._steps, self._shard, self._rank = steps, shard, rank
         self._parts = parts or Parts()
 
     @property
     def shape(self) -> ModelShape:
-        shape, heads = self.whole.shape, self._plan.kv_heads
+        shape, heads = self.whole.shape, self._shard.kv_heads
         caches = (
             replace(spec, num_kv_heads=len(heads[layer]))
             if isinstance(spec, KVSpec) and layer in heads
@@ -55,7 +55,7 @@ class ShardedModel:
         return tuple(one for spec in self.whole.weights() for one in self._of_rank(spec))
 
     def _of_rank(self, spec: WeightSpec) -> Iterator[WeightSpec]:
-        cuts = self._plan.weights
+        cuts = self._shard.weights
         if spec.name in self._parts.weights:
             yield from self._parts.narrowed(spec)
         elif spec.name in cuts:
@@ -79,7 +79,7 @@ class ShardedModel:
     ) -> Iterator[Op]:
         """The op on this rank, and the collective behind it; `known` has the rank's values by those
         of the whole."""
-        plan, (result, *_) = self._plan, op.writes
+        shard, (result, *_) = self._shard, op.writes
         if self._parts.sums(op):
             for local in self._parts.ops(op, known, w, self._begin(op)):
                 known[result] = local.writes[0]
@@ -87,36 +87,36 @@ class ShardedModel:
         else:
             local = self._local(op, w, known)
             yield local
-        if op in plan.reduced:
+        if op in shard.reduced:
             reduce = AllReduce.of(known[result])
             known[result] = reduce.out
             yield reduce
-        elif op in plan.vocabulary:
+        elif op in shard.vocabulary:
             gather = AllGather.of(
-                local.writes[0], tuple(end - begin for begin, end in plan.vocabulary[op])
+                local.writes[0], tuple(end - begin for begin, end in shard.vocabulary[op])
             )
             known[result] = gather.out
             yield gather
 
     def _begin(self, op: Op) -> int:
         """The first feature that the rank has of what a matrix reads."""
-        share = self._plan.values.get(op.reads[0])
+        share = self._shard.values.get(op.reads[0])
         return 0 if share is None else share.pieces[0][0]
 
     def _local(self, op: Op, w: Mapping[str, WeightRef], known: dict[Value, Value]) -> Op:
-        plan = self._plan
-        if op in plan.vocabulary and op in plan.reduced:
+        shard = self._shard
+        if op in shard.vocabulary and op in shard.reduced:
             (ref,) = op.weights
-            embedding = VocabEmbedding.of(w[ref.name], plan.vocabulary[op][self._rank][0])
+            embedding = VocabEmbedding.of(w[ref.name], shard.vocabulary[op][self._rank][0])
             known[op.writes[0]] = embedding.out
             return embedding
         for value in op.writes:
-            width = plan.values[value].width if value in plan.values else value.width
-            if op in plan.vocabulary:
-                begin, end = plan.vocabulary[op][self._rank]
+            width = shard.values[value].width if value in shard.values else value.width
+            if op in shard.vocabulary:
+                begin, end = shard.vocabulary[op][self._rank]
                 width = end - begin
             known[value] = replace(value, width=width)
-        changes: dict[str, Any] = dict(plan.options.get(op, {}))
+        changes: dict[str, Any] = dict(shard.options.get(op, {}))
         for name in op.__struct_fields__:
             field = getattr(op, name)
             if isinstance(field, Value):
@@ -151,15 +151,15 @@ def sharded(
             units[spec.name] = col_unit_of(spec, source)
         return units[spec.name]
 
-    def plan(rank: int, ranks: int) -> ShardPlan:
+    def shard_of(rank: int, ranks: int) -> ShardPlan:
         return plan_shards(recording.steps, specs, col_unit, rank, ranks)
 
-    parts = parts_of_rank(plan, rank, ranks) if deterministic else None
+    parts = parts_of_rank(shard_of, rank, ranks) if deterministic else None
     try:
-        mine = plan(rank, ranks) if ranks > 1 else ShardPlan()
+        mine = shard_of(rank, ranks) if ranks > 1 else ShardPlan()
         return ShardedModel(model, recording.steps, mine, rank, parts)
     except ConfigError as error:
-        fitting = [str(count) for count in range(1, MOST_RANKS + 1) if _fits(plan, count)]
+        fitting = [str(count) for count in range(1, MOST_RANKS + 1) if _fits(shard_of, count)]
         raise ConfigError(
             f"the model cannot be divided among {ranks} ranks ({error.message}): choose"
             f" --tensor-parallel-size {' or '.join(fitting)}",
@@ -167,11 +167,11 @@ def sharded(
         ) from None
 
 
-def _fits(plan: Callable[[int, int], ShardPlan], count: int) -> bool:
+def _fits(shard_of: Callable[[int, int], ShardPlan], count: int) -> bool:
     if count == 1:
         return True
     try:
-        plan(0, count)
+        shard_of(0, count)
     except ConfigError:
         return False
     return True

@@ -38,21 +38,21 @@ class Parts:
         first: the number of the first one among those of all ranks.
     """
 
-    plans: tuple[ShardPlan, ...] = ()
+    shards: tuple[ShardPlan, ...] = ()
     first: int = 0
 
     @property
     def weights(self) -> frozenset[str]:
         """Those that are cut into parts."""
         return frozenset(
-            ref.name for plan in self.plans[:1] for op in _sums(plan) for ref in op.weights
+            ref.name for shard in self.shards[:1] for op in _sums(shard) for ref in op.weights
         )
 
     def narrowed(self, spec: WeightSpec) -> Iterator[WeightSpec]:
         """Yields the parts of a weight as weights of their own. A bias behind cut columns belongs
         to the first part of all."""
-        for number, plan in enumerate(self.plans, self.first):
-            cut = plan.weights[spec.name]
+        for number, shard in enumerate(self.shards, self.first):
+            cut = shard.weights[spec.name]
             part = narrowed(spec, cut, biased=number == 0)
             yield replace(part, name=_name(spec.name, number))
 
@@ -63,7 +63,7 @@ class Parts:
         those of the whole; `begin` is the first feature that the rank has of what a matrix
         reads."""
         results, adds = [], list[Op]()
-        for number, plan in enumerate(self.plans, self.first):
+        for number, shard in enumerate(self.shards, self.first):
             changes: dict[str, Any] = {
                 name: known[getattr(op, name)]
                 for name in ("x", "ids", "slot_weights")
@@ -73,7 +73,7 @@ class Parts:
                 if hasattr(op, name):
                     changes[name] = w[_name(getattr(op, name).name, number)]
             if isinstance(op, Linear):
-                first, end = plan.weights[op.w.name].cols or (0, op.w.cols)
+                first, end = shard.weights[op.w.name].cols or (0, op.w.cols)
                 if changes["x"].width > end - first:
                     piece = Slice.of(changes["x"], first - begin, end - first)
                     changes["x"] = piece.out
@@ -92,13 +92,13 @@ class Parts:
 
     def sums(self, op: Op) -> bool:
         """Whether an op is one of those sums."""
-        return bool(self.plans) and op in _sums(self.plans[0])
+        return bool(self.shards) and op in _sums(self.shards[0])
 
 
-def parts_of_rank(plan: Planner, rank: int, ranks: int) -> Parts:
+def parts_of_rank(shard_of: Planner, rank: int, ranks: int) -> Parts:
     """Raises ConfigError for a model whose sums cannot be cut, and for ranks that cannot have as
     many parts each."""
-    count = next((count for count in COUNTS if _fits(plan, count)), 1)
+    count = next((count for count in COUNTS if _fits(shard_of, count)), 1)
     if ranks > count or count % ranks:
         fitting = " or ".join(str(one) for one in (1, 2, 4) if one <= count)
         raise ConfigError(
@@ -110,19 +110,19 @@ def parts_of_rank(plan: Planner, rank: int, ranks: int) -> Parts:
     if count == 1:
         return Parts()
     first = rank * each
-    return Parts(tuple(plan(number, count) for number in range(first, first + each)), first)
+    return Parts(tuple(shard_of(number, count) for number in range(first, first + each)), first)
 
 
-def _fits(plan: Planner, count: int) -> bool:
+def _fits(shard_of: Planner, count: int) -> bool:
     try:
-        plan(0, count)
+        shard_of(0, count)
     except ConfigError:
         return False
     return True
 
 
-def _sums(plan: ShardPlan) -> list[Op]:
-    return [op for op in plan.reduced if isinstance(op, Linear | Experts)]
+def _sums(shard: ShardPlan) -> list[Op]:
+    return [op for op in shard.reduced if isinstance(op, Linear | Experts)]
 
 
 def _name(weight: str, number: int) -> str:

@@ -80,20 +80,22 @@ class _Cutter:
         """Weights that some op needs whole, and the op."""
         self._taken: set[tuple[Op, Value | str]] = set()
         """Of which values and weights an op takes a part."""
-        self._plan = ShardPlan()
+        self._shard = ShardPlan()
 
     def run(self) -> ShardPlan:
         for op in reversed(self._ops):
-            share = next((self._plan.values[v] for v in op.writes if v in self._plan.values), None)
+            share = next(
+                (self._shard.values[v] for v in op.writes if v in self._shard.values), None
+            )
             if share is None:
                 self._begin(op)
             else:
                 options = RULES[type(op)].take(op, share, self)
                 if options:
-                    self._plan.options[op] = options
+                    self._shard.options[op] = options
             self._check(op)
         self._check_weights()
-        return self._plan
+        return self._shard
 
     # --- what the rules call ----------------------------------------------------------------------
     def units(self, value: Value) -> Units | None:
@@ -108,7 +110,7 @@ class _Cutter:
 
     def value(self, op: Op, value: Value, share: Share) -> None:
         assert value.width == share.whole, (op, value.width, share)
-        known = self._plan.values.setdefault(value, share)
+        known = self._shard.values.setdefault(value, share)
         if known != share:
             raise OpError(f"{op} reads other features of a value than another op, which is cut")
         self._taken.add((op, value))
@@ -117,7 +119,7 @@ class _Cutter:
         self._cut(op, ref, WeightCut(rows=share))
 
     def cache(self, op: Op, layer: int, heads: range) -> None:
-        if self._plan.kv_heads.setdefault(layer, heads) != heads:
+        if self._shard.kv_heads.setdefault(layer, heads) != heads:
             raise OpError(f"{op} reads other kv heads than another op of its layer")
 
     # --- where cuts begin -------------------------------------------------------------------------
@@ -128,17 +130,17 @@ class _Cutter:
                 if units is not None:
                     piece = self._divide_cols(op, op.w, units)
                     self.value(op, op.x, Share(op.x.width, (piece,)))
-                    self._plan.reduced.add(op)
+                    self._shard.reduced.add(op)
             case Experts() if self.shard(op.down) == "expert":
                 piece = self._divide_cols(op, op.down, Units())
                 share = Share(op.inner, (piece,))
                 self.rows(op, op.gate_up, share.repeated(2) if op.spec.gated else share)
-                self._plan.reduced.add(op)
+                self._shard.reduced.add(op)
             case Head() if self.shard(op.w) == "vocab":
                 self._divide_vocabulary(op)
             case Embedding() if self.shard(op.w) == "vocab" and op.ids.source == "tokens":
                 self._divide_vocabulary(op)
-                self._plan.reduced.add(op)
+                self._shard.reduced.add(op)
 
     def _divide_cols(self, op: Op, ref: WeightRef, units: Units) -> Piece:
         own = Units(self._col_unit(self._specs[ref.name]))
@@ -151,11 +153,11 @@ class _Cutter:
         count = op.w.rows
         unit = VOCABULARY_UNIT if count >= 2 * VOCABULARY_UNIT * self.ranks else 1
         parts = divided(count, Units(unit), self.ranks, f"weight {op.w.name!r}")
-        self._plan.vocabulary[op] = parts
+        self._shard.vocabulary[op] = parts
         self.rows(op, op.w, Share(count, (parts[self._rank],)))
 
     def _cut(self, op: Op, ref: WeightRef, cut: WeightCut) -> None:
-        if self._plan.weights.setdefault(ref.name, cut) != cut:
+        if self._shard.weights.setdefault(ref.name, cut) != cut:
             raise OpError(f"{op} takes another part of its weight than another op")
         self._taken.add((op, ref.name))
 
@@ -167,7 +169,7 @@ class _Cutter:
             if (op, value) not in self._taken:
                 self._whole.setdefault(value, op)
         for value in op.writes:
-            if value in self._plan.values and value in self._whole:
+            if value in self._shard.values and value in self._whole:
                 reader = self._whole[value]
                 raise OpError(f"{reader} needs the result of {op} whole, of which ranks have parts")
         for ref in op.weights:
@@ -176,5 +178,5 @@ class _Cutter:
 
     def _check_weights(self) -> None:
         for name, op in self._uncut.items():
-            if name in self._plan.weights:
+            if name in self._shard.weights:
                 raise OpError(f"{op} needs weight {name!r} whole, which another op has cut")

@@ -12,7 +12,7 @@ from vllmx_cuda.kernel_specs.types import ceil_div
 from vllmx_cuda.matrices.form import ActivationCodes, Launcher, ScratchBytes
 
 Quantiser = Callable[[Launcher, Memory, int, ActivationCodes], Callable[[int], None]]
-"""quantiser(ops, x, cols, codes)(m) writes m rows of x into the scratch."""
+"""quantiser(launcher, x, cols, codes)(m) writes m rows of x into the scratch."""
 
 
 def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
@@ -20,15 +20,15 @@ def q8_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=tokens * cols, scales=tokens * (cols // RUN) * 8)
 
 
-def _q8(ops: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
+def _q8(launcher: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
     """int8 with a scale and two sums for each 32."""
     assert not codes.scale
-    kernel = ops.variant("quantize_q8")
+    kernel = launcher.variant("quantize_q8")
 
     def quantise(m: int) -> None:
-        scratch = ops.products
+        scratch = launcher.products
         arguments = (x, scratch.codes, scratch.scales, cols)
-        ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+        launcher.device.launch(kernel, {"rows": m, "width": cols}, arguments)
 
     return quantise
 
@@ -45,9 +45,11 @@ def groups_bytes(cols: int, tokens: int) -> ScratchBytes:
     return ScratchBytes(codes=rows * cols, scales=4 * rows * ceil_div(cols, GROUP))
 
 
-def _rows(ops: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Callable[[int], None]:
+def _rows(
+    launcher: Launcher, x: Memory, cols: int, codes: ActivationCodes
+) -> Callable[[int], None]:
     """Codes with a scale for each row or group, or with one for all."""
-    kernel = ops.variant(
+    kernel = launcher.variant(
         "quantize_rows",
         VX_VEC=vector_width(cols),
         VX_CODE=CODES[codes.kind],
@@ -55,9 +57,9 @@ def _rows(ops: Launcher, x: Memory, cols: int, codes: ActivationCodes) -> Callab
     )
 
     def quantise(m: int) -> None:
-        scratch = ops.products
+        scratch = launcher.products
         arguments = (x, scratch.codes, scratch.scales, cols, codes.scale, codes.pitch(m))
-        ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+        launcher.device.launch(kernel, {"rows": m, "width": cols}, arguments)
 
     return quantise
 

@@ -161,37 +161,39 @@ class Codes8:
         """How codes8_mma finds the scale of a column."""
         return ONE_GROUP if self.block_cols >= cols else self.block_cols.bit_length() - 1
 
-    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         rows, cols = segment.rows, segment.cols
         codes, at = segment.data, self._scales_at(rows, cols)
         scales, blocks = segment.data.at(at), (self.block_rows, self.block_cols)
         options = {"VX_CODE": CODES[self.code], "VX_OUT": int(operands.out_dtype == "f32")}
-        dequantise = ops.variant("codes8_dequantize", VX_TOKENS=1, **options)
+        dequantise = launcher.variant("codes8_dequantize", VX_TOKENS=1, **options)
 
         def unpack(first: int, count: int) -> None:
             part = codes.at(first * cols, count * cols)
             sizes = {"rows": count, "width": cols}
-            arguments = (part, scales, ops.products.work, cols, first, *blocks)
-            ops.device.launch(dequantise, sizes, arguments)
+            arguments = (part, scales, launcher.products.work, cols, first, *blocks)
+            launcher.device.launch(dequantise, sizes, arguments)
 
-        by_values = by_pieces(ops, segment, operands, unpack)
+        by_values = by_pieces(launcher, segment, operands, unpack)
         in_blocks = self.coded_products and self.block_rows == GROUP
-        by_blocks = BlockProduct(ops, segment, operands, scales) if in_blocks else None
-        by_codes = by_blocks.lowered() if by_blocks else self._coded(ops, segment, operands)
+        by_blocks = BlockProduct(launcher, segment, operands, scales) if in_blocks else None
+        by_codes = by_blocks.lowered() if by_blocks else self._coded(launcher, segment, operands)
 
         @cache
         def coded(m: int) -> bool:
             if by_blocks is not None:
                 return by_blocks.exists(m)
-            return self.coded_products and all(map(ops.device.can_multiply, self._cut(m, segment)))
+            return self.coded_products and all(
+                map(launcher.device.can_multiply, self._cut(m, segment))
+            )
 
         usually = coded(FEW_ROWS + 1)
-        if self.meets_tensor_cores(cols, ops.target):
-            as_they_are = self._by_mma(ops, segment, operands)
+        if self.meets_tensor_cores(cols, launcher.target):
+            as_they_are = self._by_mma(launcher, segment, operands)
             library = usually and not (by_blocks and by_blocks.is_own)
             few = FEW_MMA_ROWS if library else OWN_TOKENS
         else:
-            as_they_are = self._by_gemv(ops, segment, operands)
+            as_they_are = self._by_gemv(launcher, segment, operands)
             few = FEW_ROWS if usually else FEW_PLAIN_ROWS
 
         def enqueue(m: int) -> None:
@@ -212,25 +214,29 @@ class Codes8:
         )
         return self.code == "f8e4m3" and whole and has_tensor_cores(target.dtype, target.arch)
 
-    def _by_mma(self, ops: Launcher, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _by_mma(
+        self, launcher: Launcher, segment: Segment, operands: Operands
+    ) -> Callable[[int], None]:
         rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
         scales, shift = self.scales(segment), self.group_shift(cols)
         counters = segment.data.at(self._counters_at(rows, cols))
 
         def variant(tokens: int) -> Variant:
-            tiles = token_tiles(tokens, ZERO_MIDDLE, 1, ops.target.arch)
-            return ops.variant("codes8_mma", VX_TILES=tiles, VX_ROWS=row_tiles(tokens), VX_OUT=out)
+            tiles = token_tiles(tokens, ZERO_MIDDLE, 1, launcher.target.arch)
+            return launcher.variant(
+                "codes8_mma", VX_TILES=tiles, VX_ROWS=row_tiles(tokens), VX_OUT=out
+            )
 
         matrix, layout = (segment.data, scales), (self.block_rows, shift)
-        return split_product(ops, segment, operands, counters, variant, matrix, layout)
+        return split_product(launcher, segment, operands, counters, variant, matrix, layout)
 
     def _by_gemv(
-        self, ops: Launcher, segment: Segment, operands: Operands
+        self, launcher: Launcher, segment: Segment, operands: Operands
     ) -> Callable[[int], None]:
         rows, cols, code = segment.rows, segment.cols, CODES[self.code]
         scales, out = segment.data.at(self._scales_at(rows, cols)), int(operands.out_dtype == "f32")
         tiles = {
-            t: ops.variant("codes8_gemv", VX_TOKENS=t, VX_CODE=code, VX_OUT=out)
+            t: launcher.variant("codes8_gemv", VX_TOKENS=t, VX_CODE=code, VX_OUT=out)
             for t in GEMV_TOKENS
         }
 
@@ -238,7 +244,7 @@ class Codes8:
             kernel = tiles[next((t for t in GEMV_TOKENS if t >= m), GEMV_TOKENS[-1])]
             shape = (m, rows, cols, operands.pitch, self.block_rows, self.block_cols)
             arguments = (operands.x, segment.data, scales, operands.bias, operands.y, *shape)
-            ops.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
+            launcher.device.launch(kernel, {"tokens": m, "outputs": rows}, arguments)
 
         return multiply
 
@@ -251,21 +257,23 @@ class Codes8:
         counts = (min(step, rows - first) for first in range(0, rows, step))
         return [Product(m, count, segment.cols, self.code, sums) for count in counts]
 
-    def _coded(self, ops: Launcher, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _coded(
+        self, launcher: Launcher, segment: Segment, operands: Operands
+    ) -> Callable[[int], None]:
         """Products of codes by cuBLASLt into sums, which are scaled afterwards."""
         rows, cols, out_dtype = segment.rows, segment.cols, operands.out_dtype
         codes, scales = segment.data, segment.data.at(self._scales_at(rows, cols))
-        rescale = ops.variant(
+        rescale = launcher.variant(
             "codes8_rescale", VX_CODE=CODES[self.code], VX_TOKENS=1, VX_OUT=int(out_dtype == "f32")
         )
 
         def multiply(m: int) -> None:
-            scratch, first = ops.products, 0
+            scratch, first = launcher.products, 0
             for product in self._cut(m, segment):
                 count = product.n
                 part = columns(operands, first, count, ITEM_BYTES[out_dtype])
                 w = codes.at(first * cols, count * cols)
-                ops.device.multiply(product, scratch.codes, w, scratch.work)
+                launcher.device.multiply(product, scratch.codes, w, scratch.work)
                 w_scales = scales.at(4 * first, 4 * count)
                 arguments = (
                     scratch.work,
@@ -276,12 +284,12 @@ class Codes8:
                     count,
                     operands.pitch,
                 )
-                ops.device.launch(rescale, {"tokens": m, "outputs": count}, arguments)
+                launcher.device.launch(rescale, {"tokens": m, "outputs": count}, arguments)
                 first += count
 
         return multiply
 
-    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
+    def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
         raise AssertionError("no embedding is held as codes of 8 bits")
 
 

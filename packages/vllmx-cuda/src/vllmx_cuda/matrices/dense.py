@@ -51,18 +51,23 @@ class Dense:
         span = data.at(first * row_bytes, part.shape[0] * row_bytes)
         return dense_pieces(part, span, self.dtype, self.offset)
 
-    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         """Own kernels for few rows."""
-        n, k, scratch = segment.rows, segment.cols, ops.products
+        n, k, scratch = segment.rows, segment.cols, launcher.products
         chosen = skinny_kernels(
-            self.dtype, n, k, operands.out_dtype, ops.target.arch, ops.device.info.num_processors
+            self.dtype,
+            n,
+            k,
+            operands.out_dtype,
+            launcher.target.arch,
+            launcher.device.info.num_processors,
         )
-        kernels = {m: ops.variant(c.entry, **c.options) for m, c in chosen.items()}
+        kernels = {m: launcher.variant(c.entry, **c.options) for m, c in chosen.items()}
 
         def enqueue(m: int) -> None:
             kernel = kernels.get(m)
             if kernel is None:
-                multiply_dense(ops.device, m, n, k, self.dtype, segment.data, operands)
+                multiply_dense(launcher.device, m, n, k, self.dtype, segment.data, operands)
                 return
             parts, sizes = chosen[m].splits, {"tokens": m, "outputs": n}
             shared: tuple[Memory | None, ...] = ()
@@ -80,16 +85,16 @@ class Dense:
                 k,
                 operands.pitch,
             )
-            ops.device.launch(kernel, sizes, arguments)
+            launcher.device.launch(kernel, sizes, arguments)
 
         return SegmentProduct(enqueue)
 
-    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
-        kernel = ops.variant("gather_rows", VX_VEC=vector_width(segment.cols))
+    def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
+        kernel = launcher.variant("gather_rows", VX_VEC=vector_width(segment.cols))
 
         def gather(ids: Memory, count: int) -> None:
             sizes = {"rows": count, "width": segment.cols}
-            ops.device.launch(kernel, sizes, (ids, segment.data, y, segment.cols))
+            launcher.device.launch(kernel, sizes, (ids, segment.data, y, segment.cols))
 
         return gather
 

@@ -161,9 +161,11 @@ class Form(Protocol):
         `data`. What a piece fills is decoded for it alone, on some thread."""
         ...
 
-    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct: ...
+    def product(
+        self, launcher: Launcher, segment: Segment, operands: Operands
+    ) -> SegmentProduct: ...
 
-    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
+    def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
         """Rows by number into y (count, cols)."""
         ...
 

@@ -19,7 +19,7 @@ X_CODES = ActivationCodes("f8e4m3", groups=True)
 class BlockProduct:
     """The product of a segment, in the ways that there are."""
 
-    ops: Launcher
+    launcher: Launcher
     segment: Segment
     operands: Operands
     scales: Memory
@@ -27,19 +27,19 @@ class BlockProduct:
     @property
     def is_own(self) -> bool:
         """Whether our own kernel has any number of rows."""
-        return self.ops.target.arch in E4M3_ARCHITECTURES
+        return self.launcher.target.arch in E4M3_ARCHITECTURES
 
     def exists(self, m: int) -> bool:
         """Whether this way can multiply m rows."""
         return self.is_own or self._by_cublas(m)
 
     def _by_cublas(self, m: int) -> bool:
-        return self.ops.device.can_multiply(self._product(m))
+        return self.launcher.device.can_multiply(self._product(m))
 
     def _product(self, m: int) -> Product:
         """The product of m rows and rows of padding, whose results are of no use to anybody."""
         operands, segment = self.operands, self.segment
-        spans = [self.ops.products.codes, segment.data, operands.y]
+        spans = [self.launcher.products.codes, segment.data, operands.y]
         spans += [self._bias] if self._bias else []
         return Product(
             X_CODES.pitch(m),
@@ -60,15 +60,15 @@ class BlockProduct:
 
     def lowered(self) -> Callable[[int], None]:
         """Enqueues it for so many rows, whose codes are in the scratch."""
-        ops, operands, segment = self.ops, self.operands, self.segment
+        launcher, operands, segment = self.launcher, self.operands, self.segment
         rows, cols, out = segment.rows, segment.cols, int(operands.out_dtype == "f32")
-        own = ops.variant("codes8_blocks", VX_OUT=out) if self.is_own else None
+        own = launcher.variant("codes8_blocks", VX_OUT=out) if self.is_own else None
 
         def multiply(m: int) -> None:
-            scratch = ops.products
+            scratch = launcher.products
             if own is None:
                 scales = scratch.scales, self.scales
-                ops.device.multiply(
+                launcher.device.multiply(
                     self._product(m), scratch.codes, segment.data, operands.y, self._bias, scales
                 )
                 return
@@ -85,6 +85,6 @@ class BlockProduct:
                 X_CODES.pitch(m),
                 operands.pitch,
             )
-            ops.device.launch(own, {"tokens": m, "outputs": rows, "width": cols}, arguments)
+            launcher.device.launch(own, {"tokens": m, "outputs": rows, "width": cols}, arguments)
 
         return multiply

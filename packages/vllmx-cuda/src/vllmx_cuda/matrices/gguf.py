@@ -60,24 +60,24 @@ class GgufBlocks:
         span = data.at(first * row_bytes, part.shape[0] * row_bytes)
         return row_pieces(part.shape[0], span, fill)
 
-    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
+    def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
         """The product of a segment. Activations are not rounded in float32, which is for checks and
         not for speed."""
-        dequantise = ops.variant("gguf_dequantize", VX_BLOCK=self.block)
+        dequantise = launcher.variant("gguf_dequantize", VX_BLOCK=self.block)
         row_bytes = self.num_bytes(1, segment.cols)
 
         def unpack(first: int, rows: int) -> None:
             blocks = segment.data.at(first * row_bytes, rows * row_bytes)
             sizes = {"rows": rows, "width": segment.cols}
-            arguments = (blocks, None, ops.products.work, segment.cols)
-            ops.device.launch(dequantise, sizes, arguments)
+            arguments = (blocks, None, launcher.products.work, segment.cols)
+            launcher.device.launch(dequantise, sizes, arguments)
 
-        by_cublas = by_pieces(ops, segment, operands, unpack)
-        if ops.target.dtype == "f32":
+        by_cublas = by_pieces(launcher, segment, operands, unpack)
+        if launcher.target.dtype == "f32":
             return SegmentProduct(by_cublas)
         out = int(operands.out_dtype == "f32")
         tiles = {
-            tokens: ops.variant("gguf_gemv", VX_BLOCK=self.block, VX_TOKENS=tokens, VX_OUT=out)
+            tokens: launcher.variant("gguf_gemv", VX_BLOCK=self.block, VX_TOKENS=tokens, VX_OUT=out)
             for tokens in GEMV_TOKENS
         }
 
@@ -87,18 +87,18 @@ class GgufBlocks:
                 return
             kernel = tiles[next((t for t in GEMV_TOKENS if t >= m), GEMV_TOKENS[-1])]
             sizes = {"tokens": m, "outputs": segment.rows}
-            x, shape = ops.products, (m, segment.rows, segment.cols, operands.pitch)
+            x, shape = launcher.products, (m, segment.rows, segment.cols, operands.pitch)
             arguments = (x.codes, x.scales, segment.data, operands.bias, operands.y, *shape)
-            ops.device.launch(kernel, sizes, arguments)
+            launcher.device.launch(kernel, sizes, arguments)
 
         return SegmentProduct(enqueue, ActivationCodes("q8"), lambda m: m <= GEMV_ROWS)
 
-    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
-        kernel = ops.variant("gguf_dequantize", VX_BLOCK=self.block)
+    def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
+        kernel = launcher.variant("gguf_dequantize", VX_BLOCK=self.block)
 
         def gather(ids: Memory, count: int) -> None:
             sizes = {"rows": count, "width": segment.cols}
-            ops.device.launch(kernel, sizes, (segment.data, ids, y, segment.cols))
+            launcher.device.launch(kernel, sizes, (segment.data, ids, y, segment.cols))
 
         return gather
 

@@ -58,18 +58,18 @@ class Matrix:
         """What its products have in common with those of other layers."""
         return (self.cols, self.bias is None, *((type(s.form), s.rows) for s in self.segments))
 
-    def product(self, ops: Launcher, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
+    def product(self, launcher: Launcher, x: Memory, y: Memory, out_dtype: str) -> MatrixProduct:
         """x (m, cols) @ matrix.T + bias into y (m, rows)."""
         whole = Operands(x, y, self.rows, out_dtype, self.bias, self.rounded_bias)
         products = []
         for s in self.segments:
             operands = columns(whole, s.begin, s.rows, ITEM_BYTES[out_dtype])
-            products.append(s.form.product(ops, s, operands))
+            products.append(s.form.product(launcher, s, operands))
         kinds = dict.fromkeys(p.codes for p in products if p.codes is not None)
-        quantise = {c: QUANTISERS[c.kind](ops, x, self.cols, c) for c in kinds}
+        quantise = {c: QUANTISERS[c.kind](launcher, x, self.cols, c) for c in kinds}
         return MatrixProduct(tuple(products), quantise)
 
-    def gather(self, ops: Launcher, y: Memory) -> Gather:
+    def gather(self, launcher: Launcher, y: Memory) -> Gather:
         """Rows by number into y (count, cols)."""
         (segment,) = self.segments
-        return segment.form.gather(ops, segment, y)
+        return segment.form.gather(launcher, segment, y)

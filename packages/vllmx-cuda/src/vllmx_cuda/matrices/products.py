@@ -46,10 +46,10 @@ def work_bytes(rows: int, cols: int, dtype: str) -> int:
 
 
 def by_pieces(
-    ops: Launcher, segment: Segment, operands: Operands, dequantise: Dequantise
+    launcher: Launcher, segment: Segment, operands: Operands, dequantise: Dequantise
 ) -> Callable[[int], None]:
     """Products with rows that are dequantised a piece at a time."""
-    dtype, out_bytes = ops.target.dtype, ITEM_BYTES[operands.out_dtype]
+    dtype, out_bytes = launcher.target.dtype, ITEM_BYTES[operands.out_dtype]
     step = _rows_at_once(segment.rows, segment.cols, dtype)
 
     def multiply(m: int) -> None:
@@ -57,7 +57,9 @@ def by_pieces(
             rows = min(step, segment.rows - first)
             dequantise(first, rows)
             part = columns(operands, first, rows, out_bytes)
-            multiply_dense(ops.device, m, rows, segment.cols, dtype, ops.products.work, part)
+            multiply_dense(
+                launcher.device, m, rows, segment.cols, dtype, launcher.products.work, part
+            )
 
     return multiply
 

@@ -22,7 +22,7 @@ def counter_bytes(rows: int) -> int:
 
 
 def split_product(
-    ops: Launcher,
+    launcher: Launcher,
     segment: Segment,
     operands: Operands,
     counters: Memory,
@@ -37,10 +37,10 @@ def split_product(
         matrix, layout: its arguments before the bias and after the pitch.
     """
     n, k = segment.rows, segment.cols
-    parts = splits(n, k, ops.device.info.num_processors)
+    parts = splits(n, k, launcher.device.info.num_processors)
     sums = parts * OWN_TOKENS * n * 4 if parts > 1 else 0
-    assert sums <= work_bytes(n, k, ops.target.dtype), (n, k, parts)
-    shared = (ops.products.work, counters) if parts > 1 else (None, None)
+    assert sums <= work_bytes(n, k, launcher.target.dtype), (n, k, parts)
+    shared = (launcher.products.work, counters) if parts > 1 else (None, None)
     kernels = {tokens: variant(tokens) for tokens in (1, 2, *(8 * tiles for tiles in TILES))}
 
     def multiply(m: int) -> None:
@@ -58,6 +58,6 @@ def split_product(
             *layout,
         )
         sizes = {"tokens": m, "outputs": n, "width": k, "splits": parts}
-        ops.device.launch(kernel, sizes, arguments)
+        launcher.device.launch(kernel, sizes, arguments)
 
     return multiply

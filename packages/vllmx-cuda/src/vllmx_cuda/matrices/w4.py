@@ -105,13 +105,13 @@ class W4:
             at = row // TILE_ROWS - begin
             tiles[at : at + len(some)] = some
 
-    def product(self, ops: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
-        order, operands = self._ordered(ops, segment, operands)
-        by_cublas = by_pieces(ops, segment, operands, self._dequantise(ops, segment))
-        if not has_tensor_cores(self.dtype, ops.target.arch):
+    def product(self, launcher: Launcher, segment: Segment, operands: Operands) -> SegmentProduct:
+        order, operands = self._ordered(launcher, segment, operands)
+        by_cublas = by_pieces(launcher, segment, operands, self._dequantise(launcher, segment))
+        if not has_tensor_cores(self.dtype, launcher.target.arch):
             own, most = by_cublas, 0
         else:
-            own, most = self._own(ops, segment, operands), OWN_TOKENS
+            own, most = self._own(launcher, segment, operands), OWN_TOKENS
 
         def enqueue(m: int) -> None:
             order(m)
@@ -123,41 +123,43 @@ class W4:
         return SegmentProduct(enqueue)
 
     def _ordered(
-        self, ops: Launcher, segment: Segment, operands: Operands
+        self, launcher: Launcher, segment: Segment, operands: Operands
     ) -> tuple[Callable[[int], None], Operands]:
         """What brings x into the order of the columns, and the operands afterwards."""
         if not self.packing.order:
             return lambda m: None, operands
-        kernel, x, cols = ops.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
+        kernel, x, cols = launcher.variant("gather_columns", VX_VEC=1), operands.x, segment.cols
         columns = self._columns(segment.data, segment.rows, cols)
-        ordered = ops.products.work.at(work_bytes(segment.rows, cols, self.dtype))
+        ordered = launcher.products.work.at(work_bytes(segment.rows, cols, self.dtype))
 
         def order(m: int) -> None:
             arguments = (x, columns, ordered, cols)
-            ops.device.launch(kernel, {"rows": m, "width": cols}, arguments)
+            launcher.device.launch(kernel, {"rows": m, "width": cols}, arguments)
 
         return order, replace(operands, x=ordered)
 
-    def _dequantise(self, ops: Launcher, segment: Segment) -> Callable[[int, int], None]:
-        kernel = ops.variant("w4_dequantize", **self.packing.options)
+    def _dequantise(self, launcher: Launcher, segment: Segment) -> Callable[[int, int], None]:
+        kernel = launcher.variant("w4_dequantize", **self.packing.options)
         cols, size = segment.cols, self.packing.row_tile_bytes(segment.cols)
 
         def dequantise(first: int, rows: int) -> None:
             tiles = segment.data.at(first // TILE_ROWS * size, ceil_div(rows, TILE_ROWS) * size)
             shape = (rows, cols, self.packing.group_shift)
             sizes = {"outputs": rows, "width": cols}
-            ops.device.launch(kernel, sizes, (tiles, ops.products.work, *shape))
+            launcher.device.launch(kernel, sizes, (tiles, launcher.products.work, *shape))
 
         return dequantise
 
-    def _own(self, ops: Launcher, segment: Segment, operands: Operands) -> Callable[[int], None]:
+    def _own(
+        self, launcher: Launcher, segment: Segment, operands: Operands
+    ) -> Callable[[int], None]:
         n, out = segment.rows, int(operands.out_dtype == "f32")
         counters = segment.data.at(self._tail(n, segment.cols), counter_bytes(n))
         in_tile = folds(self.packing.group_shift)
 
         def variant(tokens: int) -> Variant:
-            tiles = token_tiles(tokens, self.packing.zero, in_tile, ops.target.arch)
-            return ops.variant(
+            tiles = token_tiles(tokens, self.packing.zero, in_tile, launcher.target.arch)
+            return launcher.variant(
                 "w4_linear",
                 VX_TILES=tiles,
                 VX_ROWS=row_tiles(tokens),
@@ -167,15 +169,17 @@ class W4:
             )
 
         layout = (self.packing.group_shift,)
-        return split_product(ops, segment, operands, counters, variant, (segment.data,), layout)
+        return split_product(
+            launcher, segment, operands, counters, variant, (segment.data,), layout
+        )
 
-    def gather(self, ops: Launcher, segment: Segment, y: Memory) -> Gather:
-        kernel = ops.variant("w4_gather", **self.packing.options)
+    def gather(self, launcher: Launcher, segment: Segment, y: Memory) -> Gather:
+        kernel = launcher.variant("w4_gather", **self.packing.options)
         shape = (segment.cols, self.packing.group_shift)
 
         def gather(ids: Memory, count: int) -> None:
             sizes = {"rows": count, "width": segment.cols}
-            ops.device.launch(kernel, sizes, (segment.data, ids, y, *shape))
+            launcher.device.launch(kernel, sizes, (segment.data, ids, y, *shape))
 
         return gather
 

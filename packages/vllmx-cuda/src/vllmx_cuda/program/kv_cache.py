@@ -41,18 +41,18 @@ def kind_of(dtype: str) -> int:
     return CODES.get(dtype, KV_ELEM)
 
 
-def allocate(plan: CachePlan, device: Device) -> tuple[LayerPages, ...]:
+def allocate(cache: CachePlan, device: Device) -> tuple[LayerPages, ...]:
     """Pages of each layer, as they come: attention reads nothing that was not written before.
     Layers of different groups have a place in common."""
-    places = [_allocate_place(plan, kv, device) for kv in plan.layout.places]
-    return tuple(replace(places[place], group=group) for group, place in plan.layout.layers)
+    places = [_allocate_place(cache, kv, device) for kv in cache.layout.places]
+    return tuple(replace(places[place], group=group) for group, place in cache.layout.layers)
 
 
-def _allocate_place(plan: CachePlan, kv: OwnedKV, device: Device) -> LayerPages:
-    vectors = plan.num_blocks * plan.block_size * kv.num_kv_heads
-    size = vectors * kv.head_size * _ITEM_BYTES[plan.dtype]
+def _allocate_place(cache: CachePlan, kv: OwnedKV, device: Device) -> LayerPages:
+    vectors = cache.num_blocks * cache.block_size * kv.num_kv_heads
+    size = vectors * kv.head_size * _ITEM_BYTES[cache.dtype]
     k, v = device.empty(size), device.empty(size)
-    if plan.dtype not in CODES:
+    if cache.dtype not in CODES:
         return LayerPages(k, v)
     return LayerPages(k, v, device.empty(4 * vectors), device.empty(4 * vectors))
 

@@ -31,7 +31,7 @@ from vllmx_cuda.program.layout import StepLayout, lay_out, max_items, work_kinds
 from vllmx_cuda.program.lower import OPS
 from vllmx_cuda.program.sampler import sampler_bytes
 from vllmx_cuda.program.staging import Layout, StepSizes
-from vllmx_cuda.program.tower_plan import TowerPlan, plan_tower
+from vllmx_cuda.program.tower_sizes import TowerSizes, tower_sizes
 from vllmx_cuda.program.work import WorkKinds
 
 logger = logging.getLogger("vllmx.cuda")
@@ -61,13 +61,13 @@ class LoadSizes:
     layout: StepLayout
     staging_bytes: int
     kv: CachePlan
-    tower: TowerPlan | None = None
+    tower: TowerSizes | None = None
     """Set where the model sees images."""
     features: tuple[tuple[int, int], ...] = ()
     """(rows, width) of each part of the store of features."""
 
 
-def plan_load(
+def load_sizes(
     model: Model,
     source: WeightSource,
     options: LoadOptions,
@@ -112,7 +112,7 @@ def plan_load(
     used += 4 * groups * max_rows["T"] * max_blocks + 4 * max_rows["L"]
     if steps.samples:
         used += sampler_bytes(model.shape.vocab_size, max_rows["L"])
-    tower = plan_tower(model, recording, weights, device, dtype, options, wgmma=wgmma)
+    tower = tower_sizes(model, recording, weights, device, dtype, options, wgmma=wgmma)
     if tower is not None:
         used += tower.num_bytes + feature_bytes(model.shape, options)
     kv = plan_kv(model.shape, options, kv_dtype, free, used)

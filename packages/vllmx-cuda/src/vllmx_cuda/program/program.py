@@ -44,7 +44,7 @@ class Program:
     device, two graphs (to the logits, and to the ids) and a copy back; any other runs as it is."""
 
     device: Device
-    plan: LoadSizes
+    recorded: LoadSizes
     ops: Sequence[Enqueue]
     begin: Variant
     logits: Memory
@@ -72,8 +72,8 @@ class Program:
     def capture_buckets(self, limit_s: float, *, progress: bool = False) -> int:
         """Captures decode steps, the largest bucket first, until all are or the time is over: the
         rest is captured when it is first used. Number of buckets that are ready."""
-        begin, total = time.perf_counter(), len(self.plan.buckets)
-        for done, size in enumerate(reversed(self.plan.buckets)):
+        begin, total = time.perf_counter(), len(self.recorded.buckets)
+        for done, size in enumerate(reversed(self.recorded.buckets)):
             is_over = time.perf_counter() - begin >= limit_s
             if self.ranks is not None:  # who went on alone would wait for the others
                 is_over = not self.ranks.agree(wanted=not is_over)
@@ -94,14 +94,14 @@ class Program:
     def _forward(self, plan: StepPlan, rows: SamplingRows | None) -> PlacedStep:
         size = None
         if plan.num_tokens == plan.num_rows:
-            size = bucket_of(plan.num_tokens, self.plan.buckets)
+            size = bucket_of(plan.num_tokens, self.recorded.buckets)
         if size is not None:
             bucket = self._bucket(size)
             work = self._work(plan, bucket.layout.sizes, self._no_tiles)
             self.staging.upload(plan, rows, bucket.layout, work)
             self._replay_forward(bucket)
             return bucket
-        tiles = tuple(plan_tiles(plan, kind) for kind in self.plan.work.tiles)
+        tiles = tuple(plan_tiles(plan, kind) for kind in self.recorded.work.tiles)
         sizes = self._sizes(plan, tiles)
         layout = self.staging.layout(sizes)
         self.staging.upload(plan, rows, layout, self._work(plan, sizes, tiles))
@@ -150,8 +150,8 @@ class Program:
     def _bucket(self, size: int) -> PlacedStep:
         found = self._buckets.get(size)
         if found is None:
-            items = max_items(self.plan.steps.ops, size, self.device.info.num_processors)
-            none = tuple(0 for _ in self.plan.work.tiles)
+            items = max_items(self.recorded.steps.ops, size, self.device.info.num_processors)
+            none = tuple(0 for _ in self.recorded.work.tiles)
             sizes = StepSizes(
                 size, size, size, items, none, self._groups, has_states=self._has_states
             )
@@ -162,9 +162,9 @@ class Program:
         return found
 
     def _sizes(self, plan: StepPlan, tiles: tuple[I32, ...]) -> StepSizes:
-        by_items = item_tokens(plan, self.plan.work)
+        by_items = item_tokens(plan, self.recorded.work)
         processors = self.device.info.num_processors
-        items = max_items(self.plan.steps.ops, by_items, processors) if by_items else 0
+        items = max_items(self.recorded.steps.ops, by_items, processors) if by_items else 0
         num_tiles = tuple(map(len, tiles))
         return StepSizes(
             plan.num_tokens,
@@ -177,19 +177,19 @@ class Program:
         )
 
     def _work(self, plan: StepPlan, sizes: StepSizes, tiles: tuple[I32, ...]) -> StepWork:
-        return StepWork(plan_all_items(plan, self.plan.work, sizes.tokens, sizes.items), tiles)
+        return StepWork(plan_all_items(plan, self.recorded.work, sizes.tokens, sizes.items), tiles)
 
     @property
     def _groups(self) -> int:
-        return len(self.plan.kv.layout.groups)
+        return len(self.recorded.kv.layout.groups)
 
     @property
     def _has_states(self) -> bool:
-        return self.plan.kv.states.slot_bytes > 0
+        return self.recorded.kv.states.slot_bytes > 0
 
     @property
     def _no_tiles(self) -> tuple[I32, ...]:
-        return tuple(np.zeros((0, 4), np.int32) for _ in self.plan.work.tiles)
+        return tuple(np.zeros((0, 4), np.int32) for _ in self.recorded.work.tiles)
 
     def _no_work(self, sizes: StepSizes) -> StepWork:
         return self._work(_nothing(self._groups), sizes, self._no_tiles)

@@ -14,7 +14,7 @@ from vllmx_cuda.kernel_specs import Variant
 from vllmx_cuda.loading.tuning import Tunable
 from vllmx_cuda.program.lower import Enqueue, Lowering
 from vllmx_cuda.program.staging import SLOTS, Layout, Staging, StepMemory, StepSizes
-from vllmx_cuda.program.tower_plan import TowerPlan
+from vllmx_cuda.program.tower_sizes import TowerSizes
 from vllmx_cuda.program.work import StepWork, plan_all_items, plan_tiles
 
 
@@ -53,7 +53,7 @@ class Tower:
     """
 
     model: Lowering
-    plan: TowerPlan
+    recorded: TowerSizes
     _lowering: Lowering | None = None
     _launches: list[Enqueue] = field(default_factory=list)
     _num_patches: int = 0
@@ -62,7 +62,7 @@ class Tower:
     _pass: _Pass | None = None
 
     def __post_init__(self) -> None:
-        self.make_room(self.plan.num_patches)
+        self.make_room(self.recorded.num_patches)
 
     @property
     def variants(self) -> Sequence[Variant]:
@@ -73,7 +73,7 @@ class Tower:
     def take_tunables(self) -> list[Tunable]:
         """See `Lowering.take_tunables`."""
         assert self._lowering is not None, "there is room for a pass"
-        features = self._num_patches // self.plan.patches_per_token
+        features = self._num_patches // self.recorded.patches_per_token
         return self._lowering.take_tunables({"T": self._num_patches, "L": features})
 
     def encode(self, plan: StepPlan, begin: float, end: float) -> None:
@@ -94,13 +94,13 @@ class Tower:
         """Makes the buffers large enough for groups of so many patches. Raises CapacityError."""
         if num_patches <= self._num_patches:
             return
-        plan, device = self.plan, self.model.device
+        recorded, device = self.recorded, self.model.device
         if self._launches:  # what they write to must not go while they run
             device.synchronize()
-            num_patches = plan.rounded(1 << (num_patches - 1).bit_length())
+            num_patches = recorded.rounded(1 << (num_patches - 1).bit_length())
         self._launches.clear()
         self._lowering, self._num_patches = None, 0
-        layout = plan.layout(num_patches)
+        layout = recorded.layout(num_patches)
         self._lowering = replace(
             self.model,
             arena=device.empty(layout.arena.num_bytes),
@@ -114,23 +114,23 @@ class Tower:
             shapes={},
             rotations={},
         )
-        self._launches = self._lowering.lower(plan.ops)
+        self._launches = self._lowering.lower(recorded.ops)
         self._num_patches = num_patches
 
     def _begin(self, plan: StepPlan) -> _Pass:
-        groups = self.plan.groups(plan)
+        groups = self.recorded.groups(plan)
         self.make_room(max(group.num_tokens for group in groups))
         costs = []
         for group in groups:
-            found = self.plan.costs(group)
+            found = self.recorded.costs(group)
             costs += [np.ones(len(self._launches) - len(found), np.float32), found]
         ends = np.cumsum(np.concatenate(costs, dtype=np.float64))
         return _Pass([_Group(group) for group in groups], (ends / ends[-1]).tolist())
 
     def _upload(self, plan: StepPlan) -> tuple[StepSizes, StepMemory]:
-        device, kinds = self.model.device, self.plan.work
+        device, kinds = self.model.device, self.recorded.work
         tiles = tuple(plan_tiles(plan, kind) for kind in kinds.tiles)
-        sizes = self.plan.sizes(plan, tiles)
+        sizes = self.recorded.sizes(plan, tiles)
         layout = Layout.of(sizes, kinds)
         staging = self._staging
         if staging is None or layout.num_bytes > staging.num_bytes:

@@ -15,7 +15,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllmx_engine.text.pieces import PiecePlan, PieceTable, TextTable
+from vllmx_engine.text.pieces import PieceCoding, PieceTable, TextTable
 from vllmx_engine.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 6
@@ -49,11 +49,11 @@ def make_detokenizer(
             that some decoders (never the concatenating ones) put between tokens.
         kept_ids: special tokens that give text all the same.
     """
-    plan = tokenizer.plan
+    coding = tokenizer.coding
     hidden = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset[int]()
     tables = tokenizer.tables(hidden)
-    if plan is not None and tables is not None:
-        return PieceDetokenizer(plan, *tables, prompt_ids)
+    if coding is not None and tables is not None:
+        return PieceDetokenizer(coding, *tables, prompt_ids)
     joined = frozenset[int]()
     if not (skip_special_tokens or spaces_between_special_tokens):
         joined = tokenizer.special_ids
@@ -63,21 +63,21 @@ def make_detokenizer(
 class PieceDetokenizer:
     """Concatenates the bytes of tokens; for byte-level and SentencePiece style tokenizers."""
 
-    __slots__ = ("_clean", "_pending", "_pieces", "_plan", "_strip_left", "_texts")
+    __slots__ = ("_clean", "_coding", "_pending", "_pieces", "_strip_left", "_texts")
 
     def __init__(
         self,
-        plan: PiecePlan,
+        coding: PieceCoding,
         pieces: PieceTable,
         texts: TextTable,
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        self._plan = plan
+        self._coding = coding
         self._pieces = pieces
         self._texts = texts
         self._pending = self._incomplete_tail(prompt_ids)
-        prompt_has_text = plan.strip_count and any(pieces[i] for i in prompt_ids)
-        self._strip_left = 0 if prompt_has_text else plan.strip_count
+        prompt_has_text = coding.strip_count and any(pieces[i] for i in prompt_ids)
+        self._strip_left = 0 if prompt_has_text else coding.strip_count
         self._clean = not self._pending and not self._strip_left
 
     def push(self, ids: Sequence[int]) -> str:
@@ -87,7 +87,7 @@ class PieceDetokenizer:
             if text is not None:
                 return text
         data = self._pending + b"".join([self._pieces[token_id] for token_id in ids])
-        text, used = codecs.utf_8_decode(data, self._plan.errors, False)
+        text, used = codecs.utf_8_decode(data, self._coding.errors, False)
         self._pending = data[used:]
         if self._strip_left and text:
             text = self._stripped(text)
@@ -96,13 +96,13 @@ class PieceDetokenizer:
 
     def finish(self) -> str:
         """See `Detokenizer.finish`."""
-        text, _ = codecs.utf_8_decode(self._pending, self._plan.errors, True)
+        text, _ = codecs.utf_8_decode(self._pending, self._coding.errors, True)
         self._pending = b""
         return text
 
     def _stripped(self, text: str) -> str:
         start = 0
-        while start < self._strip_left and text.startswith(self._plan.strip_char, start):
+        while start < self._strip_left and text.startswith(self._coding.strip_char, start):
             start += 1
         self._strip_left = self._strip_left - start if start == len(text) else 0
         return text[start:]

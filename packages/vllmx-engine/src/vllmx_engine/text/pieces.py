@@ -14,7 +14,7 @@ followed by a UTF-8 decode that replaces what is invalid:
 stream can do without holding back an unbounded text; here the valid characters of such a run are
 kept, as SentencePiece's own decoder does. All valid text is the same.
 
-Other decoders (WordPiece, Metaspace, ...) have no plan, and are decoded through a window of ids.
+Other decoders (WordPiece, Metaspace, ...) have no coding, and are decoded through a window of ids.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
-class PiecePlan(Record):
+class PieceCoding(Record):
     """How to turn token strings into bytes, and bytes into text."""
 
     to_bytes: Callable[[str], bytes]
@@ -53,15 +53,15 @@ class PiecePlan(Record):
     """So many of `strip_char` are removed at the left end of the whole text."""
 
 
-def plan_pieces(backend: tokenizers.Tokenizer) -> PiecePlan | None:
-    """The plan for this tokenizer's decoder, or None where bytes per token do not describe it."""
+def piece_coding(backend: tokenizers.Tokenizer) -> PieceCoding | None:
+    """The coding for this tokenizer's decoder, or None where bytes per token do not describe it."""
     decoder = backend.decoder
     if decoder is None:
         return None
     stages = _flatten(json.loads(decoder.__getstate__()))
     if [stage["type"] for stage in stages] == ["ByteLevel"]:
-        return PiecePlan(_byte_level_bytes, "replace")
-    return _sentencepiece_plan(stages)
+        return PieceCoding(_byte_level_bytes, "replace")
+    return _sentencepiece_coding(stages)
 
 
 def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     return [decoder]
 
 
-def _sentencepiece_plan(stages: list[dict[str, Any]]) -> PiecePlan | None:
+def _sentencepiece_coding(stages: list[dict[str, Any]]) -> PieceCoding | None:
     """Accepts exactly Replace*, ByteFallback?, Fuse, Strip?; order matters."""
     rest = list(stages)
     replacements: list[tuple[str, str]] = []
@@ -89,11 +89,11 @@ def _sentencepiece_plan(stages: list[dict[str, Any]]) -> PiecePlan | None:
         _replaced_bytes, replacements=tuple(replacements), byte_fallback=byte_fallback
     )
     if not rest:
-        return PiecePlan(to_bytes, EACH_BYTE)
+        return PieceCoding(to_bytes, EACH_BYTE)
     strip = rest.pop(0)
     if rest or strip["type"] != "Strip" or strip["stop"] != 0:
         return None
-    return PiecePlan(to_bytes, EACH_BYTE, strip["content"], strip["start"])
+    return PieceCoding(to_bytes, EACH_BYTE, strip["content"], strip["start"])
 
 
 def _replaced_bytes(
@@ -134,16 +134,16 @@ class PieceTable(dict[int, bytes]):
     """
 
     def __init__(
-        self, names: Callable[[int], str | None], plan: PiecePlan, skipped: frozenset[int]
+        self, names: Callable[[int], str | None], coding: PieceCoding, skipped: frozenset[int]
     ) -> None:
         super().__init__()
         self._name_of = names
-        self._plan = plan
+        self._coding = coding
         self._skipped = skipped
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._name_of(token_id)
-        piece = b"" if token is None or token_id in self._skipped else self._plan.to_bytes(token)
+        piece = b"" if token is None or token_id in self._skipped else self._coding.to_bytes(token)
         self[token_id] = piece
         return piece
 

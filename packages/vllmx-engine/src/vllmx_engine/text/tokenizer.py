@@ -22,7 +22,7 @@ from vllmx_engine.text.model_files import (
     read_chat_templates,
     read_json_object,
 )
-from vllmx_engine.text.pieces import PiecePlan, PieceTable, TextTable, plan_pieces
+from vllmx_engine.text.pieces import PieceCoding, PieceTable, TextTable, piece_coding
 from vllmx_engine.text.token_bound import TokenBound, token_bound
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -77,7 +77,7 @@ class Tokenizer:
             _add_missing_tokens(backend, declared, self.named_tokens)
             added = backend.get_added_tokens_decoder()
             last_id = backend.get_vocab_size(with_added_tokens=True) - 1
-            self._plan = plan_pieces(backend)
+            self._coding = piece_coding(backend)
         self._tables: dict[frozenset[int], tuple[PieceTable, TextTable]] = {}
         self._markers: dict[str, tuple[int, ...]] = {}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -231,9 +231,9 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     @property
-    def plan(self) -> PiecePlan | None:
-        """How bytes per token make a text (`pieces.PiecePlan`), None if they do not."""
-        return self._plan
+    def coding(self) -> PieceCoding | None:
+        """How bytes per token make a text (`pieces.PieceCoding`), None if they do not."""
+        return self._coding
 
     @cached_property
     def _bound(self) -> TokenBound | None:
@@ -248,11 +248,11 @@ class Tokenizer:
     def tables(self, hidden: frozenset[int]) -> tuple[PieceTable, TextTable] | None:
         """Bytes and text per token, `hidden` ones as nothing; None where tokens have no bytes of
         their own."""
-        if self._plan is None:
+        if self._coding is None:
             return None
         found = self._tables.get(hidden)
         if found is None:
-            pieces = PieceTable(self.id_to_token, self._plan, hidden)
+            pieces = PieceTable(self.id_to_token, self._coding, hidden)
             found = self._tables.setdefault(hidden, (pieces, TextTable(pieces)))
         return found
 

@@ -68,16 +68,16 @@ def forecast(
     shape: ModelShape, form: Form, rates: Rates, memory_bytes: float, wish: Wish
 ) -> Forecast:
     """Forecasts a form on a machine with so much free memory."""
-    plan = _cache(shape, form, memory_bytes, wish)
+    cache = _cache(shape, form, memory_bytes, wish)
     longest = rows = 0
     windows: tuple[int | None, ...] = (None,)
-    if plan is not None:
-        windows = plan.layout.windows
+    if cache is not None:
+        windows = cache.layout.windows
         longest = longest_sequence(
-            windows, plan.num_blocks, BLOCK_SIZE, STEP_TOKENS, shape.max_model_len
+            windows, cache.num_blocks, BLOCK_SIZE, STEP_TOKENS, shape.max_model_len
         )
         each = blocks_of(windows, wish.context, BLOCK_SIZE, STEP_TOKENS)
-        rows = min(plan.num_blocks // max(1, each), plan.states.num_seqs)
+        rows = min(cache.num_blocks // max(1, each), cache.states.num_seqs)
     context = min(wish.context, shape.max_model_len)
     kv = _kv_bytes(shape, context)
     return Forecast(

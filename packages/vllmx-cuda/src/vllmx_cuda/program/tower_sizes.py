@@ -32,7 +32,7 @@ _TAPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class TowerPlan:
+class TowerSizes:
     """The recorded pass over images."""
 
     ops: OpList
@@ -139,7 +139,7 @@ def _cost(op: Op, patches: int, longest: float) -> float:
     return 256.0 * patches * width
 
 
-def plan_tower(
+def tower_sizes(
     model: Model,
     recording: Recording,
     weights: WeightPlan,
@@ -148,7 +148,7 @@ def plan_tower(
     options: LoadOptions,
     *,
     wgmma: bool,
-) -> TowerPlan | None:
+) -> TowerSizes | None:
     """None for a model that sees no images."""
     ops, encoder = recording.tower, encoder_of(model)
     if ops is None or encoder is None:
@@ -156,7 +156,7 @@ def plan_tower(
     named = {ref.name for op in ops.ops for ref in op.weights}
     specs = [spec for spec in recording.specs if spec.name in named]
     tokens = min(options.max_num_batched_tokens, options.max_model_len)
-    plan = TowerPlan(
+    sizes = TowerSizes(
         ops,
         encoder.patches_per_token,
         dtype,
@@ -165,4 +165,4 @@ def plan_tower(
         lambda rows: weights.scratch_of(specs, rows),
         min(tokens * encoder.patches_per_token, PASS_PATCHES),
     )
-    return replace(plan, num_patches=plan.rounded(plan.num_patches))
+    return replace(sizes, num_patches=sizes.rounded(sizes.num_patches))
