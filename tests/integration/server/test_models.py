@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from vllmx_core.testing.fake_checkpoint import make_fake_checkpoint
 from vllmx_server.keys.records import digest_of
@@ -183,3 +185,27 @@ def test_nothing_is_loaded_for_a_key_that_may_not_use_it(
             assert answer.status_code == status, answer.text
         cards = server.get("/v1/models", headers=bob).json()["data"]
         assert {card["id"]: card.get("state") for card in cards}["two"] == "unloaded"
+
+
+def on_socket(path: Path, method: str, route: str, body: object = None) -> httpx.Response:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=30) as client:
+        return client.request(method, f"http://vllmx{route}", json=body)
+
+
+def test_operators_have_a_socket_of_their_own(
+    tmp_path: Path, fake_environment: dict[str, str]
+) -> None:
+    path = tmp_path / "admin.sock"
+    more = (f"--admin-uds={path}", "--api-workers=2", "--api-key=user")
+    with running_server(*flags(tmp_path), *more, environment=fake_environment) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        loaded = on_socket(path, "POST", "/v1/models/load", {"model": "two"})
+        assert loaded.json()["state"] == "loaded", loaded.text
+        assert on_socket(path, "GET", "/health").status_code == 200
+        assert on_socket(path, "POST", "/v1/completions", {"prompt": "a"}).status_code == 404
+        for route in ("/v1/models/load", "/sleep", "/shutdown"):
+            refused = server.post(route, {"model": "two"}, headers=ADMIN)
+            assert refused.status_code in (404, 405), refused.text
+        assert on_socket(path, "POST", "/shutdown").json() == {"status": "draining"}
+        assert server.process.wait(30) == 0
+    assert not path.exists()

@@ -38,6 +38,20 @@ def bind(server: ServerConfig) -> tuple[socket.socket, str]:
     return listener, f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
+def bind_operators(server: ServerConfig) -> socket.socket | None:
+    """The bound socket of `admin_uds`, its owner's alone; None where there is none. Raises
+    ConfigError that says what to do."""
+    if server.admin_uds is None:
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _bind_unix(listener, server.admin_uds)
+    except OSError as error:
+        listener.close()
+        raise _cannot_use(server.admin_uds, "admin_uds", error) from None
+    return listener
+
+
 def check_certificate(server: ServerConfig) -> None:
     """Raises ConfigError for a certificate that cannot be used."""
     if server.ssl_certfile is None:
@@ -67,9 +81,8 @@ def listen(listener: socket.socket, server: ServerConfig) -> None:
 
 def _cannot_listen(server: ServerConfig, error: OSError) -> ConfigError:
     if server.uds is not None:
-        where, param = server.uds, "uds"
-        remedy = "choose another --uds, or stop the program that uses it"
-    elif isinstance(error, socket.gaierror):
+        return _cannot_use(server.uds, "uds", error)
+    if isinstance(error, socket.gaierror):
         where, param = server.host, "host"
         remedy = "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
     else:
@@ -77,6 +90,16 @@ def _cannot_listen(server: ServerConfig, error: OSError) -> ConfigError:
         remedy = "choose another --port, or stop the program that uses it"
     reason = error.strerror or str(error)
     return ConfigError(f"cannot listen on {where} ({reason}): {remedy}", param=param)
+
+
+def _cannot_use(path: str, param: str, error: OSError) -> ConfigError:
+    """The error of a unix socket that cannot be bound."""
+    reason, flag = error.strerror or str(error), param.replace("_", "-")
+    return ConfigError(
+        f"cannot listen on {path} ({reason}): choose another --{flag}, or stop the program that"
+        " uses it",
+        param=param,
+    )
 
 
 def _bind_unix(listener: socket.socket, path: str) -> None:

@@ -51,7 +51,17 @@ if TYPE_CHECKING:
     from vllmx_server.batches.line import Endpoint
     from vllmx_server.workers.peers import Peers
 
-ROUTES = (
+OPERATORS_ROUTES = (
+    ("POST", "/v1/models/load", admin.load),
+    ("POST", "/v1/models/unload", admin.unload),
+    ("POST", "/sleep", admin.sleep),
+    ("POST", "/wake", admin.wake),
+    ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+    ("POST", "/shutdown", admin.shutdown),
+)
+"""On the public port they want an operator's key; with `ServerConfig.admin_uds` they are not there
+at all."""
+_ROUTES = (
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/messages", messages.messages),
@@ -79,12 +89,6 @@ ROUTES = (
     ("GET", "/v1/batches/{id}", batches.retrieve),
     ("POST", "/v1/batches/{id}/cancel", batches.cancel),
     ("GET", "/v1/models", status.models),
-    ("POST", "/v1/models/load", admin.admin(admin.load)),
-    ("POST", "/v1/models/unload", admin.admin(admin.unload)),
-    ("POST", "/sleep", admin.admin(admin.sleep)),
-    ("POST", "/wake", admin.admin(admin.wake)),
-    ("POST", "/reset_prefix_cache", admin.admin(admin.reset_prefix_cache)),
-    ("POST", "/shutdown", admin.admin(admin.shutdown)),
     ("GET", "/v1/models/{name:path}", status.model),
     ("POST", "/tokenize", text.tokenize),
     ("POST", "/detokenize", text.detokenize),
@@ -100,6 +104,8 @@ ROUTES = (
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
+_WITH_KEY = tuple((method, path, admin.admin(each)) for method, path, each in OPERATORS_ROUTES)
+ROUTES = (*_WITH_KEY, *_ROUTES)
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
 """Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands."""
 _OF_MODEL = {
@@ -200,7 +206,11 @@ def build_app(
             is_open=lambda path: any(is_open(path) for is_open in opened),
         )
     )
-    routes = ALL_ROUTES if config.web else ROUTES
+    routes = (
+        *(() if config.admin_uds else _WITH_KEY),
+        *_ROUTES,
+        *(WEB_ROUTES if config.web else ()),
+    )
     app = App(
         routes=[
             Route(path, _wrapped(endpoint, peers, several), methods=[method])

@@ -26,6 +26,8 @@ class ServerConfig:
     """Accepted bearer tokens; empty: no authorisation."""
     admin_key: tuple[str, ...] = ()
     """Bearer tokens for the routes of operators; empty: nobody may use those."""
+    admin_uds: str | None = None
+    """Path of a unix socket for the routes of operators, which are nowhere else then."""
     api_keys_file: str | None = None
     """JSON file of further keys, by their digests, with what each may do (`vllmx keys add`)."""
     priority_range: tuple[str, ...] = ()
@@ -115,6 +117,11 @@ class ServerConfig:
                 "--hsts-max-age-s goes with --ssl-certfile: browsers heed it over TLS alone; where"
                 " a proxy has the certificate, set the header there",
                 param="hsts_max_age_s",
+            )
+        if self.admin_uds is not None and self.admin_uds in ("", self.uds):
+            raise ConfigError(
+                "--admin-uds must be the path of a socket of its own, not that of --uds",
+                param="admin_uds",
             )
         if any(not key for key in self.admin_key):
             raise ConfigError("--admin-key is empty: give a key or leave it out", param="admin_key")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ from vllmx_core.config import EngineConfig
 from vllmx_core.processors import available_processors
 from vllmx_engine.link.core_start import CoreStart
 
-from vllmx_server.address import bind, check_certificate
+from vllmx_server.address import bind, bind_operators, check_certificate
 from vllmx_server.config import ServerConfig
 from vllmx_server.signals import Signals
 
@@ -64,7 +65,12 @@ async def _serve(
     check_certificate(
         server
     )  # before the core's process is there, which would log beside the error
-    listener, url = bind(server)
+    operators = bind_operators(server)
+    try:
+        listener, url = bind(server)
+    except BaseException:
+        _unbind(operators, server.admin_uds)
+        raise
     if server.api_keys_file is not None:
         from vllmx_server.keys.records import read_keys
 
@@ -81,14 +87,24 @@ async def _serve(
         server = dataclasses.replace(server, api_workers=server.api_workers or _suitable_workers())
         if server.api_workers != 1:
             workers: Any = await asyncio.to_thread(import_module, "vllmx_server.workers.supervisor")
-            await workers.serve_with_workers(engine, models, server, listener, signals, announce)
+            await workers.serve_with_workers(
+                engine, models, server, listener, signals, announce, operators
+            )
             return
         async with await CoreStart.begin(engine) as core:
             running: Any = await asyncio.to_thread(import_module, "vllmx_server.running")
             await running.serve_until_stopped(
-                core, server, listener, signals, announce, None, models
+                core, server, listener, signals, announce, None, models, operators
             )
     finally:
-        listener.close()
-        if server.uds is not None:
-            Path(server.uds).unlink(missing_ok=True)
+        _unbind(operators, server.admin_uds)
+        _unbind(listener, server.uds)
+
+
+def _unbind(listener: socket.socket | None, path: str | None) -> None:
+    """Closes a socket and takes its file away, if it has one."""
+    if listener is None:
+        return
+    listener.close()
+    if path is not None:
+        Path(path).unlink(missing_ok=True)

@@ -57,9 +57,11 @@ async def serve_until_stopped(
     on_ready: Callable[[CoreInfo], None],
     peers: Peers | None = None,
     models: Sequence[ModelConfig] = (),
+    operators: socket.socket | None = None,
 ) -> None:
-    """Answers requests on a bound socket once the core is ready, beside `peers` if there are any.
-    `models`: where they are several; `core` is the first one's. Raises what `run_server` does."""
+    """Answers requests on a bound socket once the core is ready, beside `peers` if there are any,
+    and `operators` on theirs. `models`: where they are several; `core` is the first one's. Raises
+    what `run_server` does."""
     check_versions()
     sharing = ALONE if peers is None else peers.sharing
     config, limits = hypercorn_config(server), connection_limits(server, sharing)
@@ -75,14 +77,20 @@ async def serve_until_stopped(
                 await app.state.server.background.start()
             tls = app.state.server.tls = config.create_ssl_context()
             listen(listener, server)
+            if operators is not None:
+                listen(operators, server)
             stop = signals.begin_serving(app.state.server)
             on_ready(llm.info)
             serving = asyncio.ensure_future(
                 serve(app, config, listener, limits, timeouts, stop, tls)
             )
+            beside = asyncio.ensure_future(
+                _serve_operators(app.state.server, operators, timeouts, stop)
+            )
             dying = asyncio.ensure_future(llm.until_dead())
             preparing = asyncio.ensure_future(_prepare_grammars(llm))
             await _until_stopped(serving, stop, dying)
+            await beside
             preparing.cancel()
             await app.state.server.background.stop()
             if dying.done() and not dying.cancelled():
@@ -90,6 +98,19 @@ async def serve_until_stopped(
     finally:
         await running.close()
         storage.close()
+
+
+async def _serve_operators(
+    state: ServerState, listener: socket.socket | None, timeouts: Timeouts, stop: asyncio.Event
+) -> None:
+    """Answers on the socket of operators, if there is one, until `stop` is set."""
+    if listener is None:
+        return
+    from vllmx_server.operators import LIMITS, operators_app
+
+    config = AnswerConfig()
+    config.graceful_timeout = CLOSE_S
+    await serve(operators_app(state), config, listener, LIMITS, timeouts, stop)
 
 
 def is_several(models: Sequence[ModelConfig]) -> bool:

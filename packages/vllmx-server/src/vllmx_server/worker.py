@@ -1,7 +1,8 @@
-"""A process that answers requests: `python -P -m vllmx_server.worker CONTROL LISTENER COUNTS`.
+"""A process that answers requests: `python -P -m vllmx_server.worker DESCRIPTORS`.
 
-Started by `vllmx_server.workers.crew` alone, with three descriptors. The end of the control channel
-ends this process at once: nobody is left to serve for.
+Started by `vllmx_server.workers.crew` alone, with the descriptors of the control channel, of the
+shared counts, of the listening socket, and of the operators' one if there is one. The end of the
+control channel ends this process at once: nobody is left to serve for.
 """
 
 from __future__ import annotations
@@ -47,12 +48,20 @@ class Worker:
 
     Args:
         listener: the socket of the server, which all workers accept from.
+        operators: that of `--admin-uds`, if there is one.
         counts: descriptor of the shared counts.
     """
 
-    def __init__(self, channel: Channel, listener: socket.socket, counts: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        listener: socket.socket,
+        operators: socket.socket | None,
+        counts: int,
+    ) -> None:
         self._channel = channel
         self._listener = listener
+        self._operators = operators
         self._counts = counts
         self._peers: Peers
         self._state: ServerState
@@ -109,6 +118,7 @@ class Worker:
                 self._on_ready,
                 self._peers,
                 begin.models,
+                self._operators,
             )
 
     def _on_ready(self, _: CoreInfo) -> None:
@@ -140,9 +150,10 @@ class Worker:
         self._state.llm.note(reason)
 
 
-async def _run(control: int, listener: int, counts: int) -> int:
+async def _run(control: int, counts: int, listener: int, operators: int | None = None) -> int:
     channel = await Channel.over(socket.socket(fileno=control))
-    worker = Worker(channel, socket.socket(fileno=listener), counts)
+    admin = None if operators is None else socket.socket(fileno=operators)
+    worker = Worker(channel, socket.socket(fileno=listener), admin, counts)
     running = asyncio.ensure_future(worker.run())
     leaving = asyncio.ensure_future(channel.gone.wait())
     await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)

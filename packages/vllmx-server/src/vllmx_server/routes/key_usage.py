@@ -14,12 +14,14 @@ from vllmx_server.state import owner_of, state_of
 
 
 async def usage(request: Request) -> Response:
-    """Answers the usage of the key that asks; of all keys for one with `admin`."""
+    """Answers the usage of the key that asks; of all keys for one with `admin`, and on the socket
+    of operators."""
     check_query(request)
     state, client = state_of(request), owner_of(request)
     holder = state.keys.holder(client)
     found = await state.usage.all()
     is_admin = holder.record is not None and holder.record.admin
+    is_admin = is_admin or "is_operator" in request.scope["state"]
     clients = sorted({*found, client}) if is_admin else [client]
     rows = [
         KeyUsed(key=state.keys.holder(each).name, **asdict(found.get(each, KeyUsage())))

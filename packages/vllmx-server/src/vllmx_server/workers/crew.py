@@ -60,7 +60,7 @@ class Crew:
 
     Args:
         size: how many.
-        listener: the socket that they accept from.
+        listeners: the socket that they accept from, and that of operators if there is one.
         begin: what each is told, but for its row.
         on_channel: given the channel of each worker before it begins.
     """
@@ -68,11 +68,11 @@ class Crew:
     def __init__(
         self,
         size: int,
-        listener: socket.socket,
+        listeners: tuple[socket.socket, socket.socket | None],
         begin: Begin,
         on_channel: Callable[[Channel], None],
     ) -> None:
-        self._listener = listener
+        self._listeners = [each.fileno() for each in listeners if each is not None]
         self._begin = msgspec.structs.replace(begin, num_rows=size, seed=secrets.randbits(32))
         self._on_channel = on_channel
         self._memory = SharedCounts.memory(size)
@@ -159,7 +159,7 @@ class Crew:
 
     async def _spawn(self, row: int) -> Worker:
         ours, theirs = socket.socketpair()
-        descriptors = (theirs.fileno(), self._listener.fileno(), self._memory)
+        descriptors = (theirs.fileno(), self._memory, *self._listeners)
         with theirs:
             process = run_module(
                 "vllmx_server.worker", *map(str, descriptors), descriptors=descriptors

@@ -66,6 +66,7 @@ async def serve_with_workers(
     listener: socket.socket,
     signals: Signals,
     on_ready: Callable[[CoreInfo], None],
+    operators: socket.socket | None = None,
 ) -> None:
     """Serves until it is stopped. Raises what `run_server` does."""
     found = await asyncio.to_thread(find_model, engine, None)
@@ -87,7 +88,7 @@ async def serve_with_workers(
                 data_dir=str(server.data_dir or folder),
                 outlives=folder is None,
             )
-            supervisor = Supervisor(server, listener, begin)
+            supervisor = Supervisor(server, (listener, operators), begin)
             await supervisor.run(starting, signals, on_ready)
         finally:
             stored.close()
@@ -112,7 +113,12 @@ async def _open_storage(server: ServerConfig, folder: str | None) -> Storage:
 class Supervisor:
     """What becomes of the core and of the workers is told to all of them."""
 
-    def __init__(self, server: ServerConfig, listener: socket.socket, begin: Begin) -> None:
+    def __init__(
+        self,
+        server: ServerConfig,
+        listeners: tuple[socket.socket, socket.socket | None],
+        begin: Begin,
+    ) -> None:
         self._server = server
         self._host = CoreHost(begin.models[1:], server.idle_unload_s, self._left_by_all)
         self._on_demand = {model.name for model in begin.models if model.on_demand}
@@ -122,7 +128,7 @@ class Supervisor:
         self._keys = KeyRing(path=server.api_keys_file)
         self._desk: Desk = OpenDesk() if server.api_keys_file is None else KeyDesk(self._keys)
         self._closing: set[asyncio.Task[None]] = set()
-        self._crew = Crew(server.api_workers or 1, listener, begin, self._serve_channel)
+        self._crew = Crew(server.api_workers or 1, listeners, begin, self._serve_channel)
 
     async def run(
         self,

@@ -31,6 +31,7 @@ HELP = {
     " most.",
     "api_key": "Bearer token that clients must send; may be repeated.",
     "admin_key": "Bearer token for the routes of operators; may be repeated.",
+    "admin_uds": "Path of a unix socket for the routes of operators, which the port has not then.",
     "api_keys_file": "JSON file of keys with rights and limits (`vllmx keys add`); read again at"
     " SIGHUP.",
     "priority_range": "What `priority` of a request may be: LEAST:GREATEST, or KEY=LEAST:GREATEST"

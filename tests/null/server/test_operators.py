@@ -1,0 +1,96 @@
+"""The socket of operators, and what it shares with the port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+from vllmx_core.errors import ConfigError
+from vllmx_server.address import bind_operators
+from vllmx_server.config import ServerConfig
+from vllmx_server.connections.connection import Timeouts
+from vllmx_server.connections.safe_headers import AnswerConfig
+from vllmx_server.connections.serving import serve
+from vllmx_server.operators import LIMITS, operators_app
+
+from .conftest import MakeServer
+from .test_keys import ask, key_file
+
+
+def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "admin.sock"
+    before = os.umask(0)
+    try:
+        listener = bind_operators(ServerConfig(admin_uds=str(path)))
+    finally:
+        os.umask(before)
+    assert listener is not None
+    with listener:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        listener.listen()
+        with pytest.raises(ConfigError, match="choose another --admin-uds"):
+            bind_operators(ServerConfig(admin_uds=str(path)))
+    again = bind_operators(ServerConfig(admin_uds=str(path)))  # left behind by one that was killed
+    assert again is not None
+    again.close()
+
+
+def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "such.sock", tmp_path / ("a" * 200)):
+        with pytest.raises(ConfigError, match="choose another --admin-uds"):
+            bind_operators(ServerConfig(admin_uds=str(path)))
+    for wrong in ("", "same"):
+        with pytest.raises(ConfigError, match="a socket of its own"):
+            ServerConfig(uds="same", admin_uds=wrong)
+
+
+async def test_the_port_has_no_routes_of_operators(make_server: MakeServer) -> None:
+    server = {"admin_uds": "unused", "admin_key": ("boss",), "api_key": ("user",)}
+    async with make_server(server) as served:
+        boss = {"authorization": "Bearer boss"}
+        for path in ("/v1/models/load", "/v1/models/unload", "/sleep", "/wake", "/shutdown"):
+            refused = await served.client.post(path, json={"model": "fake"}, headers=boss)
+            assert refused.status_code in (404, 405), path
+
+
+async def test_what_operators_see_and_do(tmp_path: Path, make_server: MakeServer) -> None:
+    server = {"admin_uds": "unused", "api_keys_file": key_file(tmp_path, ann={})}
+    async with make_server(server) as served:
+        assert (await ask(served, "ann")).status_code == 200
+        await served.becomes_idle()
+        transport = httpx.ASGITransport(operators_app(served.state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllmx") as operator:
+            rows = (await operator.get("/v1/usage")).json()["data"]
+            assert {row["key"]: row["requests"] for row in rows}["ann"] == 1
+            reset = await operator.post("/reset_prefix_cache")
+            assert reset.json() == {"reset": {"fake": True}}
+            assert "vllmx:" in (await operator.get("/metrics")).text
+            missing = await operator.post("/v1/chat/completions", json={})
+            assert missing.json()["error"]["code"] == "not_found"
+            assert "x-request-id" in missing.headers
+
+
+async def test_it_answers_while_the_port_is_full(tmp_path: Path, make_server: MakeServer) -> None:
+    path = tmp_path / "admin.sock"
+    async with make_server({"max_connections": 1, "max_connections_per_address": 1}) as served:
+        _, writer = await served.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n")
+        listener = bind_operators(ServerConfig(admin_uds=str(path)))
+        assert isinstance(listener, socket.socket)
+        listener.listen()
+        stop = asyncio.Event()
+        app = operators_app(served.state)
+        serving = asyncio.ensure_future(
+            serve(app, AnswerConfig(), listener, LIMITS, Timeouts(15, 15), stop)
+        )
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllmx") as operator:
+            assert (await operator.get("/health")).status_code == 200
+        stop.set()
+        await serving
+        listener.close()
