@@ -21,17 +21,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from vllmx_core.errors import UnsupportedModelError
-from vllmx_core.model import ModelShape, OwnedKV, SharedKV
+from vllmx_core.model import CacheGroup, ModelShape, OwnedKV, SharedKV
 from vllmx_core.records import Record
-
-
-class CacheGroup(Record):
-    """Layers with one block table."""
-
-    window: int | None
-    """Tokens whose pages the group keeps, the newest included; None: all of them."""
-    layers: tuple[int, ...]
-    """The layer in each of the places that the group uses; the last ones may be empty."""
 
 
 class CacheLayout(Record):
@@ -56,13 +47,16 @@ class CacheLayout(Record):
 
 
 def cache_layout(shape: ModelShape, *, grouped: bool) -> CacheLayout:
-    """The groups of a model. One group that keeps all tokens unless `grouped`, and where layers of
-    one window have pages of different size beside layers of another window.
+    """The groups of a model, those that its shape names if it does. Else one group that keeps all
+    tokens unless `grouped`, and where layers of one window have pages of different size beside
+    layers of another window.
 
     Raises UnsupportedModelError for a layer that shares the pages of one that owns none.
     """
     owners = {i: spec for i, spec in enumerate(shape.caches) if not isinstance(spec, SharedKV)}
-    if not grouped or (len(_windows(owners)) > 1 and _has_mixed_windows(owners)):
+    if shape.groups is not None:
+        groups = list(shape.groups)
+    elif not grouped or (len(_windows(owners)) > 1 and _has_mixed_windows(owners)):
         groups = [CacheGroup(None, tuple(owners))]
     else:
         groups = _groups(owners)
@@ -122,10 +116,10 @@ def _places(
     """All places, and the first one that each group uses. Groups of one size share theirs."""
     if len(groups) == 1:
         return tuple(owners[layer] for layer in groups[0].layers), [0]
-    sizes = [_size(owners[group.layers[0]]) for group in groups]
+    sizes = [_size(owners[group.layers[0]]) if group.layers else None for group in groups]
     places: list[OwnedKV] = []
-    begin: dict[tuple[int, int, int], int] = {}
-    for size in dict.fromkeys(sizes):
+    begin: dict[tuple[int, int, int] | None, int] = {None: 0}  # a stage may have none of a group
+    for size in dict.fromkeys(filter(None, sizes)):
         alike = [group.layers for group, own in zip(groups, sizes, strict=True) if own == size]
         begin[size] = len(places)
         places += [owners[layer] for layer in max(alike, key=len)]

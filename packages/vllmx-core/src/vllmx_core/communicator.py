@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import numpy.typing as npt
+
 from vllmx_core.plan import AnyArray
 from vllmx_core.records import Record
 
@@ -38,11 +40,17 @@ class SharedAddresses(Record):
     buffers: int
     """Two of `buffer_bytes` for each rank, one rank's after the other's."""
     buffer_bytes: int
+    taken: int = 0
+    """A 32-bit word for each rank, `arrived_stride` bytes apart, for stages: how many of the pieces
+    that the rank before sent it has taken. Behind it is one more: how many sleep for it. A rank
+    counts what it sends in its `arrived` word and puts piece n into its buffer of turn n modulo 2,
+    when piece n - 2 was taken."""
 
 
 class Communicator(Protocol):
-    """One rank's end. All ranks make the same calls in the same order; each call waits for the
-    others. Raises RankLostError where one of them will not come."""
+    """One rank's end. All ranks that compute layers together make the same calls in the same
+    order, `all_reduce` and `all_gather`; each waits for the others. Ranks that are stages of a model
+    `send` to their successor what it `recv`s. Raises RankLostError where one of them will not come."""
 
     @property
     def rank(self) -> int: ...
@@ -56,6 +64,15 @@ class Communicator(Protocol):
 
     def all_gather(self, x: AnyArray, widths: Sequence[int]) -> AnyArray:
         """Every rank's x (N, widths[rank]) side by side, in the order of the ranks."""
+        ...
+
+    def send(self, x: AnyArray) -> None:
+        """Hands x to the next rank, that of the next stage; it is read by the time this returns.
+        Waits while that one has not taken what was sent before."""
+        ...
+
+    def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
+        """The next array that the rank before sent, which had this shape and dtype."""
         ...
 
     @property

@@ -117,6 +117,8 @@ def plan_cache(
 def layout_of(shape: ModelShape, options: LoadOptions) -> CacheLayout:
     """The groups, or one for all layers. Where pages differ in size, blocks of groups are partly
     empty: there the layout is taken in which a sequence of max_model_len needs less memory."""
+    if shape.groups is not None:
+        return cache_layout(shape, grouped=True)
     whole = cache_layout(shape, grouped=False)
     grouped = cache_layout(shape, grouped=options.group_caches)
     if len({(kv.num_kv_heads, kv.head_size, kv.value_size) for kv in grouped.places}) < 2:

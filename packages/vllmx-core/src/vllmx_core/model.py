@@ -23,7 +23,7 @@ from vllmx_core.records import Record
 from vllmx_core.weights import WeightSpec
 
 __all__ = [
-    "Activation", "Array", "AttentionSpec", "CacheSpec", "Encoder", "FeatureSpec",
+    "Activation", "Array", "AttentionSpec", "CacheGroup", "CacheSpec", "Encoder", "FeatureSpec",
     "ImagePlaces", "KVSpec", "LatentKV", "LatentSpec",
     "Model", "ModelShape", "Ops", "Output", "OwnedKV", "RecurrenceSpec", "SharedKV",
     "ShortConvSpec", "StateSpec", "StepInputs", "Weight",
@@ -102,6 +102,15 @@ class StateSpec(Record):
         return 4 * self.heads * self.rows * self.cols
 
 
+class CacheGroup(Record):
+    """Layers with one block table."""
+
+    window: int | None
+    """Tokens whose pages the group keeps, the newest included; None: all of them."""
+    layers: tuple[int, ...]
+    """The layer in each of the places that the group uses; the last ones may be empty."""
+
+
 class FeatureSpec(Record):
     """What a tower makes of an image, for each token that stands for it."""
 
@@ -142,6 +151,9 @@ class ModelShape(Record):
     """Numbers of a vector or of a text's scores; 0 where tokens are sampled."""
     features: FeatureSpec | None = None
     """Of a model that sees images: `Model.encoder` makes them."""
+    groups: tuple[CacheGroup, ...] | None = None
+    """Of a stage of a model: the groups of the whole model, with the stage's layers in them. None:
+    `vllmx_core.cache_groups` finds them."""
     whole_prompts: bool = False
     """A text must be computed in one step: its tokens see later ones, or all of them are pooled."""
 

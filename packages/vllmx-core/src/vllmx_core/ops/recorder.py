@@ -32,12 +32,14 @@ from vllmx_core.ops.op import Op, OpList, expect
 from vllmx_core.ops.patches import Patches
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool, PoolKind
+from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention, SegmentSpec
+from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv, ShortConvSpec
 from vllmx_core.ops.slice import Slice
 from vllmx_core.ops.values import LogitRows, Output, StepInputs, TokenIds, Value, WeightRef
@@ -48,7 +50,7 @@ OPS: tuple[type[Op], ...] = (
     LatentAttention, SegmentAttention, ShortConv, Recurrence, GatedAct, Act, Add, Scale, ScaleBy,
     Gate, Route, Experts, Head, Pool,
     Patches, Mix, Merge, Keep, Place,
-    VocabEmbedding, AllReduce, AllGather, Slice,
+    VocabEmbedding, AllReduce, AllGather, Slice, Send, Recv,
 )  # fmt: skip
 """Every op of core."""
 P = ParamSpec("P")

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from queue import Queue
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from vllmx_core.communicator import tree_sum
 from vllmx_core.plan import AnyArray
@@ -25,6 +27,9 @@ class _Table:
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self.arrays: list[AnyArray] = [np.zeros(0)] * num_ranks
         self.barrier = threading.Barrier(num_ranks, timeout=timeout_s)
+        self.timeout_s = timeout_s
+        self.sent: list[Queue[AnyArray | None]] = [Queue() for _ in self.arrays]
+        """What each rank sent to the next one; None: it will send no more."""
 
 
 class ThreadCommunicator:
@@ -58,6 +63,22 @@ class ThreadCommunicator:
     def abort(self) -> None:
         """Ends the calls that wait, and all later ones."""
         self._table.barrier.abort()
+        for sent in self._table.sent:
+            sent.put(None)
+
+    def send(self, x: AnyArray) -> None:
+        """See `Communicator.send`."""
+        self.calls.append(("send", x.shape))
+        self._table.sent[self._rank].put(x.copy())
+
+    def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
+        """See `Communicator.recv`."""
+        self.calls.append(("recv", shape))
+        found = self._table.sent[self._rank - 1].get(timeout=self._table.timeout_s)
+        if found is None:
+            raise threading.BrokenBarrierError
+        assert (found.shape, found.dtype) == (shape, np.dtype(dtype))
+        return found
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
         """See `Communicator.all_reduce`."""

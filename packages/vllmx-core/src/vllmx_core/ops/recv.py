@@ -1,0 +1,28 @@
+"""`recv`: what the stage before has sent."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.values import Value
+
+
+class Recv(Op):
+    """-> (T, E), of the rank of the stage before; see `vllmx_core.ops.send.Send`."""
+
+    name: ClassVar[str] = "recv"
+    out: Value
+
+    @classmethod
+    def of(cls, width: int) -> Recv:
+        return cls(Value(width))
+
+    def check(self) -> None:
+        features = (self.out.rows, self.out.dtype) == ("T", "model")
+        expect(features, "what is received is no array of features with a row for each token")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        shape = (frame.plan.num_tokens, self.out.width)
+        frame[self.out] = frame.ranks.recv(shape, frame.dtype)

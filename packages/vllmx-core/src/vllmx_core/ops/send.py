@@ -1,0 +1,29 @@
+"""`send`: what a stage of a model has computed, on its way to the next one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vllmx_core.ops.formulas import NumpyFrame
+from vllmx_core.ops.op import Op, expect
+from vllmx_core.ops.values import Value
+
+
+class Send(Op):
+    """x (T, E) goes to the rank of the next stage, whose `recv` ops take what is sent in the same
+    order. Cutting a model into stages puts it behind a layer; models do not write it."""
+
+    name: ClassVar[str] = "send"
+    results: ClassVar[tuple[str, ...]] = ()
+    x: Value
+
+    @classmethod
+    def of(cls, x: Value) -> Send:
+        return cls(x)
+
+    def check(self) -> None:
+        features = (self.x.rows, self.x.dtype) == ("T", "model")
+        expect(features, "x is no array of features with a row for each token")
+
+    def compute(self, frame: NumpyFrame) -> None:
+        frame.ranks.send(frame[self.x])

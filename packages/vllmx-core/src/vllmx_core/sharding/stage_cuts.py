@@ -1,0 +1,130 @@
+"""Where a recorded step can be cut into stages, and where it is.
+
+A place is a position in the list of ops. Between two layers the least crosses a cut: the residual
+stream, and what has still to be added to it. Inside a layer more does, so places are those where
+hardly more crosses than at the best one; those alone count where all that crosses are features of
+tokens, and where no layer on the far side reads pages or states of one on the near side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from vllmx_core.model import ModelShape, SharedKV
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.values import Value
+from vllmx_core.records import Record
+
+_AS_NARROW = 1.25
+"""By how much more may cross between two layers than between others."""
+
+Home = tuple[str, int]
+"""Pages or states that ops have in common: ("layer", number) or ("state", number)."""
+
+
+def home_of(op: Op) -> Home | None:
+    """Which pages or states an op reads and writes, by the model's numbers."""
+    spec = getattr(op, "spec", None)
+    for kind in ("layer", "state"):
+        number = getattr(spec, kind, None)
+        if number is not None:
+            return kind, number
+    return None
+
+
+class Cut(Record):
+    """A place: stages end before op `index` and begin with it."""
+
+    index: int
+    crossing: tuple[Value, ...]
+    """What is made before it and read behind it, in the order in which it is made."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token that cross it."""
+        return sum(value.width for value in self.crossing)
+
+
+def places(steps: OpList, shape: ModelShape) -> list[Cut]:
+    """All places, in order."""
+    ops = steps.ops
+    mixers = [index for index, op in enumerate(ops) if home_of(op) is not None]
+    crossing = _crossing(steps)
+    held = _held(ops, shape)
+    found = []
+    for before, after in pairwise(mixers):
+        fitting = [
+            Cut(index, crossing[index])
+            for index in range(before + 1, after + 1)
+            if not any(first < index <= last for first, last in held)
+            and all((one.rows, one.dtype) == ("T", "model") for one in crossing[index])
+        ]
+        if fitting:
+            found.append(min(reversed(fitting), key=lambda cut: cut.width))
+    most = _AS_NARROW * min((cut.width for cut in found), default=0)
+    return [cut for cut in found if cut.width <= most]
+
+
+def _crossing(steps: OpList) -> list[tuple[Value, ...]]:
+    """What is alive before each op."""
+    last = {value: index for index, op in enumerate(steps.ops) for value in op.reads}
+    last[steps.logits] = len(steps.ops)
+    alive: dict[Value, int] = {}
+    found = []
+    for index, op in enumerate(steps.ops):
+        alive = {value: end for value, end in alive.items() if end >= index}
+        found.append(tuple(alive))
+        alive |= {value: last[value] for value in op.writes if value in last}
+    return found
+
+
+def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
+    """(first, last) op over each home, which no cut may part."""
+    spans: dict[Home, tuple[int, int]] = {}
+    for index, op in enumerate(ops):
+        home = home_of(op)
+        if home is None:
+            continue
+        if home[0] == "layer":
+            spec = shape.caches[home[1]]
+            home = ("layer", spec.layer) if isinstance(spec, SharedKV) else home
+        spans[home] = (spans.get(home, (index, index))[0], index)
+    return list(spans.values())
+
+
+def balanced(
+    cuts: Sequence[Cut], costs: Sequence[float], stages: int
+) -> tuple[Cut, ...]:
+    """`stages` - 1 of the places, at which the dearest stage costs least.
+
+    Args:
+        costs: of each op.
+    """
+    total = [0.0, *accumulate(costs)]
+    ends = [*(cut.index for cut in cuts), len(costs)]
+
+    def dearest(before: Callable[[int], float], end: int) -> tuple[float, int]:
+        """With one stage more, which ends at `ends[end]`; and the place where that one begins."""
+        choices = (
+            (max(before(place), total[ends[end]] - total[ends[place]]), place)
+            for place in range(end)
+        )
+        return min(choices)
+
+    best = [total[end] for end in ends]
+    """Of the stages so far, the last of which ends at each place."""
+    chosen: list[list[int]] = []
+    for stage in range(1, stages):
+        rows = [
+            dearest(best.__getitem__, end) if end >= stage else (float("inf"), 0)
+            for end in range(len(ends))
+        ]
+        best = [cost for cost, _ in rows]
+        chosen.append([place for _, place in rows])
+    found: list[Cut] = []
+    end = len(ends) - 1
+    for places_of_stage in reversed(chosen):
+        end = places_of_stage[end]
+        found.append(cuts[end])
+    return tuple(reversed(found))

@@ -1,0 +1,180 @@
+"""One stage of a model, as a model that any backend loads: some of its layers, behind one another.
+
+The first stage looks tokens up, each hands on what its layers came to, and the last one has the
+head. A stage has the weights, pages and states of its own layers; all have the same blocks of the
+same groups, so that one plan is good for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllmx_core.backend import LoadOptions
+from vllmx_core.cache_groups import CacheLayout
+from vllmx_core.errors import ConfigError
+from vllmx_core.kv_capacity import layout_of
+from vllmx_core.model import CacheGroup, Model, ModelShape, SharedKV
+from vllmx_core.ops.embedding import Embedding
+from vllmx_core.ops.op import Op, OpList
+from vllmx_core.ops.recorder import Ops
+from vllmx_core.ops.recv import Recv
+from vllmx_core.ops.send import Send
+from vllmx_core.ops.values import StepInputs, Value, WeightRef
+from vllmx_core.plan import AnyArray
+from vllmx_core.recording import record
+from vllmx_core.sharding.stage_cuts import Cut, balanced, home_of, places
+from vllmx_core.weight_map import parts_of
+from vllmx_core.weights import WeightSource, WeightSpec
+
+
+class StagedModel:
+    """A `vllmx_core.model.Model`: the ops between two cuts. What a stage before the last returns is
+    a vector for each logit row, of which its plans have none.
+
+    Attributes:
+        share_of_cache: how much of what the model keeps of a token it keeps, 0 to 1.
+    """
+
+    def __init__(
+        self, whole: Model, steps: OpList, begin: Cut, end: Cut | None, layout: CacheLayout
+    ) -> None:
+        self._whole, self._logits = whole, steps.logits
+        self._received = begin.crossing
+        self._sent = None if end is None else end.crossing
+        ops = steps.ops[begin.index : None if end is None else end.index]
+        homes = sorted({home for op in ops if (home := home_of(op)) is not None})
+        layers = [number for kind, number in homes if kind == "layer"]
+        states = [number for kind, number in homes if kind == "state"]
+        self._ops = tuple(_renumbered(op, layers, states) for op in ops)
+        self._names = {ref.name for op in ops for ref in op.weights}
+        self._shape = self._shape_of(whole.shape, layers, states, layout)
+        kept, every = (_kept(shape) for shape in (self._shape, whole.shape))
+        self.share_of_cache = kept / every if every else 1.0
+
+    def _shape_of(
+        self, shape: ModelShape, layers: list[int], states: list[int], layout: CacheLayout
+    ) -> ModelShape:
+        caches = []
+        for layer in layers:
+            spec = shape.caches[layer]
+            if isinstance(spec, SharedKV):
+                spec = SharedKV(layers.index(spec.layer))
+            caches.append(spec)
+        own = replace(
+            shape,
+            caches=tuple(caches),
+            states=tuple(shape.states[state] for state in states),
+            groups=_groups(shape, layers, layout),
+            features=None,
+        )
+        if self._sent is None:
+            return own
+        return replace(own, output="vectors", output_size=self._sent[0].width)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._shape
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        return tuple(spec for spec in self._whole.weights() if spec.name in self._names)
+
+    def constants(self, max_model_len: int) -> Mapping[str, AnyArray]:
+        tables = self._whole.constants(max_model_len)
+        return {name: table for name, table in tables.items() if name in self._names}
+
+    def forward(self, ops: Ops, w: Mapping[str, WeightRef], step: StepInputs) -> Value:
+        """Replays the stage's part of the whole model's step."""
+        for value in self._received:
+            ops.put(Recv(value))
+        for op in self._ops:
+            ops.put(op)
+        if self._sent is None:
+            return self._logits
+        for value in self._sent:
+            ops.put(Send(value))
+        return ops.pool(self._sent[0], step, "last")
+
+
+def _kept(shape: ModelShape) -> int:
+    """Numbers that are kept of a token."""
+    return sum(kv.num_kv_heads * (kv.head_size + kv.value_size) for kv in shape.kv_specs)
+
+
+def _renumbered(op: Op, layers: list[int], states: list[int]) -> Op:
+    """With the stage's own numbers of pages and states."""
+    home = home_of(op)
+    if home is None:
+        return op
+    kind, number = home
+    own = (layers if kind == "layer" else states).index(number)
+    changed: Any = op
+    found: Op = replace(changed, spec=replace(changed.spec, **{kind: own}))
+    return found
+
+
+def _groups(
+    shape: ModelShape, layers: list[int], layout: CacheLayout
+) -> tuple[CacheGroup, ...]:
+    """The groups of the whole model, with the stage's layers. Those of groups that forget alike and
+    keep alike are dealt out to these groups anew, evenly, as a block is as large as the fullest."""
+    kinds: dict[object, list[int]] = {}
+    for number, group in enumerate(layout.groups):
+        size = layout.places[layout.place_of[group.layers[0]]] if group.layers else None
+        kept = None if size is None else (size.num_kv_heads, size.head_size, size.value_size)
+        kinds.setdefault((group.window, kept), []).append(number)
+    found: list[list[int]] = [[] for _ in layout.groups]
+    for numbers in kinds.values():
+        own = [
+            index
+            for index, layer in enumerate(layers)
+            if layout.group_of[layer] in numbers and not isinstance(shape.caches[layer], SharedKV)
+        ]
+        for turn, index in enumerate(own):
+            found[numbers[turn % len(numbers)]].append(index)
+    return tuple(
+        CacheGroup(group.window, tuple(own))
+        for group, own in zip(layout.groups, found, strict=True)
+    )
+
+
+def staged(
+    model: Model, source: WeightSource, options: LoadOptions, stage: int, stages: int
+) -> StagedModel:
+    """Stage `stage` of `stages`; of the weights nothing is read but what tells their layouts.
+
+    Raises ConfigError for more stages than the model has layers that can be parted, with numbers
+    that it can be cut into; OpError as recording does.
+    """
+    recording = record(model, options.max_model_len)
+    steps = recording.steps
+    found = places(steps, model.shape)
+    if stages > len(found) + 1:
+        raise ConfigError(
+            f"the model cannot be cut into {stages} stages, as its layers can be parted at"
+            f" {len(found)} places: choose --pipeline-parallel-size {len(found) + 1} at most",
+            param="pipeline_parallel_size",
+        )
+    specs = {spec.name: spec for spec in recording.specs}
+    costs = [_cost(op, specs, source) for op in steps.ops]
+    inner = balanced(found, costs, stages)
+    begin = Cut(0, ()) if stage == 0 else inner[stage - 1]
+    end = None if stage == stages - 1 else inner[stage]
+    return StagedModel(model, steps, begin, end, layout_of(model.shape, options))
+
+
+def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> float:
+    """What an op adds to the time of a step: the bytes of weights that it reads. Of a table of
+    tokens it reads a few rows."""
+    if isinstance(op, Embedding):
+        return 0.0
+    return sum(_bytes(specs[ref.name], source) for ref in op.weights if ref.name in specs)
+
+
+def _bytes(spec: WeightSpec, source: WeightSource) -> float:
+    """As the checkpoint has them; all matrices of a stack are taken to be like its first one."""
+    first = spec.matrices[0]
+    cols = max(1, spec.cols)
+    parts = parts_of(first, source)
+    return spec.count * sum(part.shape[0] * cols * part.layout.bits / 8 for part in parts)
