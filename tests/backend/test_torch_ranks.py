@@ -75,7 +75,9 @@ def test_sums_and_parts_of_three_ranks(kind: str) -> None:
     widths, parts = [2, 5, 3], [torch.full((4, n), float(n)) for n in (2, 5, 3)]
 
     def make(end: ThreadCommunicator) -> tuple[int, HostRanks | ProcessGroupRanks]:
-        return end.rank, HostRanks(end) if kind == "host" else ProcessGroupRanks.meet(end, kind)
+        return end.rank, HostRanks(
+            end, torch.device("cpu")
+        ) if kind == "host" else ProcessGroupRanks.meet(end, kind)
 
     def work(one: tuple[int, HostRanks | ProcessGroupRanks]) -> Sequence[torch.Tensor]:
         rank, end = one

@@ -60,7 +60,7 @@ class Alone(ThreadCommunicator):
 
     @property
     def shared(self) -> Any:
-        return SharedAddresses(0, 3, ctypes.addressof(self.abort_word), 0, 0, 0, 0)
+        return SharedAddresses(0, 3, ctypes.addressof(self.abort_word), 0, 0, 0, 0, 0)
 
     def all_gather(self, x: Any, widths: Any) -> Any:
         return np.hstack([x, x, x])

@@ -40,7 +40,7 @@ class SharedAddresses(Record):
     buffers: int
     """Two of `buffer_bytes` for each rank, one rank's after the other's."""
     buffer_bytes: int
-    taken: int = 0
+    taken: int
     """A 32-bit word for each rank, `arrived_stride` bytes apart, for stages: how many of the pieces
     that the rank before sent it has taken. Behind it is one more: how many sleep for it. A rank
     counts what it sends in its `arrived` word and puts piece n into its buffer of turn n modulo 2,
@@ -48,9 +48,10 @@ class SharedAddresses(Record):
 
 
 class Communicator(Protocol):
-    """One rank's end. All ranks that compute layers together make the same calls in the same
-    order, `all_reduce` and `all_gather`; each waits for the others. Ranks that are stages of a model
-    `send` to their successor what it `recv`s. Raises RankLostError where one of them will not come."""
+    """One rank's end. Ranks that compute layers together make the same calls of `all_reduce` and
+    `all_gather` in the same order; each call waits for the others. Ranks that are stages of a model
+    `recv` what the rank before them `send`s. Raises RankLostError where one of them will not
+    come."""
 
     @property
     def rank(self) -> int: ...

@@ -35,11 +35,13 @@ from vllmx_core.ops.patches import Patches, patches_in
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
+from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
@@ -404,6 +406,17 @@ def _pool(op: Pool, frame: MetalFrame) -> None:
 def _all_reduce(op: AllReduce, frame: MetalFrame) -> None:
     part = np.array(frame[op.x].astype(mx.float32))
     frame[op.out] = mx.array(frame.others().all_reduce(part))
+
+
+@OPS.add(Send)
+def _send(op: Send, frame: MetalFrame) -> None:
+    frame.others().send(np.array(frame[op.x].astype(mx.float32)))
+
+
+@OPS.add(Recv)
+def _recv(op: Recv, frame: MetalFrame) -> None:
+    shape = (frame.step.plan.num_tokens, op.out.width)
+    frame[op.out] = mx.array(frame.others().recv(shape, np.float32))
 
 
 @OPS.add(AllGather)

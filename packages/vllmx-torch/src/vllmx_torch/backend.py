@@ -144,7 +144,7 @@ class TorchBackend:
             sampling_device,
             recording.tower,
             features,
-            ranks_of(options.communicator, device),
+            ranks_of(options.communicator, device, recording.steps.ops),
         )
 
 

@@ -34,11 +34,13 @@ from vllmx_core.ops.patches import Patches, patches_in
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool
 from vllmx_core.ops.recurrence import Recurrence
+from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route
 from vllmx_core.ops.scale import Scale
 from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
+from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
 from vllmx_core.ops.values import WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
@@ -355,6 +357,16 @@ def _pool(op: Pool, frame: TorchFrame) -> None:
 @OPS.add(AllReduce)
 def _all_reduce(op: AllReduce, frame: TorchFrame) -> None:
     frame[op.out] = frame.others().all_reduce(frame[op.x])
+
+
+@OPS.add(Send)
+def _send(op: Send, frame: TorchFrame) -> None:
+    frame.others().send(frame[op.x])
+
+
+@OPS.add(Recv)
+def _recv(op: Recv, frame: TorchFrame) -> None:
+    frame[op.out] = frame.others().recv((len(frame.step.tokens), op.out.width))
 
 
 @OPS.add(AllGather)

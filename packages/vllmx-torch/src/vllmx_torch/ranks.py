@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 from vllmx_core.communicator import Communicator
 from vllmx_core.errors import BackendUnavailableError, ConfigError, RankLostError
+from vllmx_core.ops.all_gather import AllGather
+from vllmx_core.ops.all_reduce import AllReduce
+from vllmx_core.ops.op import Op
 
 _FOLDER_BYTES = 512
 _PATIENCE = timedelta(minutes=10)
@@ -37,12 +40,20 @@ class TorchRanks(Protocol):
         """Every rank's x (N, widths[rank]) side by side."""
         ...
 
+    def send(self, x: Tensor) -> None:
+        """Hands x to the next rank."""
+        ...
+
+    def recv(self, shape: tuple[int, ...]) -> Tensor:
+        """What the rank before sent, float32."""
+        ...
+
 
 class HostRanks:
     """Ranks that meet through a communicator of the host."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TorchRanks.all_reduce`."""
@@ -52,6 +63,14 @@ class HostRanks:
         """See `TorchRanks.all_gather`."""
         found = self._communicator.all_gather(x.cpu().numpy(), widths)
         return torch.from_numpy(found).to(x.device)
+
+    def send(self, x: Tensor) -> None:
+        """See `TorchRanks.send`."""
+        self._communicator.send(x.float().cpu().numpy())
+
+    def recv(self, shape: tuple[int, ...]) -> Tensor:
+        """See `TorchRanks.recv`."""
+        return torch.from_numpy(self._communicator.recv(shape, np.float32)).to(self._device)
 
 
 class ProcessGroupRanks:
@@ -111,6 +130,14 @@ class ProcessGroupRanks:
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
 
+    def send(self, x: Tensor) -> None:
+        """Ranks that meet in a process group are no stages."""
+        raise AssertionError("a stage speaks through the host")
+
+    def recv(self, shape: tuple[int, ...]) -> Tensor:
+        """See `send`."""
+        raise AssertionError("a stage speaks through the host")
+
     @staticmethod
     def _wait(call: Any) -> None:
         try:
@@ -138,11 +165,15 @@ def _check_one_host(communicator: Communicator, folder: str) -> None:
         )
 
 
-def ranks_of(communicator: Communicator | None, device: torch.device) -> TorchRanks | None:
-    """How the ranks of a model on that kind of device speak; None for a model of one."""
+def ranks_of(
+    communicator: Communicator | None, device: torch.device, ops: Sequence[Op]
+) -> TorchRanks | None:
+    """How the ranks of a model with these ops speak on that kind of device; None for a model of
+    one. Stages of a model speak through the host."""
     if communicator is None:
         return None
-    if device.type == "cuda":
+    meets = any(isinstance(op, AllReduce | AllGather) for op in ops)
+    if device.type == "cuda" and meets:
         torch.cuda.set_device(device)
         return ProcessGroupRanks.meet(communicator, "nccl")
-    return HostRanks(communicator)
+    return HostRanks(communicator, device)

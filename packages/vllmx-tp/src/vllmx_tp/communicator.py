@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from vllmx_core.communicator import SharedAddresses, tree_sum
 from vllmx_core.errors import RankLostError
 from vllmx_core.plan import AnyArray
 
 from vllmx_tp import futex
 from vllmx_tp.region import BUFFER_BYTES, RANK_BYTES, Region, Word
+from vllmx_tp.wire import Incoming, Outgoing
 
 _SPINS = 200
 """Looks at the others before the first sleep."""
@@ -31,6 +33,7 @@ class SharedMemoryCommunicator:
         self._buffers = [[region.buffer(one, turn) for turn in (0, 1)] for one in ranks]
         self._aborted, self._bridged = region.aborted, region.bridged(rank)
         self._count = 0
+        self._outgoing, self._incoming = Outgoing(region, rank), Incoming(region, rank)
 
     @property
     def rank(self) -> int:
@@ -52,6 +55,7 @@ class SharedMemoryCommunicator:
             arrived_stride=RANK_BYTES,
             buffers=address + region.buffers_at,
             buffer_bytes=BUFFER_BYTES,
+            taken=address + region.word_at(0, Word.PIECES),
         )
 
     def all_reduce(self, x: AnyArray) -> AnyArray:
@@ -78,6 +82,14 @@ class SharedMemoryCommunicator:
             for part, end, width in zip(parts, ends, widths, strict=True):
                 out[begin : begin + count, end - width : end] = part.reshape(count, width)
         return out
+
+    def send(self, x: AnyArray) -> None:
+        """See `Communicator.send`."""
+        self._outgoing.send(x)
+
+    def recv(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
+        """See `Communicator.recv`."""
+        return self._incoming.recv(shape, dtype)
 
     def _exchange(self, piece: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
         """What every rank put down, `sizes` numbers each, until the call after the next one."""

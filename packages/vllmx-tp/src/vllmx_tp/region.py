@@ -45,6 +45,9 @@ class Word(IntEnum):
     """Checksums of the ids of its last steps, `NUM_CHECKSUMS` words in turn, beside `CHECKED`."""
     CHECKED = 4
     """Steps whose checksum was written."""
+    PIECES = 5
+    """Of a stage: pieces of what the rank before sent that it needs no more (`vllmx_tp.wire`). What
+    it sends itself it counts in `ARRIVED`."""
 
 
 RANK_BYTES = len(Word) * LINE_BYTES
@@ -76,7 +79,7 @@ class Region:
             os.close(fd)
             raise CapacityError(
                 f"{num_ranks} ranks share {format_bytes(size)} of memory, which cannot be had"
-                f" ({error.strerror}): free memory or lower --tensor-parallel-size",
+                f" ({error.strerror}): free memory or ask for fewer ranks",
                 param="tensor_parallel_size",
             ) from error
         return cls(fd, num_ranks)

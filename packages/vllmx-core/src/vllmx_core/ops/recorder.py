@@ -32,8 +32,8 @@ from vllmx_core.ops.op import Op, OpList, expect
 from vllmx_core.ops.patches import Patches
 from vllmx_core.ops.place import Place
 from vllmx_core.ops.pool import Pool, PoolKind
-from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.recurrence import Recurrence, RecurrenceSpec, RecurrenceWeights
+from vllmx_core.ops.recv import Recv
 from vllmx_core.ops.rms_norm import RmsNorm
 from vllmx_core.ops.route import Route, RouteSpec
 from vllmx_core.ops.scale import Scale

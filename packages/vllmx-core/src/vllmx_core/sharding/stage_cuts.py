@@ -8,7 +8,7 @@ tokens, and where no layer on the far side reads pages or states of one on the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from vllmx_core.model import ModelShape, SharedKV
@@ -93,10 +93,9 @@ def _held(ops: Sequence[Op], shape: ModelShape) -> list[tuple[int, int]]:
     return list(spans.values())
 
 
-def balanced(
-    cuts: Sequence[Cut], costs: Sequence[float], stages: int
-) -> tuple[Cut, ...]:
-    """`stages` - 1 of the places, at which the dearest stage costs least.
+def balanced(cuts: Sequence[Cut], costs: Sequence[float], stages: int) -> tuple[Cut, ...]:
+    """`stages` - 1 of the places, at which the dearest stage costs least; of several such choices
+    one whose stages cost much the same.
 
     Args:
         costs: of each op.
@@ -104,21 +103,21 @@ def balanced(
     total = [0.0, *accumulate(costs)]
     ends = [*(cut.index for cut in cuts), len(costs)]
 
-    def dearest(before: Callable[[int], float], end: int) -> tuple[float, int]:
-        """With one stage more, which ends at `ends[end]`; and the place where that one begins."""
-        choices = (
-            (max(before(place), total[ends[end]] - total[ends[place]]), place)
-            for place in range(end)
-        )
+    def one_more(end: int) -> tuple[tuple[float, float], int]:
+        """The cost with one stage more, which ends at `ends[end]`; and where that one begins."""
+        choices = []
+        for place in range(end):
+            (dearest, squares), own = best[place], total[ends[end]] - total[ends[place]]
+            choices.append(((max(dearest, own), squares + own * own), place))
         return min(choices)
 
-    best = [total[end] for end in ends]
-    """Of the stages so far, the last of which ends at each place."""
+    best = [(total[end], total[end] ** 2) for end in ends]
+    """Of the stages so far, the last of which ends at each place: the dearest one's cost, and the
+    sum of the squares of all."""
     chosen: list[list[int]] = []
     for stage in range(1, stages):
         rows = [
-            dearest(best.__getitem__, end) if end >= stage else (float("inf"), 0)
-            for end in range(len(ends))
+            one_more(end) if end >= stage else ((float("inf"), 0.0), 0) for end in range(len(ends))
         ]
         best = [cost for cost, _ in rows]
         chosen.append([place for _, place in rows])

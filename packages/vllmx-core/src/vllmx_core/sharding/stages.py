@@ -114,9 +114,7 @@ def _renumbered(op: Op, layers: list[int], states: list[int]) -> Op:
     return found
 
 
-def _groups(
-    shape: ModelShape, layers: list[int], layout: CacheLayout
-) -> tuple[CacheGroup, ...]:
+def _groups(shape: ModelShape, layers: list[int], layout: CacheLayout) -> tuple[CacheGroup, ...]:
     """The groups of the whole model, with the stage's layers. Those of groups that forget alike and
     keep alike are dealt out to these groups anew, evenly, as a block is as large as the fullest."""
     kinds: dict[object, list[int]] = {}

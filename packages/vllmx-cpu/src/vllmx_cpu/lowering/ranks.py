@@ -5,15 +5,59 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_int32, c_size_t, c_uint32, c_void_p
 
-from vllmx_core.communicator import Communicator
+from vllmx_core.communicator import Communicator, SharedAddresses
 from vllmx_core.errors import ConfigError
 from vllmx_core.ops.all_gather import AllGather
 from vllmx_core.ops.all_reduce import AllReduce
+from vllmx_core.ops.recv import Recv
+from vllmx_core.ops.send import Send
 
 from vllmx_cpu.lowering.site import Site, Table
 from vllmx_cpu.tape import Call
 
 OPS = Table("cpu")
+_BRIDGED_BYTES = 16
+
+
+class VxWire(Structure):
+    """One end of the way from a stage to the next, the arguments of `send` and `recv`."""
+
+    _fields_ = [
+        ("abort", c_void_p),
+        ("arrived", c_void_p),
+        ("taken", c_void_p),
+        ("buffers", c_void_p),
+        ("count", c_void_p),
+        ("bridged", c_void_p),
+        ("x", c_void_p),
+        ("buffer_bytes", c_size_t),
+        ("width", c_int32),
+    ]
+    counter: c_uint32
+
+    @classmethod
+    def of(cls, shared: SharedAddresses, sender: int) -> VxWire:
+        """From that rank to the next one, of which this process is one."""
+        sender %= shared.num_ranks
+        receiver = (sender + 1) % shared.num_ranks
+        counter = c_uint32(0)
+        wire = cls(
+            shared.abort,
+            shared.arrived + sender * shared.arrived_stride,
+            shared.taken + receiver * shared.arrived_stride,
+            shared.buffers + 2 * sender * shared.buffer_bytes,
+            ctypes.addressof(counter),
+            shared.arrived + shared.rank * shared.arrived_stride + _BRIDGED_BYTES,
+            None,
+            shared.buffer_bytes,
+        )
+        wire.counter = counter
+        return wire
+
+    def carrying(self, x: int, width: int) -> VxWire:
+        """For an array of that width at this address; all count on together."""
+        values = {name: getattr(self, name) for name, *_ in self._fields_}
+        return VxWire(**values | {"x": x, "width": width})
 
 
 class VxRanks(Structure):
@@ -32,6 +76,8 @@ class VxRanks(Structure):
     ]
     counter: c_uint32
     communicator: Communicator
+    sends: VxWire
+    receives: VxWire
 
 
 class VxAllReduce(Structure):
@@ -55,7 +101,8 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
     shared = communicator.shared
     if shared is None:
         raise ConfigError(
-            "ranks of backend 'cpu' must share memory: start them by --tensor-parallel-size",
+            "ranks of backend 'cpu' must share memory: start them by --tensor-parallel-size or"
+            " --pipeline-parallel-size",
             param="tensor_parallel_size",
         )
     counter = c_uint32(0)
@@ -70,6 +117,8 @@ def ranks_of(communicator: Communicator | None) -> VxRanks | None:
         shared.num_ranks,
     )
     ranks.counter, ranks.communicator = counter, communicator
+    ranks.sends = VxWire.of(shared, shared.rank)
+    ranks.receives = VxWire.of(shared, shared.rank - 1)
     return ranks
 
 
@@ -87,6 +136,18 @@ def _all_gather(op: AllGather, site: Site) -> list[Call]:
     )
     arguments.held = widths
     return [site.call(op, "all_gather", arguments)]
+
+
+@OPS.add(Send)
+def _send(op: Send, site: Site) -> list[Call]:
+    arguments = _meeting(site).sends.carrying(site.address(op.x), op.x.width)
+    return [site.call(op, "send", arguments)]
+
+
+@OPS.add(Recv)
+def _recv(op: Recv, site: Site) -> list[Call]:
+    arguments = _meeting(site).receives.carrying(site.address(op.out), op.out.width)
+    return [site.call(op, "recv", arguments)]
 
 
 def _meeting(site: Site) -> VxRanks:

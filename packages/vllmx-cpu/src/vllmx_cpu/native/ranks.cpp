@@ -39,6 +39,18 @@ struct VxAllReduce {
   int32_t width;
 };
 
+struct VxWire {
+  const uint32_t* abort;
+  uint32_t* arrived;       // of the rank that sends: ArrivedWords
+  uint32_t* taken;         // of the rank that receives: pieces that it needs no more, then who sleep for it
+  uint8_t* buffers;        // two of the rank that sends
+  uint32_t* count;         // pieces so far, this process's own
+  const uint32_t* bridged; // not zero: a link to another host sleeps for this rank's words
+  float* x;                // (T, width)
+  size_t buffer_bytes;
+  int32_t width;
+};
+
 struct VxAllGather {
   VxRanks all;
   const float* x;          // (L, widths[rank])
@@ -85,6 +97,17 @@ void wait_for(uint32_t* word, uint32_t count, const uint32_t* abort) {
   }
 }
 
+// Says how far this rank is, and wakes who sleep for that.
+void raise_to(uint32_t* word, uint32_t count, uint32_t bridged) {
+  __atomic_store_n(word, count, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+  if (__atomic_load_n(word + 1, __ATOMIC_SEQ_CST) | bridged)
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#else
+  (void)bridged;
+#endif
+}
+
 // Says that this rank's part lies there, and waits for the others'. All threads of the team call it.
 void meet(const VxRanks* all, uint32_t count, size_t bytes, VxCtx* ctx) {
   vx_barrier(ctx);  // the part is complete, and all threads have read *count
@@ -93,11 +116,7 @@ void meet(const VxRanks* all, uint32_t count, size_t bytes, VxCtx* ctx) {
     uint32_t* word = arrived_word(all, all->rank);
     ArrivedWords* own = (ArrivedWords*)word;
     own->bytes[count & 1] = (uint32_t)bytes;
-    __atomic_store_n(word, count, __ATOMIC_SEQ_CST);
-#if defined(__linux__)
-    if (__atomic_load_n(&own->sleepers, __ATOMIC_SEQ_CST) | own->bridged)
-      syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-#endif
+    raise_to(word, count, own->bridged);
   }
   for (int32_t rank = 0; rank < all->ranks; ++rank)
     if (rank != all->rank) wait_for(arrived_word(all, rank), count, all->abort);
@@ -181,6 +200,54 @@ void all_gather(const void* args, const VxStep* step, VxCtx* ctx) {
   }
 }
 VX_OP(all_gather, VxAllGather)
+
+// A rank that is a stage of a model puts what it sends down in its two buffers in turn, and counts the
+// pieces; the rank behind it counts those that it has taken, before which the next but one must wait.
+
+void send(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxWire* a = (const VxWire*)args;
+  const size_t total = (size_t)step->T * a->width, most = a->buffer_bytes / sizeof(float);
+  ArrivedWords* own = (ArrivedWords*)a->arrived;
+  uint32_t count = *a->count;
+  for (size_t first = 0; first < total; first += most) {
+    const size_t size = total - first < most ? total - first : most;
+    ++count;
+    wait_for(a->taken, count - 2, a->abort);
+    float* buffer = (float*)(a->buffers + (count & 1) * a->buffer_bytes);
+    const float* x = a->x + first;
+    for_chunks(size, ctx, [=](size_t begin, size_t end) {
+      memcpy(buffer + begin, x + begin, (end - begin) * sizeof(float));
+    });
+    vx_barrier(ctx);  // the piece is complete, and all threads have read *count
+    if (ctx->tid == 0) {
+      *a->count = count;
+      own->bytes[count & 1] = (uint32_t)(size * sizeof(float));
+      raise_to(a->arrived, count, *a->bridged);
+    }
+  }
+}
+VX_OP(send, VxWire)
+
+void recv(const void* args, const VxStep* step, VxCtx* ctx) {
+  const VxWire* a = (const VxWire*)args;
+  const size_t total = (size_t)step->T * a->width, most = a->buffer_bytes / sizeof(float);
+  uint32_t count = *a->count;
+  for (size_t first = 0; first < total; first += most) {
+    const size_t size = total - first < most ? total - first : most;
+    wait_for(a->arrived, ++count, a->abort);
+    const float* buffer = (const float*)(a->buffers + (count & 1) * a->buffer_bytes);
+    float* x = a->x + first;
+    for_chunks(size, ctx, [=](size_t begin, size_t end) {
+      memcpy(x + begin, buffer + begin, (end - begin) * sizeof(float));
+    });
+    vx_barrier(ctx);
+    if (ctx->tid == 0) {
+      *a->count = count;
+      raise_to(a->taken, count, *a->bridged);
+    }
+  }
+}
+VX_OP(recv, VxWire)
 
 }  // namespace VX_ISA
 }  // namespace vx
