@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError, RankLostError
 from vllmx_tp import handshake, hosts
 from vllmx_tp.communicator import SharedMemoryCommunicator
@@ -145,9 +146,11 @@ def test_hosts_are_written_with_their_ports() -> None:
 
 
 def test_ranks_are_shared_out_evenly() -> None:
-    assert share_of_host(4, 2) == 2
+    assert share_of_host(EngineConfig(model="demo", tensor_parallel_size=4), 2) == 2
     with pytest.raises(ConfigError, match=r"3 ranks .* 2 hosts .* --tensor-parallel-size 2 or a"):
-        share_of_host(3, 2)
+        share_of_host(EngineConfig(model="demo", tensor_parallel_size=3), 2)
+    with pytest.raises(ConfigError, match=r"3 ranks .* --pipeline-parallel-size 2 or a multiple"):
+        share_of_host(EngineConfig(model="demo", pipeline_parallel_size=3), 2)
 
 
 def test_a_port_in_use() -> None:

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from vllmx_core.backend import LoadOptions
+from vllmx_core.config import EngineConfig
 from vllmx_core.errors import CapacityError, ConfigError, RankLostError
 from vllmx_core.plan import LogitEdits, PatchRows, SamplingRows, StepPlan, TokenCounts
 from vllmx_core.processors import available_processors
@@ -161,13 +162,13 @@ def test_who_waits_is_told_of_the_end() -> None:
 
 def test_a_rank_has_its_share_of_the_host() -> None:
     given = rank_options(
-        LoadOptions(num_threads=6, memory_fraction=0.8, kv_cache_memory_bytes=90), 2, 0, 2
+        LoadOptions(num_threads=6, memory_fraction=0.8, kv_cache_memory_bytes=90), 0.5, 0, 2
     )
     assert given.num_threads == 3
     assert given.memory_fraction == 0.4
     assert given.kv_cache_memory_bytes == 45
-    assert rank_options(LoadOptions(), 4, 4, 2).num_threads == 4
-    own = rank_options(LoadOptions(kv_cache_memory_bytes=100), 2, 4, 2, own_devices=True)
+    assert rank_options(LoadOptions(), 0.25, 4, 2).num_threads == 4
+    own = rank_options(LoadOptions(kv_cache_memory_bytes=100), 0.5, 4, 2, own_devices=True)
     assert own.memory_fraction == LoadOptions().memory_fraction
     assert own.kv_cache_memory_bytes == 100
 
@@ -175,9 +176,10 @@ def test_a_rank_has_its_share_of_the_host() -> None:
 def test_more_ranks_than_cores() -> None:
     count = available_processors()
     with pytest.raises(ConfigError, match=rf"more than the {count} cores .* --num-threads"):
-        divide_cores(count + 1, None, "cpu")
-    assert divide_cores(count + 1, count + 1, "cpu") == [()] * (count + 1)
-    found = divide_cores(count, None, "cpu")
+        divide_cores(count + 1, EngineConfig(model="demo", tensor_parallel_size=2), "cpu")
+    threads = EngineConfig(model="demo", num_threads=count + 1)
+    assert divide_cores(count + 1, threads, "cpu") == [()] * (count + 1)
+    found = divide_cores(count, EngineConfig(model="demo"), "cpu")
     assert len({core for cores in found for core in cores}) in (0, count)
 
 

@@ -81,6 +81,9 @@ class LoadedInfo(Record):
     kv_cache_bytes: int
     details: dict[str, Any]
     """Shown by `vllmx env` and in the log: kernel variant, threads, ..."""
+    num_stages: int = 1
+    """Above 1: so many steps are in flight at the most, not two, each in another stage of the
+    model. They must have different rows but for chunks of a prompt, and tokens that are known."""
     num_feature_rows: int = 0
     """Tokens of images whose features the store holds; 0: the model sees none."""
     encodes_in_parts: bool = False

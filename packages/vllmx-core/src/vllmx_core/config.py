@@ -74,6 +74,8 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     """Processes that compute each layer together, each with a part of its weights."""
+    pipeline_parallel_size: int = 1
+    """Processes that have some of the layers each, and compute one step after the other."""
     rank_hosts: str | None = None
     """host:port of other hosts with ranks, with commas between them; on each runs `vllmx rank`."""
     rank_key_file: str | None = None
@@ -130,6 +132,7 @@ class EngineConfig:
             ("state_snapshot_tokens", 1, 1 << 31),
             ("num_threads", 1, 1024),
             ("tensor_parallel_size", 1, 64),
+            ("pipeline_parallel_size", 1, 64),
             ("max_queue", 1, 1 << 20),
             ("max_logprobs", -1, 1 << 24),
             ("limit_images", 0, 1024),
@@ -163,6 +166,11 @@ class EngineConfig:
             raise ConfigError(
                 f"--target-step-ms must be above 0 or none, got {target}", param="target_step_ms"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _check_dtype(self) -> None:
         object.__setattr__(self, "dtype", convert(self.dtype, Dtype, "dtype", "--dtype"))

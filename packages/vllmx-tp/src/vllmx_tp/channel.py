@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -84,6 +85,11 @@ class Reader:
         self._taken = region.word(rank, Word.TAKEN)
         self._placed = False
         self._notice = bytearray(NOTICE.size)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a call has come that was not read."""
+        return bool(select.select([self._connection], [], [], 0)[0])
 
     def read(self) -> tuple[Call, I32]:
         """The next call and its frame, which stays until `release`. Raises EOFError when rank 0 is

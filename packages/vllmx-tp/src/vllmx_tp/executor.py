@@ -6,7 +6,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, SeeingModel, StepHandle
@@ -21,6 +20,7 @@ from vllmx_tp.handshake import read_key
 from vllmx_tp.hosts import RemoteHost, addresses
 from vllmx_tp.loading import divide_cores, load_rank, share_of_host
 from vllmx_tp.messages import ALIKE, Call, RankReady
+from vllmx_tp.pipeline import PipelinedModel, agreed_stages
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
@@ -29,13 +29,14 @@ COMPARE_VARIABLE = "VLLMX_TP_COMPARE"
 _WAIT_S = 50e-6
 
 
-def load(found: FoundModel, opened: OpenedModel) -> RankedModel:
+def load(found: FoundModel, opened: OpenedModel) -> RankedModel | PipelinedModel:
     """The executor. Starts the other ranks, which open the model themselves, and loads this one's
     part meanwhile. Raises what any of them met."""
-    ranks, places = found.config.tensor_parallel_size, addresses(found.config.rank_hosts)
-    share = share_of_host(ranks, 1 + len(places))
-    key = read_key(found.config.rank_key_file) if places else b""
-    cores = divide_cores(share, opened.options.num_threads, opened.backend.name)
+    config, places = found.config, addresses(found.config.rank_hosts)
+    ranks = config.num_ranks
+    share = share_of_host(config, 1 + len(places))
+    key = read_key(config.rank_key_file) if places else b""
+    cores = divide_cores(share, config, opened.backend.name)
     region = Region.create(ranks)
 
     def hosts(group: Group) -> Iterator[RemoteHost]:
@@ -50,9 +51,10 @@ def load(found: FoundModel, opened: OpenedModel) -> RankedModel:
         raise
     model: LoadedModel | None = None
     try:
-        deterministic = found.config.deterministic
-        model = load_rank(opened, region, 0, cores[0], share=share, deterministic=deterministic)
+        model = load_rank(opened, region, 0, cores[0], share=share, config=config)
         others = group.loaded()
+        if config.pipeline_parallel_size > 1:
+            return PipelinedModel(model, group, agreed_stages(model.info, others))
         return RankedModel(model, group, _agreed(model.info, others))
     except BaseException:
         group.kill()
@@ -105,31 +107,31 @@ class RankedModel:
     def step(self, plan: StepPlan, rows: SamplingRows) -> RankedStep:
         """See `vllmx_core.backend.LoadedModel.step`."""
         self._group.send(Call.STEP, Frame(plan, rows))
-        with self.guarded():
+        with self._group.guarded():
             return RankedStep(self, self._model.step(plan, rows))
 
     def forward(self, plan: StepPlan) -> RankedForward:
         """See `vllmx_core.backend.LoadedModel.forward`."""
         self._group.send(Call.FORWARD, Frame(plan, None))
-        with self.guarded():
+        with self._group.guarded():
             return RankedForward(self, self._model.forward(plan))
 
     def sample(self, step: ForwardStep, rows: SamplingRows) -> RankedStep:
         """The second half of a step."""
         self._group.send(Call.SAMPLE, Frame(None, rows))
-        with self.guarded():
+        with self._group.guarded():
             return RankedStep(self, step.sample(rows))
 
     def encode(self, plan: StepPlan) -> None:
         """See `vllmx_core.backend.SeeingModel.encode`."""
         self._group.send(Call.ENCODE, Frame(plan, None))
         model: SeeingModel = self._model  # type: ignore[assignment]  # it sees, or nobody calls
-        with self.guarded():
+        with self._group.guarded():
             model.encode(plan)
 
     def read(self, step: StepHandle) -> StepResult:
         """Waits for a step."""
-        with self.guarded():
+        with self._group.guarded():
             result = step.result()
         if self._group.region.aborted[0]:  # native code waits no more then, and has no error
             raise self._group.verdict()
@@ -137,16 +139,6 @@ class RankedModel:
         if self._compares:
             self._compare(result.ids)
         return result
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Guards this rank's own work: what fails here ends all, as the others wait for it."""
-        try:
-            yield
-        except RankLostError:
-            raise self._group.verdict() from None
-        except Exception as error:
-            raise self._group.lost(f"rank 0 failed: {type(error).__name__}: {error}") from error
 
     def _compare(self, ids: I32) -> None:
         """Compares ids with what the other ranks drew, for which it waits."""

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import msgspec
 from vllmx_core.errors import RankLostError
@@ -198,6 +198,16 @@ class Group:
                 return self.lost(found)
             time.sleep(_WAIT_S)
         return self.lost(text)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around rank 0's own work: what fails there ends all, as the others wait for it."""
+        try:
+            yield
+        except RankLostError:
+            raise self.verdict() from None
+        except Exception as error:
+            raise self.lost(f"rank 0 failed: {type(error).__name__}: {error}") from error
 
     def verdict(self) -> RankLostError:
         """The cause of the end, after this process saw the group ended by another rank."""

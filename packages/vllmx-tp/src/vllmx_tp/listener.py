@@ -175,7 +175,7 @@ class HostedGroup:
         config = replace(begin.config, model=mine.model, revision=mine.revision, mmproj=None)
         found = FoundModel(config, self._found.path, self._found.registry, progress=False)
         backend = found.registry.choose_backend(config.backend)[0].name
-        cores = divide_cores(begin.count, config.num_threads, backend)
+        cores = divide_cores(begin.count, config, backend)
         ranks = range(begin.first, begin.first + begin.count)
         return Group(found, region, ranks, cores, begin.count)
 

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from vllmx_core.backend import LoadedModel, LoadOptions
+from vllmx_core.config import EngineConfig
 from vllmx_core.errors import ConfigError
+from vllmx_core.model import Model
 from vllmx_core.processors import available_processors
 from vllmx_core.sharding.model import sharded
+from vllmx_core.sharding.stages import staged
 from vllmx_engine.core.load import OpenedModel
 
 from vllmx_tp.communicator import SharedMemoryCommunicator
@@ -19,15 +22,15 @@ from vllmx_tp.region import Region
 Cores = tuple[int, ...]
 
 
-def divide_cores(ranks: int, num_threads: int | None, backend: str) -> list[Cores]:
+def divide_cores(ranks: int, config: EngineConfig, backend: str) -> list[Cores]:
     """The cores of each rank, neighbours together; empty where the system does not tell. Raises
     ConfigError for more ranks than cores, unless `num_threads` asks for so many threads."""
     count = available_processors()
-    if ranks > count and num_threads is None and backend != "numpy":
+    if ranks > count and config.num_threads is None and backend != "numpy":
         raise ConfigError(
-            f"--tensor-parallel-size {ranks} is more than the {count} cores that there are: choose"
+            f"{_flag(config)} {ranks} is more than the {count} cores that there are: choose"
             f" at most {count}, or set --num-threads {ranks} to share cores",
-            param="tensor_parallel_size",
+            param=_param(config),
         )
     if not hasattr(os, "sched_getaffinity") or ranks > count:
         return [()] * ranks
@@ -36,15 +39,23 @@ def divide_cores(ranks: int, num_threads: int | None, backend: str) -> list[Core
     return [tuple(cores[ends[rank] : ends[rank + 1]]) for rank in range(ranks)]
 
 
-def share_of_host(ranks: int, hosts: int) -> int:
+def share_of_host(config: EngineConfig, hosts: int) -> int:
     """Ranks of each host. Raises ConfigError where they cannot be shared out evenly."""
-    if ranks % hosts:
+    if config.num_ranks % hosts:
         raise ConfigError(
-            f"{ranks} ranks cannot be shared out among {hosts} hosts (this one and those of"
-            f" --rank-hosts): choose --tensor-parallel-size {hosts} or a multiple",
-            param="tensor_parallel_size",
+            f"{config.num_ranks} ranks cannot be shared out among {hosts} hosts (this one and those"
+            f" of --rank-hosts): choose {_flag(config)} {hosts} or a multiple",
+            param=_param(config),
         )
-    return ranks // hosts
+    return config.num_ranks // hosts
+
+
+def _param(config: EngineConfig) -> str:
+    return "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+
+
+def _flag(config: EngineConfig) -> str:
+    return "--" + _param(config).replace("_", "-")
 
 
 @contextmanager
@@ -68,17 +79,24 @@ def load_rank(
     cores: Sequence[int],
     *,
     share: int,
-    deterministic: bool = False,
+    config: EngineConfig,
 ) -> LoadedModel:
     """One rank's part on its backend, of a host that has `share` of the ranks. Raises what
-    `sharded` and the backend raise."""
+    `sharded`, `staged` and the backend raise."""
     options, ranks = opened.options, region.num_ranks
-    source = opened.checkpoint.weights
-    model = sharded(
-        opened.model, source, options.max_model_len, rank, ranks, deterministic=deterministic
-    )
+    source, length = opened.checkpoint.weights, options.max_model_len
+    own_devices = opened.backend.own_devices
+    model: Model = opened.model
+    part = 1 / ranks
+    if config.pipeline_parallel_size > 1:
+        if config.deterministic:
+            model = sharded(model, source, length, 0, 1, deterministic=True)
+        model = stage = staged(model, source, options, rank, ranks)
+        part = stage.share_of_cache
+    else:
+        model = sharded(model, source, length, rank, ranks, deterministic=config.deterministic)
     mine = replace(
-        rank_options(options, ranks, len(cores), share, own_devices=opened.backend.own_devices),
+        rank_options(options, part, len(cores), share, own_devices=own_devices),
         communicator=SharedMemoryCommunicator(region, rank),
         progress=options.progress and rank == 0,
     )
@@ -88,15 +106,16 @@ def load_rank(
 
 
 def rank_options(
-    options: LoadOptions, ranks: int, num_cores: int, share: int, *, own_devices: bool = False
+    options: LoadOptions, part: float, num_cores: int, share: int, *, own_devices: bool = False
 ) -> LoadOptions:
     """A rank's part of its host, on which `share` of the ranks are: of threads and, but for ranks
-    that have devices of their own, of memory."""
-    threads = options.num_threads
-    given, sharers = options.kv_cache_memory_bytes, 1 if own_devices else ranks
+    that have devices of their own, of memory. It keeps `part` of what all of them keep of a token.
+    """
+    threads, given = options.num_threads, options.kv_cache_memory_bytes
+    own = 1.0 if own_devices else part
     return replace(
         options,
         memory_fraction=options.memory_fraction / (1 if own_devices else share),
-        kv_cache_memory_bytes=None if given is None else given // sharers,
+        kv_cache_memory_bytes=None if given is None else int(given * own),
         num_threads=(num_cores or 1) if threads is None else max(1, threads // share),
     )

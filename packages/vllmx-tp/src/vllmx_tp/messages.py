@@ -42,6 +42,7 @@ class RankReady(msgspec.Struct, frozen=True):
     num_kv_blocks: int
     max_num_seqs: int
     num_state_slots: int
+    state_slot_bytes: int
     weight_bytes: int
     kv_cache_bytes: int
 

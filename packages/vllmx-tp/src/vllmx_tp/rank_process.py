@@ -36,6 +36,7 @@ from vllmx_tp.executor import COMPARE_VARIABLE
 from vllmx_tp.frames import read_frame
 from vllmx_tp.loading import Cores, load_rank
 from vllmx_tp.messages import Call, RankAnswer, RankReady
+from vllmx_tp.pipeline import InnerStage, LastStage
 from vllmx_tp.region import NUM_CHECKSUMS, Region, Word
 
 logger = logging.getLogger("vllmx.tp")
@@ -64,7 +65,7 @@ class Follower:
                 return
             self._call(call, words)
             reader.release()
-            while len(self._in_flight) >= (1 if self._compares else _MAX_IN_FLIGHT):
+            while self._must_finish(reader):
                 self._finish()
 
     def _call(self, call: Call, words: I32) -> None:
@@ -82,6 +83,9 @@ class Follower:
             case _:
                 raise AssertionError(f"call {call} without what belongs to it")
 
+    def _must_finish(self, reader: Reader) -> bool:
+        return len(self._in_flight) >= (1 if self._compares else _MAX_IN_FLIGHT)
+
     def _finish(self) -> None:
         ids = self._in_flight.popleft().result().ids
         if self._aborted[0]:
@@ -90,6 +94,27 @@ class Follower:
             done = int(self._checked[0])
             self._checksums[done % NUM_CHECKSUMS] = zlib.crc32(ids.tobytes())
             self._checked[0] = done + 1
+
+
+class StageFollower(Follower):
+    """Runs a stage of what rank 0 begins. The last one tells what came of a step as soon as it
+    knows."""
+
+    def __init__(self, model: LoadedModel, region: Region, rank: int) -> None:
+        is_last = rank == region.num_ranks - 1
+        super().__init__(model if is_last else InnerStage(model), region, rank)
+        self._last = LastStage(region, rank) if is_last else None
+
+    def _must_finish(self, reader: Reader) -> bool:
+        waits = self._last is not None and bool(self._in_flight) and not reader.has_more
+        return waits or len(self._in_flight) >= _MAX_IN_FLIGHT
+
+    def _finish(self) -> None:
+        result = self._in_flight.popleft().result()
+        if self._aborted[0]:
+            raise RankLostError("the group has ended")
+        if self._last is not None:
+            self._last.tell(result)
 
 
 def _beat(region: Region, rank: int, parent: int) -> None:
@@ -118,8 +143,7 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, sh
     try:
         opened = open_model(found)
         try:
-            deterministic = found.config.deterministic
-            model = load_rank(opened, region, rank, cores, share=share, deterministic=deterministic)
+            model = load_rank(opened, region, rank, cores, share=share, config=found.config)
         finally:
             opened.checkpoint.weights.close()
             return_unused_bytes()
@@ -127,7 +151,8 @@ def serve(region: Region, rank: int, connection: socket.socket, cores: Cores, sh
         _answer(connection, RankAnswer(error=ErrorRecord.of(error)))
         return 0
     _answer(connection, RankAnswer(ready=RankReady.of(model.info)))
-    Follower(model, region, rank).run(Reader(connection, region, rank))
+    kind = StageFollower if found.config.pipeline_parallel_size > 1 else Follower
+    kind(model, region, rank).run(Reader(connection, region, rank))
     model.close()
     return 0
 

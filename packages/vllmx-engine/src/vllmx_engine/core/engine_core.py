@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable
 
 from vllmx_core.backend import LoadedInfo, LoadedModel, StepHandle
@@ -82,7 +83,6 @@ class EngineCore:
         self.step_timeout_s = (
             model.info.step_timeout_s if config.step_timeout_s is None else config.step_timeout_s
         )
-        self._overlap = config.async_scheduling
         self.limits = _limits(model, config, max_model_len, vocab_size, shape)
         self._cost = _cost(config, self.limits)
         features = None if shape is None else shape.features
@@ -101,7 +101,8 @@ class EngineCore:
         self._committer = Committer(self._scheduler)
         self._deadlines = QueueDeadlines(scheduler.live, clock)
         self._grammars = Grammars(vocab_size)
-        self._in_flight: _Launched | None = None
+        self._in_flight: deque[_Launched] = deque()
+        self._most_in_flight = _most_in_flight(model.info, config)
         self._idle = False
         """The last call of `step` found nothing to compute."""
         self._outputs: list[CoreOutput] = []
@@ -122,6 +123,8 @@ class EngineCore:
         in halves: its forward pass, then step n is collected, then its sampler.
 
         The plain twin (async_scheduling off) collects what it has just launched; outputs are equal.
+        A model in stages has as many steps in flight as stages, with rows of their own, and the
+        oldest is collected when there are so many, or when no row can go on before.
         Returns what is new, an empty list when nothing came. Raises EngineDeadError, and does so
         ever after, when the backend is beyond use.
         """
@@ -133,11 +136,11 @@ class EngineCore:
             if self._deadlines:
                 self._end_overdue()
             launched = self._launch()
-            self._idle = launched is None and self._in_flight is None
-            if self._overlap:
-                launched, self._in_flight = self._in_flight, launched
+            self._idle = launched is None and not self._in_flight
             if launched is not None:
-                self._collect(launched)
+                self._in_flight.append(launched)
+            if len(self._in_flight) >= (self._most_in_flight if launched is not None else 1):
+                self._collect(self._in_flight.popleft())
         finally:
             self.activity.calls += 1
         outputs, self._outputs = self._outputs, []
@@ -169,9 +172,8 @@ class EngineCore:
         """The device computes the step's logits while the host takes in the step before, whose ids
         decide what this one may sample."""
         forward = self._model.forward(plan)
-        before, self._in_flight = self._in_flight, None
-        if before is not None:
-            self._collect(before)
+        if self._in_flight:
+            self._collect(self._in_flight.popleft())
         self.activity.doing, self.activity.batch = "launching a step", step.batch
         try:
             self._builder.edit(step, rows)
@@ -182,6 +184,7 @@ class EngineCore:
 
     def _collect(self, launched: _Launched) -> None:
         step = launched.step
+        self._scheduler.table.last_collected = step.number
         self.activity.doing, self.activity.batch = "waiting for a step", step.batch
         try:
             result = launched.handle.result()
@@ -343,7 +346,7 @@ class EngineCore:
         self.activity.doing, self.activity.batch = "closing the model", None
         try:
             self.abort(self.request_ids)
-            self._in_flight = None
+            self._in_flight.clear()
             self._grammars.close()
             self._model.close()
         finally:
@@ -358,6 +361,11 @@ def _cost(config: EngineConfig, limits: Limits) -> StepCost:
         None if target_ms is None else target_ms / 1000,
         min_chunk=min(limits.token_budget, _MIN_CHUNK),
     )
+
+
+def _most_in_flight(info: LoadedInfo, config: EngineConfig) -> int:
+    """Steps, counted when one was just launched: the next is prepared while one runs."""
+    return max(2, info.num_stages) if config.async_scheduling else 1
 
 
 def _limits(
@@ -387,6 +395,8 @@ def _limits(
         block_size=info.block_size,
         vocab_size=vocab_size,
         windows=info.cache_windows,
+        num_stages=info.num_stages if config.async_scheduling else 1,
+        num_in_flight=_most_in_flight(info, config),
         pools=pools,
         whole_prompts=whole_prompts,
         num_state_slots=info.num_state_slots,

@@ -128,18 +128,7 @@ def open_model(found: FoundModel) -> OpenedModel:
                     param="isq",
                 )
             checkpoint = quantise_in_situ(found.registry, checkpoint, model, found.config.isq)
-        if found.config.rank_hosts and found.config.tensor_parallel_size == 1:
-            raise ConfigError(
-                "--rank-hosts needs ranks for them: set --tensor-parallel-size to the number of"
-                " hosts, this one counted, or a multiple",
-                param="tensor_parallel_size",
-            )
-        if found.config.tensor_parallel_size > 1 and chosen.impl != OWN:
-            raise ConfigError(
-                f"--tensor-parallel-size divides vllmx's own models, {chosen.impl} runs this one:"
-                " leave it out",
-                param="tensor_parallel_size",
-            )
+        _check_ranks(found.config, chosen.impl)
         spec, reason = found.registry.choose_backend(chosen.backend)
         logger.info("backend=%s reason=%r", spec.name, reason)
         if found.config.deterministic and not spec.fixed_sums:
@@ -149,7 +138,7 @@ def open_model(found: FoundModel) -> OpenedModel:
                 param="deterministic",
             )
         # several ranks have no passes of towers
-        if found.config.limit_images == 0 or found.config.tensor_parallel_size > 1:
+        if found.config.limit_images == 0 or found.config.num_ranks > 1:
             model = text_alone(model) or model
         limit = checkpoint.config.get("text_limit")
         options = load_options(found.config, model, text_limit=limit, progress=found.progress)
@@ -159,14 +148,33 @@ def open_model(found: FoundModel) -> OpenedModel:
     return OpenedModel(checkpoint, model, spec, options)
 
 
+def _check_ranks(config: EngineConfig, impl: str) -> None:
+    """Raises ConfigError for ranks that cannot be."""
+    if config.rank_hosts and config.num_ranks == 1:
+        raise ConfigError(
+            "--rank-hosts needs ranks for them: set --tensor-parallel-size or"
+            " --pipeline-parallel-size to the number of hosts, this one counted, or a multiple",
+            param="tensor_parallel_size",
+        )
+    if config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size and --pipeline-parallel-size do not go together: set one of"
+            f" them to {config.num_ranks} and leave the other out",
+            param="pipeline_parallel_size",
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config, name) > 1 and impl != OWN:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} divides vllmx's own models, {impl} runs this one:"
+                " leave it out",
+                param=name,
+            )
+
+
 def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
     """Loads a model by its backend, or by an executor on several ranks; raises what these do."""
-    ranks, model, weights = (
-        found.config.tensor_parallel_size,
-        opened.model,
-        opened.checkpoint.weights,
-    )
-    if ranks == 1:
+    model, weights = opened.model, opened.checkpoint.weights
+    if found.config.num_ranks == 1:
         if found.config.deterministic:
             length = opened.options.max_model_len
             model = sharded(model, weights, length, 0, 1, deterministic=True)
@@ -175,7 +183,7 @@ def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
     executor = found.registry.find(ExecutorSpec, TENSOR_PARALLEL)
     if executor is None:
         raise ConfigError(
-            f"--tensor-parallel-size {ranks} needs vllmx-tp: pip install 'vllmx[tp]'",
+            f"{plan.config.num_ranks} ranks need vllmx-tp: pip install 'vllmx[tp]'",
             param="tensor_parallel_size",
         )
     run: Callable[[FoundModel, OpenedModel], LoadedModel] = executor.load()

@@ -69,9 +69,9 @@ class RowStates:
         """Where the states of each row lie; -1 before its first step, when it begins with none."""
         self._to = np.full(rows, -1, np.int32)
         """Where its next step leaves them."""
-        self._pending = np.full((2, rows), -1, np.int32)
-        """Slots left behind by the steps under way, of even and of odd numbers: they are filed
-        when the step comes back."""
+        self._pending = np.full((limits.num_in_flight, rows), -1, np.int32)
+        """Slots left behind by the steps under way, in turn: they are filed when the step comes
+        back."""
         self._marks = [_Marks() for _ in range(rows)]
 
     @property
@@ -163,7 +163,7 @@ class RowStates:
             return
         left = int(self._to[row])
         self.pool.acquire(left)
-        self._pending[number & 1, row] = left
+        self._pending[number % len(self._pending), row] = left
         self._to[row] = slot
 
     def _is_far(self, row: int, end: int) -> bool:
@@ -172,7 +172,7 @@ class RowStates:
     def file(self, number: int, rows: AnyArray, epochs: AnyArray, context_len: I32) -> None:
         """Step `number` came back sound, and full blocks of its rows were filed: so are the slots
         that they left behind in it."""
-        pending = self._pending[number & 1]
+        pending = self._pending[number % len(self._pending)]
         for index in np.flatnonzero(pending[rows] >= 0).tolist():
             row, blocks = int(rows[index]), int(context_len[index]) // self._size
             sequence = self._table.owner[row]

@@ -9,7 +9,7 @@ from operator import attrgetter
 import numpy as np
 from vllmx_core.plan import I32, AnyArray
 
-from vllmx_engine.core.sequence import Sequence
+from vllmx_engine.core.sequence import Limits, Sequence
 
 FLOAT_DEFAULTS = {
     "temperature": 0.0,
@@ -43,8 +43,12 @@ class RowTable:
         max_blocks: int,
         block_size: int,
         windows: tuple[int | None, ...] = (None,),
+        num_stages: int = 1,
     ) -> None:
         self.block_size = block_size
+        self.num_stages = num_stages
+        self.last_collected = -1
+        """Number of the last step whose results are known, or that failed."""
         self.windows = windows
         self.blocks = np.zeros((len(windows), num_rows, max_blocks), np.int32)  # (G, N, B)
         self.num_blocks = np.zeros(num_rows, np.int32)
@@ -86,6 +90,13 @@ class RowTable:
         self._high = 0
         self._num_waits = 0
 
+    @classmethod
+    def of(cls, limits: Limits) -> RowTable:
+        """For all rows that may run."""
+        size = limits.block_size
+        blocks = -(-limits.max_tokens // size)
+        return cls(limits.max_rows, blocks, size, limits.windows, limits.num_stages)
+
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -93,7 +104,22 @@ class RowTable:
     def ready(self) -> AnyArray:
         """Rows that can decode one token now, ascending."""
         high = self._high
-        return np.flatnonzero(self.computed[:high] < self.feed_end[:high])
+        rows = np.flatnonzero(self.computed[:high] < self.feed_end[:high])
+        return rows if self.num_stages == 1 else self._of_one_stage(rows)
+
+    def _of_one_stage(self, rows: AnyArray) -> AnyArray:
+        """Of rows that decode those whose last token is known, as many as come to one stage when
+        all stages have as many; who waits longest first."""
+        known = rows[self.last_token[rows] >= 0]
+        most = -(-rows.size // self.num_stages)
+        if known.size > most:
+            oldest = np.argsort(self.sampled_in[known], kind="stable")[:most]
+            known = np.sort(known[oldest])
+        return known
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Whether a step in flight still brings a token of a sequence that has no row now."""
+        return sequence.awaited_step > self.last_collected
 
     def wait_for_ids(self, rows: AnyArray) -> bool:
         """Whether one of these rows waits for an id that a step in flight has still to bring."""
@@ -127,6 +153,9 @@ class RowTable:
     def release(self, sequence: Sequence) -> I32:
         """Takes the row back; returns the blocks it owned, in order."""
         row = sequence.row
+        if self.last_token[row] < 0:
+            sequence.awaited_step = int(self.sampled_in[row])
+            self.last_token[row] = 0
         blocks = self.owned(row)
         heapq.heappush(self._free, row)
         self.version += 1

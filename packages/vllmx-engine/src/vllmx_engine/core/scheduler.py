@@ -64,8 +64,7 @@ class Scheduler:
         self.limits, self.cost = limits, cost
         self.cache = PrefixCache(identity, limits.windows)
         self.pool = BlockPool(limits.num_blocks, self.cache)
-        size = limits.block_size
-        self.table = RowTable(limits.max_rows, -(-limits.max_tokens // size), size, limits.windows)
+        self.table = RowTable.of(limits)
         slots = SlotPool(limits.num_state_slots) if limits.num_state_slots else None
         self.prefixes = Prefixes(self.table, self.pool, self.cache, slots, enabled=prefix_caching)
         self.blocks = RowBlocks(limits, self.table, self.pool, self.prefixes)
@@ -365,6 +364,8 @@ class Scheduler:
         if self.blocks.wanted(sequence, hit) > self._room:
             return False
         if self.states is not None and not self.states.has_room:
+            return False
+        if self.table.is_awaited(sequence):
             return False
         self.queue.admit()
         sequence.found = None

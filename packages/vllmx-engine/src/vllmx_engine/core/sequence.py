@@ -44,6 +44,10 @@ class Limits:
     """A prompt is computed in one step, see `ModelShape.whole_prompts`."""
     windows: tuple[int | None, ...] = (None,)
     """Of each cache group, as in `LoadedInfo.cache_windows`."""
+    num_stages: int = 1
+    """Above 1: so many steps are in flight, and a row that decodes in one of them at most."""
+    num_in_flight: int = 2
+    """Steps that are in flight at once at the most."""
     num_state_slots: int = 0
     """For the states of recurrent layers; 0: the model has none."""
     snapshot_tokens: int = 1
@@ -86,6 +90,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "arrival_s",
+        "awaited_step",
         "content",
         "digests",
         "finished",
@@ -162,6 +167,8 @@ class Sequence:
         )
         self.grammar: GrammarRow | ThoughtBudget | None = None
         """Of a request with a grammar, once that is compiled."""
+        self.awaited_step = -1
+        """Number of the step that still brings a token of it, where it was preempted meanwhile."""
         self.skipped_step = -1
         """Number of a step under way that computes a token of it that is known by now."""
         self.is_plain = False

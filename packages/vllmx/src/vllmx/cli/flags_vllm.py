@@ -16,7 +16,7 @@ VLLM = (
     switch("--trust-remote-code", "it is never needed, nothing of a model's folder is executed"),
     ignored("--code-revision", "nothing of a model's folder is executed"),
     means("-tp", "tensor_parallel_size", "processes that compute each layer together", str),
-    ignored("--pipeline-parallel-size -pp", ONE_DEVICE, "1"),
+    means("-pp", "pipeline_parallel_size", "processes that have some of the layers each", str),
     ignored("--data-parallel-size -dp", ONE_DEVICE, "1"),
     ignored("--decode-context-parallel-size -dcp", ONE_DEVICE, "1"),
     ignored("--nnodes", ONE_DEVICE, "1"),

@@ -83,6 +83,8 @@ HELP: Mapping[str, str] = {
     "num_threads": "Compute threads; default: the cores that are really available.",
     "tensor_parallel_size": "Processes that compute each layer together, each with a part of the"
     " weights and its own cores; needs vllmx[tp].",
+    "pipeline_parallel_size": "Processes that have some of the layers each, and compute as many"
+    " steps at once; needs vllmx[tp].",
     "rank_hosts": "host:port of each other host whose ranks compute with this one's, with commas"
     " between them; on each runs `vllmx rank`.",
     "rank_key_file": "File with the key that all these hosts have.",

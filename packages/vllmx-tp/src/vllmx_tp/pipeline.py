@@ -1,0 +1,200 @@
+"""Stages of a model behind one another: what rank 0 does, and what the others do.
+
+Rank 0 hands each step to all ranks at once, runs the first stage of it and returns. The stages hand
+on what their layers came to by themselves; the last one samples and tells rank 0. So as many steps
+are computed at once as there are stages, each by another one. A token that a step is to feed must
+have been sampled by then, as the first stage has nothing of the last one: rows of steps in flight
+are different ones (`LoadedInfo.num_stages`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+import numpy as np
+from vllmx_core.backend import ForwardStep, LoadedInfo, LoadedModel, StepHandle
+from vllmx_core.backend_kit.in_flight import MAX_STEPS
+from vllmx_core.errors import RankLostError, VllmxError
+from vllmx_core.plan import SamplingRows, StepPlan, StepResult
+
+from vllmx_tp.frames import Frame
+from vllmx_tp.group import Group
+from vllmx_tp.messages import Call, RankReady
+from vllmx_tp.region import Region
+from vllmx_tp.results import decode_result, encode_result
+from vllmx_tp.wire import Incoming, Outgoing
+
+_LOOK_S = 0.2
+_NO_ROWS = np.zeros(0, np.int32)
+_NOTHING_SAMPLED = SamplingRows.greedy(0)
+_ALIKE = ("backend", "dtype", "kv_cache_dtype", "block_size", "cache_windows")
+"""Of `RankReady`: equal on every stage."""
+
+
+class InnerStage:
+    """A `LoadedModel` of a stage before the last: it samples nothing."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    @property
+    def info(self) -> LoadedInfo:
+        return self._model.info
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
+        """See `vllmx_core.backend.LoadedModel.step`."""
+        return self._model.step(replace(plan, logit_rows=_NO_ROWS), _NOTHING_SAMPLED)
+
+    def forward(self, plan: StepPlan) -> ForwardStep:
+        """Nobody calls it: no row of a step waits for the one before."""
+        raise AssertionError("a stage runs whole steps")
+
+    def close(self) -> None:
+        """See `vllmx_core.backend.LoadedModel.close`."""
+        self._model.close()
+
+
+class LastStage:
+    """Tells rank 0 what came of each step.
+
+    Args:
+        region: what the ranks share.
+        rank: the last one.
+    """
+
+    def __init__(self, region: Region, rank: int) -> None:
+        self._outgoing = Outgoing(region, rank)
+
+    def tell(self, result: StepResult) -> None:
+        """Returns when rank 0 has room for it."""
+        self._outgoing.send_message(encode_result(result))
+
+
+def agreed_stages(mine: LoadedInfo, others: Sequence[RankReady]) -> LoadedInfo:
+    """What all stages can do together, and take. Raises VllmxError where they do not fit."""
+    stages = [RankReady.of(mine), *others]
+    for name in _ALIKE:
+        values = [getattr(one, name) for one in stages]
+        if len(set(values)) > 1:
+            raise VllmxError(
+                f"stages differ in {name}: {values}; set it by its flag, or report this"
+            )
+    slots = [one.num_state_slots for one in stages if one.num_state_slots]
+    return replace(
+        mine,
+        num_kv_blocks=min(one.num_kv_blocks for one in stages),
+        max_num_seqs=min(one.max_num_seqs for one in stages),
+        max_num_batched_tokens=min(one.max_num_batched_tokens for one in stages),
+        max_logit_rows=stages[-1].max_logit_rows,
+        num_state_slots=min(slots, default=0),
+        state_slot_bytes=sum(one.state_slot_bytes for one in stages),
+        weight_bytes=sum(one.weight_bytes for one in stages),
+        kv_cache_bytes=sum(one.kv_cache_bytes for one in stages),
+        num_stages=len(stages),
+        details=mine.details | {"stages": len(stages)},
+    )
+
+
+class PipelinedModel:
+    """A `vllmx_core.backend.LoadedModel` over the first stage and a group with the others. A thread
+    takes results as they come, so that no stage ever waits for who reads them."""
+
+    def __init__(self, model: LoadedModel, group: Group, info: LoadedInfo) -> None:
+        self._model, self._group, self._info = InnerStage(model), group, info
+        self._own: deque[tuple[int, StepHandle]] = deque()
+        """Numbers and handles of the first stage's steps that were not read."""
+        self._num_launched = self._num_read = 0
+        self._results: SimpleQueue[tuple[float, bytes] | None] = SimpleQueue()
+        """When each came, and what; None: no more will."""
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._take, name="vllmx-results", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> LoadedInfo:
+        return self._info
+
+    @property
+    def failure(self) -> RankLostError | None:
+        """Why the group has ended, if it has; steps meet it too."""
+        return self._group.failure
+
+    def step(self, plan: StepPlan, rows: SamplingRows) -> PipelinedStep:
+        """See `vllmx_core.backend.LoadedModel.step`; as many are in flight as there are stages."""
+        assert self._num_launched - self._num_read < self._info.num_stages, "too many in flight"
+        launched_s = time.perf_counter()
+        self._group.send(Call.STEP, Frame(plan, rows))
+        with self._group.guarded():
+            self._read_own(MAX_STEPS - 1)
+            self._own.append((self._num_launched, self._model.step(plan, rows)))
+        self._num_launched += 1
+        return PipelinedStep(self, launched_s)
+
+    def forward(self, plan: StepPlan) -> ForwardStep:
+        """Nobody calls it: no row of a step waits for the one before."""
+        return self._model.forward(plan)
+
+    def read(self, launched_s: float) -> StepResult:
+        """The oldest result that was not read."""
+        found = self._next()
+        if found is None:
+            raise self._group.verdict()
+        came_s, data = found
+        with self._group.guarded():
+            while self._own and self._own[0][0] <= self._num_read:  # it has long ended
+                self._own.popleft()[1].result()
+        self._num_read += 1
+        return decode_result(data, came_s - launched_s)
+
+    def _read_own(self, most: int) -> None:
+        """Waits until no more of the first stage's steps are unread."""
+        while len(self._own) > most:
+            self._own.popleft()[1].result()
+
+    def _next(self) -> tuple[float, bytes] | None:
+        while True:
+            try:
+                return self._results.get(timeout=_LOOK_S)
+            except Empty:
+                self._group.check()
+
+    def _take(self) -> None:
+        incoming = Incoming(self._group.region, 0)
+        with suppress(RankLostError):
+            while True:
+                data = incoming.recv_message()
+                self._results.put((time.perf_counter(), data))
+        self._results.put(None)
+
+    def close(self) -> None:
+        """See `vllmx_core.backend.LoadedModel.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(RankLostError):
+            while self._num_read < self._num_launched:  # or a stage would wait to be read
+                self.read(0.0)
+        self._group.close()
+        self._group.region.aborted[0] = 1  # for the thread
+        self._model.close()
+        self._thread.join()
+        self._group.region.close()
+
+
+class PipelinedStep:
+    """A `StepHandle`."""
+
+    __slots__ = ("_launched_s", "_owner")
+
+    def __init__(self, owner: PipelinedModel, launched_s: float) -> None:
+        self._owner, self._launched_s = owner, launched_s
+
+    def result(self) -> StepResult:
+        """See `vllmx_core.backend.StepHandle.result`."""
+        return self._owner.read(self._launched_s)
