@@ -24,6 +24,7 @@ ENGINES = st.fixed_dictionaries(
         "num_blocks": st.integers(4, 30),
         "max_tokens": st.integers(1, 40),
         "max_logit_rows": st.integers(1, 12),
+        "num_stages": st.sampled_from([1, 1, 2, 3, 5]),
     }
 )
 CONFIGS = st.fixed_dictionaries(

@@ -126,8 +126,9 @@ class LoadedModel(Protocol):
     def info(self) -> LoadedInfo: ...
 
     def step(self, plan: StepPlan, rows: SamplingRows) -> StepHandle:
-        """Enqueues one step and returns without waiting for it. At most two steps are in flight;
-        the second may refer to the first one's ids by negative tokens. A model that gives vectors
+        """Enqueues one step and returns without waiting for it. At most two steps are in flight
+        (but see `LoadedInfo.num_stages`); the second may refer to the first one's ids by negative
+        tokens. A model that gives vectors
         or scores samples nothing: `rows` is empty then, whatever L is."""
         ...
 

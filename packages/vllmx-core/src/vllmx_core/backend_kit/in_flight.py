@@ -1,4 +1,5 @@
-"""The steps of a model that were enqueued and not read: two at the most, read in their order."""
+"""The steps of a model that were enqueued and not read: two at the most, of a model in stages as
+many as those, read in their order."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ class InFlight(Generic[Step]):
         samples: ids are drawn, from a row of parameters for each row of logits.
     """
 
-    __slots__ = ("_max_logit_rows", "_max_tokens", "_samples", "_steps", "_unsampled", "closed")
+    __slots__ = (
+        "_max_logit_rows", "_max_steps", "_max_tokens", "_samples", "_steps", "_unsampled",
+        "closed",
+    )  # fmt: skip
 
     def __init__(self, info: LoadedInfo, *, samples: bool = True) -> None:
         self._samples = samples
+        self._max_steps = max(MAX_STEPS, info.num_stages)
         self._max_tokens = info.max_num_batched_tokens
         self._max_logit_rows = info.max_logit_rows
         self._steps: deque[Step] = deque()
@@ -43,7 +48,9 @@ class InFlight(Generic[Step]):
         limits."""
         assert not self.closed, "the model is closed"
         assert self._unsampled is None, "the step before waits for sample()"
-        assert len(self._steps) < MAX_STEPS, "a third step in flight: call result() of the first"
+        assert len(self._steps) < self._max_steps, (
+            "a third step in flight: call result() of the first"
+        )
         assert 0 < plan.num_tokens <= self._max_tokens, f"T = {plan.num_tokens}"
         assert plan.num_logit_rows <= self._max_logit_rows, f"L = {plan.num_logit_rows}"
 

@@ -104,6 +104,7 @@ class FakeLoadedModel:
         rules: which ids come out.
         num_blocks, block_size: of the KV cache.
         max_num_seqs, max_tokens, max_logit_rows: limits of a step, as in `LoadedInfo`.
+        num_stages: above 1 so many steps are in flight, and no token refers to the step before.
         num_state_slots: where the rules have states; None: two for each sequence and two more.
         step_s, token_s: simulated device time of a step and of each of its tokens.
         fail_steps: numbers of steps (from 0) whose `result` raises FakeError.
@@ -123,6 +124,7 @@ class FakeLoadedModel:
         max_num_seqs: int = 256,
         max_tokens: int = 2048,
         max_logit_rows: int = 2048,
+        num_stages: int = 1,
         num_state_slots: int | None = None,
         step_s: float = 0.0,
         token_s: float = 0.0,
@@ -162,6 +164,7 @@ class FakeLoadedModel:
             kv_cache_bytes=self._memory.pages.nbytes,
             details={"verify_pages": verify_pages, "strict": strict},
             cache_windows=self.rules.windows,
+            num_stages=num_stages,
             num_state_slots=self._memory.states.size,
             state_slot_bytes=self._memory.states.itemsize * self.rules.has_states,
         )
@@ -199,7 +202,8 @@ class FakeLoadedModel:
 
     def _enqueue(self, plan: StepPlan) -> FakeStep:
         if self._strict:
-            check_plan(plan, self._info, self.rules.vocab_size, self._last_ids.shape[0])
+            num_last = self._last_ids.shape[0] if self._info.num_stages == 1 else 0
+            check_plan(plan, self._info, self.rules.vocab_size, num_last)
         tokens = self._resolve(plan.tokens)
         history = self._memory.pass_through(plan, tokens)
         elapsed_s = self._step_s + plan.num_tokens * self._token_s

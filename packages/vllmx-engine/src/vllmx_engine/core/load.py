@@ -183,7 +183,7 @@ def load_model(found: FoundModel, opened: OpenedModel) -> LoadedModel:
     executor = found.registry.find(ExecutorSpec, TENSOR_PARALLEL)
     if executor is None:
         raise ConfigError(
-            f"{plan.config.num_ranks} ranks need vllmx-tp: pip install 'vllmx[tp]'",
+            f"{found.config.num_ranks} ranks need vllmx-tp: pip install 'vllmx[tp]'",
             param="tensor_parallel_size",
         )
     run: Callable[[FoundModel, OpenedModel], LoadedModel] = executor.load()

@@ -1,0 +1,78 @@
+"""Stages of the demo model as processes: answers to the last bit those of one process, and how they
+end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+from vllmx import LLM, SamplingParams
+from vllmx_core.errors import ConfigError
+
+from .test_tensor_parallel import BAD_WORDS, GREEDY, LIMITS, PATIENCE_S, PROMPTS, SEEDED, lost
+
+CPU = LIMITS | {"backend": "cpu", "num_threads": 4}
+
+
+def stages(llm: LLM) -> list[psutil.Process]:
+    """The processes of all stages but the first, in order."""
+    children = psutil.Process().children()
+    found = [one for one in children if "vllmx_tp.rank_process" in one.cmdline()]
+    assert len(found) == int(llm.info.details["stages"]) - 1
+    return sorted(found, key=lambda one: int(one.cmdline()[4]))
+
+
+def everything(llm: LLM) -> list[Any]:
+    """Ids and log-probabilities: prompts in chunks with a common prefix, twice, so that the second
+    time has hits; grammars of a kind that is filled in late; more text than the cache holds."""
+    found = []
+    for params in (GREEDY, SEEDED, GREEDY, BAD_WORDS):
+        outputs = llm.generate(PROMPTS, params)
+        found += [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+    many = [f"{PROMPTS[0] if number % 3 else ''} Number {number}" for number in range(12)]
+    drawn = [
+        SamplingParams(temperature=1.0, seed=number, max_tokens=6, prompt_logprobs=number % 2)
+        for number in range(12)
+    ]
+    for output in llm.generate(many, drawn):
+        found.append((output.outputs[0].token_ids, output.prompt_logprobs))
+    return found
+
+
+def test_four_stages_answer_as_one_process_and_end_with_one_of_them() -> None:
+    with LLM("demo", **CPU) as llm:
+        expected = everything(llm)
+        whole = llm.info
+    with LLM("demo", pipeline_parallel_size=4, **CPU) as llm:
+        assert everything(llm) == expected
+        assert llm.info.num_kv_blocks == whole.num_kv_blocks
+        assert llm.info.kv_cache_bytes == whole.kv_cache_bytes
+        processes = stages(llm)
+        processes[1].kill()
+        assert lost(llm) == "rank 2 was killed by SIGKILL"
+    for one in processes:
+        one.wait(PATIENCE_S)
+
+
+def test_two_stages_of_another_backend_and_one_that_is_stopped() -> None:
+    """numpy runs a stage at once where it is told to; its sums depend on who is in a step."""
+    with LLM("demo", **LIMITS) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, BAD_WORDS)]
+    with LLM("demo", pipeline_parallel_size=2, **LIMITS) as llm:
+        found = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, BAD_WORDS)]
+        assert found == expected
+        (last,) = stages(llm)
+        last.suspend()
+        assert lost(llm) == f"rank 1 (process {last.pid}) hangs or was stopped"
+        last.wait(PATIENCE_S)
+
+
+def test_layers_are_divided_one_way_alone() -> None:
+    with pytest.raises(ConfigError, match="do not go together: set one of them to 4"):
+        LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=2, **LIMITS)
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ConfigError, match=r"into 9 stages, .* --pipeline-parallel-size \d at most"):
+        LLM("demo", pipeline_parallel_size=9, **LIMITS)
