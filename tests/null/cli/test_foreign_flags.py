@@ -28,7 +28,7 @@ def engine(*arguments: str) -> EngineConfig:
 def test_a_command_line_of_each_family_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllmx.flags")
     line = (
-        "serve-me --trust-remote-code --pipeline-parallel-size 1 --disable-log-requests"
+        "serve-me --trust-remote-code --data-parallel-size 1 --disable-log-requests"
         " --swap-space 0 --tokenizer-mode auto --generation-config auto --max-model-len 2k"
         " --dtype bf16 --device cuda:0 --gpu_memory_utilization 0.8"
     )
@@ -57,7 +57,7 @@ def test_flash_attention_goes_with_and_without_a_value(value: list[str]) -> None
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is refused: .* one device"),
+        ("--data-parallel-size 2", "--data-parallel-size 2 is refused: .* one device"),
         ("--swap-space 4", "recomputes"),
         ("--enable-lora", "--enable-lora is refused: .*merge"),
         ("--device cuda:1", "VLLMX_CUDA_DEVICE=1"),
@@ -113,13 +113,13 @@ def test_bytes_have_units() -> None:
 def test_the_config_file_takes_them_too(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "pipeline-parallel-size: 1\ntrust_remote_code: true\ngpu-memory-utilization: 0.5\n"
+        "data-parallel-size: 1\ntrust_remote_code: true\ngpu-memory-utilization: 0.5\n"
         "enable-lora: false\nfp8-kvcache: true\n"
     )
     config = engine("--config", str(file))
     assert (config.memory_fraction, config.kv_cache_dtype) == (0.5, "fp8")
     for text, error in (
-        ("pipeline-parallel-size: 2", "one device"),
+        ("data-parallel-size: 2", "one device"),
         ("enable-lora: true", "merge"),
         ("gpu-memory-utilization: 0.5\nmemory-fraction: 0.5", "twice"),
         ("max-model-length: 5", "did you mean 'max-model-len'"),

@@ -201,7 +201,7 @@ class Group:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around rank 0's own work: what fails there ends all, as the others wait for it."""
+        """Guards rank 0's own work: what fails there ends all, as the others wait for it."""
         try:
             yield
         except RankLostError:

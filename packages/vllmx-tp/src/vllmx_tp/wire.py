@@ -1,6 +1,7 @@
-"""The way from a stage of a model to the next, and from the last one to rank 0: pieces of bytes
-that lie in the buffers of the rank that sends, two in turn, until the next rank has taken them.
+"""The way from a stage of a model to the next, and from the last one to rank 0.
 
+Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has taken
+them.
 The CPU backend's native code does the same to the same words.
 """
 
@@ -35,7 +36,7 @@ class _End:
         self._count = 0
 
     def _wait(self, word: npt.NDArray[np.uint32], count: int) -> None:
-        """Until a word has come so far. Raises RankLostError where it never will."""
+        """Waits until a word has come so far. Raises RankLostError where it never will."""
         looks = 0
         while ((seen := int(word[0])) - count) & 0x80000000:  # behind, as 32-bit numbers go
             if self._aborted[0]:

@@ -1,4 +1,4 @@
-"""Where a recorded step can be cut into stages, and where it is.
+"""Places where a recorded step can be cut into stages, and the choice among them.
 
 A place is a position in the list of ops. Between two layers the least crosses a cut: the residual
 stream, and what has still to be added to it. Inside a layer more does, so places are those where

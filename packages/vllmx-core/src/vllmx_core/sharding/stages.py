@@ -103,7 +103,7 @@ def _kept(shape: ModelShape) -> int:
 
 
 def _renumbered(op: Op, layers: list[int], states: list[int]) -> Op:
-    """With the stage's own numbers of pages and states."""
+    """The op with the stage's own numbers of pages and states."""
     home = home_of(op)
     if home is None:
         return op
@@ -171,7 +171,7 @@ def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> floa
 
 
 def _bytes(spec: WeightSpec, source: WeightSource) -> float:
-    """As the checkpoint has them; all matrices of a stack are taken to be like its first one."""
+    """Bytes of a weight in the checkpoint; all matrices of a stack are taken to be like its first."""
     first = spec.matrices[0]
     cols = max(1, spec.cols)
     parts = parts_of(first, source)

@@ -37,7 +37,7 @@ class VxWire(Structure):
 
     @classmethod
     def of(cls, shared: SharedAddresses, sender: int) -> VxWire:
-        """From that rank to the next one, of which this process is one."""
+        """The way from that rank to the next one; this process is one of both."""
         sender %= shared.num_ranks
         receiver = (sender + 1) % shared.num_ranks
         counter = c_uint32(0)
@@ -55,7 +55,7 @@ class VxWire(Structure):
         return wire
 
     def carrying(self, x: int, width: int) -> VxWire:
-        """For an array of that width at this address; all count on together."""
+        """Arguments for an array of that width at this address; all count on together."""
         values = {name: getattr(self, name) for name, *_ in self._fields_}
         return VxWire(**values | {"x": x, "width": width})
 

@@ -92,7 +92,7 @@ class RowTable:
 
     @classmethod
     def of(cls, limits: Limits) -> RowTable:
-        """For all rows that may run."""
+        """A table for all rows that may run."""
         size = limits.block_size
         blocks = -(-limits.max_tokens // size)
         return cls(limits.max_rows, blocks, size, limits.windows, limits.num_stages)
@@ -108,8 +108,8 @@ class RowTable:
         return rows if self.num_stages == 1 else self._of_one_stage(rows)
 
     def _of_one_stage(self, rows: AnyArray) -> AnyArray:
-        """Of rows that decode those whose last token is known, as many as come to one stage when
-        all stages have as many; who waits longest first."""
+        """Some of the rows that decode, those whose last token is known: as many as come to one
+        stage when all stages have as many, who waits longest first."""
         known = rows[self.last_token[rows] >= 0]
         most = -(-rows.size // self.num_stages)
         if known.size > most:
