@@ -1,8 +1,7 @@
 """The way from a stage of a model to the next, and from the last one to rank 0.
 
-Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has taken
-them.
-The CPU backend's native code does the same to the same words.
+Pieces of bytes lie in the buffers of the rank that sends, two in turn, until the next rank has
+taken them. The CPU backend's native code does the same to the same words.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _cost(op: Op, specs: Mapping[str, WeightSpec], source: WeightSource) -> floa
 
 
 def _bytes(spec: WeightSpec, source: WeightSource) -> float:
-    """Bytes of a weight in the checkpoint; all matrices of a stack are taken to be like its first."""
+    """Bytes of a weight in the checkpoint; matrices of a stack are taken to be alike."""
     first = spec.matrices[0]
     cols = max(1, spec.cols)
     parts = parts_of(first, source)
