@@ -18,9 +18,10 @@ from vllmx_core.ops.op import OpList
 from vllmx_core.plan import AnyArray, LogprobRows, SamplingRows, StepPlan, StepResult
 
 from vllmx_metal.device import Device, release
+from vllmx_metal.frame import MetalFrame
 from vllmx_metal.kernel_choice import OwnKernels
 from vllmx_metal.kv_cache import LayerPages
-from vllmx_metal.ops import OPS, MetalFrame
+from vllmx_metal.ops import OPS
 from vllmx_metal.owner import Owner
 from vllmx_metal.recurrent import States
 from vllmx_metal.sampler import sample

@@ -4,14 +4,8 @@ float32."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from functools import cached_property
-
 import mlx.core as mx
 import numpy as np
-from vllmx_core.communicator import Communicator
-from vllmx_core.interpreter import Frame
 from vllmx_core.op_table import OpTable
 from vllmx_core.ops.activation import Act
 from vllmx_core.ops.add import Add
@@ -43,106 +37,15 @@ from vllmx_core.ops.scale_by import ScaleBy
 from vllmx_core.ops.segment_attention import SegmentAttention
 from vllmx_core.ops.send import Send
 from vllmx_core.ops.short_conv import ShortConv
-from vllmx_core.ops.values import WeightRef
 from vllmx_core.ops.vocab_embedding import VocabEmbedding
 
+from vllmx_metal.activations import ACTIVATIONS, GATES, OPENINGS, UNGATED
 from vllmx_metal.attention import attention
 from vllmx_metal.experts import clamped, experts, route
-from vllmx_metal.fusion import fused
-from vllmx_metal.kv_cache import LayerPages
+from vllmx_metal.frame import MetalFrame
 from vllmx_metal.latent_attention import latent_attention
-from vllmx_metal.matrices import LinearWeight, Matrix
-from vllmx_metal.recurrent import States, StateStep, recurrence, short_conv
+from vllmx_metal.recurrent import recurrence, short_conv
 from vllmx_metal.segment_attention import segment_attention
-from vllmx_metal.step import MetalStep
-from vllmx_metal.weights import MetalWeight
-
-_GELU_TANH = math.sqrt(2 / math.pi)
-
-
-def _silu(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x)
-
-
-def _gelu(x: mx.array) -> mx.array:
-    return 0.5 * x * (1 + mx.erf(x / math.sqrt(2)))
-
-
-def _gelu_tanh(x: mx.array) -> mx.array:
-    return 0.5 * x * (1 + mx.tanh(_GELU_TANH * (x + 0.044715 * x * x * x)))
-
-
-def _relu(x: mx.array) -> mx.array:
-    return mx.maximum(x, 0)
-
-
-def _rounded_once(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-    return fused(lambda x: function(x.astype(mx.float32)).astype(x.dtype))
-
-
-def _gated(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
-    def gate(x: mx.array, up: mx.array) -> mx.array:
-        return (function(x.astype(mx.float32)) * up).astype(x.dtype)
-
-    return fused(gate)
-
-
-_FUNCTIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
-_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    kind: _rounded_once(function) for kind, function in _FUNCTIONS.items()
-}
-_GATES: Mapping[str, Callable[[mx.array, mx.array], mx.array]] = {
-    kind: _gated(function) for kind, function in _FUNCTIONS.items()
-}
-
-
-class MetalFrame(Frame[mx.array]):
-    """The graph of one step while it is built: nothing is computed until it is submitted."""
-
-    def __init__(
-        self,
-        step: MetalStep,
-        weights: Mapping[str, MetalWeight],
-        pages: tuple[LayerPages, ...],
-        states: tuple[States, ...],
-        dtype: mx.Dtype,
-    ) -> None:
-        super().__init__()
-        self.step, self.weights, self.pages, self.dtype = step, weights, pages, dtype
-        self.states = states
-        self.features: list[mx.array] = []
-        """(rows, E) of each part of the store of features; `keep` replaces them."""
-        self.ranks: Communicator | None = None
-        """The other ranks of the model, if it has any."""
-
-    @cached_property
-    def state_step(self) -> StateStep:
-        """Rows and their slots, made for the first layer that asks."""
-        return StateStep.of(self.step.plan)
-
-    def others(self) -> Communicator:
-        """The other ranks, for an op between ranks."""
-        assert self.ranks is not None, "an op between ranks needs a communicator"
-        return self.ranks
-
-    def array(self, ref: WeightRef) -> mx.array:
-        """A vector or a constant."""
-        weight = self.weights[ref.name]
-        assert isinstance(weight, mx.array), f"{ref.name} is a matrix"
-        return weight
-
-    def matrix(self, ref: WeightRef) -> LinearWeight:
-        """A matrix with its bias."""
-        weight = self.weights[ref.name]
-        assert isinstance(weight, LinearWeight), f"{ref.name} is no matrix to multiply"
-        return weight
-
-    def table(self, ref: WeightRef) -> Matrix:
-        """A table of embeddings."""
-        weight = self.weights[ref.name]
-        assert not isinstance(weight, LinearWeight | mx.array), f"{ref.name} is no table"
-        return weight
-
 
 OPS: OpTable[MetalFrame, None] = OpTable("metal")
 
@@ -254,12 +157,12 @@ def _recurrence(op: Recurrence, frame: MetalFrame) -> None:
 @OPS.add(GatedAct)
 def _gated_act(op: GatedAct, frame: MetalFrame) -> None:
     gate, up = mx.split(frame[op.gate_up], 2, axis=-1)
-    frame[op.out] = _GATES[op.kind](gate, up)
+    frame[op.out] = GATES[op.kind](gate, up)
 
 
 @OPS.add(Act)
 def _activation(op: Act, frame: MetalFrame) -> None:
-    function = mx.tanh if op.kind == "tanh" else _ACTIVATIONS[op.kind]
+    function = mx.tanh if op.kind == "tanh" else ACTIVATIONS[op.kind]
     frame[op.out] = function(frame[op.x])
 
 
@@ -280,44 +183,17 @@ def _scale_by(op: ScaleBy, frame: MetalFrame) -> None:
     frame[op.out] = scaled.reshape(x.shape).astype(x.dtype)
 
 
-def _opens(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
-    """x times function(g), where they are of shapes that fit."""
-    return fused(lambda x, g: (x * function(g.astype(mx.float32))).astype(x.dtype))
-
-
-def _sigmoid(g: mx.array) -> mx.array:
-    return mx.sigmoid(g)
-
-
-def _tanh(g: mx.array) -> mx.array:
-    return mx.tanh(g)
-
-
-_GATE_FUNCTIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
-    **_FUNCTIONS,
-    "sigmoid": _sigmoid,
-    "identity": lambda g: g,
-    "tanh": _tanh,
-    "relu2": lambda g: mx.square(mx.maximum(g, 0)),
-}
-_OPENINGS = {kind: _opens(function) for kind, function in _GATE_FUNCTIONS.items()}
-
-
 @OPS.add(Gate)
 def _gate(op: Gate, frame: MetalFrame) -> None:
     x, g = frame[op.x], frame[op.g]
     parts = x.reshape(*g.shape, op.span)
-    frame[op.out] = _OPENINGS[op.kind](parts, g[..., None]).reshape(x.shape)
+    frame[op.out] = OPENINGS[op.kind](parts, g[..., None]).reshape(x.shape)
 
 
 @OPS.add(Route)
 def _route(op: Route, frame: MetalFrame) -> None:
     bias, factor = (None if w is None else frame.array(w) for w in (op.bias, op.factor))
     frame[op.ids], frame[op.slot_weights] = route(frame[op.logits], op.spec, bias, factor)
-
-
-_ALONE = _ACTIVATIONS | {"relu2": _rounded_once(_GATE_FUNCTIONS["relu2"])}
-"""Of experts without a gate."""
 
 
 @OPS.add(Experts)
@@ -328,8 +204,8 @@ def _experts(op: Experts, frame: MetalFrame) -> None:
         if spec.clamp is not None:
             return clamped(gate_up, spec)
         if not spec.gated:
-            return _ALONE[spec.activation](gate_up)
-        return _GATES[spec.activation](*mx.split(gate_up, 2, axis=-1))
+            return UNGATED[spec.activation](gate_up)
+        return GATES[spec.activation](*mx.split(gate_up, 2, axis=-1))
 
     ids, weights = frame[op.ids], frame[op.slot_weights]
     gate_up, down = frame.matrix(op.gate_up), frame.matrix(op.down)
