@@ -155,7 +155,7 @@ def test_a_server_imports_what_answers_requests_while_the_core_loads() -> None:
 STREETS = {
     "vllmx_engine": (
         {"wire", "text"}, {"grammar", "images"}, {"core", "formats"}, {"link", "client"},
-        {"async_llm", "llm", "engine", "grammars", "streams"},
+        {"async_core", "async_llm", "llm", "engine", "grammars", "streams"},
     ),
     "vllmx_cuda": (
         {"compiler", "kernel_specs"}, {"device"}, {"matrices"}, {"loading"}, {"program"},
