@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 from vllmx_core.errors import ConfigError
+from vllmx_server import app as app_module
 from vllmx_server.address import bind, listen
-from vllmx_server.app import ROUTES, build_app
+from vllmx_server.app import ALL_ROUTES, ROUTES, build_app
 from vllmx_server.config import ServerConfig
+from vllmx_server.rights import RIGHTS, Right
 from vllmx_server.running import hypercorn_config
 
 from .conftest import MakeServer, Served
@@ -40,6 +45,43 @@ async def test_a_key_is_wanted_on_every_route_but_public_ones(make_server: MakeS
             headers = {"authorization": f"bearer {key}".encode()}
             assert (await served.client.get("/version", headers=headers)).status_code == 200
             assert (await served.client.get("/nothing", headers=headers)).status_code == 404
+
+
+def test_every_route_has_a_right() -> None:
+    routes = {(method, path) for method, path, _ in ALL_ROUTES}
+    assert set(RIGHTS) == routes, "list it in vllmx_server.rights, with who may use it"
+
+
+async def test_rights_are_what_is_listed(make_server: MakeServer) -> None:
+    """401 and 403 are of rights here: no body of these requests is one that a route takes."""
+    headers = [{}, {"authorization": "Bearer first"}, {"authorization": "Bearer top"}]
+    first_that_may = {Right.EVERYBODY: 0, Right.HOLDERS: 1, Right.OPERATORS: 2}
+    async with make_server({**KEYS, "admin_key": ("top",)}) as served:
+        for (method, path), right in RIGHTS.items():
+            if path == "/shutdown":
+                continue  # the operator's key would end this process
+            path = re.sub(r"{\w+(:path)?}", "page.js", path)
+            for rank, sent in enumerate(headers):
+                response = await served.client.request(method, path, headers=sent)
+                refused = response.status_code in (401, 403)
+                assert refused == (rank < first_that_may[right]), (method, path, sent)
+
+
+async def test_a_route_that_nobody_listed_answers_nobody(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def planted(request: Request) -> Response:
+        return Response("open")
+
+    routes = (*app_module._ROUTES, ("GET", "/planted", planted), ("POST", "/version", planted))
+    monkeypatch.setattr(app_module, "_ROUTES", routes)
+    for flags in ({}, {**KEYS, "admin_key": ("top",)}):
+        async with make_server(flags) as served:
+            sent = {"authorization": "Bearer top"}
+            for method, path in (("GET", "/planted"), ("POST", "/version")):
+                response = await served.client.request(method, path, headers=sent)
+                assert response.status_code == 403
+                assert response.json()["error"]["code"] == "forbidden"
 
 
 async def test_prefixes_are_shared_within_a_key_alone(make_server: MakeServer) -> None:

@@ -28,6 +28,7 @@ from vllmx_server.keys.ring import KeyRing
 from vllmx_server.keys.usage import UsageBook
 from vllmx_server.metrics import Metrics
 from vllmx_server.middleware import Authorization, RequestContext
+from vllmx_server.rights import entitled
 from vllmx_server.routes import (
     admin,
     batches,
@@ -104,10 +105,10 @@ _ROUTES = (
 )
 WEB_ROUTES = (("GET", "/", web.page), ("GET", web.PREFIX + "{name:path}", web.file))
 """Of the web page, which `ServerConfig.web` leaves out; open to those without a key."""
-_WITH_KEY = tuple((method, path, admin.admin(each)) for method, path, each in OPERATORS_ROUTES)
-ROUTES = (*_WITH_KEY, *_ROUTES)
+ROUTES = (*OPERATORS_ROUTES, *_ROUTES)
 ALL_ROUTES = (*ROUTES, *WEB_ROUTES)
-"""Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands."""
+"""Each has an `Operation` in `vllmx_server.openapi.operations`, which a test demands, and a right
+in `vllmx_server.rights`, without which it answers nobody."""
 _OF_MODEL = {
     chat.chat_completions,
     completions.completions,
@@ -207,13 +208,17 @@ def build_app(
         )
     )
     routes = (
-        *(() if config.admin_uds else _WITH_KEY),
+        *(() if config.admin_uds else OPERATORS_ROUTES),
         *_ROUTES,
         *(WEB_ROUTES if config.web else ()),
     )
     app = App(
         routes=[
-            Route(path, _wrapped(endpoint, peers, several), methods=[method])
+            Route(
+                path,
+                entitled(method, path, _wrapped(endpoint, peers, several)),
+                methods=[method],
+            )
             for method, path, endpoint in routes
         ],
         middleware=middleware,
