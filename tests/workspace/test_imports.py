@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ ALLOWED = {
         "h11",
         "h2",
         "prometheus_client",
+        "opentelemetry",  # in vllmx_server.spans alone, see below
     },
     "vllmx_tp": {"vllmx_core", "vllmx_engine", "numpy", "msgspec"},
     "vllmx_demo": {"vllmx_core"},
@@ -53,7 +55,7 @@ IN_FUNCTIONS = {
 HEAVY = (
     "numpy", "torch", "mlx", "tokenizers", "jinja2", "starlette", "hypercorn", "yaml", "asyncio",
     "huggingface_hub", "safetensors", "transformers", "msgspec", "prometheus_client", "cupy",
-    "llguidance", "PIL", "mcp", "pydantic",
+    "llguidance", "PIL", "opentelemetry", "mcp", "pydantic",
 )  # fmt: skip
 
 
@@ -117,6 +119,13 @@ def loaded_after(code: str) -> set[str]:
 )
 def test_nothing_heavy_is_imported_early(code: str) -> None:
     assert loaded_after(code) == set()
+
+
+def test_opentelemetry_is_imported_where_it_is_asked_for(root: Path) -> None:
+    importing = re.compile(r"^\s*(import|from) opentelemetry", re.MULTILINE)
+    found = {path.name for _, path in sources(root) if importing.search(path.read_text())}
+    assert found == {"spans.py"}
+    assert "opentelemetry" not in loaded_after("import vllmx_server.running")
 
 
 AFTER_THE_CORE_BEGAN = (

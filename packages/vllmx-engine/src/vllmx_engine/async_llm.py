@@ -16,6 +16,7 @@ thread, but for `render_chat`, which may run anywhere.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -154,6 +155,9 @@ class AsyncLLM(AsyncCore):
         """
         params = params or self.sampling_params()
         self.check_open(len(prompts) * params.num_choices)
+        begun_s = time.monotonic()
+        grammar = await self.grammars.checked(params, options.client)
+        grammar_s = time.monotonic() - begun_s
         build = partial(
             self._builder.build,
             params=params,
@@ -161,13 +165,13 @@ class AsyncLLM(AsyncCore):
             options=options,
             add_special_tokens=add_special_tokens,
             fit_max_tokens=fit_max_tokens,
-            grammar=await self.grammars.checked(params, options.client),
+            grammar=grammar,
         )
         rules, requests = rules_size(params), list[Request]()
         for prompt in prompts:
-            size = prompt_size(prompt) + rules
+            size, begun_s = prompt_size(prompt) + rules, time.monotonic()
             request = await self.convert(options.client, size, partial(build, prompt))
-            requests.append(request)
+            requests.append(request.timed(grammar_s, begun_s))
             check_logprobs(params, [request.lengths for request in requests])
             await asyncio.sleep(0)  # many short prompts must not hold up other requests
         return await self._streams.launch_all(requests, kind)
@@ -199,7 +203,9 @@ class AsyncLLM(AsyncCore):
             with_calls = partial(self._renderer.with_calls, found, chat)
             is_short = self._renderer.has_format and 0 < num_bytes <= INLINE_BYTES
             found = with_calls() if is_short else await asyncio.to_thread(with_calls)
+        begun_s = time.monotonic()
         grammar = await self.grammars.checked(found, options.client)
+        text_begun_s = time.monotonic()
 
         def build(stopped: Stopped) -> Request:
             pictures.prepare(stopped)
@@ -218,7 +224,9 @@ class AsyncLLM(AsyncCore):
             return self._renderer.with_readers(request, chat)
 
         size = chat_cost(num_bytes or chat_size(conversation), pictures) + rules_size(found)
-        return self._streams.launch(await self.text.run(options.client, size, build), kind)
+        request = await self.text.run(options.client, size, build)
+        request = request.timed(text_begun_s - begun_s, text_begun_s)
+        return self._streams.launch(request, kind)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any

@@ -47,6 +47,7 @@ from vllmx_server.routes import (
 from vllmx_server.sharing import Sharing
 from vllmx_server.state import ServerState, cache_labels, pooler_of
 from vllmx_server.store.storage import Storage
+from vllmx_server.tracing import open_tracer
 
 if TYPE_CHECKING:
     from vllmx_server.batches.line import Endpoint
@@ -176,6 +177,7 @@ def build_app(
     gets before the first request."""
     ring = KeyRing(known_keys(config), config.api_keys_file)
     metrics = Metrics(llm.config.name, lambda: llm.stats, cache_labels(llm))
+    tracer = open_tracer(config.otlp_traces_endpoint)
     middleware = []
     if config.allowed_origins:
         middleware.append(
@@ -194,6 +196,7 @@ def build_app(
             log=not config.disable_access_log,
             name_route=name_route,
             count=metrics.count_http,
+            tracer=tracer,
         )
     )
     hosts = allowed_hosts(config)
@@ -236,6 +239,7 @@ def build_app(
     state = ServerState(
         llm, config, metrics, bodies, storage, sharing=sharing, peers=peers, keys=ring, usage=usage
     )
+    state.tracer = tracer
     state.pooler = pooler_of(llm)
     state.batches = _batch_runner(app, state)
     state.background = Background(state.storage, state.batches)

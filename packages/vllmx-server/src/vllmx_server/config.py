@@ -8,6 +8,7 @@ from vllmx_core.errors import ConfigError
 from vllmx_core.logs import check_log_format, check_log_level
 
 from vllmx_server.priorities import priority_ranges
+from vllmx_server.tracing import check_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class ServerConfig:
     """Requests may bring a chat template of their own."""
     web: bool = True
     """The web page at "/"."""
+    otlp_traces_endpoint: str | None = None
+    """URL of a collector of OpenTelemetry, over HTTP; "env": what the variables of OpenTelemetry
+    say. None: no traces."""
     disable_access_log: bool = False
     log_level: str = "info"
     log_format: str = "text"
@@ -133,6 +137,7 @@ class ServerConfig:
                 param="root_path",
             )
         priority_ranges(self.priority_range, self.api_key)
+        check_endpoint(self.otlp_traces_endpoint)
         check_log_level(self.log_level)
         check_log_format(self.log_format)
 

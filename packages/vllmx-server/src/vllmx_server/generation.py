@@ -10,6 +10,7 @@ from contextlib import aclosing
 from msgspec import UNSET
 from vllmx_core.errors import VllmxError
 from vllmx_engine.client.answers import AnswerReaders
+from vllmx_engine.client.request import Request
 from vllmx_engine.client.request_stream import RequestStream
 from vllmx_engine.wire.outputs import RequestMetrics, RequestOutput
 
@@ -95,6 +96,18 @@ class Generation:
             self._close("error")
             raise
 
+    @property
+    def requests(self) -> list[tuple[Request, RequestMetrics | None]]:
+        """What the engine was asked for each prompt, and when things happened as far as they
+        have."""
+        watches = zip(self._streams, self._watches, strict=True)
+        return [(stream.request, watch.times) for stream, watch in watches]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why the choices that have ended did so."""
+        return [reason for watch in self._watches for reason in watch.reasons]
+
     def divert(
         self,
         is_free: Callable[[], bool],
@@ -145,8 +158,9 @@ class _Watch:
         "_open",
         "_started_s",
         "_stream",
-        "_times",
         "_usage",
+        "reasons",
+        "times",
     )
 
     def __init__(
@@ -160,13 +174,14 @@ class _Watch:
         self._open = set(range(n))
         self._counts = [0] * n
         self._last_s = [0.0] * n
-        self._times: RequestMetrics | None = None
+        self.times: RequestMetrics | None = None
+        self.reasons: list[str] = []
         metrics.begin(n, stream.request.core[0].max_tokens)
 
     def see(self, output: RequestOutput) -> None:
         """Takes note of an output: what is new, or all of it."""
         assert output.metrics is not None
-        self._times = output.metrics
+        self.times = output.metrics
         now_s = output.metrics.last_token_s or 0.0
         for choice in output.outputs:
             count = len(choice.token_ids)
@@ -208,10 +223,11 @@ class _Watch:
 
     def _end(self, index: int, reason: str) -> None:
         self._open.discard(index)
+        self.reasons.append(reason)
         count, prompt = self._counts[index], len(self._stream.prompt_token_ids)
         self._metrics.finish(reason, prompt, count, time.monotonic() - self._started_s)
         if not self._open:
-            self._metrics.finish_request(self._times, max(self._counts))
+            self._metrics.finish_request(self.times, max(self._counts))
 
     def close(self, reason: str) -> None:
         """Every choice that has not ended ends for `reason`."""

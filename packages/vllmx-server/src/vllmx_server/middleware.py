@@ -22,6 +22,7 @@ from vllmx_server.errors import (
 )
 from vllmx_server.keys.admitted import HEADERS
 from vllmx_server.keys.ring import KeyRing
+from vllmx_server.tracing import Ended, Tracer, begin_trace
 
 logger = logging.getLogger("vllmx.server")
 access = logging.getLogger("vllmx.access")
@@ -39,6 +40,7 @@ class RequestContext:
         name_route: the path and the method of a request, as logs and metrics may show them: what a
             client makes up could be a secret, forge lines of the log or fill the memory.
         count: told (path, method, status) of every request.
+        tracer: makes spans of requests; None: nobody asked for any.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class RequestContext:
         log: bool,
         name_route: Callable[[Scope], tuple[str, str]],
         count: Callable[[str, str, int], None],
+        tracer: Tracer | None = None,
     ) -> None:
         self.app = app
         self.name_route = name_route
         self.log = log
         self.count = count
+        self.tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +68,7 @@ class RequestContext:
         state["request_id"] = request_id.decode("ascii")
         state["started_s"] = time.monotonic()
         started, status = time.perf_counter(), 0
+        trace = None if self.tracer is None else begin_trace(scope)
         echoes = [(b"x-request-id", request_id)]
         if is_messages(scope):
             echoes.append((b"request-id", request_id))
@@ -85,10 +90,14 @@ class RequestContext:
             if not status:
                 await error_response(internal_error(), scope)(scope, receive, send_with_id)
         finally:
-            self._note(scope, status or CLIENT_GONE, time.perf_counter() - started)
+            route, method = self.name_route(scope)
+            status = status or CLIENT_GONE
+            self._note(scope, route, method, status, time.perf_counter() - started)
+            if self.tracer is not None and trace is not None:
+                times = state["started_s"], time.monotonic()
+                self.tracer.end(trace, Ended(method, route, status, *times), scope)
 
-    def _note(self, scope: Scope, status: int, elapsed_s: float) -> None:
-        path, method = self.name_route(scope)
+    def _note(self, scope: Scope, path: str, method: str, status: int, elapsed_s: float) -> None:
         self.count(path, method, status)
         if self.log and path not in PUBLIC_PATHS:
             access.info(

@@ -22,6 +22,7 @@ from vllmx_engine.link.core_start import CoreStart
 from vllmx_server.address import bind, bind_operators, check_certificate
 from vllmx_server.config import ServerConfig
 from vllmx_server.signals import Signals
+from vllmx_server.tracing import check_tracing
 
 if TYPE_CHECKING:
     from vllmx_engine.wire.messages import CoreInfo
@@ -65,6 +66,7 @@ async def _serve(
     check_certificate(
         server
     )  # before the core's process is there, which would log beside the error
+    check_tracing(server.otlp_traces_endpoint)
     operators = bind_operators(server)
     try:
         listener, url = bind(server)

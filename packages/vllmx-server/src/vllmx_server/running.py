@@ -93,6 +93,8 @@ async def serve_until_stopped(
             await beside
             preparing.cancel()
             await app.state.server.background.stop()
+            if app.state.server.tracer is not None:
+                await app.state.server.tracer.close()
             if dying.done() and not dying.cancelled():
                 raise dying.result()
     finally:

@@ -35,11 +35,13 @@ from vllmx_server.responses.background import BackgroundResponses
 from vllmx_server.sharing import Sharing
 from vllmx_server.signals import CLOSE_S
 from vllmx_server.store.storage import Storage
+from vllmx_server.tracing import trace_of
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
     from vllmx_server.models.registry import Models
+    from vllmx_server.tracing import Tracer
     from vllmx_server.workers.peers import Peers
 
 logger = logging.getLogger("vllmx.server")
@@ -67,6 +69,8 @@ class ServerState:
     """Where there are several; None: `llm` is the only one."""
     peers: Peers | None = None
     """The other processes of the server; None: there are none."""
+    tracer: Tracer | None = None
+    """What makes spans of requests; whoever owns the server closes it."""
     tls: SSLContext | None = None
     """Of connections, where they are encrypted."""
     desk: Desk = field(default_factory=OpenDesk)
@@ -141,7 +145,11 @@ class ServerState:
         self.admission.enter()
         model, leave = self.llm.config.name, self.admission.leave
         holder = holder_of(request)
-        return await admitted(request, holder, model, num_tokens, leave, self.desk, self.usage)
+        found = await admitted(request, holder, model, num_tokens, leave, self.desk, self.usage)
+        trace = trace_of(request)
+        if trace is not None:
+            trace.model, trace.admitted = model, found
+        return found
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing new and waits until every answer has been sent; False when the time was

@@ -50,8 +50,17 @@ class Request(Record):
     """One for each choice that is generated (best_of, or n)."""
     stops: StopSet | None
     arrival_s: float = field(default_factory=time.monotonic)
+    text_s: float = 0.0
+    """How long rendering and tokenising took before `arrival_s`, the wait for a thread included."""
+    grammar_s: float = 0.0
+    """How long the check of its grammar took before that."""
     readers: AnswerReaders | None = None
     """Of a conversation, where its answers hold more than content."""
+
+    def timed(self, grammar_s: float, text_begun_s: float) -> Request:
+        """The request with what its preparation took; `text_begun_s` is of `time.monotonic`."""
+        text_s = max(0.0, self.arrival_s - text_begun_s)
+        return msgspec.structs.replace(self, grammar_s=grammar_s, text_s=text_s)
 
     @property
     def lengths(self) -> tuple[int, int]:

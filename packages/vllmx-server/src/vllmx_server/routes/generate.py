@@ -17,6 +17,7 @@ from vllmx_server.event_stream import OPENAI, EventStream, Framing, HeldResponse
 from vllmx_server.generation import Generation
 from vllmx_server.keys.admitted import expected_tokens
 from vllmx_server.state import ServerState, request_id_of, state_of
+from vllmx_server.tracing import trace_of
 
 
 class GeneratingBody(CheckedBody, Protocol):
@@ -89,6 +90,8 @@ async def generate(
         raise
     generation = Generation(streams, state.metrics, started_s, deadline)
     release.usage = generation.usage
+    if (trace := trace_of(request)) is not None:
+        trace.generation = generation
     answer = answer_of(state, body, request_id_of(request, body), generation)
     return held(state, bool(body.stream), answer, generation, release, framing)
 

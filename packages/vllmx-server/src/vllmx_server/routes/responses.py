@@ -31,6 +31,7 @@ from vllmx_server.routes.pages import answer, check_query, newest_first, number,
 from vllmx_server.schema.chat import MAX_MESSAGES
 from vllmx_server.schema.responses import RESPONSES, InputItem, ResponsesRequest
 from vllmx_server.state import ServerState, client_of, owner_of, state_of
+from vllmx_server.tracing import trace_of
 
 encode = msgspec.json.Encoder().encode
 
@@ -80,6 +81,8 @@ async def create(request: Request) -> Response | HeldResponse:
         raise
     generation = Generation(streams, state.metrics, started_s, deadline)
     release.usage = generation.usage
+    if (trace := trace_of(request)) is not None:
+        trace.generation = generation
     made = ResponseAnswer(state, owner, body, generation)
     if not body.background:
         return held(state, bool(body.stream), made, generation, release, FRAMING)

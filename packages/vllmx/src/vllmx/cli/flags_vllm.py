@@ -83,6 +83,5 @@ VLLM = (
     refused("--speculative-config", NO_DRAFT),
     refused("--rope-theta", "set it in the model's config.json"),
     refused("--middleware", "put a proxy in front"),
-    refused("--otlp-traces-endpoint", "there are no traces; /metrics has the times"),
     refused("--enable-sleep-mode", "stop and start the server, it takes a second", bare=True),
 )

@@ -71,6 +71,8 @@ HELP = {
     "max_stored_days": "How long files, batches and responses are kept.",
     "trust_request_chat_template": "Take chat templates from requests (sandboxed).",
     "web": "The web page at /.",
+    "otlp_traces_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP); env: as its"
+    " variables say.",
     "disable_access_log": "No line for each request.",
     "log_level": "debug, info, warning or error.",
     "log_format": "text, or json: an object a line.",
